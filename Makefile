@@ -72,6 +72,6 @@ docs: setup
 bench: setup
 	$(BIN)/python bench/serve.py
 
-# Kills, stops and cuts what it can under live streams, for about half an hour.
+# Kills and stops processes and cuts links under live streams, for about half an hour.
 chaos: setup
 	$(BIN)/python bench/chaos.py --kills 200

@@ -1,11 +1,12 @@
-"""What LoRA adapters cost a step: with none, one for all rows, four, natively and layer by layer.
+"""What LoRA adapters cost a step: none, one for all rows, and four; natively and layer by layer.
 
     python bench/make_model.py /tmp/llama-125m
     python bench/adapters.py /tmp/llama-125m
 
-The worker's part of a step from its rows to the final hidden states, without logits and sampling,
-in bfloat16 on a CPU: decodes of 1, 8 and 32 rows that have 160 tokens, and 512 tokens of one or of
-four prompts. The adapters are random and add to all seven modules. The ways take turns; medians.
+Times the worker's part of a step from its rows to the final hidden states, without logits and
+sampling, in bfloat16 on a CPU: decodes of 1, 8 and 32 rows of 160 tokens, and 512 tokens of one or
+of four prompts. The adapters are random and add to all seven modules. The ways take turns; the
+numbers are medians in milliseconds.
 """
 
 import argparse
@@ -19,16 +20,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from harness.case import Results, Table, arguments, main
+from harness.turns import turns
 from safetensors.torch import save_file
 
+from contract.limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.lora.adapter import Adapter, adapted_maps
 from gpu_worker.lora.adapter_files import load_adapter
+from gpu_worker.models.attention import Decoder
 from gpu_worker.models.llama_config import LlamaConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.step.input_batch import build_input_batch
-from gpu_worker.step.messages import Limits
-from gpu_worker.step.model_runner import Decoder
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _DTYPE, _DEVICE = torch.bfloat16, torch.device("cpu")
@@ -82,7 +85,7 @@ class Steps:
         self._adapters_of = {True: self._adapters, False: plain}
 
     def seconds(self, way: Way, num_rows: int, start: int, num_tokens: int) -> float:
-        """One step: `num_tokens` of each row after `start`."""
+        """Time one step: `num_tokens` of each row after `start`."""
         rows = np.arange(num_rows)
         self._rows.adapter[rows] = 1 + rows % way.num_adapters if way.num_adapters else 0
         is_decode = num_tokens == 1
@@ -109,7 +112,7 @@ class Steps:
 
 
 def random_adapters(config: LlamaConfig, rank: int) -> Mapping[int, Adapter]:
-    """Adapters by their numbers, loaded from files."""
+    """Load random adapters; return them by number."""
     adapters = {}
     for number in range(1, _NUM_ADAPTERS + 1):
         with tempfile.TemporaryDirectory() as name:
@@ -119,50 +122,55 @@ def random_adapters(config: LlamaConfig, rank: int) -> Mapping[int, Adapter]:
 
 
 def write_adapter(directory: Path, config: LlamaConfig, rank: int) -> None:
-    """As PEFT does."""
+    """Write a random adapter as PEFT does."""
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": _MODULES}
     (directory / "adapter_config.json").write_text(json.dumps(fields))
     tensors = {}
     for layer in range(config.num_layers):
-        for of in adapted_maps(config, layer):
-            for module, num_out in of.modules:
+        for adapted in adapted_maps(config, layer):
+            for module, num_out in adapted.modules:
                 name = f"base_model.model.{module}"
-                tensors[f"{name}.lora_A.weight"] = 0.02 * torch.randn(rank, of.num_in)
+                tensors[f"{name}.lora_A.weight"] = 0.02 * torch.randn(rank, adapted.num_in)
                 tensors[f"{name}.lora_B.weight"] = 0.02 * torch.randn(num_out, rank)
     save_file(tensors, directory / "adapter_model.safetensors")
 
 
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(
-        description="What LoRA adapters cost a step.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("model", type=Path, help="a directory as make_model.py writes it")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
-    parser.add_argument("--turns", type=int, default=30, help="of each way")
-    given = parser.parse_args()
+def median_ms(
+    steps: Steps, ways: list[Way], num_rows: int, start: int, num_tokens: int, num_turns: int
+) -> dict[str, float]:
+    """Let the ways take turns; return each one's median, in milliseconds."""
+    seconds: dict[str, list[float]] = {way.name: [] for way in ways}
+    num_steps = 1 if num_tokens > 1 else 4
+    with torch.inference_mode():
+        for index, way in turns(ways, num_turns, warm_ups=2):
+            each = [steps.seconds(way, num_rows, start, num_tokens) for _ in range(num_steps)]
+            if index >= 0:
+                seconds[way.name].append(statistics.median(each))
+    return {name: 1000 * statistics.median(each) for name, each in seconds.items()}
+
+
+def measure(given: argparse.Namespace) -> Results:
     steps = Steps(given.model, given.rank)
-    print(
-        f"ms, medians of {given.turns} turns; rank {given.rank}, {torch.get_num_threads()} threads"
-    )
+    num_turns = 3 if given.quick else given.turns
+    print(f"ms, medians of {num_turns} turns; rank {given.rank}, {torch.get_num_threads()} threads")
+    table = Table("step:<24", *(f"{way.name}:.2f" for way in WAYS))
     cases = [(f"decode, {n} rows", n, _CONTEXT, 1) for n in (1, 8, 32)]
     cases += [(f"{n} prompts, {_PROMPT_LEN} tokens", n, 0, _PROMPT_LEN // n) for n in (1, 4)]
+    results = {}
     for name, num_rows, start, num_tokens in cases:
         ways = [way for way in WAYS if way.num_adapters <= num_rows]
-        times: dict[str, list[float]] = {way.name: [] for way in ways}
-        with torch.inference_mode():
-            for turn in range(-2, given.turns):
-                for way in ways:
-                    num_steps = 1 if num_tokens > 1 else 4
-                    took = [
-                        steps.seconds(way, num_rows, start, num_tokens) for _ in range(num_steps)
-                    ]
-                    if turn >= 0:
-                        times[way.name].append(statistics.median(took))
-        medians = {way: 1000 * statistics.median(took) for way, took in times.items()}
-        print(f"{name}: " + ", ".join(f"{way} {ms:.2f}" for way, ms in medians.items()))
+        medians = median_ms(steps, ways, num_rows, start, num_tokens, num_turns)
+        table.row(name, *(medians.get(way.name) for way in WAYS))
+        key = name.replace(",", "").replace(" ", "_")
+        results |= {
+            f"{key}_{way.replace(',', '').replace(' ', '_')}_ms": ms for way, ms in medians.items()
+        }
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    parser = arguments(__doc__, quick="three turns of each way")
+    parser.add_argument("model", type=Path, help="a directory as make_model.py writes it")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
+    parser.add_argument("--turns", type=int, default=30, help="turns of each way")
+    main(parser.parse_args(), measure)

@@ -1,52 +1,50 @@
-"""Measures what a CPU can do at most: bytes read from memory and bf16 operations in a second.
+"""Measures what a CPU can do at most: bytes read from memory, and bf16 operations, in a second.
 
     python bench/ceilings.py --num-threads 2
 
-Shares of these say how far a step is from what the machine allows. Run on its own: whatever else
-runs takes its part of both.
+Prints both as JSON. Shares of these say how far a step is from what the machine allows
+(bench/serve.py prints them). Run it alone: other work takes its part of both.
 """
 
-import argparse
 import functools
 import json
 
 import torch
+from harness.case import arguments, main
 
 from gpu_worker.loading.measure import least_s
 
 _READ_BYTES = 1 << 30
 _GEMM_SIZE = 2048
-_NUM_ROUNDS = 5
 
 
-def read_bytes_per_s() -> float:
-    """Of a sum over memory that no cache holds."""
+def read_bytes_per_s(num_rounds: int) -> float:
+    """Bytes per second of a sum over memory that no cache holds."""
     data = torch.ones(_READ_BYTES // 4)
-    return _READ_BYTES / least_s(data.sum, _NUM_ROUNDS)
+    return _READ_BYTES / least_s(data.sum, num_rounds)
 
 
-def bf16_flops() -> float:
-    """Of a product of large square matrices in the layout that linear maps use."""
+def bf16_flops(num_rounds: int) -> float:
+    """Operations per second of a product of large square matrices, packed as linear maps are."""
     x = torch.randn(_GEMM_SIZE, _GEMM_SIZE, dtype=torch.bfloat16)
     weight = torch.ops.mkldnn._reorder_linear_weight(torch.randn_like(x))  # noqa: SLF001
     apply = torch.ops.mkldnn._linear_pointwise.default  # noqa: SLF001
     product = functools.partial(apply, x, weight, None, "none", [], "")
-    return 2 * _GEMM_SIZE**3 / least_s(product, _NUM_ROUNDS)
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--num-threads", type=int, default=2, help="default: 2")
-    given = parser.parse_args()
-    torch.set_num_threads(given.num_threads)
-    with torch.inference_mode():
-        print(
-            json.dumps({"read_bytes_per_s": read_bytes_per_s(), "bf16_flops": bf16_flops()}),
-            flush=True,
-        )
+    return 2 * _GEMM_SIZE**3 / least_s(product, num_rounds)
 
 
 if __name__ == "__main__":
-    _main()
+    parser = arguments(__doc__, quick="two rounds of each instead of five")
+    parser.add_argument("--num-threads", type=int, default=2)
+    given = parser.parse_args()
+    torch.set_num_threads(given.num_threads)
+    rounds = 2 if given.quick else 5
+    with torch.inference_mode():
+        results = main(
+            given,
+            lambda _: {
+                "read_bytes_per_s": read_bytes_per_s(rounds),
+                "bf16_flops": bf16_flops(rounds),
+            },
+        )
+    print(json.dumps(results), flush=True)

@@ -1,4 +1,6 @@
-"""Paged KV against contiguous max-length reservations in the same memory, by simulation.
+"""Paged KV against contiguous reservations of the maximal length in the same memory, simulated.
+
+    python bench/fragmentation.py [--quick] [--json FILE]
 
 Blocks are the scheduler core's own; step durations are a model's. Each client sends its next
 request when its last has ended; requests share no prefix; one step is in flight. Preempted requests
@@ -12,31 +14,28 @@ are computed again. Three scenarios:
 
 Lengths: log-normal with sigma 1, cut at the limit. `chat` has the means of ShareGPT in the paper on
 PagedAttention, 161 tokens in and 338 out; `long` has the medians of Azure's conversations of 2023,
-1,020 in and 129 out, about twice as much KV. What paging wins depends on them: a request that fills
-its limit wins nothing. JSON has the numbers of `chat`, and those of `long` as `..._a_long`.
+1,020 in and 129 out, about twice as much KV. What paging gains depends on them: a request that
+fills its limit gains nothing. JSON has the numbers of `chat`, and those of `long` as `..._a_long`.
 
     no room    share of the requests that had to wait when their turn came, or were preempted,
                because too little was free
     no run     share that had to wait although enough was free: it was not in one run
     fragmentation    1 - longest free run / free, mean over time; nothing paged needs a run.
                `defragmented` looks each second, moves blocks from 0.2 on, and counts no time for it
-
-    python bench/fragmentation.py [--quick] [--json FILE]
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from math import exp
-from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from kv_simulation import Engine, Job, replay
-from paged_engine import PagedEngine
-from reserving_engine import ReservingEngine
+from harness.case import Results, Table, arguments, main
+from kv.paged import PagedEngine
+from kv.replay import Engine, Job, replay
+from kv.reservations import ReservingEngine
 
 from sim_worker.time_model import TimeModel
 
@@ -45,7 +44,6 @@ KV_BYTES_PER_TOKEN = 2 * 80 * 8 * 128 * 2  # K and V, layers, kv heads, head dim
 NUM_SLOTS = int(KV_BYTES // KV_BYTES_PER_TOKEN)
 # Four devices of 3.35 TB/s and 989 TFLOP/s, as one: they hold 140 GB of weights and the KV.
 MODEL = TimeModel(70e9, KV_BYTES_PER_TOKEN, 4 * 3.35e12, 4 * 989e12)
-
 
 Limits = Callable[[np.random.Generator], int]
 
@@ -75,12 +73,10 @@ LENGTHS = {
 
 
 def alike(_: np.random.Generator) -> int:
-    """Return the limit of all requests of scenario a."""
     return 8192
 
 
 def mixed(rng: np.random.Generator) -> int:
-    """Draw a limit."""
     return int(1024 * 16 ** rng.random())
 
 
@@ -90,7 +86,6 @@ SCENARIOS: dict[str, tuple[Limits, tuple[int, ...]]] = {
     "c": (mixed, (300, 200, 100)),
 }
 """How limits are drawn, and the clients of each model."""
-
 
 KINDS: dict[str, Callable[[Iterator[Job], int, int], Engine]] = {
     "paged": PagedEngine,
@@ -133,12 +128,10 @@ def play(kind: str, scenario: str, lengths: Lengths, seed: int, measured_s: floa
 
 
 def mean_of(outcomes: Sequence[Outcome]) -> Outcome:
-    """Average each number."""
     return Outcome(*(mean(values) for values in zip(*map(astuple, outcomes), strict=True)))
 
 
 def metrics(outcomes: dict[str, Outcome]) -> dict[str, float]:
-    """As one flat object: names to numbers."""
     paged, contiguous = outcomes["paged"], outcomes["contiguous"]
     values = {
         "concurrency_ratio": paged.concurrency / contiguous.concurrency,
@@ -149,38 +142,29 @@ def metrics(outcomes: dict[str, Outcome]) -> dict[str, float]:
     return values
 
 
-def main() -> None:
-    """Replay, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tenth of the time; under 60 s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers here")
-    args = parser.parse_args()
-    measured_s, seeds = (60, 1) if args.quick else (120, 5)
-
-    print(__doc__[: __doc__.index("    python bench")])
+def measure(given: argparse.Namespace) -> Results:
+    measured_s, seeds = (60, 1) if given.quick else (120, 5)
     print(f"Memory: {KV_BYTES / 1e9:.0f} GB, {NUM_SLOTS:,} tokens of {KV_BYTES_PER_TOKEN:,} bytes.")
     print(f"Measured: {measured_s} s of the device's time, {seeds} x, each with other requests.\n")
-    print(f"{'':24}{'running':>9}{'output':>10}{'no room':>9}{'no run':>8}{'fragmen-':>10}")
-    print(f"{'':24}{'':>9}{'tokens/s':>10}{'':>9}{'':>8}{'tation':>10}")
+    table = Table(
+        *("case:<4", "lengths:<7", "memory:<12", "running:.0f", "tokens/s:.0f"),
+        *("no room:.1%", "no run:.1%", "fragmentation:.2f"),
+    )
     results: dict[str, float] = {}
     for scenario in SCENARIOS:
         for name, lengths in LENGTHS.items():
             outcomes: dict[str, Outcome] = {}
             for kind in KINDS:
                 drawn = [play(kind, scenario, lengths, seed, measured_s) for seed in range(seeds)]
-                outcomes[kind] = each = mean_of(drawn)
-                print(f"{scenario}  {name:6}{kind:15}{each.concurrency:9.0f}", end="")
-                print(f"{each.throughput:10.0f}{each.no_room:9.1%}{each.refused:8.1%}", end="")
-                print(f"{each.fragmentation:10.2f}", flush=True)
+                outcomes[kind] = mean_of(drawn)
+                table.row(scenario, name, kind, *astuple(outcomes[kind]))
             suffix = f"_{scenario}" if name == "chat" else f"_{scenario}_{name}"
-            numbers = metrics(outcomes)
-            results |= {key + suffix: value for key, value in numbers.items()}
-            print(f"{'':9}paged / contiguous:", end=" ")
-            print(f"concurrency {numbers['concurrency_ratio']:.1f}", end=", ")
-            print(f"throughput {numbers['throughput_ratio']:.1f}")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+            values = metrics(outcomes)
+            results |= {key + suffix: value for key, value in values.items()}
+            ratios = (values["concurrency_ratio"], values["throughput_ratio"])
+            print("      paged ÷ contiguous: concurrency {:.1f}, throughput {:.1f}".format(*ratios))
+    return results
 
 
 if __name__ == "__main__":
-    main()
+    main(arguments(__doc__, quick="a tenth of the time; under 60 s").parse_args(), measure)

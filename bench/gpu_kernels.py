@@ -1,9 +1,9 @@
-"""Measures every kernel on the present GPU: bytes or operations per second, and share of the most.
+"""Measures every kernel on this GPU: bytes or operations per second, and their share of the most.
 
     python bench/gpu_kernels.py --out kernels.json
 
-The most is measured in the same run: bytes per second of a large read and of a large copy, the
-better one, and operations per second of a large matrix product. Each kernel is timed from a CUDA
+The most is measured in the same run: bytes per second of a large read or a large copy, whichever is
+more, and operations per second of a large matrix product. Each kernel is timed from a CUDA
 graph with a cold cache (`kernels/tuning/timing.py`). Attention stands beside torch's SDPA and, for
 some shapes, FlexAttention over dense keys and values, and is compared with SDPA's numbers; the
 others stand beside their twins. Decode is measured block-major and layer-major, with blocks of 16
@@ -30,11 +30,12 @@ if "--cpu-smoke" in sys.argv:
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
 import torch
+from harness.machine import machine_facts
 
 from kernels.tuning.timing import seconds_of
 
 if TYPE_CHECKING:
-    from kernel_cases import Case, Prepared
+    from gpu.kernel_cases import Case, Prepared
 
 _CEILING_BYTES = 1 << 31
 _GEMM_SIZE = 8192
@@ -51,7 +52,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one case gave."""
+    """The measurements of one case."""
 
     kernel: str
     shape: str
@@ -59,11 +60,11 @@ class Row:
     gb_s: float | None = None
     tflops: float | None = None
     share: float | None = None
-    """Of the time that the ceilings allow, so of bandwidth or of operations: whichever binds."""
+    """The time that the ceilings allow ÷ the time taken; whichever ceiling binds."""
     bound: str | None = None
     """"bytes" or "flops"."""
     baselines_us: dict[str, float | str] | None = None
-    """Of each, or why it did not run."""
+    """Each baseline's time, or why it did not run."""
     max_difference: float | None = None
     """From SDPA's numbers."""
     error: str | None = None
@@ -81,7 +82,7 @@ def measure_ceilings(device: torch.device, num_bytes: int, gemm_size: int) -> Ce
 
 
 def measure(case: "Case", device: torch.device, ceilings: Ceilings, repeats: int) -> Row:
-    """Time one case and its baselines; whatever fails is in the row."""
+    """Time one case and its baselines; failures are in the row."""
     try:
         torch.manual_seed(0)
         prepared = case.prepare(device)
@@ -146,7 +147,7 @@ def run(
     repeats: int,
     say: Callable[[str], None],
 ) -> list[Row]:
-    """Measure the cases one after the other, saying each row as it is known."""
+    """Measure the cases one after the other; pass each row's line to `say` at once."""
     rows = []
     for case in cases:
         rows.append(measure(case, device, ceilings, repeats))
@@ -161,13 +162,14 @@ def _main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="where to write JSON")
+    parser.add_argument("--json", "--out", dest="out", type=Path, help="where to write JSON")
+    parser.add_argument("--quick", action="store_true", help="five repeats of each case")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes, no GPU")
     parser.add_argument("--only", default="", help="cases whose kernel or shape contains this")
     given = parser.parse_args()
     if not given.cpu_smoke and not torch.cuda.is_available():
         parser.exit(2, "there is no GPU; --cpu-smoke runs without one\n")
-    from kernel_cases import TINY, WHOLE, all_cases  # noqa: PLC0415  imports Triton
+    from gpu.kernel_cases import TINY, WHOLE, all_cases  # noqa: PLC0415  imports Triton
 
     device = torch.device("cpu" if given.cpu_smoke else "cuda")
     started = time.perf_counter()
@@ -183,15 +185,14 @@ def _main() -> int:
         for case in all_cases(TINY if given.cpu_smoke else WHOLE)
         if given.only in f"{case.kernel} {case.shape}"
     ]
-    rows = run(
-        cases, device, ceilings, 1 if given.cpu_smoke else _REPEATS, lambda x: print(x, flush=True)
-    )
+    repeats = 1 if given.cpu_smoke else 5 if given.quick else _REPEATS
+    rows = run(cases, device, ceilings, repeats, lambda line: print(line, flush=True))
     failed = sum(row.error is not None for row in rows)
     print(f"{len(rows)} rows, {failed} failed, {time.perf_counter() - started:.0f} s")
     if given.out is not None:
         result = {
+            "machine": machine_facts(),
             "device": name,
-            "torch": torch.__version__,
             "is_measured": not given.cpu_smoke,
             "ceilings": asdict(ceilings),
             "rows": [asdict(row) for row in rows],

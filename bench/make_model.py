@@ -1,16 +1,19 @@
-"""Writes a Hugging Face model directory: a Llama with random weights and a real BPE tokenizer.
+"""Writes a Hugging Face model directory: a Llama with random weights, for benchmarks.
 
     python bench/make_model.py /tmp/llama-125m
 
-The speed of a model does not depend on its weights. The tokenizer is trained on the sources of
-Python's standard library; weights and tokens are the same each time.
+A model's speed does not depend on its weights. The tokenizer is a real BPE, trained on the sources
+of Python's standard library; weights and tokens are the same each time. With --shape the directory
+has the sizes of a known model, a tokenizer with a text for every token, and no weights: they are
+drawn on the device (`--load-format dummy`).
 """
 
 import argparse
 import json
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,7 +28,7 @@ _WEIGHT_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What sets a Llama's cost; the defaults have 125 million parameters."""
+    """What decides a Llama's cost; the defaults have 125 million parameters."""
 
     hidden: int = 768
     layers: int = 16
@@ -34,48 +37,93 @@ class Sizes:
     intermediate: int = 2048
     vocab: int = 16000
     context: int = 4096
+    head_dim: int = 0
+    """0: hidden / heads."""
+    is_tied: bool = False
+    """Whether the embedding is also the map over the vocabulary."""
+
+    @property
+    def dim(self) -> int:
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def step_parameters(self) -> int:
+        """Parameters that each decode step reads: all but the embedding, unless it is tied."""
+        attention = self.hidden * self.dim * 2 * (self.heads + self.kv_heads)
+        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        return self.layers * layer + self.vocab * self.hidden
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        return 2 * self.layers * self.kv_heads * self.dim * itemsize
+
+    def config(self) -> dict[str, Any]:
+        """The fields of config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.dim,
+            "intermediate_size": self.intermediate,
+            "max_position_embeddings": self.context,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": self.is_tied,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "torch_dtype": "bfloat16",
+        }
+
+
+SHAPES = {
+    "0.6B": Sizes(1024, 28, 16, 8, 3072, 151_936, 8192, 128, is_tied=True),
+    "1B": Sizes(2048, 16, 32, 8, 8192, 128_256, 8192, 64, is_tied=True),
+    "8B": Sizes(4096, 32, 32, 8, 14_336, 128_256, 8192, 128),
+    "smoke": Sizes(64, 1, 2, 1, 64, 1024, 256, 32, is_tied=True),
+}
+"""The sizes of Qwen3 0.6B, Llama 3.2 1B and Llama 3.1 8B, and tiny ones to try scripts out."""
 
 
 def make_model(directory: Path, sizes: Sizes) -> int:
-    """Write the model, in bfloat16; returns its number of parameters."""
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_json(directory / "config.json", _config(sizes))
-    special = {"bos_token": _BOS, "eos_token": _EOS, "chat_template": _CHAT_TEMPLATE}
-    _write_json(
-        directory / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", **special},
-    )
-    _train_tokenizer(sizes.vocab).save(str(directory / "tokenizer.json"))
+    """Write a model with weights, in bfloat16; return its number of parameters."""
+    _write(directory, sizes, _trained_tokenizer(sizes.vocab))
     weights = _random_weights(sizes)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return sum(weight.numel() for weight in weights.values())
 
 
-def _config(sizes: Sizes) -> dict[str, object]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": sizes.vocab,
-        "hidden_size": sizes.hidden,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "intermediate_size": sizes.intermediate,
-        "max_position_embeddings": sizes.context,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "torch_dtype": "bfloat16",
-    }
+def write_shape(directory: Path, sizes: Sizes) -> None:
+    """Write a model without weights."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = (f"w{number}" for number in range(sizes.vocab - len(letters) - 2))
+    vocabulary = {text: i for i, text in enumerate([_BOS, _EOS, *letters, *words])}
+    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens([_BOS, _EOS])
+    _write(directory, sizes, tokenizer)
 
 
-def _train_tokenizer(vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
+def _write(directory: Path, sizes: Sizes, tokenizer: Tokenizer) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    special = {"bos_token": _BOS, "eos_token": _EOS, "chat_template": _CHAT_TEMPLATE}
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    for name, values in (("config", sizes.config()), ("tokenizer_config", tokenizer_config)):
+        (directory / f"{name}.json").write_text(json.dumps(values, indent=2) + "\n")
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def _byte_level(model: models.Model) -> Tokenizer:
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _trained_tokenizer(vocab_size: int) -> Tokenizer:
+    tokenizer = _byte_level(models.BPE())
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -97,8 +145,7 @@ def _random_weights(sizes: Sizes) -> dict[str, torch.Tensor]:
     def norm() -> torch.Tensor:
         return torch.ones(sizes.hidden, dtype=torch.bfloat16)
 
-    head_dim = sizes.hidden // sizes.heads
-    kv = sizes.kv_heads * head_dim
+    heads, kv = sizes.heads * sizes.dim, sizes.kv_heads * sizes.dim
     weights = {
         "model.embed_tokens.weight": matrix(sizes.vocab, sizes.hidden),
         "model.norm.weight": norm(),
@@ -106,10 +153,10 @@ def _random_weights(sizes: Sizes) -> dict[str, torch.Tensor]:
     }
     for index in range(sizes.layers):
         layer = {
-            "self_attn.q_proj": matrix(sizes.hidden, sizes.hidden),
+            "self_attn.q_proj": matrix(heads, sizes.hidden),
             "self_attn.k_proj": matrix(kv, sizes.hidden),
             "self_attn.v_proj": matrix(kv, sizes.hidden),
-            "self_attn.o_proj": matrix(sizes.hidden, sizes.hidden),
+            "self_attn.o_proj": matrix(sizes.hidden, heads),
             "mlp.gate_proj": matrix(sizes.intermediate, sizes.hidden),
             "mlp.up_proj": matrix(sizes.intermediate, sizes.hidden),
             "mlp.down_proj": matrix(sizes.hidden, sizes.intermediate),
@@ -120,28 +167,25 @@ def _random_weights(sizes: Sizes) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _write_json(path: Path, value: dict[str, object]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def _parse_arguments() -> argparse.Namespace:
+def _main() -> None:
     parser = argparse.ArgumentParser(
-        description="Write a Llama with random weights and a real tokenizer, for benchmarks.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--hidden", type=int, default=Sizes().hidden, help="size of a token's row")
-    parser.add_argument("--layers", type=int, default=Sizes().layers, help="decoder layers")
-    parser.add_argument("--heads", type=int, default=Sizes().heads, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=Sizes().kv_heads, help="key-value heads")
-    parser.add_argument(
-        "--intermediate", type=int, default=Sizes().intermediate, help="width of the MLP"
-    )
-    return parser.parse_args()
+    parser.add_argument("--shape", choices=SHAPES, help="sizes of a known model, without weights")
+    numbers = [each for each in fields(Sizes) if each.type is int]
+    for each in numbers:
+        flag = f"--{each.name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, help=f"default: {each.default}")
+    given = parser.parse_args()
+    if given.shape is not None:
+        write_shape(given.directory, SHAPES[given.shape])
+        return
+    asked = {each.name: getattr(given, each.name) for each in numbers}
+    sizes = replace(Sizes(), **{name: value for name, value in asked.items() if value is not None})
+    num_parameters = make_model(given.directory, sizes)
+    print(f"{given.directory}: a Llama of {num_parameters / 1e6:.0f} M parameters")
 
 
 if __name__ == "__main__":
-    arguments = vars(_parse_arguments())
-    directory = arguments.pop("directory")
-    num_parameters = make_model(directory, Sizes(**arguments))
-    print(f"{directory}: a Llama of {num_parameters / 1e6:.0f} M parameters")
+    _main()

@@ -1,17 +1,16 @@
-"""Measures what number formats cost the model that Quire ships: perplexity on text held out.
+"""Measures what number formats cost the shipped model: perplexity on held-out text.
 
     python bench/quality.py
     python bench/quality.py --checkpoints  # also the model as AWQ, GPTQ and fp8 checkpoints
 
-The text is what `models/train.py` kept from the model: modules of the Python standard library, one
-file in sixty. Each variant is a worker, loaded as its flags say, which scores the text as it scores
-any prompt: chunk by chunk, through its paged KV. The numbers depend on the text, so compare those
-of one Python version; nothing here depends on time or chance.
+The text is what `models/train.py` held out: modules of the Python standard library, one file in
+sixty. Each variant is a worker, loaded as its flags say, which scores the text as it scores any
+prompt: chunk by chunk, through its paged KV. The numbers depend on the text, so compare those of
+one Python version; they do not depend on time or chance.
 """
 
 import argparse
 import asyncio
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -20,18 +19,18 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from harness.case import ROOT, SHIPPED_MODEL, Results, Table, arguments, main
 from quantize import FORMS, write
 from tokenizers import Tokenizer
 
+from contract.limits import Limits
 from contract.sampling import SamplingParams
+from contract.step import NewSequence, Plan
 from gpu_worker.loading.worker_model import load
 from gpu_worker.loop import StepLoop
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 from rpc.observe import logs
 
-_ROOT = Path(__file__).resolve().parents[1]
-_MODEL = _ROOT / "models" / "quire-tiny-python"
 _VARIANTS: dict[str, dict[str, str]] = {
     "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},
@@ -40,20 +39,20 @@ _VARIANTS: dict[str, dict[str, str]] = {
     "weights_int8": {"dtype": "bfloat16", "quantization": "int8"},
     "weights_int4": {"dtype": "bfloat16", "quantization": "int4"},
 }
-"""Flags of a worker, by what the result is called: ppl_*."""
+"""Flags of a worker, by the name of the result: ppl_*."""
 _CHECKPOINT_DTYPES = {"": "bfloat16", "_fp32": "float32"}
-"""By what follows the form's name; in float32 a checkpoint is exactly what its bits say."""
+"""By the suffix of the result; in float32 a checkpoint is exactly what its bits say."""
 _BASELINE = "bf16"
 _QUICK_TOKENS = 6_000
 _ATTACHMENT = 0
 
 
 def held_out_prompts(max_tokens: int, budget: float) -> Iterator[list[int]]:
-    """Token ids of the text, from whole files cut where the context ends, until `budget` is met."""
-    sys.path.insert(0, str(_ROOT / "models"))  # only training knows what it kept back
+    """Yield the text's token ids: whole files, cut at the context's end, about `budget` in all."""
+    sys.path.insert(0, str(ROOT / "models"))  # only training knows which files it held out
     from corpus import BOS, read_sources  # noqa: PLC0415
 
-    tokenizer = Tokenizer.from_file(str(_MODEL / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(SHIPPED_MODEL / "tokenizer.json"))
     begin = tokenizer.token_to_id(BOS)
     num_tokens = 0
     for source in read_sources():
@@ -69,9 +68,9 @@ def held_out_prompts(max_tokens: int, budget: float) -> Iterator[list[int]]:
 
 
 async def perplexity(
-    flags: dict[str, str], budget: float, model: Path = _MODEL
+    flags: dict[str, str], budget: float, model: Path = SHIPPED_MODEL
 ) -> tuple[float, int]:
-    """The perplexity of the text at a worker with these flags, and how many tokens it scored."""
+    """Return the text's perplexity at a worker with these flags, and how many tokens it scored."""
     settings = WorkerSettings(model=model, device="cpu", kv_cache_memory_gb=0.1, **flags)
     loop = asyncio.get_running_loop()
     loaded = await asyncio.to_thread(load, settings, lambda *_: None, loop)
@@ -80,7 +79,7 @@ async def perplexity(
         await steps.attach(_ATTACHMENT)
         scores: list[float] = []
         step_id = 1
-        # The context must have room for a token more.
+        # the context must have room for one more token
         for prompt in held_out_prompts(info.limits.max_model_len - 1, budget):
             scored, step_id = await _score(steps, info.limits, prompt, step_id)
             scores += scored
@@ -93,7 +92,7 @@ async def _score(
     steps: StepLoop, limits: Limits, prompt: list[int], step_id: int
 ) -> tuple[list[float], int]:
     """Log-probabilities of all tokens but the first, and the next step's number."""
-    row = NewRow(
+    row = NewSequence(
         seq_id=step_id,
         row=0,
         token_ids=np.array(prompt, np.int32),
@@ -105,10 +104,10 @@ async def _score(
     )
     scores: list[float] = []
     for start in range(0, len(prompt), limits.max_num_batched_tokens):
-        step = StepInput(
+        step = Plan(
             step_id=step_id,
             num_decodes=0,
-            new_rows=() if start else (row,),
+            new_sequences=() if start else (row,),
             chunk_rows=np.zeros(1, np.int32),
             chunk_lens=np.array(
                 [min(limits.max_num_batched_tokens, len(prompt) - start)], np.int32
@@ -117,52 +116,35 @@ async def _score(
         output = await steps.submit(_ATTACHMENT, step)
         step_id += 1
         scores += [each.logprob for part in output.prompt_logprobs for each in part.logprobs]
-    release = StepInput(step_id=step_id, num_decodes=0, released_rows=np.zeros(1, np.int32))
+    release = Plan(step_id=step_id, num_decodes=0, released_rows=np.zeros(1, np.int32))
     await steps.submit(_ATTACHMENT, release)
     assert len(scores) == len(prompt) - 1, "every token but the first is scored"
     return scores, step_id + 1
 
 
-async def measure(budget: float, checkpoints: Path | None = None) -> dict[str, float]:
-    """Measure, print, and give the numbers by name; `checkpoints` is where to write some."""
+async def measure(given: argparse.Namespace) -> Results:
+    logs.configure("warning", "console", "quality")
+    budget = _QUICK_TOKENS if given.quick else math.inf
     found: dict[str, float] = {}
     num_tokens = 0
     for name, flags in _VARIANTS.items():
         found[name], num_tokens = await perplexity(flags, budget)
-    for name, form in FORMS.items():
-        if checkpoints is None:
-            break
-        model = write(_MODEL, checkpoints / name, form)
-        for suffix, dtype in _CHECKPOINT_DTYPES.items():
-            found[name + suffix], _ = await perplexity({"dtype": dtype}, budget, model)
-    print(
-        f"perplexity of {num_tokens} held-out tokens; {sys.version.split()[0]}, {torch.__version__}"
-    )
-    for name, value in found.items():
-        print(f"{name:>16} {value:9.4f}   {value / found[_BASELINE]:.4f} of {_BASELINE}")
-    return {f"ppl_{name}": round(value, 5) for name, value in found.items()} | {
-        "num_tokens": num_tokens
-    }
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a small part of the text")
-    parser.add_argument(
-        "--checkpoints", action="store_true", help="also as checkpoints of other programs"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
-    given = parser.parse_args()
-    logs.configure("warning", "console", "quality")
-    budget = _QUICK_TOKENS if given.quick else math.inf
     with TemporaryDirectory() as directory:
-        checkpoints = Path(directory) if given.checkpoints else None
-        metrics = asyncio.run(measure(budget, checkpoints))
-    if given.json is not None:
-        given.json.write_text(json.dumps(metrics, indent=2) + "\n")
+        for name, form in FORMS.items() if given.checkpoints else ():
+            model = write(SHIPPED_MODEL, Path(directory) / name, form)
+            for suffix, dtype in _CHECKPOINT_DTYPES.items():
+                found[name + suffix], _ = await perplexity({"dtype": dtype}, budget, model)
+    python = sys.version.split()[0]
+    print(f"perplexity of {num_tokens} held-out tokens; Python {python}, torch {torch.__version__}")
+    table = Table("format:<16", "perplexity:.4f", f"÷ {_BASELINE}:.4f")
+    for name, value in found.items():
+        table.row(name, value, value / found[_BASELINE])
+    return {f"ppl_{name}": value for name, value in found.items()} | {"num_tokens": num_tokens}
 
 
 if __name__ == "__main__":
-    _main()
+    parser = arguments(__doc__, quick="a small part of the text")
+    parser.add_argument(
+        "--checkpoints", action="store_true", help="also as checkpoints of other programs"
+    )
+    main(parser.parse_args(), measure)

@@ -1,10 +1,10 @@
-"""Writes a model as a quantized checkpoint, each weight rounded to the nearest number there is.
+"""Writes a model as a quantized checkpoint: each weight is rounded to the nearest number.
 
     python bench/quantize.py models/quire-tiny-python awq /tmp/awq
 
-It is for tests and for `bench/quality.py --checkpoints`: real checkpoints come from programs that
-fit what they round to text, and lose less. Embeddings, norms, the map over the vocabulary and the
-router among experts stay as they are.
+For tests and for `bench/quality.py --checkpoints`. Real checkpoints come from programs that fit the
+rounding to text, and lose less. Embeddings, norms, the map over the vocabulary and the router among
+experts stay as they are.
 
 Symbols: `N` output features of a linear map, `K` its input features, `G` groups of these.
 """
@@ -22,26 +22,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
-"""Of one map, by the end of the name."""
+"""The tensors of one linear map, by the end of their names."""
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight outputs each nibble of a word has, from the lowest."""
+"""Which of eight outputs each nibble of a word holds, from the lowest."""
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _BLOCK = 128
 _KEPT = r".*(embed|lm_head|\.gate\.).*"
-"""Weights of two dimensions that no one quantizes."""
+"""Names of two-dimensional weights that are never quantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A way to store a map."""
+    """A way to store a linear map."""
 
     config: dict[str, Any]
-    """`quantization_config`, but the list of what is not quantized."""
+    """`quantization_config`, without the list of what is not quantized."""
     kept_key: str
-    """What that list is called."""
+    """The name of that list."""
     pack: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
-    """Of a weight `[N, K]` its tensors, and the weight they stand for: float32 `[N, K]`."""
+    """Takes a weight [N, K]; returns its tensors, and the weight they stand for: float32[N, K]."""
 
 
 def round_to_integers(
@@ -173,20 +173,20 @@ FORMS = {
         _FP8 | {"weight_block_size": [_BLOCK, _BLOCK]}, "modules_to_not_convert", _pack_fp8_block
     ),
 }
-"""By the name that a result has."""
+"""By the name of the result."""
 
 
 def write(
     directory: Path, out: Path, form: Form, kept: str = _KEPT, *, packed: bool = True
 ) -> Path:
-    """Write the model of `directory` to `out`, and return that.
+    """Write the model of `directory` to `out`; return `out`.
 
     Args:
         directory: a Hugging Face directory with one file of safetensors.
         out: made here.
         form: how its maps are stored.
         kept: matches the names of weights that stay as they are.
-        packed: False: store ordinary float32 numbers, those that the packed ones stand for.
+        packed: False stores the float32 numbers that the packed ones stand for.
     """
     shutil.copytree(directory, out, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors: Tensors = {}

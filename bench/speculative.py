@@ -1,58 +1,47 @@
-"""Measures what speculative decoding gains on the model that Quire ships, and on what it is wasted.
+"""Measures what speculative decoding gains on the shipped model, and costs where it cannot gain.
 
     python bench/speculative.py [--draft-model DIR]
 
-Two services of the same model run side by side, one of which guesses. In turn, each gets the same
-requests, at 1 and at 4 streams: the Python of this machine's standard library to be continued,
-greedily, where the model repeats its prompt and itself; and tokens drawn at random, at temperature
-1, where there is nothing to guess. The turns alternate, so that a machine's slow moments hit both.
-What comes back must be the same from both (greedily; a bfloat16 model may see it otherwise once in
-a while, and the share that agrees is printed).
+Two services of the same model run side by side; one speculates. In turn, each gets the same
+requests, at 1 and at 4 streams: Python from this machine's standard library to be continued,
+greedily, where the model repeats its prompt and itself; and random tokens, at temperature 1, where
+nothing can be guessed. Outputs must be the same from both (a bfloat16 model may rarely differ,
+greedily; the share that agrees is printed).
 """
 
 import argparse
-import asyncio
-import json
 import random
-import sys
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 import aiohttp
-import uvloop
-from processes import service
+from harness.case import SHIPPED_MODEL, Results, Table, arguments, main
+from harness.load import in_slots, post_whole
+from harness.processes import HOST, free_ports, service
+from harness.turns import Spread, turns
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer
 
-from quire.cli.up import ports
-
-_MODEL = Path(__file__).resolve().parents[1] / "models" / "quire-tiny-python"
 _CONCURRENCIES = (1, 4)
+_NUM_PROMPTS = 4
 _PROMPT_LEN = 200
 _COUNTER = "quire_worker_spec_decode_num_"
 _KINDS = ("code", "random")
+_PLAIN, _SPECULATIVE = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What one round of requests gave."""
-
-    tok_s: float
-    outputs: tuple[str, ...]
-
-
-def make_prompts(kind: str, num_prompts: int, seed: int) -> list[list[int]]:
-    """Draw prompts of `_PROMPT_LEN` tokens: pieces of code, or tokens at random."""
+def make_prompts(kind: str, seed: int) -> list[list[int]]:
+    """Draw prompts of `_PROMPT_LEN` tokens: pieces of code, or random tokens."""
     draw = random.Random(f"{kind} {seed}")
     if kind == "random":
-        return [[draw.randrange(5, 4000) for _ in range(_PROMPT_LEN)] for _ in range(num_prompts)]
-    tokenizer = Tokenizer.from_file(str(_MODEL / "tokenizer.json"))
+        return [[draw.randrange(5, 4000) for _ in range(_PROMPT_LEN)] for _ in range(_NUM_PROMPTS)]
+    tokenizer = Tokenizer.from_file(str(SHIPPED_MODEL / "tokenizer.json"))
     sources = sorted(Path(random.__file__).parent.glob("*.py"))
     prompts: list[list[int]] = []
-    while len(prompts) < num_prompts:
+    while len(prompts) < _NUM_PROMPTS:
         ids = tokenizer.encode(draw.choice(sources).read_text(errors="replace")).ids
         if len(ids) > _PROMPT_LEN:
             start = draw.randrange(len(ids) - _PROMPT_LEN)
@@ -61,135 +50,106 @@ def make_prompts(kind: str, num_prompts: int, seed: int) -> list[list[int]]:
 
 
 async def run_round(
-    session: aiohttp.ClientSession,
-    kind: str,
-    prompts: list[list[int]],
-    concurrency: int,
-    length: int,
-) -> Round:
-    """Send all prompts, so many at a time."""
+    session: aiohttp.ClientSession, kind: str, seed: int, concurrency: int, length: int
+) -> tuple[float, list[str]]:
+    """Send all prompts; return tokens per second, and the texts."""
+    prompts = make_prompts(kind, seed)
     outputs = [""] * len(prompts)
-    waiting = iter(enumerate(prompts))
 
-    async def slot() -> None:
-        for index, prompt in waiting:
-            body = {
-                "prompt": prompt,
-                "max_tokens": length,
-                "seed": index,
-                "temperature": 0.0 if kind == "code" else 1.0,
-                "ignore_eos": True,
-            }
-            async with session.post("/v1/completions", json=body) as response:
-                if response.status != 200:
-                    raise RuntimeError(f"status {response.status}: {await response.text()}")
-                answer = await response.json()
-            if (produced := answer["usage"]["completion_tokens"]) != length:
-                raise RuntimeError(f"request {index} ended after {produced} of {length} tokens")
-            outputs[index] = answer["choices"][0]["text"]
+    async def send(item: tuple[int, list[int]]) -> None:
+        index, prompt = item
+        body = {
+            "prompt": prompt,
+            "max_tokens": length,
+            "seed": index,
+            "temperature": 0.0 if kind == "code" else 1.0,
+            "ignore_eos": True,
+        }
+        outputs[index] = await post_whole(session, body)
 
     started = time.perf_counter()
-    await asyncio.gather(*(slot() for _ in range(concurrency)))
-    return Round(len(prompts) * length / (time.perf_counter() - started), tuple(outputs))
+    await in_slots(enumerate(prompts), concurrency, send)
+    return len(prompts) * length / (time.perf_counter() - started), outputs
 
 
-async def read_counters(session: aiohttp.ClientSession) -> dict[str, float]:
-    """Read how often, how many and how many rightly the worker has guessed."""
-    async with session.get("/metrics") as response:
+async def read_counters(worker_url: str) -> dict[str, float]:
+    """How many drafts and draft tokens the worker has made, and how many tokens it accepted."""
+    async with aiohttp.ClientSession() as session, session.get(f"{worker_url}/metrics") as response:
         families = text_string_to_metric_families(await response.text())
-        samples = [sample for family in families for sample in family.samples]
-    return {
-        sample.name.removeprefix(_COUNTER).removesuffix("_total"): sample.value
-        for sample in samples
-        if sample.name.startswith(_COUNTER) and sample.name.endswith("_total")
-    }
+        return {
+            sample.name.removeprefix(_COUNTER).removesuffix("_total"): sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name.startswith(_COUNTER) and sample.name.endswith("_total")
+        }
 
 
-async def measure(flags: list[str], num_rounds: int, length: int) -> dict[str, float]:
-    """Measure, print, and give the numbers by name."""
-    numbers: dict[str, float] = {}
+async def measure(given: argparse.Namespace) -> Results:
+    num_rounds, length = (3, 128) if given.quick else (7, 256)
+    flags = [f"--num-draft-tokens={given.num_draft_tokens}", "--speculative=ngram"]
+    if given.draft_model is not None:
+        flags[1:] = ["--speculative=draft", f"--draft-model={given.draft_model}"]
+    metrics: dict[str, float] = {}
     async with AsyncExitStack() as stack:
         sessions = []
-        worker_http = ports.prefer("127.0.0.1", 0, ())
-        for worker_flags in ([], [*flags, f"--worker-http-port={worker_http}"]):
-            started = await stack.enter_async_context(service(_MODEL, worker_flags))
+        (port,) = free_ports(1)
+        for worker_flags in ([], [*flags, f"--worker-http-port={port}"]):
+            started = await stack.enter_async_context(service(SHIPPED_MODEL, worker_flags))
             await started.wait_until_ready()
-            sessions.append(
-                await stack.enter_async_context(aiohttp.ClientSession(started.base_url))
-            )
-        worker = await stack.enter_async_context(
-            aiohttp.ClientSession(f"http://127.0.0.1:{worker_http}")
+            session = aiohttp.ClientSession(started.base_url)
+            sessions.append(await stack.enter_async_context(session))
+        table = Table(
+            *("prompts:<7", "streams:d", "tokens/s without:.0f", "with:.0f", "ratio (range):<24"),
+            *("accepted:.2f", "tokens per draft:.2f"),
         )
-        print("prompts  streams  tokens/s without      with  ratio (range)        kept  per draft")
         for kind in _KINDS:
             for concurrency in _CONCURRENCIES:
-                pairs, same = [], []
-                before = await read_counters(worker)
-                for turn in range(-1, num_rounds):  # the first warms up
-                    prompts = make_prompts(kind, 4, turn)
-                    pair = [
-                        await run_round(session, kind, prompts, concurrency, length)
-                        for session in (sessions if turn % 2 else sessions[::-1])
-                    ]
-                    pair = pair if turn % 2 else pair[::-1]
-                    if turn >= 0:
-                        pairs.append(pair)
-                        same += [a == b for a, b in zip(*(r.outputs for r in pair), strict=True)]
-                after = await read_counters(worker)
+                tok_s: tuple[list[float], list[float]] = ([], [])
+                texts: tuple[list[str], list[str]] = ([], [])
+                before = await read_counters(f"http://{HOST}:{port}")
+                for index, side in turns((_PLAIN, _SPECULATIVE), num_rounds, warm_ups=1):
+                    rate, outputs = await run_round(
+                        sessions[side], kind, index, concurrency, length
+                    )
+                    if index >= 0:
+                        tok_s[side].append(rate)
+                        texts[side].extend(outputs)
+                after = await read_counters(f"http://{HOST}:{port}")
                 count = {name: after[name] - before[name] for name in after}
-                numbers |= _report(kind, concurrency, pairs, count)
+                metrics |= _report(table, kind, concurrency, tok_s, count)
                 if kind == "code":
-                    numbers[f"same_output_c{concurrency}"] = sum(same) / len(same)
-    same_share = min(numbers[f"same_output_c{c}"] for c in _CONCURRENCIES)
+                    same = [a == b for a, b in zip(*texts, strict=True)]
+                    metrics[f"same_output_c{concurrency}"] = sum(same) / len(same)
+    same_share = min(metrics[f"same_output_c{c}"] for c in _CONCURRENCIES)
     print(f"greedy outputs that are the same with and without: {same_share:.3f} or more")
-    return numbers
+    return metrics
 
 
 def _report(
-    kind: str, concurrency: int, pairs: list[list[Round]], count: dict[str, float]
+    table: Table,
+    kind: str,
+    concurrency: int,
+    tok_s: Sequence[Sequence[float]],
+    count: dict[str, float],
 ) -> dict[str, float]:
-    """Print a line; give its numbers by name."""
-    ratios = sorted(fast.tok_s / plain.tok_s for plain, fast in pairs)
-    plain, fast = (median(pair[i].tok_s for pair in pairs) for i in (0, 1))
+    """Print a row; return its numbers by name."""
+    ratio = Spread.of_ratios(tok_s[_SPECULATIVE], tok_s[_PLAIN])
+    plain, fast = map(median, tok_s)
     acceptance = count["accepted_tokens"] / max(1, count["draft_tokens"])
     per_draft = 1 + count["accepted_tokens"] / max(1, count["drafts"])
-    spread = f"{median(ratios):.2f} ({ratios[0]:.2f} … {ratios[-1]:.2f})"
-    print(
-        f"{kind:7}  {concurrency:7}  {plain:16.0f}  {fast:8.0f}  {spread:18}"
-        f"  {acceptance:8.2f}  {per_draft:8.2f}",
-        flush=True,
-    )
+    table.row(kind, concurrency, plain, fast, str(ratio), acceptance, per_draft)
     suffix = "" if kind == "code" else f"_{kind}"
     return {
-        f"speedup{suffix}_c{concurrency}": round(median(ratios), 4),
-        f"acceptance{suffix}_c{concurrency}": round(acceptance, 4),
-        f"tokens_per_draft{suffix}_c{concurrency}": round(per_draft, 4),
-        f"tok_s{suffix}_c{concurrency}": round(fast, 1),
-        f"tok_s_without{suffix}_c{concurrency}": round(plain, 1),
+        f"speedup{suffix}_c{concurrency}": ratio.median,
+        f"acceptance{suffix}_c{concurrency}": acceptance,
+        f"tokens_per_draft{suffix}_c{concurrency}": per_draft,
+        f"tok_s{suffix}_c{concurrency}": fast,
+        f"tok_s_without{suffix}_c{concurrency}": plain,
     }
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="three short rounds")
-    parser.add_argument("--draft-model", type=Path, metavar="DIR", help="guess by this one instead")
-    parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="K")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
-    given = parser.parse_args()
-    flags = [f"--num-draft-tokens={given.num_draft_tokens}"]
-    if given.draft_model is None:
-        flags.append("--speculative=ngram")
-    else:
-        flags += ["--speculative=draft", f"--draft-model={given.draft_model}"]
-    try:
-        metrics = uvloop.run(measure(flags, *((3, 128) if given.quick else (7, 256))))
-    except (RuntimeError, aiohttp.ClientError) as error:
-        sys.exit(f"speculative.py: {error}")
-    if given.json is not None:
-        given.json.write_text(json.dumps(metrics, indent=2) + "\n")
-
-
 if __name__ == "__main__":
-    _main()
+    parser = arguments(__doc__, quick="three short rounds")
+    parser.add_argument("--draft-model", type=Path, metavar="DIR", help="instead of n-gram lookup")
+    parser.add_argument("--num-draft-tokens", type=int, default=4, metavar="K")
+    main(parser.parse_args(), measure)

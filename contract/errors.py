@@ -108,3 +108,7 @@ class UnimplementedError(QuireError):
 
     code = grpc.StatusCode.UNIMPLEMENTED
     http_status = 400
+
+
+class BrokenInvariantError(QuireError):
+    """Scheduler and worker disagree about what the worker holds: INTERNAL."""

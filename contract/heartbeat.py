@@ -1,49 +1,49 @@
-"""How long a peer has said nothing, though it is to say something every half second.
+"""Heartbeats: how a process notices that a peer hangs, or is lost.
 
-A process that hangs keeps its connections, and the kernel takes what is sent to it; gRPC's pings
-are answered as long as any thread of it runs, also when its loop does not. So whoever depends on a
-peer listens for its beats.
+Every peer sends something at least every `BEAT_S`. Connections do not tell: a hanging process keeps
+them, the kernel accepts what is sent to it, and gRPC answers pings as long as any of its threads
+runs, even if its event loop does not.
 """
 
 BEAT_S = 0.5
-"""How often a peer says something at least."""
+"""Longest time between two messages of a healthy peer."""
 TICK_S = 0.25
-"""How often a listener looks."""
+"""How often a listener checks."""
 SILENT_AFTER_S = 1.5
-"""From then on it is said to hang. With a tick it is less than two seconds."""
+"""A peer that is silent for this long hangs. Noticed within two seconds, including one tick."""
 LOST_AFTER_S = 5.0
-"""From then on nobody waits for it: what it had goes on elsewhere."""
+"""A peer that is silent for this long is given up: its requests continue elsewhere."""
 
 
-class Silence:
-    """Counts the listener's own ticks, not time.
+class Heartbeat:
+    """How long one peer has been silent, counted in the listener's ticks rather than in time.
 
-    A listener that was stopped or starved itself, with the peer's beats unread before it, does not
-    take the time that it slept for the peer's.
+    So a listener that was itself stopped or starved does not blame the peer: the peer's messages
+    are still unread then.
     """
 
     def __init__(self) -> None:
         self._num_ticks = 0
 
-    def heard(self) -> None:
-        """Note that the peer has said something."""
+    def on_message(self) -> None:
+        """The peer has sent something."""
         self._num_ticks = 0
 
-    def tick(self) -> None:
-        """Note that `TICK_S` have passed."""
+    def on_tick(self) -> None:
+        """`TICK_S` have passed for the listener."""
         self._num_ticks += 1
 
     @property
-    def seconds(self) -> float:
-        """For how long the peer has been silent."""
+    def silent_s(self) -> float:
+        """How long the peer has been silent, in seconds."""
         return self._num_ticks * TICK_S
 
     @property
-    def is_hang(self) -> bool:
-        """Whether the peer is said to hang."""
-        return self.seconds >= SILENT_AFTER_S
+    def is_hanging(self) -> bool:
+        """Whether the peer seems to hang; it may recover."""
+        return self.silent_s >= SILENT_AFTER_S
 
     @property
-    def is_loss(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether the peer is given up."""
-        return self.seconds >= LOST_AFTER_S
+        return self.silent_s >= LOST_AFTER_S

@@ -7,8 +7,7 @@ from gpu_worker.parallel.follower import prepare_environment, run_rank
 from gpu_worker.parallel.member import Member
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
-from rpc.observe import instruments
-from rpc.server import run
+from rpc.server import observe, run
 from rpc.settings import parse_settings
 
 
@@ -18,7 +17,7 @@ def main() -> None:
     prepare_environment(settings.master_addr)  # torch is imported later
     if settings.rank:
         run_rank(Member(settings))
-    instruments.set_up("worker", settings)
+    observe("worker", settings)
     try:
         run(run_worker(settings))
     except (ModelError, StepsFailedError) as error:

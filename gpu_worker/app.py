@@ -1,4 +1,4 @@
-"""Runs a worker: its servers first, then the model, which takes a while to load."""
+"""Runs a worker: starts its servers first, then loads the model, which takes a while."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,12 +8,12 @@ from gpu_worker.operations import AdapterServicer, LoadingServicer
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.service.api import WorkerService
 from gpu_worker.settings import WorkerSettings
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.server import Addresses, serve
 
 
 class StepsFailedError(Exception):
-    """No step can run in this process any more; a new one may find the device well."""
+    """No step can run in this process any more; a new process may find the device working."""
 
 
 async def run_worker(
@@ -24,12 +24,12 @@ async def run_worker(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
-    The ports answer at once, with how far the start has come. `on_started` runs when the worker is
-    ready.
+    The ports answer at once, and report the progress of the start. `on_started` runs when the
+    worker is ready.
 
     Raises:
-        ModelError: the model cannot be served as the settings ask, or not one KV block fits.
-        StepsFailedError: the device failed; the scheduler was told, as by any other drain.
+        ModelError: The model cannot be served as the settings ask, or not one KV block fits.
+        StepsFailedError: The device failed. The scheduler was told, as in any drain.
     """
     stop = stop if stop is not None else asyncio.Event()
     health = Health()

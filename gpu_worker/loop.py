@@ -1,7 +1,7 @@
-"""The thread that runs the executor: takes steps in order, hands results to the event loop.
+"""The thread that runs the executor: takes steps in order, returns results to the event loop.
 
-The event loop stays free while a step computes. An *attachment* is one scheduler's claim between
-two calls of `Attach`; steps of any but the newest are dropped.
+The event loop stays free while a step computes. An *attachment* is one scheduler's claim on the
+worker, from one `Attach` to the next; steps of any but the newest are dropped.
 """
 
 import asyncio
@@ -17,22 +17,23 @@ from typing import Any, TypeAlias, TypeVar
 import structlog
 import torch
 
+from contract.arrays import Int32Array
 from contract.errors import UnavailableError, UnimplementedError
+from contract.state import Holdings
+from contract.step import Plan, Result
 from gpu_worker import metrics
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.parallel.leading_executor import AnyExecutor
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.step.executor import LaunchedStep
-from gpu_worker.step.messages import Int32Array, StepInput, StepOutput
 from rpc.observe import timeline
 
 _POLL_S = 0.0002
-"""How often a GPU's progress is looked at while no step waits."""
+"""How often to poll a GPU while no step is queued."""
 _STUCK_S = 120.0
-"""A step that takes longer is taken for stuck: long prefills on a CPU must not be."""
+"""A step that takes longer counts as stuck. Long prefills on a CPU must stay below."""
 _STOP_S = 5.0
-"""What `stop` leaves to a step that runs; a device that hangs must not keep the process."""
+"""How long `stop` waits for a running step. A device that hangs must not keep the process."""
 
 _T = TypeVar("_T")
 
@@ -48,8 +49,8 @@ class _Attach:
 @dataclass(frozen=True, slots=True)
 class _Step:
     attachment: int
-    step: StepInput
-    result: "asyncio.Future[StepOutput]"
+    plan: Plan
+    result: "asyncio.Future[Result]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class _Call:
     function: Callable[[AnyExecutor], Any]
     result: "asyncio.Future[Any]"
     is_between_steps: bool = False
-    """Whether no step may be launched and not collected when it is called."""
+    """Whether it must run with no step in flight."""
 
 
 class _Stop:
@@ -68,7 +69,7 @@ _Job: TypeAlias = _Attach | _Step | _Call | _Stop
 
 
 class StepLoop:
-    """Owns the executor's thread, from its construction to `stop`; called from `event_loop`."""
+    """Owns the executor's thread, from construction to `stop`. Called from `event_loop`."""
 
     def __init__(self, executor: AnyExecutor, event_loop: asyncio.AbstractEventLoop) -> None:
         self._executor = executor
@@ -87,48 +88,48 @@ class StepLoop:
 
     @property
     def num_rows_used(self) -> int:
-        """Rows that hold a sequence, at the last step."""
+        """Rows that hold a sequence, as of the last step."""
         return 0 if self._is_stopped else self._executor.rows.num_used
 
     async def attach(self, attachment: int) -> Holdings:
-        """Forget all rows after the steps taken so far; obey only `attachment` from then on.
+        """Forget all rows after the steps queued so far; then obey only `attachment`.
 
         Returns:
-            What there was.
+        What the worker held until then.
         """
         done: asyncio.Future[Holdings] = self._event_loop.create_future()
         self._post(_Attach(attachment, done), done)
         return await done
 
-    def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
-        """Queue a step; what it produces, or raises, comes in the future.
+    def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
+        """Queue a step; the future gets its result or error.
 
-        A step that fails ends its attachment: those queued behind it raise UnavailableError.
+        A step that fails ends its attachment: steps queued behind it raise UnavailableError.
         """
-        result: asyncio.Future[StepOutput] = self._event_loop.create_future()
-        self._post(_Step(attachment, step, result), result)
+        result: asyncio.Future[Result] = self._event_loop.create_future()
+        self._post(_Step(attachment, plan, result), result)
         return result
 
     async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
         """See `kv_exchange.HostBlocks`."""
-        return await self._call_executor(lambda executor: _read(executor, block_ids))
+        return await self._queue_call(lambda executor: _read(executor, block_ids))
 
     async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
         """See `kv_exchange.HostBlocks`."""
-        await self._call_executor(lambda executor: _write(executor, block_ids, content))
+        await self._queue_call(lambda executor: _write(executor, block_ids, content))
 
     def resize_pool(self, num_blocks: int) -> "asyncio.Future[None]":
-        """Let the device have `num_blocks` blocks, after the steps and attachments taken so far.
+        """Resize the device pool, after the steps and attachments queued so far.
 
         Returns:
-            When that is done; raises FailedPreconditionError as `Executor.resize_pool`.
+        A future; raises FailedPreconditionError as `Executor.resize_pool`.
         """
         return self._queue_call(
             lambda executor: executor.resize_pool(num_blocks), is_between_steps=True
         )
 
     def add_adapter(self, number: int, adapter: Adapter) -> "asyncio.Future[None]":
-        """See `Executor.add_adapter`; steps that are submitted from now on find it."""
+        """See `Executor.add_adapter`. Steps submitted from now on may use it."""
         return self._queue_call(lambda executor: executor.add_adapter(number, adapter))
 
     def remove_adapter(self, number: int) -> "asyncio.Future[None]":
@@ -136,12 +137,12 @@ class StepLoop:
         return self._queue_call(lambda executor: executor.remove_adapter(number))
 
     async def stop(self) -> bool:
-        """End the thread, then let go of the executor; what is launched gets no result any more.
+        """End the thread and drop the executor. Launched steps get no result.
 
-        A thread that does not end within seconds is left behind: it ends with the process.
+        A thread that does not end within seconds is abandoned: it ends with the process.
 
         Returns:
-            Whether it has ended; if not, it still has the executor and its memory.
+        Whether it has ended. If not, it still has the executor and its memory.
         """
         if self._is_stopped:
             return not self._thread.is_alive()
@@ -149,18 +150,18 @@ class StepLoop:
         self._jobs.put(_Stop())
         await asyncio.to_thread(self._thread.join, _STOP_S)
         if self._thread.is_alive():
-            _log.warning("a step is left behind: it takes too long", waited_s=_STOP_S)
+            _log.warning("gave up waiting for a step: it takes too long", waited_s=_STOP_S)
             return False
-        del self._executor  # whoever still has the loop, such as a call, keeps no memory
+        del self._executor  # others may still hold this loop, but no memory
         return True
 
     async def wait_failed(self) -> None:
-        """Wait until no step can run any more: only a new process can mend that."""
+        """Wait until no step can run any more, which only a new process can fix."""
         await self._failed.wait()
 
     @property
     def failure(self) -> str | None:
-        """Why no step can run any more; None: they can."""
+        """Why no step can run any more; None if steps can run."""
         return self._failure
 
     def problem(self) -> str | None:
@@ -177,7 +178,7 @@ class StepLoop:
     def _run(self) -> None:
         try:
             self._work()
-        except Exception as error:  # noqa: BLE001 - nobody is above; the process ends
+        except Exception as error:  # noqa: BLE001 - the thread's outermost frame
             _log.error("the step loop failed", exc_info=error)
             self._give_up(f"the step loop failed: {error}")
             self._answer_all(error)
@@ -193,7 +194,7 @@ class StepLoop:
                 case _Step():
                     self._launch(job)
                     is_full = len(self._pending) >= self._executor.max_in_flight
-                    if is_full and not self._is_idle():  # one may be, before one that computes
+                    if is_full and not self._is_idle():  # idle ones may wait
                         self._collect()
                 case _Attach():
                     self._reset(job)
@@ -208,11 +209,11 @@ class StepLoop:
         self._pending.clear()
         try:
             self._executor.close()
-        except Exception as error:  # noqa: BLE001 - of a device that has failed: it is given up
-            _log.warning("what the steps had is not closed in order", exc_info=error)
+        except Exception as error:  # noqa: BLE001 - the device may have failed
+            _log.warning("closing the executor failed", exc_info=error)
 
     def _answer_all(self, error: Exception) -> None:
-        """Let nobody wait for what will not come, until `stop`."""
+        """Fail all pending and queued jobs, until `stop`."""
         for step, _ in self._pending:
             self._tell(step.result, error)
         while not isinstance(job := self._jobs.get(), _Stop):
@@ -223,7 +224,7 @@ class StepLoop:
                     self._tell(job.result, error)
 
     def _next_job(self) -> _Job | None:
-        """The next job, or None as soon as the oldest launched step is done."""
+        """The next job; None as soon as the oldest launched step is done."""
         _, oldest = self._pending[0]
         while not _is_done(oldest):
             try:
@@ -233,7 +234,7 @@ class StepLoop:
         return None
 
     def _is_idle(self) -> bool:
-        """Whether no launched step does anything but wait for the disk."""
+        """Whether all launched steps only wait for the disk."""
         return all(launched.is_idle for _, launched in self._pending)
 
     def _launch(self, job: _Step) -> None:
@@ -243,9 +244,9 @@ class StepLoop:
             return
         try:
             with timeline.span("launch a step"):
-                launched = self._executor.launch(job.step)
+                launched = self._executor.launch(job.plan)
             self._pending.append((job, launched))
-        except Exception as error:  # noqa: BLE001 - it is the caller's who sent the step
+        except Exception as error:  # noqa: BLE001 - reported to the caller
             self._fail(job, error)
 
     def _collect(self) -> None:
@@ -253,7 +254,7 @@ class StepLoop:
         try:
             with timeline.span("collect a step"):
                 output = self._executor.collect(launched)
-        except Exception as error:  # noqa: BLE001 - it is the caller's who sent the step
+        except Exception as error:  # noqa: BLE001 - reported to the caller
             self._fail(job, error)
             return
         metrics.STEP_SECONDS.observe(output.execute_s)
@@ -273,7 +274,7 @@ class StepLoop:
                 self._executor.distrust()
                 self._is_trusted = True
             holdings = self._executor.reset()
-        except Exception as error:  # noqa: BLE001 - it is the caller's who attaches
+        except Exception as error:  # noqa: BLE001 - reported to the caller
             self._note_device_failure(error)
             self._attachment = None
             self._tell(job.done, error)
@@ -281,10 +282,6 @@ class StepLoop:
         metrics.ROWS_USED.set(0)
         self._attachment = job.attachment
         self._tell(job.done, holdings)
-
-    async def _call_executor(self, function: Callable[[AnyExecutor], _T]) -> _T:
-        """Call a function on the executor's thread, after the steps and calls before."""
-        return await self._queue_call(function)
 
     def _queue_call(
         self, function: Callable[[AnyExecutor], _T], *, is_between_steps: bool = False
@@ -304,19 +301,19 @@ class StepLoop:
             self._collect()
         try:
             self._tell(job.result, job.function(self._executor))
-        except Exception as error:  # noqa: BLE001 - it is the caller's
+        except Exception as error:  # noqa: BLE001 - reported to the caller
             self._tell(job.result, error)
             self._note_device_failure(error)
 
     def _fail(self, job: _Step, error: Exception) -> None:
-        _log.error("step failed", step_id=job.step.step_id, exc_info=error)
+        _log.error("step failed", step_id=job.plan.step_id, exc_info=error)
         self._attachment = None
         self._tell(job.result, error)
         self._note_device_failure(error)
         self._is_trusted = False
 
     def _note_device_failure(self, error: Exception) -> None:
-        """No call to a device succeeds after one that failed so."""
+        """After an AcceleratorError no call to the device succeeds."""
         if isinstance(error, torch.AcceleratorError):
             self._give_up(f"the device failed: {error}")
 
@@ -328,7 +325,7 @@ class StepLoop:
         self._call(lambda: _settle(future, outcome))
 
     def _call(self, callback: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # it is closed, and this thread was left behind
+        with contextlib.suppress(RuntimeError):  # closed: this thread was abandoned
             self._event_loop.call_soon_threadsafe(callback)
 
 
@@ -354,12 +351,12 @@ def _host_pool(executor: AnyExecutor) -> HostPool:
 def _is_done(launched: LaunchedStep) -> bool:
     try:
         return launched.is_done()
-    except Exception:  # noqa: BLE001 - the device failed: collecting the step tells
+    except Exception:  # noqa: BLE001 - collecting the step reports it
         return True
 
 
 def _settle(future: "asyncio.Future[_T]", outcome: _T | Exception) -> None:
-    if future.done():  # nobody waits any more
+    if future.done():  # no longer waited for
         return
     if isinstance(outcome, Exception):
         future.set_exception(outcome)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import grpc.aio
 import structlog
 
+from contract.codec.info import adapters_to_proto
 from contract.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
@@ -15,7 +16,6 @@ from contract.errors import (
 )
 from contract.lora import MAX_ADAPTER_NAME_CHARS, LoraAdapter, is_adapter_name
 from gpu_worker.service.api import WorkerService
-from gpu_worker.service.description_wire import adapters_to_proto
 from quire.v1 import adapters_pb2, adapters_pb2_grpc
 from rpc.grpc_server import Service, service_of
 
@@ -25,23 +25,23 @@ from gpu_worker.loading.model_slot import ModelSlot
 from quire.v1 import loading_pb2, loading_pb2_grpc
 
 AdapterLoader: TypeAlias = "Callable[[str, Path], Adapter]"
-"""Loads an adapter by its name and from its directory, on whatever thread; raises QuireError."""
+"""Loads an adapter, given its name and directory, on any thread; raises QuireError."""
 
 _log = structlog.get_logger()
 
 
 class AdapterSteps(Protocol):
-    """What runs the steps: `step_loop.StepLoop`, as far as it has to do with adapters."""
+    """The part of `loop.StepLoop` that adapters need."""
 
     def add_adapter(self, number: int, adapter: "Adapter") -> Awaitable[None]:
-        """Let the steps that are submitted after this call name an adapter by its number."""
+        """Make the adapter available to steps submitted after this call, by its number."""
 
     def remove_adapter(self, number: int) -> Awaitable[None]:
-        """Let go of an adapter, as soon as no row has it."""
+        """Free an adapter as soon as no row uses it."""
 
 
 class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
-    """Changes the adapters of a worker, one after another; the steps go on meanwhile."""
+    """The worker's `AdapterService`: changes adapters one after another, while steps go on."""
 
     def __init__(self, worker: WorkerService) -> None:
         self._worker = worker
@@ -51,17 +51,16 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self._lock = asyncio.Lock()
 
     def open(self, load: AdapterLoader, steps: AdapterSteps) -> None:
-        """The model is there, and `worker` is open."""
+        """Start: the model is loaded, and `worker` is open."""
         self._load, self._steps = load, steps
         self._num_numbered = len(self._worker.adapters)
 
     async def close(self) -> None:
-        """The model is about to go: when what is being loaded is, let go of it, until `open`."""
+        """Stop until `open`: the model will be unloaded. Waits for an adapter that is loading."""
         async with self._lock:
             self._load = self._steps = None
 
     def service(self) -> Service:
-        """What `rpc.server.serve` takes."""
         return service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", self)
 
     async def LoadAdapter(  # noqa: N802 - the proto's name
@@ -69,7 +68,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         request: adapters_pb2.LoadAdapterRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> adapters_pb2.LoadAdapterResponse:
-        """Read an adapter beside the steps, then let steps name it."""
+        """Read an adapter while steps go on, then make it available to steps."""
         del context
         self._worker.check_epoch(request.epoch)
         _check_name(request.name, self._worker.model_id)
@@ -77,7 +76,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         async with self._lock:
             load, steps = self._opened()
             adapter = await asyncio.to_thread(load, request.name, directory)
-            self._worker.check_epoch(request.epoch)  # it may have taken long
+            self._worker.check_epoch(request.epoch)  # loading may have taken long
             before = self._find(request.name)
             was_there = before == adapter.id
             if before is not None and not was_there:
@@ -90,7 +89,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
                 self._num_numbered += 1
                 number = self._num_numbered
                 added = steps.add_adapter(number, adapter)
-                # Before anything is waited for: whoever attaches is told of it.
+                # Before any await: a scheduler that attaches now must see it.
                 self._worker.adapters = {**self._worker.adapters, adapter.id: number}
                 await added
                 _log.info("adapter loaded", name=request.name, directory=str(directory))
@@ -102,7 +101,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         request: adapters_pb2.UnloadAdapterRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> adapters_pb2.UnloadAdapterResponse:
-        """Let no step name an adapter any more; rows that have it keep it."""
+        """Stop offering an adapter to new rows; rows that use it keep it."""
         del context
         self._worker.check_epoch(request.epoch)
         async with self._lock:
@@ -123,7 +122,6 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         request: adapters_pb2.ListAdaptersRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> adapters_pb2.ListAdaptersResponse:
-        """Say which there are."""
         del request, context
         told = adapters_to_proto(self._worker.adapters)
         return adapters_pb2.ListAdaptersResponse(
@@ -159,24 +157,23 @@ def absolute_directory(text: str) -> Path:
 
 
 _LOOK_S = 0.1
-"""How often it is looked how far a model is."""
+"""How often load progress is polled."""
 
 
 class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
-    """Answers the calls of `quire.v1.LoadingService`."""
+    """The worker's `LoadingService`: unloads the model, to free the device, and loads one again."""
 
     def __init__(self, worker: WorkerService, slot: ModelSlot) -> None:
         self._worker = worker
         self._slot = slot
 
     def service(self) -> Service:
-        """What `rpc.server.serve` takes."""
         return service_of(loading_pb2, loading_pb2_grpc, "LoadingService", self)
 
     async def Unload(  # noqa: N802 - the proto's name
         self, request: loading_pb2.UnloadRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> loading_pb2.UnloadResponse:
-        """Give the device back."""
+        """Unload the model."""
         del context
         name = self._worker.check_claim(request.epoch)
         _check_itself(request.worker)
@@ -187,7 +184,7 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
     async def Load(  # noqa: N802 - the proto's name
         self, request: loading_pb2.LoadRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Take it again, and tell how far that is."""
+        """Load a model, and stream the progress."""
         name = self._worker.check_claim(request.epoch)
         _check_itself(request.worker)
         directory = absolute_directory(request.directory) if request.directory else None
@@ -210,5 +207,5 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
 def _check_itself(worker: str) -> None:
     if worker:
         raise InvalidArgumentError(
-            "worker", f"is {worker!r}; asked of a worker, which has one model, it must be empty"
+            "worker", f"is {worker!r}; a worker has one model, so it must be empty"
         )

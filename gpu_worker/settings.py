@@ -1,4 +1,4 @@
-"""What a worker is told."""
+"""The worker's settings: each is a flag and an environment variable."""
 
 import socket
 from pathlib import Path
@@ -13,129 +13,129 @@ from rpc.settings import Port, PositiveInt, ProcessSettings, split_at_commas
 
 
 class WorkerSettings(ProcessSettings):
-    """Holds a model and its KV memory on one device and executes a scheduler's steps."""
+    """Holds a model and its KV memory on one device, and executes a scheduler's steps."""
 
     grpc_port: Port = 50053
     """Port of gRPC; 0 picks a free one."""
     http_port: Port = 8002
     """Port of HTTP; 0 picks a free one."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """How long the steps that run may take to finish after SIGTERM, in seconds; the scheduler then
-    takes their sequences back."""
+    """How long running steps may take to finish after SIGTERM, in seconds; the scheduler then takes
+    their sequences back."""
     model: Path
     """Hugging Face directory of the model: config.json and safetensors."""
     model_class: str = ""
-    """Which implementation runs the model: the dotted path of a class of yours, as in
-    package.module:Class (docs/models.md); "transformers"; empty: our own where there is one for its
-    architecture, else transformers'."""
+    """The implementation that runs the model: a class of yours, as package.module:Class
+    (docs/models.md); or "transformers". Empty: our own if it supports the architecture, else
+    transformers'."""
     served_model_name: str = ""
-    """What requests call the model; empty: the directory's name."""
+    """The model's name in requests; empty: the directory's name."""
     worker_id: str = Field(default_factory=socket.gethostname)
-    """Names this worker in logs and to the scheduler; unset: the machine's name."""
+    """This worker's name in logs and for the scheduler; unset: the machine's name."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the model runs: cpu, cuda, cuda:N; auto is cuda if there is one."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Number format of weights and activations; auto is the checkpoint's, where the device is fast
-    in it, else float32."""
+    """Number format of weights and activations; auto is the checkpoint's if the device is fast with
+    it, else float32."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """dummy: weights are drawn at random on the device and no file of them is read, to measure
-    speed; the model then talks nonsense. auto: they are read."""
+    """auto reads the weights. dummy draws random weights on the device instead, to measure speed;
+    the model then outputs nonsense."""
     quantization: Literal["int8", "int4"] | None = None
-    """Integers that weights of linear maps are rounded to when they are read, for less memory and
-    faster decoding; on a CPU, and for implementations of our own or of yours. int8: a scale for
-    each output; int4: a scale and an offset for each 64 (else 32) inputs of an output, and a last
-    map, over the vocabulary, in int8. Unset: as dtype says."""
+    """Quantize the weights of linear maps when they are read, for less memory and faster decoding;
+    on CPUs, for our own implementations or yours. int8: a scale per output. int4: a scale and an
+    offset per 64 (else 32) inputs of an output; the map to the vocabulary stays int8. Unset: not
+    quantized."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
-    """LoRA adapters as NAME=DIR, each in the format of PEFT; several are separated by commas. A
-    request whose model is NAME is computed with it. For implementations of our own, on one device
-    (docs/models.md)."""
+    """LoRA adapters as NAME=DIR, in PEFT's format, separated by commas. A request whose model is
+    NAME uses that adapter. For our own implementations, on one device (docs/models.md)."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None
-    """Most tokens of a sequence, prompt and output; unset: as many as the model takes."""
+    """Most tokens of a sequence, prompt and output; unset: the model's limit."""
     max_num_seqs: PositiveInt | None = None
     """Most sequences that run at once; unset: 256 on a GPU, 64 on a CPU."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Most tokens of one step, whatever the scheduler finds time for; unset: 2048, or max-num-seqs
-    if more."""
+    """Most tokens of one step; the scheduler may send fewer. Unset: 2048, or max-num-seqs if that
+    is more."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Token slots of one block of KV memory."""
     num_blocks: PositiveInt | None = None
-    """Blocks of KV memory; unset: as many as fit the memory for it."""
+    """Blocks of KV memory; unset: as many as fit the KV memory."""
     kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """KV memory in GiB; unset: on a GPU what the model leaves of gpu-memory-utilization, on a CPU
-    1 GiB or half of what is free, whichever is less."""
+    """KV memory in GiB; unset: on a GPU what the model leaves of gpu-memory-utilization, on a CPU 1
+    GiB or half of the free memory, whichever is less."""
     max_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """KV memory in GiB that the pool can be grown to while it is used (quire resize); only
-    addresses are reserved for it. 0: its size is fixed. Unset: on a CPU what the machine has in
-    all; on GPUs, and with draft-model, it is fixed."""
+    """KV memory in GiB that the pool can grow to while in use (quire resize); reserves addresses
+    only. 0: the size is fixed. Unset: on a CPU all memory of the machine; on GPUs, and with
+    draft-model, the size is fixed."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """What KV is stored in: auto is what the model computes in; int8 or fp8 (e4m3) take about half
-    the room of bfloat16, so twice the tokens fit. Each slot and kv head has a scale."""
+    """Number format of stored KV: auto is what the model computes in; int8 and fp8 (e4m3) take
+    about half the memory of bfloat16, so twice the tokens fit. Each slot and kv head has a scale.
+    """
     kv_cache_dtype_skip_layers: str = ""
-    """Layers whose KV is stored in what the model computes in all the same, from 0: 0,1,23."""
+    """Layers whose KV is not quantized, numbered from 0: 0,1,23."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of the GPU's memory that weights, work space and KV may take together."""
+    """Share of the GPU's memory that weights, work space and KV may use together."""
     memory_warning_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """If less than this share of the device's memory can still be had, no more sequences run at
-    once than did at that moment, and prompts are computed in smaller parts. A CPU's memory is what
-    the machine or the container lets the process have. 0: never. Unset: 0.03, or half of what can
-    be had when the worker is ready, if that is less."""
+    """If less than this share of the device's memory is available, no more sequences run at once
+    than at that moment, and prompts are computed in smaller parts. A CPU's memory is what the
+    machine or container allows the process. 0: never. Unset: 0.03, or half of the share available
+    when the worker is ready, if that is less."""
     memory_critical_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    """If less than this share can still be had, half of the running sequences are preempted, and
-    half of the others for each ten seconds that it lasts. 0: never. Unset: 0.01, or a quarter of
-    what can be had when the worker is ready, if that is less."""
+    """If less than this share is available, half of the running sequences are preempted, and half
+    of the rest for every ten seconds that it lasts. 0: never. Unset: 0.01, or a quarter of the
+    share available when the worker is ready, if that is less."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Host memory in GiB for KV that the device has no room for; unset: on a GPU 4 GiB or a quarter
-    of what is free, whichever is less, on a CPU none, because there it is the same memory."""
+    """Host memory in GiB for KV that does not fit the device; unset: with a GPU 4 GiB or a quarter
+    of the free memory, whichever is less; on a CPU none, because it is the same memory."""
     host_kv_codec: str = "none"
-    """How KV is held in host memory: none, as on the device; int8 or fp8, in half the room but less
-    precise, so that what a sequence draws after a swap may differ."""
+    """How KV is encoded in host memory: none, as on the device; int8 or fp8, in half the memory but
+    less precise, so that a sequence's output after a swap may differ."""
     disk_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Room in GiB for KV on the disk, in a file without a name that is gone when the worker is; 0:
-    none. Needs host memory for KV."""
+    """Disk space in GiB for KV, in a file without a name that disappears with the worker; 0: none.
+    Needs host memory for KV."""
     disk_kv_dir: Path = Path("/var/tmp")  # noqa: S108 - a file there has no name
-    """Where that file has its room: a directory on a fast disk, and none in memory."""
+    """Directory of that file: on a fast disk, not in memory."""
     disk_kv_codec: str = "none"
-    """How KV is held there: none; lz4, zstd or gzip, smaller by what its content allows, with an
-    optional level such as zstd:3; int8 or fp8, in half the room but less precise."""
+    """How KV is encoded on the disk: none; lz4, zstd or gzip, without loss, with an optional level
+    such as zstd:3; int8 or fp8, in half the space but less precise."""
     kv_checksum: bool = False
-    """Whether each block that comes back from host memory is checked; if it has changed, its tokens
-    are computed again."""
+    """Check each block that comes back from host memory; if it has changed, its tokens are
+    recomputed."""
     speculative: Literal["ngram", "draft"] | None = None
-    """How next tokens are guessed, to be verified by the model several in a step; the output stays
-    what it is without. ngram: by what followed the last few tokens before; draft: by draft-model.
-    Unset: not at all. Guesses are made as long as they pay."""
+    """How to guess tokens ahead, which the model verifies several at a time; the output does not
+    change. ngram: what followed the last few tokens earlier. draft: by draft-model. Unset: no
+    guesses. Guesses are made only while they pay."""
     num_draft_tokens: PositiveInt = 4
-    """Most tokens that are guessed at a time; less than block-size."""
+    """Most tokens guessed at a time; less than block-size."""
     draft_model: Path | None = None
-    """Hugging Face directory of a smaller model with the same tokens, which guesses."""
+    """Hugging Face directory of a smaller model with the same vocabulary, for guesses."""
     ngram_min: PositiveInt = 2
-    """Fewest last tokens that must have occurred before for a guess by ngram."""
+    """Fewest last tokens that must have occurred earlier for a guess by ngram."""
     ngram_max: PositiveInt = 4
-    """Most last tokens that are looked for; the longest that are found count."""
+    """Most last tokens to look for; the longest match counts."""
     enforce_eager: bool = False
-    """Whether a GPU's decode steps run without CUDA graphs, which are captured at the start by
-    batch size: slower where a model is small, but the start is shorter. A model that cannot be
-    captured, is on several devices or guesses (--speculative) runs without in any case."""
+    """Run a GPU's decode steps without CUDA graphs, which are captured at the start for each batch
+    size: slower for small models, but starts faster. Models that cannot be captured, are on several
+    devices, or use --speculative always run without."""
     num_threads: PositiveInt | None = None
-    """Threads that compute on a CPU, shared by the ranks on this machine; unset: one for each
-    physical core this process may use."""
+    """Threads that compute on a CPU, shared by the ranks on this machine; unset: one per physical
+    core that this process may use."""
     tensor_parallel_size: PositiveInt = 1
-    """Devices that share out each layer of the model; as one worker, they have its weights and KV
-    together. It must divide the model's heads (docs/parallelism.md)."""
+    """Devices that split each layer of the model; together they are one worker and hold its weights
+    and KV. Must divide the model's heads (docs/parallelism.md)."""
     pipeline_parallel_size: PositiveInt = 1
-    """Stages, each with a part of the layers on tensor-parallel-size devices of its own; they work
+    """Stages, each with a part of the layers, on tensor-parallel-size devices of its own; they work
     one after another."""
     rank: Annotated[int, Field(ge=0)] = 0
-    """If the devices are on several machines: the first rank that runs here. Rank 0 is the one that
-    the scheduler talks to; the others serve no port."""
+    """With several machines: the first rank that runs here. Rank 0 talks to the scheduler; the
+    others serve no port."""
     local_ranks: PositiveInt | None = None
-    """How many ranks run here, from --rank on, each a process with a device of its own; unset: all
-    the others."""
+    """How many ranks run here, from --rank on, each a process with its own device; unset: all
+    remaining ranks."""
     master_addr: str = "127.0.0.1"
-    """Where rank 0 is, and listens for the others: on several machines, an address of its machine
-    that they reach. Nobody else should reach it: what connects is trusted."""
+    """Where rank 0 listens for the other ranks: with several machines, an address of its machine
+    that they can reach. Nothing else should reach it: connections are trusted."""
     master_port: Port = 0
-    """Its port, needed on several machines; 0 picks a free one."""
+    """Rank 0's port, required with several machines; 0 picks a free one."""
 
     @property
     def num_ranks(self) -> int:
@@ -149,17 +149,17 @@ class WorkerSettings(ProcessSettings):
 
     @property
     def model_id(self) -> str:
-        """What requests call the model."""
+        """The model's name in requests."""
         return self.served_model_name or self.model.resolve().name
 
     @property
     def adapter_directories(self) -> tuple[tuple[str, Path], ...]:
-        """`lora`, parsed: of each adapter its name and directory."""
+        """`lora`, parsed: name and directory of each adapter."""
         return tuple(_parse_adapter(text) for text in self.lora)
 
     @property
     def adapter_obstacle(self) -> str | None:
-        """What keeps the worker from having adapters; None: nothing but, maybe, the model."""
+        """The setting that rules out adapters; None if the model decides."""
         if self.num_ranks > 1:
             return "tensor_parallel_size or pipeline_parallel_size"
         return f"model_class, which is {self.model_class}" if self.model_class else None
@@ -181,7 +181,7 @@ class WorkerSettings(ProcessSettings):
 
     @property
     def kv_dtype(self) -> str:
-        """What KV is stored in, alike for workers that store the same: int8, or int8 but 0,23."""
+        """Storage format of KV, equal for workers that store the same: int8, or int8 but 0,23."""
         layers = ",".join(map(str, sorted(self.kv_skip_layers)))
         return f"{self.kv_cache_dtype} but {layers}" if layers else self.kv_cache_dtype
 
@@ -231,8 +231,7 @@ class WorkerSettings(ProcessSettings):
         host, disk = self.host_codec, self.disk_codec
         if host.is_quantized and disk.is_quantized and host != disk:
             raise ValueError(
-                f"disk_kv_codec is {disk}; it must not be less precise once more where"
-                f" host_kv_codec is {host}"
+                f"disk_kv_codec is {disk}; it must not quantize again where host_kv_codec is {host}"
             )
         return self
 
@@ -258,7 +257,7 @@ class WorkerSettings(ProcessSettings):
         for name, codec in (("host", self.host_codec), ("disk", self.disk_codec)):
             if codec.is_quantized:
                 raise ValueError(
-                    f"{name}_kv_codec is {codec}; it must not be less precise once more where"
+                    f"{name}_kv_codec is {codec}; it must not quantize again where"
                     f" kv_cache_dtype is {self.kv_cache_dtype}"
                 )
         return self

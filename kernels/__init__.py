@@ -1,18 +1,18 @@
-"""Triton kernels, each with a plain-torch twin in `kernels.reference`.
+"""Device code: Triton kernels, C for CPUs, and a plain-torch twin of each in `kernels.reference`.
 
-Call them through `kernels.ops`, which runs the Triton launcher for CUDA tensors, the native code of
-`kernels.cpu` for those on a CPU, and the twin for all others. One kernel is four things: the math
-in its docstring, a launcher that checks, allocates and launches, the twin of the same signature,
-and a test that compares the two.
+Call them through `kernels.ops`, which runs the Triton launcher for CUDA tensors, C (`kernels.cpu`)
+for CPU tensors, and the twin for all others. A kernel is four things: the math in its docstring, a
+launcher that checks, allocates and launches, a twin with the same signature, and a test that
+compares the two (docs/write-a-kernel.md).
 
 The KV pool is block-major: a layer's key or value cache is a view [num_blocks, block_size,
-num_kv_heads, head_dim] whose blocks lie far apart, so kernels take strides and compute offsets
+num_kv_heads, head_dim] whose blocks lie far apart. So kernels take strides and compute offsets
 in int64. A slot is `block * block_size + offset`; `PAD_SLOT` marks a token that is not stored.
-No launcher waits for the device, reads a device value or sizes its grid by one: all of them can
-be captured in a CUDA graph.
+No launcher waits for the device, or reads a value from it to size its grid: all of them can be
+captured in a CUDA graph.
 
-Results do not depend on the batch: neither tile sizes nor splits follow from how many sequences
-or tokens a launch has, only from a sequence's own length, the dtype, the model's shape and the
+Results do not depend on the batch. Tile sizes and splits do not depend on how many sequences or
+tokens a launch has, but only on a sequence's own length, the dtype, the model's shape and the
 device's configuration (`kernels.tuning.configs`).
 
 On a machine without a GPU the tests run the kernels in Triton's interpreter, which needs

@@ -1,4 +1,4 @@
-"""Refuses tensors that a kernel would read wrongly, before the launch."""
+"""Checks, before a launch, of tensors that a kernel would misread."""
 
 import torch
 
@@ -48,7 +48,7 @@ def check_caches(
     shape: tuple[int, ...],
     like: torch.Tensor,
 ) -> None:
-    """Require both caches to have `shape` [B, P, HKV, D], and the dtype of `like` or else scales.
+    """Require both caches to have `shape` [B, P, HKV, D], and the dtype of `like` or scales.
 
     Raises:
         ValueError: naming the tensor, what it has and what is required.
@@ -82,7 +82,7 @@ def check_paged(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> None:
-    """Require the arguments that decode and prefill attention share to fit one another.
+    """Require the arguments that decode and prefill attention share to fit together.
 
     Raises:
         ValueError: naming the tensor, what it has and what is required.

@@ -1,51 +1,69 @@
-"""Runs the Triton launcher on a GPU, native code on a CPU, and the plain-torch twin elsewhere."""
+"""The table of ops: which code runs each on a GPU, on a CPU, and elsewhere.
+
+Every op has a twin in `kernels.reference`, plain torch, which defines its result. Tensors on a GPU
+go to the Triton launcher: it has the twin's name, in the module of `kernels.triton` that has the
+name of the twin's module. Tensors on a CPU go to C, if the table names a function of
+`kernels.cpu.ops`, the library could be compiled, and C knows the dtype of the first tensor. All
+others go to the twin.
+
+This is a plain function call, not `torch.library`, by measurement: docs/write-a-kernel.md.
+"""
 
 import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from kernels import reference
-from kernels.cpu import native_ops as native
+from kernels.cpu import ops as cpu
+from kernels.cpu.library import DTYPES, Library, native
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@functools.cache
-def _launchers() -> ModuleType:
-    # Imported on first use: Triton is not installed, and not needed, on a machine without a GPU.
-    return importlib.import_module("kernels.triton.ops")
-
-
-def _by_device(twin: Callable[P, R]) -> Callable[P, R]:
-    """Return `twin`, except for a first argument on a GPU or a CPU: what has its name there."""
-    on_cpu: Callable[P, R] = getattr(native, twin.__name__)
+def _op(
+    twin: Callable[P, R], in_c: Callable[Concatenate[Library, P], R] | None = None
+) -> Callable[P, R]:
+    """Return the op that chooses among the launcher, `in_c` and `twin` by its first argument."""
 
     @functools.wraps(twin)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0] if args else next(iter(kwargs.values()))
-        if first.is_cpu:  # type: ignore[attr-defined]  # every op takes a tensor first
-            return on_cpu(*args, **kwargs)
-        if not first.is_cuda:  # type: ignore[attr-defined]
-            return twin(*args, **kwargs)
-        launcher: Callable[P, R] = getattr(_launchers(), twin.__name__)
-        return launcher(*args, **kwargs)
+        first: Any = args[0] if args else next(iter(kwargs.values()))  # a tensor, of every op
+        if first.is_cuda:
+            return launcher(twin)(*args, **kwargs)
+        if in_c is not None and first.is_cpu and first.dtype in DTYPES:
+            library = native()
+            if library is not None:
+                return in_c(library, *args, **kwargs)
+        return twin(*args, **kwargs)
 
     return op
 
 
-add_rms_norm: Final = _by_device(reference.add_rms_norm)
-copy_blocks: Final = _by_device(reference.copy_blocks)
-gather_blocks: Final = _by_device(reference.gather_blocks)
-paged_attention_decode: Final = _by_device(reference.paged_attention_decode)
-paged_attention_prefill: Final = _by_device(reference.paged_attention_prefill)
-rms_norm: Final = _by_device(reference.rms_norm)
-rotary: Final = _by_device(reference.rotary)
-rotary_store_kv: Final = _by_device(reference.rotary_store_kv)
-sample: Final = _by_device(reference.sample)
-scatter_blocks: Final = _by_device(reference.scatter_blocks)
-silu_mul: Final = _by_device(reference.silu_mul)
-store_kv: Final = _by_device(reference.store_kv)
-suppress: Final = _by_device(reference.suppress)
+def launcher(twin: Callable[P, R]) -> Callable[P, R]:
+    """Return the Triton launcher that has this twin; imports Triton."""
+    found: Callable[P, R] = getattr(_triton_module(twin.__module__), twin.__name__)
+    return found
+
+
+@functools.cache
+def _triton_module(of_twin: str) -> ModuleType:
+    # Imported on first use: Triton is not installed, and not needed, on a machine without a GPU.
+    return importlib.import_module(of_twin.replace("kernels.reference", "kernels.triton"))
+
+
+add_rms_norm: Final = _op(reference.add_rms_norm, cpu.add_rms_norm)
+copy_blocks: Final = _op(reference.copy_blocks)
+gather_blocks: Final = _op(reference.gather_blocks)
+paged_attention_decode: Final = _op(reference.paged_attention_decode, cpu.paged_attention_decode)
+paged_attention_prefill: Final = _op(reference.paged_attention_prefill, cpu.paged_attention_prefill)
+rms_norm: Final = _op(reference.rms_norm, cpu.rms_norm)
+rotary: Final = _op(reference.rotary, cpu.rotary)
+rotary_store_kv: Final = _op(reference.rotary_store_kv, cpu.rotary_store_kv)
+sample: Final = _op(reference.sample)
+scatter_blocks: Final = _op(reference.scatter_blocks)
+silu_mul: Final = _op(reference.silu_mul, cpu.silu_mul)
+store_kv: Final = _op(reference.store_kv, cpu.store_kv)
+suppress: Final = _op(reference.suppress, cpu.suppress)

@@ -1,4 +1,4 @@
-"""What a Python user imports: `LLM` for offline use, the client, the stubs, the command line."""
+"""For Python users: `LLM` for offline use, the client, the stubs, the command line."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ __all__ = ["LLM", "BeamSearch", "Generation", "SamplingParams", "StructuredOutpu
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for, when it is: `quire.v1` and `quire down` need none of it."""
+    """Import on first use: `quire.v1` and `quire down` need none of this."""
     if name not in __all__:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     from quire import llm  # noqa: PLC0415 - see above

@@ -1,4 +1,4 @@
-"""Offline use: generate for a list of prompts with a service that lives as long as the object.
+"""Offline use: generates for a list of prompts, with a private service.
 
     from quire import LLM, SamplingParams
 
@@ -6,7 +6,7 @@
         for generation in llm.generate(["def add(", "import "], SamplingParams(max_tokens=32)):
             print(generation.prompt, generation.outputs[0].text)
 
-The processes are those of `quire up`, and so is all that they do: batching, prefix cache, tiers.
+The service is what `quire up` starts, with batching, prefix cache and tiers.
 """
 
 import asyncio
@@ -38,17 +38,17 @@ Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
 
 MAX_REQUESTS: Final = 512
-"""Most requests at once at the service: more than run at once, fewer than it would refuse."""
+"""Most concurrent requests: more than the service runs at once, fewer than it would refuse."""
 
 _OURS: Final = frozenset({"attached", "demo", "detach", "grpc_port", "host", "uds", "verbose"})
-"""Flags of `quire up` that say how it is reached and when it ends."""
+"""Flags of `quire up` that `LLM` sets itself."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What one prompt gave."""
+    """The outputs for one prompt."""
 
     prompt: Prompt
     request_id: str
@@ -56,11 +56,11 @@ class Generation:
     """By output index."""
     usage: Usage
     prompt_scores: PromptScores | None = None
-    """If `prompt_logprobs` was asked for."""
+    """Set if `prompt_logprobs` was asked for."""
 
 
 class LLM(Closes):
-    """A model, and the processes that run it, until `close` or the end of this process.
+    """A model and the processes that run it, until `close` or the end of this process.
 
     Threads may share one.
     """
@@ -71,12 +71,12 @@ class LLM(Closes):
         """Start the processes, and wait until they are ready.
 
         `model` is a Hugging Face model directory, by default the small model that Quire ships.
-        `api_key` is what calls of the service must have, by HTTP for one; this object's have it.
-        `flags` are those of `quire up`, such as `device="cpu"` or `num_blocks=512`. Raises
-        ServiceStartError with what went wrong, TypeError for a flag that has no place here.
+        `flags` are those of `quire up`, such as `device="cpu"` or `num_blocks=512`. With `api_key`,
+        other callers, such as by HTTP, need that key, too. Raises ServiceStartError with the
+        reason, and TypeError for a flag that `LLM` sets itself.
         """
         if refused := sorted(_OURS & flags.keys()):
-            raise TypeError(f"LLM takes no {', '.join(refused)}: its service is its own")
+            raise TypeError(f"LLM takes no {', '.join(refused)}: it sets that itself")
         if model is not None:
             flags["model"] = model
         self._api_key = api_key
@@ -90,12 +90,12 @@ class LLM(Closes):
         progress: bool = True,
         **options: Unpack[GenerateOptions],
     ) -> list[Generation]:
-        """Generate for one prompt or many; give the results in the order of the prompts.
+        """Generate for one prompt or many; return the results in the order of the prompts.
 
-        A prompt is text or token ids. `sampling` holds for all, or is one for each; `options` (`n`,
-        `stop`, ...) hold for all. `progress` shows a bar on standard error. The first prompt that
-        fails ends the call: InvalidArgumentError names it, as in `prompts[3].sampling.max_tokens`;
-        what else can be raised is what the client raises.
+        A prompt is text or token ids. `sampling` is for all prompts, or a list with one for each;
+        `options` (`n`, `stop`, ...) are for all. `progress` shows a bar on standard error. The
+        first prompt that fails ends the call: InvalidArgumentError names it, such as
+        `prompts[3].sampling.max_tokens`; other errors are those of the client.
         """
         listed = _listed(prompts)
         each = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
@@ -133,12 +133,12 @@ class LLM(Closes):
         ]
 
     def close(self) -> None:
-        """End the processes; may be called again."""
+        """Stop the processes; may be called again."""
         self._service.close()
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Tell one prompt from many: a list of numbers is one prompt."""
+    """Return a list of prompts; a list of numbers is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = list(prompts)
@@ -152,7 +152,7 @@ async def _generate(
     options: GenerateOptions,
     on_done: Callable[[Completion], None],
 ) -> list[Completion]:
-    """Keep MAX_REQUESTS at the service; the first failure cancels the others and is raised."""
+    """Keep up to MAX_REQUESTS running; the first failure cancels the others and is raised."""
     completions: list[Completion | None] = [None] * len(prompts)
     left = iter(range(len(prompts)))
 
@@ -185,16 +185,16 @@ async def _generate_one(
     while True:
         try:
             return await client.generate_once(prompt, sampling, **options)
-        except TooBusyError as error:  # `n` of many makes more sequences than requests
+        except TooBusyError as error:  # with `n`, a request has several sequences
             await asyncio.sleep(error.retry_after_s)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"prompts[{index}].{error.field}", error.problem) from None
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
-    """Run in a thread of its own, since the caller may be in an event loop, as in a notebook.
+    """Run it in a thread of its own: the caller may be in an event loop, such as a notebook's.
 
-    Whatever interrupts the wait, Ctrl-C for one, cancels it.
+    If the wait is interrupted, for example by Ctrl-C, the work is cancelled.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="quire generate", daemon=True)

@@ -1,4 +1,4 @@
-"""A service of this process's own: `quire up` as a child, which ends with us, however we end."""
+"""A private service: `quire up` as a child process, which ends however this process ends."""
 
 import contextlib
 import os
@@ -23,21 +23,21 @@ _USAGE_ERROR: Final = 2
 
 
 class ServiceStartError(Exception):
-    """The service ended before it was ready. The message holds its last words."""
+    """The service ended before it was ready. The message holds its last log lines."""
 
 
 class PrivateService(Closes):
-    """Router, scheduler and workers, reached through a Unix socket that nobody else knows.
+    """Router, scheduler and workers, reached through a private Unix socket.
 
-    The child lives as long as the pipe to its standard input is open. `close` closes it, and so
-    does the kernel when this process is killed. It is in a session of its own: Ctrl-C in the
-    terminal reaches this process only, which then ends the service in order.
+    The child lives as long as the pipe to its standard input is open. `close` closes the pipe, and
+    so does the kernel when this process is killed. The child has a session of its own: Ctrl-C in
+    the terminal reaches this process only, which then drains the service.
     """
 
     def __init__(self, flags: Mapping[str, object], api_key: str = "") -> None:
         """Start it with these flags of `quire up`, and wait until it is ready.
 
-        With an `api_key` every call must have it. Raises ServiceStartError.
+        With `api_key`, every call must have that key. Raises ServiceStartError.
         """
         directory = Path(tempfile.mkdtemp(prefix="quire-"))
         self._log = directory / "log"
@@ -45,8 +45,8 @@ class PrivateService(Closes):
         self.target: Final = f"unix:{socket}"
         ports = {"http_port": 0, "scheduler_http_port": 0, "worker_http_port": 0}
         ours = {"uds": socket, "attached": True, "detach": False, "demo": False}
-        arguments = _arguments({**ports, **flags, **ours})  # before the environment's
-        key = {"QUIRE_API_KEY": api_key} if api_key else {}  # others see a command line
+        arguments = _arguments({**ports, **flags, **ours})  # flags win over the environment
+        key = {"QUIRE_API_KEY": api_key} if api_key else {}  # other users can see a command line
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own
                 [sys.executable, "-m", "quire.cli", "up", *arguments],
@@ -56,7 +56,7 @@ class PrivateService(Closes):
                 start_new_session=True,
                 env={**os.environ, **key},
             )
-        # Also when the interpreter exits, or nobody has us any more.
+        # Also called when the interpreter exits, or this object is garbage.
         self._close = weakref.finalize(self, _end, self._process, directory, os.getpid())
         try:
             self._wait_until_ready(api_key)
@@ -66,11 +66,11 @@ class PrivateService(Closes):
 
     @property
     def pid(self) -> int:
-        """The supervisor's."""
+        """The supervisor's process id."""
         return self._process.pid
 
     def close(self) -> None:
-        """End it, and wait until no process of it is left; may be called again."""
+        """Stop it, and wait until its processes have ended; may be called again."""
         self._close()
 
     def _wait_until_ready(self, api_key: str) -> None:
@@ -86,7 +86,7 @@ class PrivateService(Closes):
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines() or ["quire up has ended"]
         if self._process.returncode == _USAGE_ERROR:
-            return lines[-1]  # before it are all the flags that there are
+            return lines[-1]  # the lines before list all flags
         return "\n".join(lines[-_LOG_LINES:])
 
 
@@ -103,7 +103,7 @@ def _arguments(flags: Mapping[str, object]) -> list[str]:
 
 def _end(process: subprocess.Popen[bytes], directory: Path, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a fork of the owner's exits: the service is not its to end
+        return  # a fork of the owner exits, and must not stop the service
     assert process.stdin is not None, "it is a pipe"
     process.stdin.close()
     try:

@@ -2,15 +2,14 @@
 
 from router.app import run_router
 from router.settings import RouterSettings
-from rpc.observe import instruments
-from rpc.server import run
+from rpc.server import observe, run
 from rpc.settings import parse_settings
 
 
 def main() -> None:
     """Run a router until SIGTERM or SIGINT."""
     settings = parse_settings(RouterSettings, "quire-router")
-    instruments.set_up("router", settings, new_trace_ratio=settings.trace_sample_ratio)
+    observe("router", settings, new_trace_ratio=settings.trace_sample_ratio)
     run(run_router(settings))
 
 

@@ -22,7 +22,7 @@ from router.schedulers.pool import Schedulers
 from router.settings import RouterSettings
 from router.text.tokenizer import Tokenizers, load_tokenizer
 from router.ui.api import Ui
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import operators
 from rpc.server import Addresses, serve

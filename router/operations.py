@@ -21,9 +21,7 @@ from rpc.peers.channel import open_channel
 from rpc.security.operators import Operators
 from rpc.security.tls import ClientTls
 from rpc.status import calling
-from rpc.tasks.answers import answers
-from rpc.tasks.merging import merged
-from rpc.tasks.shielded import Finishing
+from rpc.tasks import BackgroundTasks, merged, responses
 
 _ADAPTER_NEWS_S: Final = 5.0
 """How long to wait until a scheduler announces, on its stream, an adapter that it has loaded."""
@@ -68,7 +66,7 @@ class Operations:
         self._model = model
         self._operators = operators
         self._tls = tls
-        self._finishing = Finishing()
+        self._tasks = BackgroundTasks()
 
     # --- adapters -------------------------------------------------------------------------------
 
@@ -87,7 +85,7 @@ class Operations:
                 "name", f"is {name!r}, which is what requests call the model"
             )
         schedulers = self._schedulers.calls_to_all()
-        return await self._finishing.finish(self._load_adapter(schedulers, name, directory))
+        return await self._tasks.run(self._load_adapter(schedulers, name, directory))
 
     async def _load_adapter(
         self, schedulers: Sequence[SchedulerCalls], name: str, directory: str
@@ -121,7 +119,7 @@ class Operations:
         self._operators.check(peer, "unloads LoRA adapters")
         log.info("told to unload an adapter", name=name, peer=peer)
         schedulers = self._schedulers.calls_to_all()
-        ends = await self._finishing.finish(
+        ends = await self._tasks.run(
             _ask_each(schedulers, lambda each: each.unload_adapter(name, digest))
         )
         errors = [end for end in ends if isinstance(end, QuireError)]
@@ -202,7 +200,7 @@ class Operations:
         try:
             async with open_channel(target, tls=self._tls) as channel:
                 stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-                async with aclosing(answers(stub.Load(request))) as loading:
+                async with aclosing(responses(stub.Load(request))) as loading:
                     async for progress in loading:
                         may_be_standby = False  # it is there: its next error counts
                         yield progress

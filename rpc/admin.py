@@ -1,4 +1,4 @@
-"""What every process can be told by whoever operates it: to drain, as by SIGTERM."""
+"""The operator's service of every process: drain, as with SIGTERM."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Sets `stopping` when it is told to by somebody who may."""
+    """Sets `stopping` when an operator asks for a drain."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         operators: Operators,
         drain_worker: Callable[[str], AsyncIterator[int]] | None = None,
     ) -> None:
-        """`drain_worker` has a worker of this scheduler drain, and yields what is live there."""
+        """`drain_worker` drains one of this scheduler's workers, and yields how many are live."""
         self._stopping = stopping
         self._num_live = num_live
         self._drain_worker = drain_worker
@@ -42,12 +42,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.DrainRequest,
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncIterator[admin_pb2.DrainResponse]:
-        """Begin the drain, and tell of it until it is over."""
+        """Start the drain, and report its progress until it is over."""
         self._operators.check(context.peer(), "is drained by SIGTERM,")
         if request.worker:
             if self._drain_worker is None:
-                raise InvalidArgumentError("worker", "is set; only a scheduler has workers drain")
-            log.info("told to have a worker drain", peer=context.peer(), worker=request.worker)
+                raise InvalidArgumentError("worker", "is set; only a scheduler drains workers")
+            log.info("told to drain a worker", peer=context.peer(), worker=request.worker)
             async for num_live in self._drain_worker(request.worker):
                 yield admin_pb2.DrainResponse(num_live=num_live)
             return
@@ -65,5 +65,5 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 continue
 
     def close(self) -> None:
-        """End the calls: the process has drained."""
+        """End the calls; the process has drained."""
         self._closed.set()

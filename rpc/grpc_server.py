@@ -1,4 +1,4 @@
-"""A gRPC server as every process has it: limits, interceptors, TLS, and where it listens."""
+"""The gRPC server of every process: limits, interceptors, TLS, and where it listens."""
 
 import os
 import socket
@@ -21,21 +21,22 @@ from rpc.transport import server_options
 
 
 class CannotListenError(Exception):
-    """An address is taken, or not this machine's."""
+    """An address is in use, or not one of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One gRPC service: its full proto name, and what registers its servicer."""
+    """One gRPC service: its full proto name, and a function that registers its servicer."""
 
     name: str
     add: Callable[[grpc.aio.Server], None]
 
 
 def service_of(messages: ModuleType, stubs: ModuleType, name: str, servicer: object) -> Service:
-    """Make the entry of a servicer.
+    """Make the `Service` of a servicer.
 
-    `name` is its service's, in the file of which `messages` (`_pb2`) and `stubs` (`_pb2_grpc`) are.
+    `name` is the service's in the proto file that `messages` (`_pb2`) and `stubs` (`_pb2_grpc`)
+    were generated from.
     """
     descriptor = messages.DESCRIPTOR.services_by_name[name]
     add_to_server = getattr(stubs, f"add_{name}Servicer_to_server")
@@ -49,8 +50,7 @@ def make_grpc_server(
 ) -> grpc.aio.Server:
     """Make a server that does not listen yet.
 
-    `interceptors` are inside of those for trace context and errors: a handler that they give may
-    raise a QuireError.
+    `interceptors` run inside those for trace context and errors, so they may raise a QuireError.
     """
     server = grpc.aio.server(
         options=server_options(
@@ -69,25 +69,25 @@ def make_grpc_server(
 
 
 def _name_interceptors(settings: ProcessSettings) -> list[NameInterceptor]:
-    # A Unix socket has no certificates: see below.
+    # A Unix socket has no certificates.
     is_wanted = settings.client_names and settings.uds is None
     return [NameInterceptor(settings.client_names)] if is_wanted else []
 
 
 async def start_grpc_server(server: grpc.aio.Server, settings: ProcessSettings) -> str:
-    """Listen as the settings say; return the target, with the port that was chosen.
+    """Listen at the address of the settings; return the target, with the port that was chosen.
 
-    A Unix socket has no TLS: its permissions say who may connect.
+    A Unix socket has no TLS: its permissions control access.
 
     Raises:
-        CannotListenError: The address cannot be had.
+        CannotListenError: The address is not available.
     """
     tls = settings.server_tls
     if settings.uds is not None:
         tls = None
         address = f"unix:{settings.uds.absolute()}"
         if _is_listened_to(settings.uds):
-            raise CannotListenError(f"gRPC cannot listen on {address}: it is taken")
+            raise CannotListenError(f"gRPC cannot listen on {address}: it is in use")
     else:
         address = join(settings.host, settings.grpc_port)
     try:
@@ -97,7 +97,7 @@ async def start_grpc_server(server: grpc.aio.Server, settings: ProcessSettings) 
             port = server.add_secure_port(address, server_credentials(tls))
     except RuntimeError:
         raise CannotListenError(
-            f"gRPC cannot listen on {address}: it is taken or not here"
+            f"gRPC cannot listen on {address}: it is in use, or not an address of this machine"
         ) from None
     await server.start()
     return address if settings.uds is not None else join(settings.host, port)
@@ -109,6 +109,6 @@ def join(host: str, port: int) -> str:
 
 
 def _is_listened_to(uds: Path) -> bool:
-    # gRPC removes a socket that it finds at its path, be it a dead process's or a living one's.
+    # gRPC would remove the socket at its path even if another process listens there.
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(os.fspath(uds)) == 0

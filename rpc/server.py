@@ -1,4 +1,4 @@
-"""One process's servers, gRPC and HTTP in one event loop: start, serve, drain, stop."""
+"""The servers of a process, gRPC and HTTP in one event loop: start, serve, drain, stop."""
 
 import asyncio
 import contextlib
@@ -20,10 +20,8 @@ from grpc_reflection.v1alpha import reflection
 from quire.v1 import admin_pb2_grpc
 from rpc.admin import ADMIN_SERVICE_NAME, AdminServicer
 from rpc.grpc_server import CannotListenError, Service, join, make_grpc_server, start_grpc_server
-from rpc.health.probes import probes
-from rpc.health.service import HEALTH_SERVICE_NAME, HealthServicer
-from rpc.health.state import Health
-from rpc.observe import telemetry, timeline
+from rpc.health import HEALTH_SERVICE_NAME, Health, HealthServicer, probes
+from rpc.observe import logs, telemetry, timeline
 from rpc.security.client_certificates import certificate_middleware
 from rpc.security.operators import operators
 from rpc.security.tls import http_context
@@ -31,7 +29,7 @@ from rpc.settings import ProcessSettings
 
 _MAX_HTTP_BODY_BYTES = 64 * 1024 * 1024
 _FLUSH_S = 2.0
-"""What is left to calls after `on_drain`: their last bytes."""
+"""Time that calls have after `on_drain`, for their last bytes."""
 
 log = structlog.get_logger()
 
@@ -62,21 +60,21 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
-    gRPC gets `services`, `AdminService`, `grpc.health.v1`, reflection, and interceptors for errors
-    and trace context, and inside of those `interceptors`; HTTP gets `http`, `/health`, `/ready` and
-    `/metrics`. A handler is cancelled when its client goes.
+    gRPC serves `services`, `AdminService`, `grpc.health.v1` and reflection, with interceptors for
+    errors and trace context and, inside those, `interceptors`. HTTP serves `http`, `/health`,
+    `/ready` and `/metrics`. A handler is cancelled when its client disconnects.
 
-    `on_started` runs when both listen; `health` is the caller's to declare ready. The drain: not
-    ready any more; then `on_drain`, which refuses new requests, waits for the live ones and ends
-    long-lived streams, within `settings.drain_s`; what is left then has two seconds. Without an
-    `on_drain` calls have `settings.drain_s` to end by themselves. A second signal of the same kind
-    ends the process at once.
+    `on_started` runs when both listen; the caller declares `health` ready. To drain, the process
+    first declares itself not ready. Then `on_drain` refuses new requests, waits for the live ones
+    and ends long-lived streams, within `settings.drain_s`; calls that remain have two seconds more.
+    Without `on_drain`, calls have `settings.drain_s` to end. A second signal of the same kind ends
+    the process at once.
 
-    `AdminService` stops it, too: `num_live` says what there is yet to end, and `check_operator`
-    raises unless the present call is an operator's; without it, see `rpc.security.operators`. For
-    `drain_worker` see `rpc.admin`.
+    `AdminService` drains, too: `num_live` counts the requests that are still live, and
+    `check_operator` raises unless the present call is an operator's; for its default see
+    `rpc.security.operators`, for `drain_worker` see `rpc.admin`.
 
-    Raises CannotListenError if an address cannot be had, and whatever `on_started` raises.
+    Raises CannotListenError if an address is not available, and what `on_started` raises.
     """
     stopping = stop if stop is not None else asyncio.Event()
     grace_s = settings.drain_s if on_drain is None else _FLUSH_S
@@ -116,10 +114,20 @@ async def serve(
             log.info("stopped")
 
 
+def observe(process: str, settings: ProcessSettings, *, new_trace_ratio: float = 0.0) -> None:
+    """Configure logs, traces and timeline for `process`, such as "router"; once per process.
+
+    `new_trace_ratio` is as for `telemetry.configure`.
+    """
+    logs.configure(settings.log_level, settings.log_format, process)
+    telemetry.configure(f"quire-{process}", settings, new_trace_ratio=new_trace_ratio)
+    timeline.configure(process, settings.timeline_dir)
+
+
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a process: the one call of each `__main__`. Exits with 1 if an address cannot be had."""
-    # A thread that computes beside the event loop holds the lock for this long; at the default of
-    # 5 ms a round trip takes 5.5 ms, at 0.1 ms half a millisecond.
+    """Run a process: what each `__main__` calls. Exits with 1 if an address is not available."""
+    # How long a thread that computes beside the event loop keeps the GIL. At the default of 5 ms a
+    # round trip takes 5.5 ms; at 0.1 ms it takes 0.5 ms.
     sys.setswitchinterval(1e-4)
     try:
         uvloop.run(main)
@@ -173,7 +181,7 @@ async def _start_http(runner: web.AppRunner, settings: ProcessSettings) -> str:
 
 
 async def _unless(stopping: asyncio.Event, starting: Awaitable[None]) -> None:
-    """Await `starting`, but give it up when the process is to stop."""
+    """Await `starting`, but cancel it when the process is to stop."""
     start = asyncio.ensure_future(starting)
     wait = asyncio.ensure_future(stopping.wait())
     try:
@@ -191,17 +199,17 @@ async def _drain(on_drain: Callable[[], Awaitable[None]], drain_s: float) -> Non
         async with asyncio.timeout(drain_s):
             await on_drain()
     except TimeoutError:
-        log.warning("requests are cut off: the drain took too long", drain_s=drain_s)
-    except Exception:  # the process ends either way, and in order
+        log.warning("the drain took too long; remaining requests are cut off", drain_s=drain_s)
+    except Exception:  # the process ends in either case
         log.exception("the drain failed")
 
 
 @contextlib.contextmanager
 def _heap_frozen() -> Iterator[None]:
-    """Leave what the start has made to nobody's garbage collection.
+    """Exempt the objects that exist after the start from garbage collection.
 
-    It stays anyway, and a full collection that walks it, a vocabulary's pieces for one, would hold
-    the event loop for 0.2 s and more, again and again.
+    They stay anyway, and each full collection that visits them, such as the pieces of a vocabulary,
+    would block the event loop for 0.2 s and more.
     """
     gc.freeze()
     try:
@@ -214,15 +222,15 @@ def _heap_frozen() -> Iterator[None]:
 def _signals_set(stopping: asyncio.Event) -> Iterator[None]:
     """Let SIGTERM and SIGINT set `stopping`, the first time each."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread gets signals: whoever runs us here sets `stopping`
+        yield  # only the main thread gets signals; the caller sets `stopping`
         return
     loop = asyncio.get_running_loop()
 
     def handle(number: signal.Signals) -> None:
         stopping.set()
         loop.remove_signal_handler(number)
-        # The kernel's own reaction: it works even if the event loop is stuck. For this signal only,
-        # because a supervisor may well send SIGTERM after a terminal's SIGINT.
+        # From now on the kernel's own reaction, which works even if the event loop is stuck. For
+        # this signal only: a supervisor may send SIGTERM after a terminal's SIGINT.
         signal.signal(number, signal.SIG_DFL)
 
     numbers = (signal.SIGTERM, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Settings of a process: flags over environment over defaults, frozen, with errors for people."""
+"""Settings of a process: flags, else environment, else defaults; frozen; readable errors."""
 
 import argparse
 import os
@@ -32,11 +32,11 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 PositiveInt = Annotated[int, Field(ge=1)]
 
 _MAX_UDS_PATH_BYTES = 107
-"""What the kernel's socket address holds."""
+"""The kernel's limit for a socket address."""
 
 
 def split_at_commas(value: object) -> object:
-    """Make one tuple of what is given several times, or separated by commas."""
+    """Make one tuple of values that are given several times, or separated by commas."""
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list | tuple):
@@ -45,7 +45,7 @@ def split_at_commas(value: object) -> object:
 
 
 class LinkSettings(BaseSettings):
-    """What whoever calls another process is told."""
+    """How to call another process."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -55,19 +55,19 @@ class LinkSettings(BaseSettings):
     )
 
     tls_ca: Path | None = None
-    """File of the authorities (PEM) that certificates of those who are called must come from; it
-    turns on TLS for what is called, but for Unix sockets. Unset: calls are in the clear."""
+    """File of the authorities (PEM) that must have signed the certificates of called processes; it
+    turns on TLS for calls, except on Unix sockets. Unset: calls are not encrypted."""
     tls_cert: Path | None = None
-    """File of the certificate (PEM) that is shown, with those between it and its authority."""
+    """File of this process's certificate (PEM), followed by the intermediate ones."""
     tls_key: Path | None = None
     """File of its private key (PEM, not encrypted)."""
     tls_server_name: str = ""
-    """The name that certificates of those who are called must have; empty: the host that is
-    called. One name for all processes of a service allows calling them by addresses."""
+    """The name that the certificate of a called process must have; empty: the host that is called.
+    With one name for all processes of a service, they can be called by IP address."""
 
     @property
     def client_tls(self) -> ClientTls | None:
-        """How to call others; None: in the clear."""
+        """How to call others; None: without TLS."""
         if self.tls_ca is None:
             return None
         return ClientTls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
@@ -86,20 +86,20 @@ class LinkSettings(BaseSettings):
 
 
 class ProcessSettings(LinkSettings):
-    """What every process is told."""
+    """What every process has: where to listen, TLS, limits, logs, traces."""
 
-    # A service's own settings extend this class. Each field is a flag (`--grpc-port`) and an
-    # environment variable (`QUIRE_GRPC_PORT`), and its docstring is what --help says of it; the
-    # class's docstring heads the page. Who overrides a port's default writes `Port` again.
+    # Each service extends this class. A field is a flag (`--grpc-port`) and an environment variable
+    # (`QUIRE_GRPC_PORT`); its docstring is its --help text, and the class's docstring heads the
+    # page. A subclass that changes a port's default must repeat the type `Port`.
 
     tls_client_ca: Path | None = None
-    """File of the authorities (PEM) of which whoever calls this process must have a certificate, by
-    gRPC or HTTP, but for /health and /ready; needs --tls-cert, which turns on TLS for what listens.
-    Unset: callers need none."""
+    """File of the authorities (PEM); each caller, by gRPC or HTTP, must show a certificate of one,
+    except for /health and /ready. Needs --tls-cert, which turns on TLS for the process's own ports.
+    Unset: callers need no certificate."""
     tls_client_names: str = ""
-    """Needs --tls-client-ca: one of these names, separated by commas, must be in the certificate of
-    whoever calls this process, as a DNS name, URI or address among its alternative names or, if it
-    has none, as its common name. Empty: whatever its authorities have signed may call."""
+    """Names, separated by commas, one of which a caller's certificate must have, as an alternative
+    name (DNS name, URI or address) or, if it has none of these, as its common name. Needs
+    --tls-client-ca. Empty: any certificate of its authorities may call."""
     host: str = "127.0.0.1"
     """Address to listen on, for gRPC and HTTP."""
     grpc_port: Port = 0
@@ -115,45 +115,45 @@ class ProcessSettings(LinkSettings):
     max_concurrent_streams: Annotated[int, Field(ge=1, le=2**31 - 1)] = (
         DEFAULT_MAX_CONCURRENT_STREAMS
     )
-    """Most gRPC calls at once on one connection; more wait at the client."""
+    """Most concurrent gRPC calls on one connection; others wait at the client."""
     reflection: bool = True
-    """Whether the process tells who asks which gRPC services and messages it has."""
+    """Whether gRPC reflection lists the process's services and messages."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """How long live requests may take to finish after SIGTERM, in seconds."""
+    """Time that live requests have to finish after SIGTERM, in seconds."""
     local_drain: bool = False
-    """Whether `quire drain`, and at a router loading and unloading LoRA adapters, is obeyed from
-    this machine by TCP, too, where callers show neither key nor certificate, and not by a Unix
-    socket alone. A proxy on this machine passes on anybody's calls."""
+    """Where callers need neither key nor certificate: allow operators' calls (`quire drain`, LoRA
+    adapters) by TCP from this machine, too, and not only on a Unix socket. Mind that a proxy on
+    this machine forwards calls of others."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe log lines to write."""
+    """Lowest severity of log lines to write."""
     log_format: Literal["auto", "json", "console"] = "auto"
-    """How log lines look; auto is console on a terminal and json elsewhere."""
+    """Format of log lines; auto is console on a terminal and json elsewhere."""
     otlp_traces_endpoint: str = ""
-    """Where spans go, by OTLP over gRPC, such as http://localhost:4317; empty: nowhere."""
+    """Where to export traces, by OTLP over gRPC, such as http://localhost:4317; empty: nowhere."""
     timeline_dir: Path | None = None
-    """Directory for a file of what this process did when, written when it ends, to look at in
-    Perfetto; unset: none is made. `quire bench --profile` makes one of all processes."""
+    """Directory for a timeline of this process, for Perfetto, written when it ends; unset: none.
+    `quire bench --profile` makes one of all processes."""
 
     @field_validator("uds")
     @classmethod
     def _uds_fits(cls, path: Path | None) -> Path | None:
         if path is not None and len(os.fsencode(path)) > _MAX_UDS_PATH_BYTES:
             raise ValueError(
-                f"has {len(os.fsencode(path))} bytes; a socket's path has at most"
+                f"has {len(os.fsencode(path))} bytes; a socket's path may have at most"
                 f" {_MAX_UDS_PATH_BYTES}"
             )
         return path
 
     @property
     def server_tls(self) -> ServerTls | None:
-        """How to listen; None: in the clear."""
+        """How to listen; None: without TLS."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         return ServerTls(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property
     def client_names(self) -> frozenset[str]:
-        """`tls_client_names`, each for itself."""
+        """`tls_client_names`, split."""
         return frozenset(filter(None, map(str.strip, self.tls_client_names.split(","))))
 
     @model_validator(mode="after")
@@ -171,10 +171,10 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -> S:
-    """Parse `argv` (by default the process's) and the environment.
+    """Parse `argv`, by default the process's own, and the environment.
 
-    What is wrong is written to standard error, a line for each, naming the flag or variable, the
-    value and the limit, and the process exits with 2; --help exits with 0.
+    For each invalid value, writes a line with the flag or variable, the value and the limit to
+    standard error, and exits with 2; --help exits with 0.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -202,7 +202,7 @@ def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Speaks of values instead of Python's types and functions."""
+    """Shows values in help texts instead of Python's types and functions."""
 
     def add_usage(
         self,
@@ -223,12 +223,12 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def _tidy(action: argparse.Action) -> None:
     if isinstance(action.metavar, str):
         action.metavar = re.sub(r"tuple\[(\w+),\.\.\.\]", r"\1", action.metavar)
-    if action.help is not None:  # a default that is computed is the docstring's to tell
+    if action.help is not None:  # the docstring describes a computed default
         action.help = re.sub(r" \(default factory: [^)]*\)", "", action.help)
 
 
 def _shown(cls: type[BaseSettings], loc: tuple[int | str, ...], value: object) -> object:
-    """Give what may be said of a value: of a secret nothing."""
+    """Hide the value of a secret."""
     field = cls.model_fields.get(str(loc[0])) if loc else None
     is_secret = field is not None and SecretStr.__name__ in repr(field.annotation)
     return "***" if is_secret else value
@@ -238,7 +238,7 @@ def _describe(
     loc: tuple[int | str, ...], value: object, problem: str, arguments: Sequence[str]
 ) -> str:
     problem = problem.removeprefix("Value error, ")
-    if not loc:  # of several fields together: the validator names them
+    if not loc:  # a validator of several fields, which names them itself
         return problem
     name = str(loc[0])
     flag = "--" + name.replace("_", "-")

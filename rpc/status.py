@@ -1,4 +1,4 @@
-"""Errors to gRPC status and back, with `google.rpc` details; the interceptor that applies it."""
+"""Turns errors into gRPC status and back, with `google.rpc` details; an interceptor for servers."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import inspect
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -16,21 +16,20 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from contract import errors
-from rpc.handlers import rewrapped
 from rpc.security.tls import explain
 
 TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-"""Tells gRPC's own retries in clients, which do not look at `RetryInfo`, when to come back."""
+"""When to retry, for gRPC's own retries in clients, which ignore `RetryInfo`."""
 ERROR_DOMAIN = "quire.v1"
 
 _MAX_MESSAGE_BYTES = 1024
-"""It travels three times, percent-encoded once, and peers may take no more than 8 KiB in all."""
+"""A message is sent three times, once percent-encoded; peers may accept only 8 KiB in all."""
 
 _MAX_RETRY_AFTER_S = 3600.0
-"""A peer that says to come back later than this is not taken at its word."""
+"""Longest delay that is accepted from a peer."""
 
 _CODE_TO_ERROR: dict[grpc.StatusCode, type[errors.QuireError]] = {
     error.code: error
@@ -47,14 +46,22 @@ _CODE_TO_ERROR: dict[grpc.StatusCode, type[errors.QuireError]] = {
     )
 }
 
+_HANDLER_KINDS: Final = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+"""By whether request and response are streams: a handler's attribute, and its constructor."""
+
 log = structlog.get_logger()
 
 
 def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, TrailingMetadata]:
-    """Give the code, the message and the trailing metadata that tell a client of `error`.
+    """Return code, message and trailing metadata of `error` for a client.
 
-    Whatever is not a QuireError is a bug: it is logged with its traceback under a fresh id, and the
-    client learns the id only.
+    An error that is not a QuireError is a bug: it is logged with its traceback under a new id, and
+    the client is told the id only.
     """
     if isinstance(error, errors.QuireError):
         code, message = error.code, _shorten(str(error))
@@ -82,29 +89,29 @@ def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, Trailin
 def calling() -> Iterator[None]:
     """Turn what making, awaiting or reading a call raises into a QuireError.
 
-    A call whose channel is closed meanwhile raises CancelledError, though nobody cancelled the task
-    that awaits it; let through, that would end the task.
+    A call whose channel is closed while it runs raises CancelledError although its task was not
+    cancelled; that would end the task.
 
     Raises:
-        QuireError: What the peer said, or that it is lost.
+        QuireError: The peer's error, or UnavailableError if the peer is lost.
     """
     try:
         yield
     except grpc.RpcError as error:
-        # Synchronous calls raise a private class that has the same methods.
+        # Blocking calls raise a private class with the same methods.
         raise status_to_error(cast("grpc.aio.AioRpcError", error)) from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise errors.UnavailableError("the connection was closed meanwhile") from None
+        raise errors.UnavailableError("the connection was closed during the call") from None
 
 
 def status_to_error(error: grpc.aio.AioRpcError) -> errors.QuireError:
-    """Give the error that a Quire server raised, from what the client of a call caught.
+    """Return the error that a Quire server raised, from what the caller caught.
 
-    A status that says nothing of who is to blame (INTERNAL, UNKNOWN, a message too large) becomes a
-    plain, not retryable QuireError.
+    A status that does not say whose fault it is (INTERNAL, UNKNOWN, a message too large) becomes a
+    plain QuireError, which is not retryable.
     """
     code, message = error.code(), explain(error.details() or error.code().name)
     bad_request, retry_info = _parse_details(error)
@@ -113,7 +120,7 @@ def status_to_error(error: grpc.aio.AioRpcError) -> errors.QuireError:
             violation = bad_request.field_violations[0]
             return errors.InvalidArgumentError(violation.field, violation.description)
         return errors.InvalidArgumentError("request", f"is refused: {message}")
-    # Without RetryInfo it is gRPC itself that says so: of a message too large, for one.
+    # Without RetryInfo it comes from gRPC itself, for example for a message that is too large.
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_info is not None:
         delay = retry_info.retry_delay
         delay_s = delay.seconds + delay.nanos * 1e-9  # as a timedelta it may be out of range
@@ -122,10 +129,10 @@ def status_to_error(error: grpc.aio.AioRpcError) -> errors.QuireError:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Turns what a handler raises into status, for all four kinds of call.
+    """Turns what a handler raises into a status, for all four kinds of call.
 
-    Handlers are coroutine functions or asynchronous generator functions. Cancellation passes, and
-    so does a handler's own `context.abort`.
+    Handlers are coroutine functions or asynchronous generator functions. Cancellation and a
+    handler's own `context.abort` pass through.
     """
 
     async def intercept_service(
@@ -135,17 +142,36 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> Any:
         """Wrap the handler of one call."""
         handler = await continuation(handler_call_details)
-        if handler is None:  # no such method: gRPC answers UNIMPLEMENTED
+        if handler is None:  # no such method; gRPC answers UNIMPLEMENTED
             return None
-        if handler.request_streaming:  # what a deserializer raises, the handler's iterator raises
+        if handler.request_streaming:  # the iterator raises what a deserializer raises
             return rewrapped(handler, partial(_wrap, request_streaming=True))
         return rewrapped(
             handler, partial(_wrap, request_streaming=False), wrap_deserializer=_or_error
         )
 
 
+def rewrapped(
+    handler: Any,
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    *,
+    wrap_deserializer: Callable[[Any], Any] = lambda deserialize: deserialize,
+) -> Any:
+    """Return a handler of the same kind, its behaviour wrapped with `wrap`.
+
+    `handler` is what an interceptor's continuation returned, and not None. `wrap_deserializer`
+    wraps what parses requests; that is None where requests are bytes.
+    """
+    kind, make = _HANDLER_KINDS[handler.request_streaming, handler.response_streaming]
+    return make(
+        wrap(getattr(handler, kind)),
+        request_deserializer=wrap_deserializer(handler.request_deserializer),
+        response_serializer=handler.response_serializer,
+    )
+
+
 def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Parse into an error what is no message: what a deserializer raises, gRPC says is UNKNOWN."""
+    """Parse an invalid message into an error; gRPC would answer UNKNOWN if this raised it."""
     if deserialize is None:
         return None
 
@@ -160,7 +186,7 @@ def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
 
 def _no_message(error: DecodeError) -> errors.InvalidArgumentError:
     return errors.InvalidArgumentError(
-        "request", f"is no such message, or a string in it is not UTF-8: {error}"
+        "request", f"is not a valid message, or a string in it is not UTF-8: {error}"
     )
 
 
@@ -171,7 +197,7 @@ def _check(request: Any) -> None:
 
 def _wrap(behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[..., Any]:
     def blamed(error: Exception) -> Exception:
-        """Tell a client's message that is none from a bug of the handler's."""
+        """Tell an invalid message of the client from a bug in the handler."""
         if request_streaming and isinstance(error, DecodeError):
             return _no_message(error)
         return error
@@ -229,11 +255,13 @@ def _parse_details(
 ) -> tuple[error_details_pb2.BadRequest | None, error_details_pb2.RetryInfo | None]:
     bad_request: error_details_pb2.BadRequest | None = None
     retry_info: error_details_pb2.RetryInfo | None = None
-    metadata: Any = error.trailing_metadata() or ()  # the stubs miss that it iterates over pairs
+    metadata: Any = (
+        error.trailing_metadata() or ()
+    )  # the stubs do not know that it iterates over pairs
     for key, value in metadata:
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue
-        # A peer that is not ours may put anything here; its code and message still count.
+        # Other implementations may put anything here; code and message still count.
         with contextlib.suppress(DecodeError):
             for detail in status_pb2.Status.FromString(value).details:
                 bad_request = _unpack(detail, error_details_pb2.BadRequest) or bad_request

@@ -1,4 +1,4 @@
-"""The gRPC channel arguments that both ends of a connection agree on."""
+"""gRPC channel arguments that both ends of a connection need."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -16,34 +16,34 @@ _MIN_PING_INTERVAL_MS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Pings:
-    """When a connection whose other end says nothing is given up; its calls end as UNAVAILABLE.
+    """When a connection with a silent peer is closed; its calls then end as UNAVAILABLE.
 
-    HTTP/2 pings are answered by gRPC's own threads: a peer that is merely busy answers, one that
-    is stopped, or behind a network that has gone, does not, though the kernel may take what is
-    sent to it. Both numbers together are how long that takes at most.
+    gRPC's own threads answer HTTP/2 pings: a peer that is merely busy answers; one that is stopped,
+    or behind a broken network, does not, even if the kernel still accepts what is sent. It takes at
+    most the sum of both times to notice.
     """
 
     after_ms: int
-    """How long nothing is heard before one is sent."""
+    """Silence before a ping is sent."""
     timeout_ms: int
-    """How long the answer may take."""
+    """Time that the answer may take."""
     are_sent_idly: bool
-    """Whether also while there is no call."""
+    """Whether pings are also sent while there is no call."""
 
 
 PATIENT = Pings(after_ms=10_000, timeout_ms=20_000, are_sent_idly=True)
-"""For calls that are lost with their connection: a pause is better."""
+"""For calls that are lost with their connection: better to wait."""
 QUICK = Pings(after_ms=1_000, timeout_ms=2_000, are_sent_idly=False)
-"""For calls that can go on elsewhere. gRPC sends no more than one ping a second."""
+"""For calls that can continue elsewhere. gRPC sends at most one ping a second."""
 
 
 def channel_options(
     max_message_mb: int, max_metadata_kb: int = DEFAULT_MAX_METADATA_KB, pings: Pings = PATIENT
 ) -> ChannelOptions:
-    """Limits and keepalive for a server or a channel.
+    """Return limits and keepalive for a server or a channel.
 
-    Messages are bounded both ways by `max_message_mb` MiB (gRPC's own default is 4 MiB, and only
-    one way), what comes as metadata by `max_metadata_kb` KiB.
+    Messages have at most `max_message_mb` MiB in both directions (gRPC's default is 4 MiB, for
+    received ones only), received metadata at most `max_metadata_kb` KiB.
     """
     limit = max_message_mb * _MIB
     metadata_limit = max_metadata_kb * _KIB
@@ -54,11 +54,11 @@ def channel_options(
         ("grpc.absolute_max_metadata_size", metadata_limit),
         ("grpc.keepalive_time_ms", pings.after_ms),
         ("grpc.keepalive_timeout_ms", pings.timeout_ms),
-        # Without it an unanswered ping ends the connection after a minute, whatever the others say.
+        # Without it, an unanswered ping ends the connection only after a minute.
         ("grpc.http2.ping_timeout_ms", pings.timeout_ms),
         ("grpc.keepalive_permit_without_calls", int(pings.are_sent_idly)),
         ("grpc.http2.max_pings_without_data", 0),
-        # The spelling with `min_recv_` is ignored silently.
+        # gRPC silently ignores the spelling with `min_recv_`.
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
     ]
@@ -67,10 +67,10 @@ def channel_options(
 def server_options(
     max_message_mb: int, max_metadata_kb: int, max_concurrent_streams: int
 ) -> ChannelOptions:
-    """Those of `channel_options`, and what holds for servers only."""
+    """Return `channel_options` and those for servers only."""
     return [
         *channel_options(max_message_mb, max_metadata_kb),
         ("grpc.max_concurrent_streams", max_concurrent_streams),
-        # Else two processes share a port in silence, each with half of the calls.
+        # Otherwise two processes may share a port unnoticed, each with half of the calls.
         ("grpc.so_reuseport", 0),
     ]

@@ -1,15 +1,11 @@
-"""Fields of requests that a worker alone honours, where others take the same message."""
+"""Request fields that only workers honour, in messages that other processes take, too."""
 
 from contract.errors import InvalidArgumentError
 
 
 def refuse_epoch(epoch: int) -> None:
-    """Check that a request names no scheduler's reign, which only a worker compares.
-
-    Raises:
-        InvalidArgumentError: It does.
-    """
+    """Raise InvalidArgumentError if a request names an epoch, which only workers compare."""
     if epoch:
         raise InvalidArgumentError(
-            "epoch", f"is {epoch}; only workers are asked in a scheduler's reign: leave it unset"
+            "epoch", f"is {epoch}; it is for calls of workers: leave it unset"
         )

@@ -5,23 +5,22 @@ import sys
 import structlog
 
 from contract.errors import StaleEpochError
-from rpc.observe import instruments
-from rpc.server import run
+from rpc.server import observe, run
 from rpc.settings import parse_settings
 from scheduler_svc.app import run_scheduler
-from scheduler_svc.journal.frames import RecordingError
+from scheduler_svc.journal.entries import RecordingError
 from scheduler_svc.settings import SchedulerSettings
 
 log = structlog.get_logger()
 
 EXIT_STALE_EPOCH = 3
-"""A newer scheduler has taken over: starting again would take over from it."""
+"""A newer scheduler has taken over; restarting this one would take over from it."""
 
 
 def main() -> None:
-    """Run until told to stop."""
+    """Run until SIGTERM or SIGINT."""
     settings = parse_settings(SchedulerSettings, "quire-scheduler")
-    instruments.set_up("scheduler", settings)
+    observe("scheduler", settings)
     try:
         run(run_scheduler(settings))
     except StaleEpochError as error:

@@ -1,45 +1,39 @@
-"""The scheduler process: the only place that constructs its parts."""
+"""The scheduler process: the one place that constructs its parts."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from types import TracebackType
+from typing import Any, Self
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from rpc.health.state import Health
+from contract.info import WorkerInfo
+from rpc.health import Health
 from rpc.peers.discovery import Discovery, Resolver
 from rpc.server import Addresses, serve
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.handover.takeover import Successor
-from scheduler_svc.domain import WorkerInfo
+from scheduler_svc.core.pacing import Pace
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.record import Recordings
-from scheduler_svc.observers.metrics import LoadCollector, SchedulerMetrics
-from scheduler_svc.observers.queue_metrics import QueueCollector
-from scheduler_svc.observers.space_metrics import SpaceCollector
+from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
+from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.observers.spans import SequenceSpans
-from scheduler_svc.operations.adapter_service import adapter_service
-from scheduler_svc.operations.drainer import Drainer
-from scheduler_svc.operations.loading import Loading
-from scheduler_svc.operations.loading_service import loading_service
-from scheduler_svc.operations.migrator import Migrator
-from scheduler_svc.operations.resizer import Resizer
-from scheduler_svc.operations.worker_drain import drain_worker
-from scheduler_svc.operations.worker_loading import WorkerLoading
-from scheduler_svc.pacing.pacer import Pace
-from scheduler_svc.routers.fan_out import RouterStreams
-from scheduler_svc.routers.queue_room import QueueRoom
-from scheduler_svc.routers.resumption import KeptRequests
-from scheduler_svc.routers.service import SchedulerServicer, scheduler_service
+from scheduler_svc.operations.loading import Loading, WorkerCalls
+from scheduler_svc.operations.migration import Drainer, Migrator
+from scheduler_svc.operations.resizing import Resizer
+from scheduler_svc.operations.services import adapter_service, loading_service
+from scheduler_svc.routers.fan_out import QueueRoom, RouterStreams
+from scheduler_svc.routers.resumable import ResumableRequests
+from scheduler_svc.service import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.side_tasks import SideTasks
-from scheduler_svc.workers.attach import attach
+from scheduler_svc.workers.attach import attach, next_epoch, wait_for_vacancy
 from scheduler_svc.workers.engine import Engine
-from scheduler_svc.workers.epoch import next_epoch, wait_for_vacancy
 from scheduler_svc.workers.fleet import Fleet
-from scheduler_svc.workers.membership import keep_engines
 from scheduler_svc.workers.placement import Placement, Placer
+from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.stream import WorkerClientConfig
 
 _MIB = 1024 * 1024
@@ -53,11 +47,11 @@ async def run_scheduler(
     stop: asyncio.Event | None = None,
     resolver: Resolver | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stop`, then drain. `resolver` stands in for the system's.
+    """Serve until SIGTERM, SIGINT or `stop`, then drain. `resolver` replaces the system's.
 
     Raises:
         StaleEpochError: A newer scheduler has taken over the workers.
-        RecordingError: It cannot record as it is told to.
+        RecordingError: The recording cannot be written.
     """
     workers = Discovery(
         settings.workers, resolver=resolver, interval_s=settings.discovery_interval_s
@@ -85,8 +79,10 @@ async def _run_scheduler(
 ) -> None:
     stop = stop if stop is not None else asyncio.Event()
     health = Health()
-    kept = KeptRequests(grace_s=settings.resume_grace_s, max_bytes=settings.resume_max_mb * _MIB)
-    streams = RouterStreams(settings.max_backlog_mb * _MIB, kept)
+    resumables = ResumableRequests(
+        grace_s=settings.resume_grace_s, max_bytes=settings.resume_max_mb * _MIB
+    )
+    streams = RouterStreams(settings.max_backlog_mb * _MIB, resumables)
     spans = SequenceSpans()
     metrics = SchedulerMetrics(registry)
     fleet = Fleet(
@@ -99,6 +95,7 @@ async def _run_scheduler(
     )
     roster = fleet.roster
     migrator = Migrator(roster, metrics.migrations)
+    pace = Pace(settings.max_decode_slowdown, settings.max_prompt_step_s)
 
     def make_engine(target: str) -> Engine:
         config = WorkerClientConfig(
@@ -113,11 +110,10 @@ async def _run_scheduler(
             target,
             attach=partial(attach, config),
             open_core=partial(_open_core, settings, recordings),
+            make_session=partial(
+                Session, streams=streams, spans=spans, metrics=metrics.of(target), pace=pace
+            ),
             owner=fleet,
-            streams=streams,
-            spans=spans,
-            metrics=metrics.of(target),
-            pace=Pace(settings.max_decode_slowdown, settings.max_prompt_step_s),
         )
 
     registry.register(LoadCollector(roster.loads, roster.unloaded))
@@ -128,21 +124,20 @@ async def _run_scheduler(
         )
     )
     health.add_liveness("steps", fleet.describe_stall)
-    queue_room = QueueRoom(lambda: fleet.queue_room, streams.tell_room, settings.max_waiting)
+    queue_room = QueueRoom(lambda: fleet.queue_room, streams.publish_room, settings.max_waiting)
     resizer = Resizer(roster)
     drainer = Drainer(fleet, migrator)
-    workers_loading = WorkerLoading(epoch, settings.client_tls)
-    loading = Loading(roster, drainer, workers_loading, on_stay=fleet.place_unplaced)
+    calls = WorkerCalls(epoch, settings.client_tls)
+    loading = Loading(roster, drainer, calls, on_stay=fleet.place_unplaced)
     servicer = SchedulerServicer(fleet, streams, migrator, resizer, queue_room, epoch)
-    side_tasks = SideTasks(stop)
+    side_tasks = _SideTasks(stop)
 
     async def start(addresses: Addresses) -> None:
-        # Not before the ports are ours: attaching takes the workers from the scheduler before.
-        engines = keep_engines(workers, fleet, make_engine=make_engine, forget=metrics.forget)
-        side_tasks.run(engines, "engines")
-        side_tasks.run(servicer.give_up_kept(), "kept requests")
+        # Only now that the ports are ours: attaching takes the workers from another scheduler.
+        side_tasks.run(fleet.run(workers, make_engine, metrics.forget), "engines")
+        side_tasks.run(servicer.give_up_unresumed(), "resumable requests")
         side_tasks.run(fleet.watch(), "hanging workers")
-        side_tasks.run(servicer.beat(), "beats")
+        side_tasks.run(servicer.send_heartbeats(), "heartbeats")
         side_tasks.run(queue_room.run(), "room in the queues")
         if settings.rebalance and (len(settings.workers) > 1 or not workers.is_static):
             side_tasks.run(migrator.rebalance(), "rebalancing")
@@ -163,7 +158,7 @@ async def _run_scheduler(
                 on_started=start,
                 on_drain=fleet.drain,
                 num_live=lambda: fleet.num_live_seqs,
-                drain_worker=partial(drain_worker, fleet.roster, settings.client_tls),
+                drain_worker=loading.drain_worker,
                 stop=stop,
             )
         finally:
@@ -173,23 +168,55 @@ async def _run_scheduler(
             fleet.adapters.stop()
 
 
+class _SideTasks:
+    """Tasks beside the server, until the `async with` ends. One that ends by itself sets `stop`."""
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        self._stop = stop
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def run(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Start a task."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(lambda _: self._stop.set())
+        self._tasks.append(task)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Cancel the tasks; raise a failed task's error unless another is being raised."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if exc_type is None:
+            for task in self._tasks:
+                if not task.cancelled():
+                    await task
+
+
 def _open_core(
     settings: SchedulerSettings, recordings: Recordings | None, info: WorkerInfo
-) -> AbstractContextManager[Successor]:
+) -> AbstractContextManager[Scheduler]:
     config = _configure_core(settings, info)
     return (
-        nullcontext(Successor(config)) if recordings is None else recordings.open_core(info, config)
+        nullcontext(Scheduler(config)) if recordings is None else recordings.open_core(info, config)
     )
 
 
 def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:
     return SchedulerConfig(
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_num_seqs=info.max_num_seqs,
-        max_num_batched_tokens=info.max_num_batched_tokens,
-        max_model_len=info.model.max_model_len,
-        num_saturating_tokens=info.num_saturating_tokens,
+        num_blocks=info.limits.num_blocks,
+        block_size=info.limits.block_size,
+        max_num_seqs=info.limits.max_num_seqs,
+        max_num_batched_tokens=info.limits.max_num_batched_tokens,
+        max_model_len=info.limits.max_model_len,
+        num_saturating_tokens=info.limits.num_saturating_tokens,
         num_draft_tokens=info.num_draft_tokens,
         max_num_blocks=info.max_num_blocks,
         min_num_blocks=info.min_num_blocks,
@@ -202,12 +229,12 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         defragment_threshold=settings.defragment_threshold,
         max_defragment_moves=settings.max_defragment_moves,
         max_prefill_chunk=settings.max_prefill_chunk,
-        num_host_blocks=info.num_host_blocks,
+        num_host_blocks=info.limits.num_host_blocks,
         host_is_device_memory=info.host_is_device_memory,
         bytes_per_block=info.block_bytes,
         swap_bytes_per_s=info.swap_bytes_per_s,
         prefill_tokens_per_s=info.prefill_tokens_per_s,
-        num_disk_blocks=info.num_disk_blocks,
+        num_disk_blocks=info.limits.num_disk_blocks,
         disk_bytes_per_s=info.disk_bytes_per_s,
         max_disk_moves=settings.max_disk_moves,
         claim_s=settings.claim_s,

@@ -1,1 +1,1 @@
-"""A worker without a device: the real protocol and block accounting, modelled time, no model."""
+"""A worker without a device: real protocol and block accounting, modelled time, no model."""

@@ -3,8 +3,7 @@
 import sys
 
 from gpu_worker.weights.json_fields import ModelError
-from rpc.observe import instruments
-from rpc.server import run
+from rpc.server import observe, run
 from rpc.settings import parse_settings
 from sim_worker.app import run_sim_workers
 from sim_worker.settings import SimWorkerSettings
@@ -13,7 +12,7 @@ from sim_worker.settings import SimWorkerSettings
 def main() -> None:
     """Run until SIGTERM or SIGINT."""
     settings = parse_settings(SimWorkerSettings, "quire-sim-worker")
-    instruments.set_up("sim-worker", settings)
+    observe("sim-worker", settings)
     try:
         run(run_sim_workers(settings))
     except ModelError as error:

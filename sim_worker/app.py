@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import grpc.aio
 import structlog
 
+from contract.info import WorkerInfo, new_instance_id
+from contract.limits import Limits
 from gpu_worker.service.api import WorkerService
-from gpu_worker.service.worker_info import WorkerInfo
-from gpu_worker.step.messages import Limits
 from gpu_worker.weights.json_fields import ModelError, read_json
 from rpc.grpc_server import make_grpc_server, start_grpc_server
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.server import Addresses, serve
 from sim_worker.settings import SimWorkerSettings
 from sim_worker.steps import SimulatedSteps
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What of a model matters to who simulates it."""
+    """The part of a model that a simulation needs."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -43,7 +43,7 @@ async def run_sim_workers(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
-    `on_started` runs when all workers listen; it is told where the first one does.
+    `on_started` runs when all workers listen, with the addresses of the first one.
 
     Raises:
         ModelError: The model's config.json cannot be used, or contradicts the settings.
@@ -57,7 +57,7 @@ async def run_sim_workers(
     async def start(addresses: Addresses) -> None:
         for each in others:
             server = await _listen(each, workers[each.worker_id])
-            servers.append(server)  # one by one: what has started is stopped, whatever follows
+            servers.append(server)  # one by one: if another fails, it is stopped
         health.set_ready()
         if on_started is not None:
             await on_started(addresses)
@@ -80,7 +80,7 @@ async def run_sim_workers(
 
 
 def find_vocabulary(settings: SimWorkerSettings) -> Vocabulary:
-    """Take the flags, then what the model's directory says, then the defaults.
+    """Read the vocabulary from the flags, else the model's directory, else the defaults.
 
     Raises:
         ModelError: The two contradict each other, or the model's files cannot be used.
@@ -141,6 +141,7 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
         prefill_tokens_per_s=_prefill_tokens_per_s(time_model) if limits.num_host_blocks else 0.0,
         disk_bytes_per_s=time_model.disk_bytes_per_s if limits.num_disk_blocks else 0.0,
         takes_kv=False,
+        instance_id=new_instance_id(),
         max_num_blocks=settings.max_num_blocks or settings.num_blocks,
         min_num_blocks=min(limits.max_blocks_per_row, limits.num_blocks),
     )
@@ -158,12 +159,12 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
 
 
 def _prefill_tokens_per_s(time_model: TimeModel) -> float:
-    """As a worker measures it: one prompt with nothing beside it."""
+    """Return the rate of one prompt that is alone in its step, as a worker measures it."""
     return _PREFILL_TOKENS / time_model.step_s(_PREFILL_TOKENS, _PREFILL_TOKENS)
 
 
 async def _listen(settings: SimWorkerSettings, worker: WorkerService) -> grpc.aio.Server:
-    """Give a further worker a server of its own: nothing else tells a call for it from others'."""
+    """Start a further worker's own server: calls do not say which worker they are for."""
     server = make_grpc_server(settings, [worker.service()])
     address = await start_grpc_server(server, settings)
     log.info("listening", worker_id=settings.worker_id, grpc=address)

@@ -1,112 +1,108 @@
-"""Who may write which device block, and what each slot holds: catches a wrong block number.
+"""Which row may write which device block, and what each slot holds: finds wrong block numbers.
 
-A real worker would read another sequence's KV and answer nonsense; this one says so. A slot holds
-a number made of all tokens of its sequence up to its own, so a block that is shared by mistake,
-freed too early or copied too late has other numbers than whoever reads it expects.
+A real worker would read another sequence's KV and produce nonsense; this one raises. A slot holds
+a digest of all tokens of its sequence up to its own. So a block that is shared by mistake, freed
+too early or copied too late holds other digests than its reader expects.
 
 Each row's table, by block::
 
-    [0, num_computed // block_size)   shared with whoever has the same prefix; only read
-    [num_computed // block_size, ..)  its own when it came or grew: in no other row's table
+    [0, num_computed // block_size)   shared with rows that have the same prefix; only read
+    [num_computed // block_size, ..)  the row's own since it came or grew: in no other table
 """
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.step.messages import (
-    BrokenInvariantError,
-    Int32Array,
-    Int64Array,
-    Limits,
-    NewRow,
-    StepInput,
-)
+from contract.arrays import Int32Array, Int64Array
+from contract.errors import BrokenInvariantError
+from contract.limits import Limits
+from contract.step import NewSequence, Plan
 from gpu_worker.step.rows import Rows, ScheduledRows
 from sim_worker.tier_ledger import TierLedger
 
-_NOBODY = -1
+_NO_ROW = -1
 
 
 class BlockLedger:
-    """The device's KV memory of a simulated worker, between which and the host it swaps."""
+    """The device's KV memory of a simulated worker; `tiers` are those it swaps with."""
 
     def __init__(self, limits: Limits, tiers: TierLedger) -> None:
         self._tiers = tiers
         self._block_size = limits.block_size
         self._num_holders = np.zeros(limits.num_blocks, np.int32)
         """How many rows have the block in their tables."""
-        self._writer = np.full(limits.num_blocks, _NOBODY, np.int32)
-        """The row whose own it is."""
+        self._writer = np.full(limits.num_blocks, _NO_ROW, np.int32)
+        """The row that may write it."""
         self._slots = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
         self._arriving = np.empty(0, np.int32)
-        """Blocks swapped in by the step before, whose content nobody may touch before this one."""
+        """Blocks that the step before swapped in; readable from this step on."""
         self._arriving_slots = np.zeros((0, limits.block_size), np.uint64)
         self._digests = np.zeros(limits.max_num_seqs, np.uint64)
-        """Of each row's computed tokens."""
-        # Sums of these, wrapping: all of a prefix's digests come from one cumulative sum.
+        """The digest of each row's computed tokens."""
+        # Digests are wrapping sums of these: one cumulative sum gives all of a prefix.
         self._weights = np.random.default_rng(0).integers(
             1, 2**64, limits.max_model_len, np.uint64, endpoint=False
         )
 
     def resize(self, num_blocks: int) -> None:
-        """Have `num_blocks` device blocks; those that go are in no table, those that come empty."""
+        """Set the number of device blocks; those that go are in no table, new ones are empty."""
         self._arrive()
         num_kept = min(num_blocks, len(self._writer))
-        for name, nothing in (("_num_holders", 0), ("_writer", _NOBODY), ("_slots", 0)):
+        for name, nothing in (("_num_holders", 0), ("_writer", _NO_ROW), ("_slots", 0)):
             before = getattr(self, name)
             after = np.full((num_blocks, *before.shape[1:]), nothing, before.dtype)
             after[:num_kept] = before[:num_kept]
             setattr(self, name, after)
 
     def clear(self) -> None:
-        """Let no row hold anything; the contents stay."""
+        """Free all tables; the contents stay."""
         self._arrive()
         self._num_holders[:] = 0
-        self._writer[:] = _NOBODY
+        self._writer[:] = _NO_ROW
 
     def apply(
-        self, step: StepInput, released: list[Int32Array], rows: Rows, scheduled: ScheduledRows
+        self, plan: Plan, released: list[Int32Array], rows: Rows, scheduled: ScheduledRows
     ) -> None:
-        """Do what a step does to the blocks, after `rows.apply`.
+        """Apply a step to the blocks, after `rows.apply`.
 
         Args:
-            step: The step.
-            released: The block tables of `step.released_rows`, as they were before.
-            rows: As they are now.
+            plan: The plan of the step.
+            released: The block tables of `plan.released_rows`, as they were before.
+            rows: The rows after the step's changes.
             scheduled: What they compute.
 
         Raises:
-            BrokenInvariantError: A block is another's, or does not hold what it must.
+            BrokenInvariantError: A block belongs to another row, or has the wrong content.
         """
         self._arrive()
-        for row, table in zip(step.released_rows.tolist(), released, strict=True):
+        for row, table in zip(plan.released_rows.tolist(), released, strict=True):
             self._num_holders[table] -= 1
-            self._writer[table[self._writer[table] == row]] = _NOBODY
-        for new in step.new_rows:
+            self._writer[table[self._writer[table] == row]] = _NO_ROW
+        for new in plan.new_sequences:
             num_shared = new.num_computed_tokens // self._block_size
             self._num_holders[new.block_ids[:num_shared]] += 1
             own = new.block_ids[num_shared:]
             self._own(np.full(len(own), new.row), own)
             self._digests[new.row] = self._prefix(new)[-1] if new.num_computed_tokens else 0
-        self._own(step.appended_rows, step.appended_block_ids)
-        self._rename(step.renamed_src_block_ids, step.renamed_dst_block_ids)
-        self._swap(step)
-        if len(step.copy_src_block_ids):
-            self._slots[step.copy_dst_block_ids] = self._slots[step.copy_src_block_ids]
+        self._own(plan.appended_rows, plan.appended_block_ids)
+        self._rename(plan.renamed_src_block_ids, plan.renamed_dst_block_ids)
+        self._swap(plan)
+        if len(plan.copy_src_block_ids):
+            self._slots[plan.copy_dst_block_ids] = self._slots[plan.copy_src_block_ids]
         self._write(rows, scheduled)
-        for new in step.new_rows:
+        for new in plan.new_sequences:
             self._check_prefix(new, rows)
 
     def _arrive(self) -> None:
-        """Let the swap-ins of the step before be there."""
+        """Complete the swap-ins of the step before."""
         self._slots[self._arriving] = self._arriving_slots
         self._arriving, self._arriving_slots = self._arriving[:0], self._arriving_slots[:0]
 
-    def _swap(self, step: StepInput) -> None:
-        """Read what is swapped out; what is swapped in is there from the next step on."""
-        if len(out := step.swap_out_src_block_ids):
-            self._tiers.swap_out(self._slots[out], step.swap_out_dst_block_ids)
-        if not len(arriving := step.swap_in_dst_block_ids):
+    def _swap(self, plan: Plan) -> None:
+        """Copy swap-outs now; swap-ins can be read from the next step on."""
+        if len(out := plan.swap_out_src_block_ids):
+            self._tiers.swap_out(self._slots[out], plan.swap_out_dst_block_ids)
+        if not len(arriving := plan.swap_in_dst_block_ids):
             return
         held = self._num_holders[arriving] > 0
         if held.any():
@@ -114,12 +110,12 @@ class BlockLedger:
             raise BrokenInvariantError(
                 f"KV is swapped in to block {block}, which is in {self._num_holders[block]} tables"
             )
-        self._arriving_slots = self._tiers.swap_in(step.swap_in_src_block_ids)
+        self._arriving_slots = self._tiers.swap_in(plan.swap_in_src_block_ids)
         self._arriving = arriving
         self._slots[arriving] = 0
 
     def _own(self, rows: Int32Array | Int64Array, blocks: Int32Array) -> None:
-        """Put each block into a row's table, as its own."""
+        """Add blocks to rows' tables; each is in no other table, and the row may write it."""
         if not len(blocks):
             return
         np.add.at(self._num_holders, blocks, 1)
@@ -133,9 +129,9 @@ class BlockLedger:
         self._writer[blocks] = rows
 
     def _rename(self, src: Int32Array, dst: Int32Array) -> None:
-        """Let holders and writers follow blocks to their new places, which nobody may have."""
+        """Move holders and writers to the blocks' new places, which must be in no table."""
         holders, writers = self._num_holders[src], self._writer[src]
-        self._num_holders[src], self._writer[src] = 0, _NOBODY
+        self._num_holders[src], self._writer[src] = 0, _NO_ROW
         taken = self._num_holders[dst] > 0
         if taken.any():
             index = int(np.argmax(taken))
@@ -145,7 +141,7 @@ class BlockLedger:
         self._num_holders[dst], self._writer[dst] = holders, writers
 
     def _write(self, rows: Rows, scheduled: ScheduledRows) -> None:
-        """Compute the scheduled tokens: one of each of many rows at once, longer chunks singly."""
+        """Write the scheduled tokens: all single tokens at once, longer chunks one by one."""
         is_single = scheduled.lens == 1
         of, positions = scheduled.rows[is_single], scheduled.starts[is_single]
         digests = self._digests[of] + self._terms(rows.token_ids[of, positions], positions)
@@ -173,8 +169,8 @@ class BlockLedger:
             )
         self._slots[blocks, positions % self._block_size] = digests
 
-    def _check_prefix(self, new: NewRow, rows: Rows) -> None:
-        """Compare what a sequence found computed with what it must be."""
+    def _check_prefix(self, new: NewSequence, rows: Rows) -> None:
+        """Check the content of the tokens that a new sequence need not compute."""
         positions = np.arange(new.num_computed_tokens)
         blocks = rows.block_tables[new.row, positions // self._block_size]
         wrong = self._slots[blocks, positions % self._block_size] != self._prefix(new)
@@ -185,7 +181,7 @@ class BlockLedger:
                 f"{blocks[index]} does not hold its position {index}"
             )
 
-    def _prefix(self, new: NewRow) -> npt.NDArray[np.uint64]:
+    def _prefix(self, new: NewSequence) -> npt.NDArray[np.uint64]:
         """uint64[num_computed_tokens]: what the slots of its computed tokens must hold."""
         positions = np.arange(new.num_computed_tokens)
         terms = self._terms(new.token_ids[: new.num_computed_tokens], positions)

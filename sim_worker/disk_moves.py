@@ -1,20 +1,20 @@
-"""When the moves between a simulated worker's host and disk end: one after another, both ways."""
+"""When moves between a simulated worker's host and disk end; one at a time in each direction."""
 
 from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from gpu_worker.step.messages import Int32Array
+from contract.arrays import Int32Array
 
 
 @dataclass(slots=True)
 class _Channel:
-    """Moves in one direction, in order; each ends when all before it and itself have moved."""
+    """Moves in one direction; each starts when the one before has ended."""
 
     free_at_s: float = 0.0
     ends: deque[tuple[float, int, int]] = field(default_factory=deque)
-    """(time, step, block moved to) of each move whose end was not taken; times and steps ascend."""
+    """(end time, step, target block) of each move not yet reported; times and steps ascend."""
 
     def start(self, blocks: Int32Array, step_id: int, block_s: float, now_s: float) -> None:
         for block in blocks.tolist():
@@ -37,22 +37,20 @@ class DiskMoves:
         self._stores, self._loads = _Channel(), _Channel()
 
     def store(self, disk_blocks: Int32Array, step_id: int, now_s: float) -> None:
-        """Start storing."""
         self._stores.start(disk_blocks, step_id, self._block_s, now_s)
 
     def load(self, host_blocks: Int32Array, step_id: int, now_s: float) -> None:
-        """Start loading."""
         self._loads.start(host_blocks, step_id, self._block_s, now_s)
 
     def next_end_s(self, step_id: int) -> float | None:
-        """When the next move of that step or an earlier one ends, or did; None: there is none."""
+        """Return when the next unreported move up to that step ends; None: there is none."""
         firsts = [channel.ends[0] for channel in (self._stores, self._loads) if channel.ends]
         return min((end_s for end_s, step, _ in firsts if step <= step_id), default=None)
 
     def take_stored(self, step_id: int, now_s: float) -> Int32Array:
-        """Give the disk blocks whose store, of that step or an earlier one, has ended by now."""
+        """Return disk blocks whose stores, up to that step, have ended since the last call."""
         return self._stores.take(step_id, now_s)
 
     def take_loaded(self, step_id: int, now_s: float) -> Int32Array:
-        """Give the host blocks whose load has ended by now."""
+        """Return host blocks whose loads have ended, likewise."""
         return self._loads.take(step_id, now_s)

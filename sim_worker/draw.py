@@ -1,4 +1,4 @@
-"""The tokens of a model that knows nothing: uniform, and fixed by seed and position.
+"""Tokens without a model: uniform draws that depend on seed and position alone.
 
 Symbols: `S` sequences.
 """
@@ -8,19 +8,19 @@ import numpy.typing as npt
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _END_STREAM = np.uint64(0xD1B54A32D192ED03)
-"""Keeps the draw of whether a sequence ends apart from that of its token."""
+"""Makes the draw of an end independent of the draw of the token."""
 
 Int64Array = npt.NDArray[np.int64]
 Uint64Array = npt.NDArray[np.uint64]
 
 
 class TokenSource:
-    """Draws tokens. An end token comes only where a sequence is to end."""
+    """Draws tokens; an end token only where a sequence is to end."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: tuple[int, ...], mean_output_len: float | None
     ) -> None:
-        """Without `mean_output_len`, or an end token, no end is drawn."""
+        """Without `mean_output_len` or without end tokens, no sequence ends by itself."""
         self._plain = np.setdiff1d(np.arange(vocab_size), np.array(eos_token_ids, np.int64))
         self._eos_token_id = eos_token_ids[0] if eos_token_ids else None
         rate = 1 / mean_output_len if mean_output_len is not None else 0.0

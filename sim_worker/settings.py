@@ -1,4 +1,4 @@
-"""What a simulated worker is told."""
+"""Settings of simulated workers."""
 
 import socket
 from pathlib import Path
@@ -16,7 +16,7 @@ _GIB = 1024**3
 
 
 class SimWorkerSettings(ProcessSettings):
-    """Takes a scheduler's steps as a worker does, and takes as long as a device would.
+    """Executes a scheduler's steps as a worker does, in the time that a device would take.
 
     The tokens are random, but the same for the same seed. By default the device is an H100 SXM with
     a model of 8 billion parameters in bfloat16.
@@ -30,7 +30,7 @@ class SimWorkerSettings(ProcessSettings):
     http_port: Port = 8002
     """Port of HTTP, for probes and metrics; 0 picks a free one."""
     count: Annotated[int, Field(ge=1, le=1024)] = 1
-    """How many workers this process is."""
+    """Number of workers in this process."""
     worker_id: str = Field(default_factory=socket.gethostname)
     """Names this worker, in logs and to the scheduler; with --count above 1, -I is added."""
     model: Path | None = None
@@ -127,7 +127,7 @@ class SimWorkerSettings(ProcessSettings):
         return int(self.disk_kv_memory_gb * _GIB) // self.block_bytes
 
     def of_worker(self, index: int) -> Self:
-        """Return the settings of one of the workers, which is then alone."""
+        """Return the settings of one of the workers, with `count` 1."""
         if self.count == 1:
             return self
         uds = self.uds

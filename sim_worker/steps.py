@@ -1,4 +1,4 @@
-"""Runs one simulated worker's steps: rows and blocks at once, the time as it would pass."""
+"""Runs one simulated worker's steps: rows and blocks at once, results after modelled time."""
 
 import asyncio
 import math
@@ -8,21 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from contract.arrays import BoolArray, Int32Array, Int64Array
 from contract.errors import FailedPreconditionError, UnavailableError, UnimplementedError
+from contract.limits import Limits
+from contract.state import Holdings
+from contract.step import Plan, PromptLogprobs, Result, StepId, TokenLogprob
 from gpu_worker import metrics
 from gpu_worker.sampling.params import SamplingTable
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.step.block_labels import BlockLabels
-from gpu_worker.step.messages import (
-    BoolArray,
-    Int32Array,
-    Int64Array,
-    Limits,
-    PromptLogprobs,
-    StepInput,
-    StepOutput,
-    TokenLogprob,
-)
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.spans import SequenceSpans
 from sim_worker.block_ledger import BlockLedger
@@ -34,16 +27,16 @@ from sim_worker.time_model import TimeModel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A step whose result is to come."""
+    """A step without a result yet."""
 
     attachment: int
     scheduled: ScheduledRows
-    output: StepOutput
-    result: "asyncio.Future[StepOutput]"
+    output: Result
+    result: "asyncio.Future[Result]"
 
 
 class SimulatedSteps:
-    """What `gpu_worker.service.api.WorkerService` has its steps run by. Lives in one event loop."""
+    """The `Steps` of a `gpu_worker.service.api.WorkerService`; used in one event loop."""
 
     def __init__(
         self,
@@ -55,7 +48,7 @@ class SimulatedSteps:
         speedup: float,
         block_bytes: int = 0,
     ) -> None:
-        """`block_bytes` may be 0 if nothing swaps."""
+        """`block_bytes` may be 0 without lower tiers."""
         self._limits = limits
         self._rows = Rows(limits)
         self._labels = BlockLabels(limits)
@@ -69,14 +62,14 @@ class SimulatedSteps:
         self._speedup = speedup
         self._disk = self._idle_disk()
         self._idle: list[_Pending] = []
-        """Steps that wait for the disk."""
+        """Steps that compute nothing and wait for the disk."""
         self._computing_step_id = 0
         """The last step that computes."""
         self._spans = SequenceSpans()
         self._event_loop = asyncio.get_running_loop()
         self._attachment: int | None = None
         self._free_at_s = 0.0
-        """When the device is done with all steps so far."""
+        """When the device has done all steps so far."""
 
     @property
     def num_rows_used(self) -> int:
@@ -87,7 +80,7 @@ class SimulatedSteps:
         """Forget all rows; obey only `attachment` from then on.
 
         Returns:
-            What there was; disk moves under way are lost.
+            What the worker held; disk moves in progress are lost.
         """
         holdings = self._labels.holdings(self._rows)
         self._forget()
@@ -95,14 +88,14 @@ class SimulatedSteps:
         return holdings
 
     async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
-        """Refuse: there is no KV."""
+        """Raise UnimplementedError: there is no KV."""
         raise UnimplementedError(f"ReadKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
     async def resize_pool(self, num_blocks: int) -> None:
-        """Have `num_blocks` device blocks; the steps so far are done with those that go.
+        """Set the number of device blocks; the steps so far no longer use those that go.
 
         Raises:
-            FailedPreconditionError: A row has one of them.
+            FailedPreconditionError: A row has a block that would go.
         """
         row = self._rows.first_with_block_from(num_blocks)
         if row is not None:
@@ -113,22 +106,22 @@ class SimulatedSteps:
         self._labels.resize_device(num_blocks)
 
     async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
-        """Refuse: there is no KV."""
+        """Raise UnimplementedError: there is no KV."""
         del content
         raise UnimplementedError(f"PullKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
-    def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
-        """Run a step; what it produces comes when the device would have it.
+    def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
+        """Run a step; its result comes when the device would have it.
 
         A step that fails ends its attachment: those behind it raise UnavailableError.
         """
-        result: asyncio.Future[StepOutput] = self._event_loop.create_future()
+        result: asyncio.Future[Result] = self._event_loop.create_future()
         if attachment != self._attachment:
             result.set_exception(UnavailableError("a step before this one failed: attach again"))
             return result
         try:
-            scheduled, output = self._run(step)
-        except Exception as error:  # noqa: BLE001 - it is the caller's who sent the step
+            scheduled, output = self._run(plan)
+        except Exception as error:  # noqa: BLE001 - raised to the caller that sent the step
             self._forget()
             self._labels.clear()
             self._attachment = None
@@ -136,7 +129,7 @@ class SimulatedSteps:
             return result
         self._free_at_s = max(time.monotonic(), self._free_at_s) + output.execute_s
         if output.num_computed_tokens:
-            self._computing_step_id = step.step_id
+            self._computing_step_id = plan.step_id
             for waiting in self._idle:
                 self._finish_at(0.0, waiting)
             self._idle.clear()
@@ -148,9 +141,9 @@ class SimulatedSteps:
         self._event_loop.call_later(delay_s, self._finish, pending)
 
     def _finish(self, pending: "_Pending") -> None:
-        """Give a step's result, unless it is to wait for the disk."""
+        """Set a step's result, unless it waits for the disk."""
         output, now_s = pending.output, time.monotonic()
-        if pending.result.done():  # as below, or nobody reads the stream any more
+        if pending.result.done():  # as below, or its stream has ended
             return
         if pending.attachment == self._attachment:
             end_s = self._disk.next_end_s(output.step_id)
@@ -172,7 +165,7 @@ class SimulatedSteps:
         )
         pending.result.set_result(output)
 
-    def _with_disk_moves(self, output: StepOutput, now_s: float) -> StepOutput:
+    def _with_disk_moves(self, output: Result, now_s: float) -> Result:
         stored = self._disk.take_stored(output.step_id, now_s)
         loaded = self._disk.take_loaded(output.step_id, now_s)
         self._tiers.end_stores(stored)
@@ -182,13 +175,13 @@ class SimulatedSteps:
         self._labels.end_loads(loaded, none)
         return replace(output, stored_disk_block_ids=stored, loaded_host_block_ids=loaded)
 
-    def _move_to_and_from_disk(self, step: StepInput) -> None:
-        src, dst = step.disk_store_src_block_ids, step.disk_store_dst_block_ids
+    def _move_to_and_from_disk(self, plan: Plan) -> None:
+        src, dst = plan.disk_store_src_block_ids, plan.disk_store_dst_block_ids
         self._tiers.store(src, dst)
-        self._disk.store(dst, step.step_id, time.monotonic())
-        src, dst = step.disk_load_src_block_ids, step.disk_load_dst_block_ids
+        self._disk.store(dst, plan.step_id, time.monotonic())
+        src, dst = plan.disk_load_src_block_ids, plan.disk_load_dst_block_ids
         self._tiers.load(src, dst)
-        self._disk.load(dst, step.step_id, time.monotonic())
+        self._disk.load(dst, plan.step_id, time.monotonic())
 
     def _idle_disk(self) -> DiskMoves:
         return DiskMoves(self._block_bytes / self._time_model.disk_bytes_per_s / self._speedup)
@@ -203,28 +196,28 @@ class SimulatedSteps:
         self._computing_step_id = 0
         self._spans.clear(time.time())
 
-    def _run(self, step: StepInput) -> tuple[ScheduledRows, StepOutput]:
+    def _run(self, plan: Plan) -> tuple[ScheduledRows, Result]:
         tables, num_blocks = self._rows.block_tables, self._rows.num_blocks
-        released = [tables[row, : num_blocks[row]].copy() for row in step.released_rows]
-        scheduled = self._rows.apply(step)
-        self._move_to_and_from_disk(step)
-        self._ledger.apply(step, released, self._rows, scheduled)
-        self._labels.apply(step, self._rows, scheduled)
-        self._spans.released(step.released_rows.tolist(), time.time())
-        self._spans.opened(step.new_rows, time.time())
-        for new in step.new_rows:
+        released = [tables[row, : num_blocks[row]].copy() for row in plan.released_rows]
+        scheduled = self._rows.apply(plan)
+        self._move_to_and_from_disk(plan)
+        self._ledger.apply(plan, released, self._rows, scheduled)
+        self._labels.apply(plan, self._rows, scheduled)
+        self._spans.released(plan.released_rows.tolist(), time.time())
+        self._spans.opened(plan.new_sequences, time.time())
+        for new in plan.new_sequences:
             self._sampling.set(new.row, new.sampling)
             self._heeds_eos[new.row] = not new.sampling.ignore_eos
         num_context_tokens = int((scheduled.starts + scheduled.lens).sum())
         step_s = self._time_model.step_s(
             scheduled.num_tokens,
             num_context_tokens,
-            len(step.swap_out_src_block_ids) * self._block_bytes,
-            len(step.swap_in_src_block_ids) * self._block_bytes,
+            len(plan.swap_out_src_block_ids) * self._block_bytes,
+            len(plan.swap_in_src_block_ids) * self._block_bytes,
         )
-        return scheduled, self._sample(step.step_id, scheduled, step_s / self._speedup)
+        return scheduled, self._sample(plan.step_id, scheduled, step_s / self._speedup)
 
-    def _sample(self, step_id: int, scheduled: ScheduledRows, execute_s: float) -> StepOutput:
+    def _sample(self, step_id: StepId, scheduled: ScheduledRows, execute_s: float) -> Result:
         rows = scheduled.rows[scheduled.sampling]
         incarnations = scheduled.incarnations[scheduled.sampling]
         positions = (scheduled.starts + scheduled.lens)[scheduled.sampling]
@@ -241,7 +234,7 @@ class SimulatedSteps:
         logprobs = self._logprobs(rows, token_ids)
         self._rows.store_logprobs(rows, incarnations, logprobs)
         sampled_rows = rows.astype(np.int32)
-        return StepOutput(
+        return Result(
             step_id=step_id,
             sampled_rows=sampled_rows,
             sampled_token_ids=token_ids.astype(np.int32),
@@ -260,7 +253,7 @@ class SimulatedSteps:
         return int(next((id_ for id_ in ids if id_ not in ends), token_id))
 
     def _prompt_logprobs(self, scheduled: ScheduledRows) -> Iterator[PromptLogprobs]:
-        """Likewise for the tokens of prompts."""
+        """Report uniform log-probabilities for the prompts that ask for them."""
         for i in np.flatnonzero(self._sampling.wants_prompt_logprobs[scheduled.rows]).tolist():
             row, start = int(scheduled.rows[i]), int(scheduled.starts[i])
             end = min(start + int(scheduled.lens[i]), int(self._rows.num_prompt[row]) - 1)
@@ -274,7 +267,7 @@ class SimulatedSteps:
                 yield PromptLogprobs(row, start + 1, scores)
 
     def _logprobs(self, rows: Int64Array, token_ids: Int64Array) -> tuple[TokenLogprob, ...]:
-        """Tell the rows that ask for it that every token is as likely, the chosen one first."""
+        """Report uniform log-probabilities, the sampled token first, to the rows that ask."""
         wanting: BoolArray = self._sampling.wants_logprobs[rows]
         return tuple(
             self._uniform(

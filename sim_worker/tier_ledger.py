@@ -1,4 +1,4 @@
-"""What each host and disk block holds, and who may touch it while it moves.
+"""What each host and disk block holds, and which may be used while blocks move.
 
 Symbols: `P` block size.
 """
@@ -8,17 +8,19 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.step.messages import BrokenInvariantError, Int32Array, Limits
+from contract.arrays import Int32Array
+from contract.errors import BrokenInvariantError
+from contract.limits import Limits
 
 Slots = npt.NDArray[np.uint64]
-"""uint64[N, P]: what the slots of N blocks were computed from."""
+"""uint64[N, P]: the digests in the slots of N blocks."""
 
 
 class _State(IntEnum):
     NOTHING = 0
     HOLDS = 1
     ARRIVING = 2
-    """By a disk move that has not ended."""
+    """A disk move to it has not ended."""
 
 
 class TierLedger:
@@ -30,12 +32,12 @@ class TierLedger:
         self._host_states = np.zeros(limits.num_host_blocks, np.int8)
         self._disk_states = np.zeros(limits.num_disk_blocks, np.int8)
         self._disk_block_of = np.zeros(limits.num_host_blocks, np.int32)
-        """Where the content of a host block that arrives comes from."""
+        """The disk block that a host block is loaded from."""
         self._num_loads = np.zeros(limits.num_disk_blocks, np.int32)
-        """Loads under way of each disk block."""
+        """Loads in progress from each disk block."""
 
     def clear(self) -> None:
-        """Let nothing move; what has not arrived is lost."""
+        """Cancel all moves; what has not arrived is lost."""
         for states in (self._host_states, self._disk_states):
             states[states == _State.ARRIVING] = _State.NOTHING
         self._num_loads[:] = 0
@@ -44,14 +46,14 @@ class TierLedger:
         """Put contents into int32[N] host blocks.
 
         Raises:
-            BrokenInvariantError: as all below, if a block may not be read or written so.
+            BrokenInvariantError: As all below: a block may not be read or written now.
         """
         _refuse(self._host_states, _State.ARRIVING, host_blocks, "swapped out to host block")
         self._host[host_blocks] = slots
         self._host_states[host_blocks] = _State.HOLDS
 
     def swap_in(self, host_blocks: Int32Array) -> Slots:
-        """Give the contents of int32[N] host blocks."""
+        """Return the contents of int32[N] host blocks."""
         _require_content(self._host_states, host_blocks, "swapped in from host block")
         slots: Slots = self._host[host_blocks]
         return slots
@@ -74,11 +76,11 @@ class TierLedger:
         np.add.at(self._num_loads, disk_blocks, 1)
 
     def end_stores(self, disk_blocks: Int32Array) -> None:
-        """The contents of int32[N] disk blocks are there."""
+        """End the stores to int32[N] disk blocks."""
         self._disk_states[disk_blocks] = _State.HOLDS
 
     def end_loads(self, host_blocks: Int32Array) -> None:
-        """The contents of int32[N] host blocks are there."""
+        """End the loads to int32[N] host blocks."""
         self._host_states[host_blocks] = _State.HOLDS
         np.subtract.at(self._num_loads, self._disk_block_of[host_blocks], 1)
 

@@ -1,4 +1,4 @@
-"""How long a step takes on a device: bound by memory or by arithmetic, whichever is slower."""
+"""How long a step takes on a device: the longer of its memory and arithmetic time."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _OPERATIONS_PER_PARAM = 2
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """The roofline of a device with a model on it. What is neither is left out, such as launches.
+    """The roofline of a device with a model on it; launches and the like are left out.
 
     A step reads all weights once, and the KV of each sequence's context.
     """
@@ -34,10 +34,10 @@ class TimeModel:
         """Seconds of a step.
 
         Args:
-            num_tokens: Tokens that go through the model; none take no time.
+            num_tokens: Tokens that go through the model; 0 takes no time.
             num_context_tokens: Tokens whose KV they read, over all sequences.
             swapped_out_bytes: KV that leaves before anything is computed.
-            swapped_in_bytes: KV that comes meanwhile.
+            swapped_in_bytes: KV that comes while it computes.
         """
         compute_s = self._compute_s(num_tokens, num_context_tokens) if num_tokens else 0.0
         return swapped_out_bytes / self.swap_bytes_per_s + max(

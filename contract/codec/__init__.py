@@ -1,1 +1,1 @@
-"""Values of `contract` to protobuf and back; the fields have the same names on both sides."""
+"""Protobuf to and from the values of `contract`; sizes are checked before work is done."""

@@ -8,9 +8,8 @@ from prometheus_client.registry import Collector
 
 import gpu_worker.metrics
 import router.metrics
-from scheduler_svc.observers.metrics import LoadCollector, SchedulerMetrics
-from scheduler_svc.observers.queue_metrics import QueueCollector
-from scheduler_svc.observers.space_metrics import SpaceCollector
+from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
+from scheduler_svc.observers.metrics import SchedulerMetrics
 
 _HEAD = """# Metrics
 

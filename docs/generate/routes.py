@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from aiohttp import web
 
-import rpc.health.probes
+import rpc.health
 from router.http.api import routes as openai_routes
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody
 from router.http.requests.chat import ChatBody
@@ -106,7 +106,7 @@ def probe_paths() -> dict[str, str]:
         "/ready": "200 if it takes requests, else 503, what it is doing and how far it is",
         "/metrics": "its metrics, for Prometheus",
     }
-    tree = ast.parse(inspect.getsource(rpc.health.probes))
+    tree = ast.parse(inspect.getsource(rpc.health))
     strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     paths = {s for s in strings if isinstance(s, str) and s.startswith("/") and s.count("/") == 1}
     if paths != set(told):

@@ -1,6 +1,6 @@
-"""The order between computing, storing to the host and loading from it, on a GPU.
+"""Orders copies between device and host against computation on a GPU, and counts them.
 
-Events keep it: neither the host nor, where it can be helped, what computes waits for the link.
+Events keep the order: the host never waits for the link, and computation waits only where it must.
 """
 
 import time
@@ -15,7 +15,7 @@ from gpu_worker import metrics
 
 
 class CopyStreams:
-    """A stream for stores, one for loads; the caller's current stream is the one that computes."""
+    """One stream for stores, one for loads; the caller's current stream computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._store = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -23,13 +23,13 @@ class CopyStreams:
         self._stored_staging: torch.cuda.Event | None = None
 
     def begin_staging(self) -> None:
-        """Let what is launched from here on come after the last `storing_staged` is done."""
+        """Make work enqueued next wait for the last `storing_staged`."""
         if self._stored_staging is not None:
             torch.cuda.current_stream().wait_event(self._stored_staging)
 
     @contextmanager
     def storing_staged(self) -> Iterator[None]:
-        """Copies made within come after everything launched before; what follows does not wait."""
+        """Copies within come after all work enqueued before; later work does not wait for them."""
         self._store.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._store):
             yield
@@ -37,9 +37,9 @@ class CopyStreams:
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Copies made within come after everything launched before, and before all that follows.
+        """Copies within come after all work enqueued before, and before all that follows.
 
-        What follows may overwrite the device blocks.
+        So later work may overwrite the device blocks.
         """
         computing = torch.cuda.current_stream()
         self._store.wait_stream(computing)
@@ -49,18 +49,18 @@ class CopyStreams:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Copies made within come after all work and stores before, and before `end_loading`."""
+        """Copies within come after all earlier work and stores, and before `end_loading`."""
         self._load.wait_stream(torch.cuda.current_stream())
         self._load.wait_stream(self._store)
         with torch.cuda.stream(self._load):
             yield
 
     def end_loading(self) -> None:
-        """Let everything launched from here on come after the loads."""
+        """Make work enqueued next wait for the loads."""
         torch.cuda.current_stream().wait_stream(self._load)
 
     def await_stores(self) -> None:
-        """Wait until the host's memory holds what was stored."""
+        """Wait until all stores are in host memory."""
         self._store.synchronize()
 
     def synchronize(self) -> None:
@@ -78,9 +78,9 @@ class _UnderWay:
 
 
 class TransferMeter:
-    """One thread calls everything here.
+    """Counts bytes and seconds of copies between device and host. Called from one thread.
 
-    A GPU copies when it gets to it, so its time is read from events, and counted later.
+    A GPU's time is read from events, so its copies are counted later.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:
@@ -89,7 +89,7 @@ class TransferMeter:
 
     @contextmanager
     def measure(self, direction: str, num_bytes: int) -> Iterator[None]:
-        """Count copies that are made, or given to the current stream, within."""
+        """Count the copies made, or enqueued on the current stream, within."""
         if not self._is_cuda:
             start_s = time.perf_counter()
             yield
@@ -103,9 +103,9 @@ class TransferMeter:
         self._under_way.append(_UnderWay(direction, num_bytes, begin, end))
 
     def count_ended(self) -> None:
-        """Count the copies that a GPU has made by now."""
+        """Count the copies that a GPU has finished."""
         waiting = len(self._under_way)
-        for _ in range(waiting):  # those of two streams: one may wait behind the other's
+        for _ in range(waiting):  # two streams: they may finish out of order
             move = self._under_way.popleft()
             if not move.end.query():  # type: ignore[no-untyped-call]
                 self._under_way.append(move)

@@ -1,7 +1,7 @@
 """The KV memory of one device: blocks, each one contiguous run of bytes over all layers.
 
-Symbols: `B` blocks, those that the pool could be resized to included, `P` block size (token slots),
-`HKV` kv heads, `D` head dim, `Y` bytes of a block.
+Symbols: `B` blocks, including those that the pool could still grow by, `P` block size (token
+slots), `HKV` kv heads, `D` head dim, `Y` bytes of a block.
 """
 
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ from kernels.kv_formats import SCALE_DTYPE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cache:
-    """The keys, or the values, of one layer: views of the blocks."""
+    """Keys or values of one layer: views of the blocks."""
 
     numbers: torch.Tensor
     scales: torch.Tensor | None
 
 
 class KvPool:
-    """Key and value memory of `num_blocks` blocks; block numbers are [0, num_blocks).
+    """Keys and values of `num_blocks` blocks, numbered [0, num_blocks).
 
-    Block-major, so that moving a block is one contiguous transfer; `kv_layout.py` says what a block
-    holds where. The pool gives out no block and knows no owner; whoever writes obeys the
-    scheduler's block numbers. It changes by `store_kv` through the views and by `copy`.
+    Block-major, so that moving a block is one contiguous transfer; `layout.py` defines the inside
+    of a block. The pool allocates nothing and knows no owner: block numbers are the scheduler's. It
+    changes by `store_kv` through the views, and by `copy`.
 
-    Over elastic memory it can be resized. The views are of all blocks that there may ever be, so
-    that they stay as they are; those from `num_blocks` on must not be read or written.
+    Over elastic memory it can be resized. The views cover all blocks that may ever exist, so they
+    never change; blocks from `num_blocks` on must not be read or written.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class KvPool:
         device: torch.device,
         memory: ElasticMemory | None = None,
     ) -> None:
-        """Allocate it zeroed: an unwritten slot may be read and multiplied by 0.
+        """Allocate zeroed memory: an unwritten slot may be read and multiplied by 0.
 
         Args:
-            config: of the model, or its part that is here.
-            num_blocks: at first.
-            block_size: token slots.
-            dtypes: what K and V are stored in.
-            device: where.
-            memory: `num_blocks` blocks of it, on that device; None: memory of a fixed size.
+            config: Of the model, or of this rank's part.
+            num_blocks: Initial size.
+            block_size: Token slots of a block.
+            dtypes: What K and V are stored in.
+            device: Where the memory is.
+            memory: Elastic memory for `num_blocks` blocks, on that device; None: the size is fixed.
         """
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -74,41 +74,38 @@ class KvPool:
         )
 
     def key_cache(self, layer: int) -> torch.Tensor:
-        """The keys of one layer: a strided view `[B, P, HKV, D]`."""
+        """Keys of one layer: a strided view `[B, P, HKV, D]`."""
         return self._keys[layer].numbers
 
     def value_cache(self, layer: int) -> torch.Tensor:
-        """The values of one layer: a strided view `[B, P, HKV, D]`."""
+        """Values of one layer: a strided view `[B, P, HKV, D]`."""
         return self._values[layer].numbers
 
     def key_scales(self, layer: int) -> torch.Tensor | None:
-        """What the keys of one layer are to be multiplied by: a strided view `[B, P, HKV]`.
-
-        None: the layer is not quantized.
-        """
+        """Scales of one layer's keys: a strided view `[B, P, HKV]`; None if not quantized."""
         return self._keys[layer].scales
 
     def value_scales(self, layer: int) -> torch.Tensor | None:
-        """As `key_scales`, of the values."""
+        """Scales of one layer's values; as `key_scales`."""
         return self._values[layer].scales
 
     @property
     def blocks_as_bytes(self) -> torch.Tensor:
-        """All blocks, as moving them sees them: a view uint8[B, Y]."""
+        """All blocks as bytes, for moving them: a view uint8[B, Y]."""
         return self._blocks
 
     def resize(self, num_blocks: int) -> None:
-        """Have `num_blocks` blocks, at least 1; those that come are zero, those that go are lost.
+        """Resize to `num_blocks` blocks, at least 1. New ones are zero; contents beyond are lost.
 
         Raises:
-            OutOfMemoryError: There is no room; nothing has changed.
+            OutOfMemoryError: There is no room. Nothing has changed.
         """
         assert self._memory is not None, "the pool's size is fixed"
         self._memory.resize(num_blocks * self.block_bytes)
         self.num_blocks = num_blocks
 
     def close(self) -> None:
-        """Give elastic memory back, whoever still has views of it; none may be used any more."""
+        """Free elastic memory. Views of it must not be used any more."""
         if self._memory is not None:
             self._memory.close()
 

@@ -1,9 +1,8 @@
-"""The file that holds the disk tier: a record for each disk block, good as a whole or not at all.
+"""The file behind the disk tier: one record per disk block, valid as a whole or not at all.
 
-The file is the process's own: it has no name, nothing of it survives the process, so nothing is
-ever synced to the disk. For the same reason what tells a good record from a bad one, its length and
-checksum, is kept in memory, where no disk can lose it or keep an older one: a record that is torn,
-short, stale, misplaced or changed is an error.
+The file has no name and does not outlive the process, so nothing is synced. Length and checksum of
+each record are kept in memory, where no disk can lose or revert them: a record that is torn, short,
+stale, misplaced or changed is an error.
 """
 
 import os
@@ -19,46 +18,46 @@ _PAGE_BYTES = 4096
 
 
 class LostRecordError(Exception):
-    """What is in the file, or went to it, is not what should be."""
+    """A record was not written or read as it should be."""
 
 
 class DiskFile:
-    """Records of disk blocks [0, num_blocks). Threads may share it, but not one block of it."""
+    """Records of disk blocks [0, num_blocks). Thread-safe, but one thread per block at a time."""
 
     def __init__(
         self, num_blocks: int, block_bytes: int, directory: Path, codec: RecordCodec | None
     ) -> None:
-        """Make the file; it takes room as it is written.
+        """Create the file; it grows as it is written.
 
         Raises:
-            OSError: no file can be made in `directory`.
+            OSError: No file can be created in `directory`.
         """
         self._block_bytes = block_bytes
         self._codec = codec
         self._extent_bytes = self.extent_bytes(block_bytes, codec)
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - see close
         os.ftruncate(self._file.fileno(), num_blocks * self._extent_bytes)
-        # A record is read as a whole, and never the one behind it for being behind it.
+        # Records are read whole and in no order: no read-ahead.
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         self._record_bytes = np.zeros(num_blocks, np.int64)
-        """Of each disk block's record; 0: it holds nothing."""
+        """int64[num_blocks]: length of each record; 0: the disk block is empty."""
         self._checksums = np.zeros(num_blocks, np.uint32)
 
     @staticmethod
     def extent_bytes(block_bytes: int, codec: RecordCodec | None) -> int:
-        """The room of one disk block: whole pages, so that no write touches a neighbour's."""
+        """Bytes reserved per disk block: whole pages, so that no write touches a neighbour."""
         record_bytes = block_bytes if codec is None else codec.record_bytes
         return -(-record_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
     def forget(self, disk_block: int) -> None:
-        """Let a disk block hold nothing."""
+        """Empty a disk block."""
         self._record_bytes[disk_block] = 0
 
     def write(self, disk_block: int, block: Bytes) -> int:
-        """Write uint8[block_bytes] to a disk block that holds nothing; returns the record's bytes.
+        """Write uint8[block_bytes] to an empty disk block; returns the record's bytes.
 
         Raises:
-            LostRecordError, OSError: it still holds nothing.
+            LostRecordError, OSError: It stays empty.
         """
         record = (block.data,) if self._codec is None else self._codec.encode(block)
         num_bytes, checksum = 0, 0
@@ -77,7 +76,7 @@ class DiskFile:
         """Read a disk block to uint8[block_bytes]; returns the record's bytes.
 
         Raises:
-            LostRecordError, OSError, or what the codec may: `out` has any content.
+            LostRecordError, OSError, or any error of the codec: the content of `out` is undefined.
         """
         num_bytes = int(self._record_bytes[disk_block])
         if not num_bytes:
@@ -95,10 +94,9 @@ class DiskFile:
         return num_bytes
 
     def forget_cached_pages(self) -> None:
-        """Have the next reads come from the disk and not from the system's memory."""
+        """Make the next reads come from the disk, not from the page cache."""
         os.fdatasync(self._file.fileno())
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Give up the file and its room."""
         self._file.close()

@@ -1,4 +1,4 @@
-"""The disk tier of KV memory: moves between host and disk blocks, made by threads of its own.
+"""The disk tier of KV memory: moves between host and disk blocks, made by its own threads.
 
 Symbols: `BH` host blocks, `BD` disk blocks, `E` bytes of a host block.
 """
@@ -16,20 +16,20 @@ from typing import TypeAlias
 import numpy as np
 import structlog
 
+from contract.arrays import Int32Array
 from gpu_worker import metrics
 from gpu_worker.kv.codecs.records import Bytes, RecordCodec
 from gpu_worker.kv.disk_file import DiskFile
-from gpu_worker.step.messages import Int32Array
 
 _NUM_STORING, _NUM_LOADING = 2, 4
-"""Threads. Loads have more, because somebody waits for them; and their own, so that none ever waits
+"""Threads. Loads have more, because sequences wait for them, and their own, so that no load waits
 behind a store."""
 _STAGING_BYTES = 256 * 1024**2
 _MAX_WAIT_S = 0.25
-"""How long the stores of a step wait for room in the staging area, all together."""
+"""How long all stores of a step together wait for room in the staging area."""
 
 _Work: TypeAlias = Callable[[int, int], int]
-"""Moves from a source to a target; returns the bytes that the disk read or wrote."""
+"""Moves a block from source to target; returns the bytes read or written on disk."""
 
 _log = structlog.get_logger()
 
@@ -49,7 +49,7 @@ class _Move:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DiskEnds:
-    """Moves that have ended, by where they went to; all int32."""
+    """Moves that have ended, by their targets."""
 
     stored: Int32Array
     """Disk blocks."""
@@ -64,26 +64,26 @@ NO_ENDS = DiskEnds(_NONE, _NONE, _NONE, _NONE)
 
 
 class DiskPool:
-    """Disk blocks [0, num_blocks). One thread calls everything here; it knows no owner.
+    """Disk blocks [0, num_blocks). Called from one thread; knows no owner.
 
-    What a store reads is copied at the call to a staging area of bounded size. A step's stores wait
-    a little for room there: a burst is worth it. Then they fail: it loses a cached block or has a
-    sequence recompute, where a disk that cannot keep up would hold up all sequences.
+    A store copies its source at the call to a staging area of bounded size. A step's stores wait
+    briefly for room there, then fail: that loses a cached block or makes a sequence recompute,
+    while waiting for a slow disk would hold up all sequences.
     """
 
     def __init__(
         self, host_blocks: Bytes, num_blocks: int, directory: Path, codec: RecordCodec | None = None
     ) -> None:
-        """Make the file.
+        """Create the file and start the threads.
 
         Args:
-            host_blocks: uint8[BH, E]: the memory of the host's blocks.
+            host_blocks: uint8[BH, E], the memory of the host blocks.
             num_blocks: BD.
-            directory: Where the file has its room.
-            codec: How the disk holds them; None: as the host does.
+            directory: Where to create the file.
+            codec: How blocks are encoded on disk; None: as in the host.
 
         Raises:
-            OSError: no file can be made there.
+            OSError: No file can be created there.
         """
         self.num_blocks = num_blocks
         self._host_blocks = host_blocks
@@ -97,20 +97,20 @@ class DiskPool:
         self._storing = ThreadPoolExecutor(_NUM_STORING, "disk-store")
         self._loading = ThreadPoolExecutor(_NUM_LOADING, "disk-load")
         self._lock = threading.Lock()
-        """Of the two below, which the threads change too."""
+        """Guards `_under_way` and `_ended`, which the threads change, too."""
         self._under_way: dict[_Move, Future[None]] = {}
-        """In the order of their steps."""
+        """Moves in flight, in the order of their steps."""
         self._ended: list[tuple[_Move, bool]] = []
-        """And whether it ended well."""
+        """Ended moves, and whether each succeeded."""
         self._told: set[_Kind] = set()
 
     def store(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
-        """Start storing host blocks `src`, as they are now, in disk blocks `dst`.
+        """Start storing host blocks `src`, as they are now, to disk blocks `dst`.
 
         Args:
-            src: int32[N] host blocks that nobody writes during the call.
-            dst: int32[N] disk blocks, parallel to `src`, none of which is being moved.
-            step_id: At least that of the call before.
+            src: int32[N] host blocks; must not change during the call.
+            dst: int32[N] disk blocks, parallel to `src`, none in a move.
+            step_id: Not less than in earlier calls.
         """
         deadline_s = time.monotonic() + _MAX_WAIT_S
         for host_block, disk_block in zip(src.tolist(), dst.tolist(), strict=True):
@@ -131,26 +131,26 @@ class DiskPool:
 
         Args:
             src: int32[N] disk blocks.
-            dst: int32[N] host blocks, parallel to `src`, that nobody uses until the load has ended.
-            step_id: At least that of the call before.
+            dst: int32[N] host blocks, parallel to `src`; must not be used until the load has ended.
+            step_id: Not less than in earlier calls.
         """
         for disk_block, host_block in zip(src.tolist(), dst.tolist(), strict=True):
             move = _Move(_Kind.LOAD, host_block, step_id)
             self._start(self._loading, move, self._read, disk_block, host_block)
 
     def has_news(self, step_id: int) -> bool:
-        """Whether a move of that step or an earlier one has ended and was not taken."""
+        """Whether a move of this or an earlier step has ended and was not taken."""
         with self._lock:
             return any(move.step_id <= step_id for move, _ in self._ended)
 
     def is_busy(self, step_id: int) -> bool:
-        """Whether a move of that step or an earlier one is under way."""
+        """Whether a move of this or an earlier step is in flight."""
         with self._lock:
             oldest = next(iter(self._under_way), None)
         return oldest is not None and oldest.step_id <= step_id
 
     def take_ended(self, step_id: int) -> DiskEnds:
-        """Give the moves of that step and earlier ones that have ended since the last call."""
+        """Take the moves of this and earlier steps that have ended since the last call."""
         if not self._ended:  # as in most steps
             return NO_ENDS
         with self._lock:
@@ -169,15 +169,14 @@ class DiskPool:
         )
 
     def synchronize(self) -> None:
-        """Wait until all moves have ended."""
         with self._lock:
             futures = tuple(self._under_way.values())
         wait(futures)
 
     def drain(self) -> None:
-        """Forget all moves: those that have not begun never do, those that have are waited for.
+        """Drop all moves: cancel those that have not begun, wait for the others.
 
-        Afterwards no thread touches a block of any kind.
+        Afterwards no thread touches any block.
         """
         with self._lock:
             futures = tuple(self._under_way.values())
@@ -194,11 +193,11 @@ class DiskPool:
             self._free_staging.put(place)
 
     def forget_cached_pages(self) -> None:
-        """Have the next loads come from the disk and not from the system's memory."""
+        """Make the next loads come from the disk, not from the page cache."""
         self._file.forget_cached_pages()
 
     def close(self) -> None:
-        """Drain, and give the file up; nothing may be called afterwards."""
+        """Drain, then delete the file. The last call."""
         self.drain()
         self._storing.shutdown()
         self._loading.shutdown()
@@ -207,11 +206,11 @@ class DiskPool:
     def _start(
         self, threads: ThreadPoolExecutor, move: _Move, work: _Work, source: int, target: int
     ) -> None:
-        with self._lock:  # so that it is entered before it can end
+        with self._lock:  # entered before it can end
             self._under_way[move] = threads.submit(self._run, move, work, source, target)
 
     def _run(self, move: _Move, work: _Work, source: int, target: int) -> None:
-        """Make a move, in one of the threads."""
+        """Make a move, on one of the threads."""
         try:
             start_s = time.perf_counter()
             num_bytes = work(source, target)
@@ -225,7 +224,7 @@ class DiskPool:
 
     def _end(self, move: _Move, *, is_good: bool) -> None:
         with self._lock:
-            self._under_way.pop(move, None)  # it is not there if it never began
+            self._under_way.pop(move, None)  # absent if it never began
             self._ended.append((move, is_good))
         metrics.DISK_MOVES.labels(move.kind, "done" if is_good else "failed").inc()
 
@@ -239,7 +238,7 @@ class DiskPool:
         return self._file.read(disk_block, self._host_blocks[host_block])
 
     def _warn_once(self, kind: _Kind, problem: Exception) -> None:
-        """Log the first failure of a kind; a full disk has thousands, which are counted."""
+        """Log the first failure of each kind only: a full disk has thousands. All are counted."""
         if kind not in self._told:
             self._told.add(kind)
-            _log.warning("a KV block was lost at the disk", move=kind, problem=str(problem))
+            _log.warning("a disk move of a KV block failed", move=kind, problem=str(problem))

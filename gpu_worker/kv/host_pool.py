@@ -1,13 +1,13 @@
-"""The host tier of KV memory: blocks beside the device's, and the copies between the two.
+"""The host tier of KV memory: blocks in host memory, and copies between host and device.
 
-Symbols: `B` device blocks, `BH` host blocks, `Y` bytes of a block, `E` bytes of it in the host: Y,
-or fewer if a codec makes it smaller.
+Symbols: `B` device blocks, `BH` host blocks, `Y` bytes of a block, `E` bytes of a block in the
+host: Y, or fewer with a codec.
 
-On CUDA the copies run on two streams of their own, one for each direction (`copy_streams.py`), and
-the stream that computes waits for what it must. It may overwrite the blocks that are swapped out:
-so it gathers them first, beside the pool, where they wait for the link; and only if there are too
-many for that it waits itself. For swap-ins it waits one step later. On a CPU all copies are done
-when the call returns.
+On CUDA the copies run on two streams of their own, one per direction (`copy_streams.py`). The
+computing stream may overwrite blocks that are swapped out, so it first gathers them in a staging
+area, from which they are copied to the host; if there are too many for the staging area, it waits
+for the copies instead. Swap-ins are waited for one step later. On a CPU all copies are done when a
+call returns.
 """
 
 import mmap
@@ -23,30 +23,31 @@ import structlog
 import torch
 from isal import isal_zlib
 
+from contract.arrays import Int32Array
 from gpu_worker import metrics
 from gpu_worker.kv.codecs.quantized import QuantizedCodec
 from gpu_worker.kv.copy_streams import CopyStreams, TransferMeter
 from gpu_worker.memory.transfer import upload
-from gpu_worker.step.messages import Int32Array
 from kernels import ops
 
 _log = structlog.get_logger()
 
 
 class HostRegistry(Protocol):
-    """What of CUDA's runtime is called; each returns 0, or the number of an error."""
+    """The CUDA runtime's calls used here; each returns 0 or an error number."""
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's
-        """Pin memory."""
+        ...
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's
-        """Let it go."""
+        ...
 
 
 def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
-    """Zeroed uint8[num_bytes], at least one; let go with the last tensor that views its memory.
+    """Zeroed pinned uint8[num_bytes], at least 1; unpinned with the last tensor that views it.
 
-    Where it cannot be registered a warning says so, and it is torch's.
+    Torch's own allocator for pinned memory rounds up to a power of two: 8 GiB for 5. It is used,
+    with a warning, only if the memory cannot be registered.
     """
     memory = mmap.mmap(-1, num_bytes)
     array = np.frombuffer(memory, np.uint8)
@@ -54,7 +55,8 @@ def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
     if error := int(registry.cudaHostRegister(address, num_bytes, 0)):
         _log.warning("host memory is pinned by torch: cudaHostRegister failed", error=error)
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
-    # The tensors hold the array, and the finalizer the map: it is unmapped after that was called.
+    # The tensors keep the array alive, and the finalizer the map: it is unmapped after
+    # unregistering.
     weakref.finalize(array, _let_go, registry, address, memory).atexit = False
     return torch.from_numpy(array)
 
@@ -64,17 +66,17 @@ def _let_go(registry: HostRegistry, address: int, _memory: mmap.mmap) -> None:
 
 
 _CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
-"""How much is encoded or decoded at once, by device: several times as much lies beside the pools
-meanwhile, on a CPU best in its caches."""
+"""Bytes encoded or decoded at once, by device. The work space is several times that; on a CPU it
+should fit the caches."""
 STAGING_BYTES = 64 * 1024**2
-"""On a GPU, for what is on its way to the host: about a millisecond of the link."""
+"""Staging area on a GPU: about a millisecond of the link."""
 
 
 class HostPool:
-    """Host blocks [0, num_blocks), pinned if the device is a GPU. One thread calls everything here.
+    """Host blocks [0, num_blocks), pinned if the device is a GPU. Called from one thread.
 
-    Like `KvPool` it knows no owner. Calls take effect in the order made, and between the steps'
-    computations: `begin_step` and `swap_out` before what the step computes is launched.
+    Like `KvPool`, it knows no owner. Calls take effect in order, between the computations of steps:
+    `begin_step` and `swap_out` come before the step's computation is enqueued.
     """
 
     def __init__(
@@ -86,14 +88,14 @@ class HostPool:
         has_checksums: bool = False,
         streams: CopyStreams | None = None,
     ) -> None:
-        """Allocate it.
+        """Allocate the host memory.
 
         Args:
-            device_blocks: uint8[B, Y], contiguous: the memory of the device's blocks.
+            device_blocks: uint8[B, Y], contiguous: the memory of the device blocks.
             num_blocks: Host blocks.
-            codec: How the host holds them; None: as the device does, bit for bit.
-            has_checksums: Whether a swap-in of a block that has changed since its swap-out fails.
-            streams: What orders the copies; None: what the device needs.
+            codec: How blocks are encoded; None: bit for bit as on the device.
+            has_checksums: Whether a swap-in fails if the block has changed since its swap-out.
+            streams: Orders the copies; None: chosen by device.
         """
         self.num_blocks = num_blocks
         self._codec = codec
@@ -120,24 +122,23 @@ class HostPool:
 
     @property
     def blocks(self) -> npt.NDArray[np.uint8]:
-        """uint8[BH, E]: a view, for the tier below; `synchronize` comes before each use."""
+        """uint8[BH, E]: a view for the disk tier. Call `synchronize` before each use."""
         blocks: npt.NDArray[np.uint8] = self._host_blocks.numpy()
         return blocks
 
     @property
     def has_checksums(self) -> bool:
-        """Whether a swap-in can fail."""
         return self._checksums is not None
 
     def begin_step(self) -> None:
-        """Let everything from here on see what the steps before have swapped in."""
+        """Make blocks swapped in by earlier steps visible to all work from here on."""
         if self._streams is not None and self._is_loading:
             self._is_loading = False
             self._streams.end_loading()
         self._meter.count_ended()
 
     def swap_out(self, src: Int32Array, dst: Int32Array) -> None:
-        """Copy device blocks `src` to host blocks `dst`, as computed by the steps before.
+        """Copy device blocks `src`, as computed by earlier steps, to host blocks `dst`.
 
         Args:
             src: int32[N] device blocks.
@@ -151,17 +152,17 @@ class HostPool:
                     _copy_runs(self._device_blocks, src, self._host_blocks, dst)
                 else:
                     self._encode(self._codec, src, dst)
-        self._remember(dst)
+        self.accept(dst)
 
     def swap_in(self, src: Int32Array, dst: Int32Array) -> Int32Array:
-        """Copy host blocks `src` to device blocks `dst`; there from the next `begin_step` on.
+        """Copy host blocks `src` to device blocks `dst`; visible after the next `begin_step`.
 
         Args:
-            src: int32[N] host blocks, as swapped out by earlier steps, or accepted.
+            src: int32[N] host blocks, swapped out by earlier steps or accepted.
             dst: int32[N] device blocks, parallel to `src`, each at most once.
 
         Returns:
-            int32[F]: those of `dst` that were not copied, because their source has changed.
+            int32[F]: the blocks of `dst` that were not copied because their source has changed.
         """
         if not len(src):
             return dst
@@ -180,11 +181,14 @@ class HostPool:
         return dst[~is_intact]
 
     def accept(self, blocks: Int32Array) -> None:
-        """Take int32[N] host blocks for good that somebody else has written."""
-        self._remember(blocks)
+        """Trust int32[N] host blocks as they are now: remember their checksums."""
+        if self._checksums is not None:
+            self._await_stores()
+            for block in blocks.tolist():
+                self._checksums[block] = self._checksum(block)
 
     def read(self, block_ids: Int32Array) -> bytes | None:
-        """Return what int32[N] host blocks hold; None: one has changed since it was written."""
+        """Contents of int32[N] host blocks; None if one has changed since it was written."""
         self.synchronize()
         if self._checksums is not None:
             for block in block_ids.tolist():
@@ -193,22 +197,21 @@ class HostPool:
         return self._host_blocks.numpy()[block_ids].tobytes()
 
     def write(self, block_ids: Int32Array, content: bytes) -> None:
-        """Fill int32[N] host blocks, each once, with contents that `read` returned."""
+        """Fill int32[N] distinct host blocks with contents that `read` returned."""
         self.synchronize()
         blocks = self._host_blocks.numpy()
         blocks[block_ids] = np.frombuffer(content, np.uint8).reshape(len(block_ids), -1)
-        self._remember(block_ids)
+        self.accept(block_ids)
 
     def synchronize(self) -> None:
-        """Wait until all copies are done."""
         if self._streams is not None:
             self._streams.synchronize()
 
     def _store_staged(self, src: Int32Array, dst: Int32Array, staging: torch.Tensor) -> None:
-        """Gather the blocks, and store them from there while the device goes on."""
+        """Gather the blocks in the staging area, and store them while the device computes."""
         assert self._streams is not None, "it has staging"
         self._streams.begin_staging()
-        order = np.argsort(dst)  # so that runs are those of the host's blocks alone
+        order = np.argsort(dst)  # then runs depend on host blocks only
         ops.gather_blocks(self._device_blocks, self._on_device(src[order]), staging)
         with (
             self._streams.storing_staged(),
@@ -261,31 +264,25 @@ class HostPool:
     def _loading(self) -> AbstractContextManager[None]:
         return nullcontext() if self._streams is None else self._streams.loading()
 
-    def _remember(self, blocks: Int32Array) -> None:
-        if self._checksums is not None:
-            self._await_stores()
-            for block in blocks.tolist():
-                self._checksums[block] = self._checksum(block)
-
     def _await_stores(self) -> None:
-        """Wait until the host's memory holds what was swapped out."""
+        """Wait until all swapped-out blocks are in host memory."""
         if self._streams is not None:
             self._streams.await_stores()
 
     def _checksum(self, block: int) -> int:
-        return isal_zlib.crc32(self._host_blocks[block].numpy())  # 6 x as fast as zlib's
+        return isal_zlib.crc32(self._host_blocks[block].numpy())  # 6 times as fast as zlib
 
 
 def _copy_runs(
     source: torch.Tensor, src: Int32Array, target: torch.Tensor, dst: Int32Array
 ) -> None:
-    """Copy rows `src` of `source` to rows `dst` of `target`, one copy for each run."""
+    """Copy rows `src` of `source` to rows `dst` of `target`, one copy per run."""
     if source.is_cuda or target.is_cuda:
         for first_src, first_dst, count in runs(src, dst):
             what = source[first_src : first_src + count]
             target[first_dst : first_dst + count].copy_(what, non_blocking=True)
         return
-    # memcpy; what torch does around each copy takes as long as that of a small block.
+    # memcpy: torch's overhead per copy equals the copy of a small block.
     sources, targets = source.numpy(), target.numpy()
     for first_src, first_dst, count in runs(src, dst):
         into = targets[first_dst : first_dst + count]
@@ -293,9 +290,9 @@ def _copy_runs(
 
 
 def runs(src: Int32Array, dst: Int32Array) -> Iterator[tuple[int, int, int]]:
-    """Yield (first source, first target, count) of the longest runs of consecutive pairs.
+    """Yield (first source, first target, count) for the longest runs of consecutive pairs.
 
-    Pairs may come in any order: no target is twice, so their order makes no difference.
+    Targets are distinct, so the order of pairs does not matter.
     """
     if not len(src):
         return

@@ -1,10 +1,10 @@
-"""Where a block of KV memory holds what: each layer's keys and values, and their scales, if any.
+"""The byte layout of a KV block: each layer's keys and values, and their scales if quantized.
 
 Symbols: `P` block size (token slots), `HKV` kv heads, `D` head dim.
 
-Layer after layer, a block holds the keys, then the values, each `[P][HKV][D]`, and after each of
-them, if the layer is quantized, its scales `[P][HKV]`. Quantized numbers and scales take multiples
-of 16 bytes, so that what follows them is aligned for any dtype, and for wide reads.
+Layer after layer, a block holds the keys, then the values, each `[P][HKV][D]`, each followed by its
+scales `[P][HKV]` if the layer is quantized. Quantized numbers and scales take multiples of 16
+bytes, so that what follows is aligned for any dtype and for wide reads.
 """
 
 from collections.abc import Set as AbstractSet
@@ -17,7 +17,7 @@ from gpu_worker.models.config import ModelConfig
 from kernels.kv_formats import LARGEST, SCALE_DTYPE
 
 KvDtypes: TypeAlias = torch.dtype | tuple[torch.dtype, ...]
-"""What K and V are stored in: in all layers, or layer by layer."""
+"""What K and V are stored in: one dtype, or one per layer."""
 
 _QUANTIZED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _ALIGNMENT: Final = 16
@@ -26,9 +26,9 @@ _ALIGNMENT: Final = 16
 def kv_dtypes(
     kv_cache_dtype: str, skip_layers: AbstractSet[int], dtype: torch.dtype, num_layers: int
 ) -> KvDtypes:
-    """What each layer stores of a model that computes in `dtype`; `skip_layers` store just that.
+    """The storage dtype of each layer of a model that computes in `dtype`.
 
-    `kv_cache_dtype` is "auto", "int8" or "fp8".
+    `kv_cache_dtype` is "auto", "int8" or "fp8"; `skip_layers` store `dtype` itself.
     """
     stored = _QUANTIZED.get(kv_cache_dtype, dtype)
     return tuple(dtype if layer in skip_layers else stored for layer in range(num_layers))
@@ -36,7 +36,7 @@ def kv_dtypes(
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The keys, or the values, of one layer: which bytes of a block."""
+    """Which bytes of a block are the keys, or the values, of one layer."""
 
     dtype: torch.dtype
     numbers: slice
@@ -47,7 +47,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """What lies where in a block."""
+    """Which bytes of a block hold what."""
 
     keys: tuple[Side, ...]
     """By layer."""
@@ -57,17 +57,17 @@ class BlockLayout:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """What is stored, by layer."""
+        """Storage dtype, by layer."""
         return tuple(side.dtype for side in self.keys)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any layer is."""
+        """Whether any layer is quantized."""
         return any(side.scales is not None for side in self.keys)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of each number in a block; 1 if some are quantized."""
+        """Bytes of a number; 1 if any layer is quantized."""
         return 1 if self.is_quantized else self.keys[0].dtype.itemsize
 
 
@@ -75,7 +75,7 @@ def block_layout(config: ModelConfig, block_size: int, dtypes: KvDtypes) -> Bloc
     """Lay out blocks of `block_size` token slots.
 
     Raises:
-        ValueError: there are dtypes for another number of layers.
+        ValueError: `dtypes` has another number of layers.
     """
     if isinstance(dtypes, torch.dtype):
         dtypes = (dtypes,) * config.num_layers
@@ -94,7 +94,7 @@ def block_layout(config: ModelConfig, block_size: int, dtypes: KvDtypes) -> Bloc
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtypes: KvDtypes) -> int:
-    """The size of one block over all layers, in bytes, for `block_size` token slots."""
+    """Bytes of one block of `block_size` token slots, over all layers."""
     return block_layout(config, block_size, dtypes).block_bytes
 
 

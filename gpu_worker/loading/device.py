@@ -1,4 +1,4 @@
-"""Picks the device, its number format and its threads; no more threads than cores."""
+"""Picks the device, its number format, and the number of threads."""
 
 import os
 from pathlib import Path
@@ -15,11 +15,11 @@ def pick_device(name: str, number: int = 0) -> torch.device:
     """The device that a flag names; "auto" is a GPU, or the CPU if there is none.
 
     Args:
-        name: as the setting has it.
-        number: of the GPU, where `name` leaves that open.
+        name: The setting `device`.
+        number: Of the GPU, if `name` has none.
 
     Raises:
-        ModelError: there is no such device.
+        ModelError: There is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,12 +37,12 @@ def pick_device(name: str, number: int = 0) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """The device, for a person: "cpu", "NVIDIA H200"."""
+    """A readable name: "cpu", "NVIDIA H200"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The number format to run in; "auto" is the checkpoint's, or float32 where that is slow.
+    """The number format to run in; "auto" is the checkpoint's, or float32 where that one is slow.
 
     CPUs have no arithmetic for float16, and only some have it for bfloat16.
     """
@@ -55,9 +55,9 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
 
 
 def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
-    """Let torch compute with so many threads, by default `num_physical_cores`.
+    """Set torch's number of threads, by default `num_physical_cores`.
 
-    Returns how many: one share of them, if `num_sharing` processes share them.
+    Returns the number: one share of it if `num_sharing` processes share the cores.
     """
     count = max(1, (num_threads or num_physical_cores()) // num_sharing)
     torch.set_num_threads(count)
@@ -65,7 +65,7 @@ def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
 
 
 def num_physical_cores() -> int:
-    """Physical cores that this process may use; logical ones where the system does not tell."""
+    """Physical cores that this process may use; logical ones if the system does not tell."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)

@@ -6,7 +6,9 @@ import numpy as np
 import structlog
 import torch
 
+from contract.limits import Limits
 from contract.sampling import SamplingParams
+from contract.step import NewSequence, Plan, StepId
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import STAGING_BYTES
 from gpu_worker.kv.layout import KvDtypes
@@ -20,13 +22,12 @@ from gpu_worker.memory.elastic import (
     VirtualMemoryError,
     load_driver,
 )
+from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.cuda_graphs import DecodeGraphs
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits, NewRow, StepInput
-from gpu_worker.step.model_runner import Decoder
 from gpu_worker.weights.json_fields import ModelError
 
 _GIB = 1024**3
@@ -37,14 +38,14 @@ _HOST_SHARE = 0.25
 
 
 class NoRoomError(ModelError):
-    """The device, or the machine, has no memory for what was asked."""
+    """The device, or the machine, does not have enough memory."""
 
 
 def blocks_in(num_bytes: float, bytes_per_block: int) -> int:
     """How many blocks fit `num_bytes`.
 
     Raises:
-        NoRoomError: none does.
+        NoRoomError: Not even one does.
     """
     if num_bytes < bytes_per_block:
         raise NoRoomError(
@@ -55,15 +56,15 @@ def blocks_in(num_bytes: float, bytes_per_block: int) -> int:
 
 
 def free_cpu_kv_bytes() -> int:
-    """KV memory on a CPU if nobody says how much: 1 GiB, or half of what is free if less."""
+    """Default KV memory on a CPU: 1 GiB, or half of what is free if that is less."""
     return min(_DEFAULT_CPU_BYTES, int(available_bytes() * _CPU_SHARE))
 
 
 def free_host_kv_bytes(device: torch.device) -> int:
-    """Host memory for KV if nobody says how much.
+    """Default host memory for KV.
 
-    On a GPU 4 GiB, or a quarter of what is free if less: it is pinned, which takes it from all
-    others. On a CPU none: what it would hold, the pool could hold in the same memory.
+    With a GPU 4 GiB, or a quarter of what is free if that is less: it is pinned, which takes it
+    from all other processes. With a CPU none: the pool could hold the same KV in the same memory.
     """
     if device.type != "cuda":
         return 0
@@ -81,16 +82,17 @@ def free_gpu_kv_bytes(
     *,
     has_graphs: bool,
 ) -> int:
-    """KV memory on a GPU: its share of the memory, less what the largest step takes beside it.
+    """KV memory on a GPU: its share of the memory, less what the largest step needs beside it.
 
-    Runs that step, with all `ranks` if the model is on several. `limits.num_blocks` is not looked
-    at. With `has_graphs` it leaves room for them, too: theirs no other step can use.
+    Runs that step, with all `ranks` if the model is on several devices. `limits.num_blocks` is
+    ignored. With `has_graphs` it leaves room for CUDA graphs, too, whose memory no other step can
+    use.
     """
     profiled = _run_largest_step(model, config, limits, dtypes, device, ranks)
     if has_graphs:
         profiled += _run_largest_graph(model, config, limits, dtypes, device)
     free, total = torch.cuda.mem_get_info(device)
-    # What is neither free nor torch's is the driver's, the libraries' and other processes'.
+    # Memory that is neither free nor torch's belongs to the driver, libraries and other processes.
     others = total - free - torch.cuda.memory_reserved(device)
     return int(total * utilization) - others - profiled - STAGING_BYTES
 
@@ -103,9 +105,9 @@ def _run_largest_step(
     device: torch.device,
     ranks: Ranks | None,
 ) -> int:
-    """Most bytes that torch holds while that step runs, weights included."""
+    """Peak bytes that torch allocates during that step, weights included."""
     step = largest_step(limits)
-    num_blocks = sum(len(new.block_ids) for new in step.new_rows)
+    num_blocks = sum(len(new.block_ids) for new in step.new_sequences)
     limits = replace(limits, num_blocks=num_blocks)
     pool = KvPool(config, num_blocks, limits.block_size, dtypes, device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -119,7 +121,7 @@ def _run_largest_step(
 def _run_largest_graph(
     model: Decoder, config: ModelConfig, limits: Limits, dtypes: KvDtypes, device: torch.device
 ) -> int:
-    """Bytes that the graphs hold: what their largest takes, since all of them share it."""
+    """Bytes that graphs hold: those of the largest, because all of them share it."""
     pool = KvPool(config, 1, limits.block_size, dtypes, device)
     last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
     before = torch.cuda.memory_allocated(device)
@@ -132,21 +134,21 @@ def _run_largest_graph(
     return peak - before
 
 
-def largest_step(limits: Limits) -> StepInput:
-    """A step with as many tokens as may be, over as many rows as may be, all of which sample.
+def largest_step(limits: Limits) -> Plan:
+    """The largest step: most tokens, over most rows, all of which sample.
 
-    They sample by what takes most memory; their blocks are numbered from 0.
+    They use the sampling parameters that take most memory. Blocks are numbered from 0.
     """
     num_rows = limits.max_num_seqs
-    # A sequence must have room for the token it samples.
+    # Leaves room for the sampled token.
     length = min(limits.max_num_batched_tokens // num_rows, limits.max_model_len - 1)
     blocks = np.arange(num_rows * -(-length // limits.block_size), dtype=np.int32)
     sampling = SamplingParams(seed=0, top_p=0.5, repetition_penalty=1.1, logprobs=1)
-    return StepInput(
-        step_id=1,
+    return Plan(
+        step_id=StepId(1),
         num_decodes=0,
-        new_rows=tuple(
-            NewRow(
+        new_sequences=tuple(
+            NewSequence(
                 seq_id=row,
                 row=row,
                 token_ids=np.zeros(length, np.int32),
@@ -165,7 +167,7 @@ def largest_step(limits: Limits) -> StepInput:
 
 _GIB = 1024**3
 _MAX_BLOCKS = 2**24
-"""More no scheduler takes."""
+"""Schedulers accept no more."""
 
 _log = structlog.get_logger()
 
@@ -173,13 +175,14 @@ _log = structlog.get_logger()
 def open_pool_memory(
     settings: WorkerSettings, num_blocks: int, block_bytes: int, device: torch.device
 ) -> ElasticMemory | None:
-    """Map `num_blocks` blocks of memory that can be resized; None: its size is to be fixed.
+    """Map resizable memory of `num_blocks` blocks; None if the pool's size is fixed.
 
-    On a GPU it is, unless the operator asks for more: the driver's calls have not been proved on
-    hardware. On a CPU it is where the system counts addresses as memory, and a warning says so.
+    On a GPU it is fixed unless the operator sets max-kv-memory-gb: the driver's calls have not been
+    proved on hardware. On a CPU it is fixed, with a warning, if the system refuses to reserve so
+    many addresses.
 
     Raises:
-        ModelError: The operator has, and it cannot be; or it is less than what there is at first.
+        ModelError: max-kv-memory-gb cannot be honoured, or is less than the initial size.
     """
     max_gb = settings.max_kv_memory_gb
     if max_gb == 0 or settings.num_ranks > 1 or settings.draft_model is not None:

@@ -1,4 +1,4 @@
-"""Builds the tiers of KV memory below the device, as large and as coded as the settings say."""
+"""Builds the host and disk tiers of KV memory, with sizes and codecs from the settings."""
 
 import os
 from dataclasses import dataclass
@@ -23,27 +23,25 @@ _GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class LowerTiers:
-    """The pools of host and disk; None: there is no such tier."""
+    """The pools of host and disk; None if there is no such tier."""
 
     host_pool: HostPool | None = None
     disk_pool: DiskPool | None = None
 
     @property
     def num_host_blocks(self) -> int:
-        """Host blocks."""
         return 0 if self.host_pool is None else self.host_pool.num_blocks
 
     @property
     def num_disk_blocks(self) -> int:
-        """Disk blocks."""
         return 0 if self.disk_pool is None else self.disk_pool.num_blocks
 
 
 def open_lower_tiers(settings: WorkerSettings, pool: KvPool, config: ModelConfig) -> LowerTiers:
-    """Take their room.
+    """Allocate the tiers.
 
     Raises:
-        ModelError: the disk has no such room, or there is a disk tier without a host tier.
+        ModelError: The disk has not enough room, or there is a disk tier without a host tier.
     """
     host_codec = _quantized(settings.host_codec, pool.block_bytes, config, pool.layout.dtypes[0])
     host_block_bytes = pool.block_bytes if host_codec is None else host_codec.record_bytes
@@ -91,7 +89,7 @@ def _open_disk_pool(
 def _record_codec(
     settings: WorkerSettings, block_bytes: int, pool: KvPool, config: ModelConfig
 ) -> RecordCodec | None:
-    """What the disk holds beyond how the host holds it already."""
+    """The codec of the disk, on top of the host's."""
     spec, host = settings.disk_codec, settings.host_codec
     if spec.is_lossless:
         itemsize = 1 if host.is_quantized else pool.layout.itemsize

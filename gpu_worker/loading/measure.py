@@ -1,30 +1,77 @@
-"""Measures what the scheduler weighs swapping against recomputing by.
+"""Measures swap bandwidth, disk bandwidth and prefill rate, for the swap-or-recompute decision.
 
-Measured once, at the start: the steps of a worker in use mix prompts with decodes, and the copies
-overlap with computation, so neither would say what a preemption costs.
+Measured once, at the start: later, steps mix prompts with decodes, and copies overlap with
+computation, so neither would show the cost of a preemption.
 """
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from contract.limits import Limits
 from contract.sampling import SamplingParams
+from contract.step import NewSequence, Plan, StepId
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.loading.kv_tiers import LowerTiers
+from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits, NewRow, StepInput
+from gpu_worker.weights.json_fields import ModelError
 
 _SWAP_BYTES = 64 * 1024**2
 _MAX_PREFILL_TOKENS = 512
 _NUM_ROUNDS = 2
-"""The first also pays for what is done once: pages, kernels to compile."""
+"""The first round also pays one-time costs: page faults, kernel compilation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """See `WorkerInfo`; 0: not measured."""
+
+    swap_bytes_per_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
+
+
+def measure_rates(
+    settings: WorkerSettings, executor: Executor, limits: Limits, tiers: LowerTiers, pool: KvPool
+) -> Rates:
+    """Measure this rank's rates; there are host blocks.
+
+    Raises:
+        ModelError: The disk does not return what was stored.
+    """
+    assert tiers.host_pool is not None
+    disk_rate = 0.0
+    swap_rate = swap_bytes_per_s(tiers.host_pool, pool)
+    prefill_rate = prefill_tokens_per_s(executor, limits)
+    if tiers.disk_pool is not None:
+        try:
+            disk_rate = disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool)
+        except OSError as error:
+            raise ModelError(f"disk-kv-dir is {settings.disk_kv_dir}: {error}") from error
+    return Rates(swap_rate, prefill_rate, disk_rate)
+
+
+def rates_of_all(own: Rates, block_bytes: int, ranks: Ranks) -> tuple[Rates, int]:
+    """The rates of all ranks together (the slowest counts), and the bytes of a block in all.
+
+    There is no disk tier.
+    """
+    total_bytes = ranks.total(block_bytes)[0]
+    blocks_per_s, prefill_tokens_per_s = ranks.least(
+        own.swap_bytes_per_s / block_bytes, own.prefill_tokens_per_s
+    )
+    return Rates(blocks_per_s * total_bytes, prefill_tokens_per_s), int(total_bytes)
 
 
 def swap_bytes_per_s(host_pool: HostPool, pool: KvPool) -> float:
-    """Bytes per second between device and host, in the slower direction; contents are lost."""
+    """Bytes per second between device and host, in the slower direction. Contents are lost."""
     num_blocks = min(pool.num_blocks, host_pool.num_blocks)
     num_blocks = min(num_blocks, max(1, _SWAP_BYTES // pool.block_bytes))
     blocks = np.arange(num_blocks, dtype=np.int32)
@@ -43,12 +90,12 @@ def swap_bytes_per_s(host_pool: HostPool, pool: KvPool) -> float:
 
 
 def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> float:
-    """Bytes of KV per second from the disk itself, not from the system's memory.
+    """Bytes of KV per second read from the disk itself, not from the page cache.
 
-    Contents of host and device are lost.
+    Contents of host and device blocks are lost.
 
     Raises:
-        OSError: what was stored cannot be loaded.
+        OSError: What was stored cannot be loaded.
     """
     num_blocks = min(pool.num_blocks, host_pool.num_blocks, disk_pool.num_blocks)
     num_blocks = min(num_blocks, max(1, _SWAP_BYTES // pool.block_bytes))
@@ -71,10 +118,10 @@ def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> 
 
 
 def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
-    """Tokens per second of computing one prompt; all rows are free before and after."""
+    """Tokens per second of computing one prompt. All rows are free before and after."""
     room = min(limits.max_num_batched_tokens, limits.num_blocks * limits.block_size)
     length = min(room, limits.max_model_len - 1, _MAX_PREFILL_TOKENS)
-    row = NewRow(
+    row = NewSequence(
         seq_id=0,
         row=0,
         token_ids=np.zeros(length, np.int32),
@@ -84,10 +131,10 @@ def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
         sampling=SamplingParams(seed=0),
         max_total_tokens=length + 1,
     )
-    step = StepInput(
-        step_id=0,
+    step = Plan(
+        step_id=StepId(0),
         num_decodes=0,
-        new_rows=(row,),
+        new_sequences=(row,),
         chunk_rows=np.zeros(1, np.int32),
         chunk_lens=np.full(1, length, np.int32),
     )
@@ -100,9 +147,9 @@ def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
 
 
 def _random_blocks(num_blocks: int, pool: KvPool) -> torch.Tensor:
-    """uint8[num_blocks, block_bytes] in which a codec finds about what it finds in KV.
+    """uint8[num_blocks, block_bytes] that compress about as well as KV.
 
-    In zeros it would find far more, and in quantized KV it finds next to nothing.
+    Zeros would compress far better. Quantized KV hardly compresses at all.
     """
     num_bytes = num_blocks * pool.block_bytes
     if pool.layout.is_quantized:
@@ -113,7 +160,7 @@ def _random_blocks(num_blocks: int, pool: KvPool) -> torch.Tensor:
 
 
 def least_s(work: Callable[[], object], num_rounds: int = _NUM_ROUNDS) -> float:
-    """How long the fastest of several rounds takes."""
+    """Seconds of the fastest of several rounds."""
     durations_s = []
     for _ in range(num_rounds):
         start_s = time.perf_counter()

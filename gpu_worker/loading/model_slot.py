@@ -1,4 +1,4 @@
-"""Where a worker's model is, if it is there: loads it, unloads it, and tells who serves it."""
+"""The worker's model, if one is loaded: loads and unloads it, and opens and closes the services."""
 
 import asyncio
 import threading
@@ -20,22 +20,22 @@ from gpu_worker.parallel.leader import Leader
 from gpu_worker.service.api import WorkerService
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
-from rpc.health.state import Health
-from rpc.tasks.shielded import retrieve
+from rpc.health import Health
+from rpc.tasks import retrieve
 
 if TYPE_CHECKING:
     from gpu_worker.loading.worker_model import LoadedModel
     from gpu_worker.operations import AdapterServicer
 
 _NO_MEMORY: Final = ("out of memory", "can't allocate memory", "Cannot allocate memory")
-"""In the words of errors of torch and of the system that have no type of their own."""
+"""Messages of torch's and the system's out-of-memory errors that have no type of their own."""
 
 _UNLOADED: Final = "its model is unloaded"
 
 _log = structlog.get_logger()
 
 Report = Callable[[str, float | None], None]
-"""Takes what is being done, and how far it is in [0, 1]; called on whatever thread."""
+"""Takes a status and the progress in [0, 1]; called on any thread."""
 
 
 class GaveUpError(Exception):
@@ -44,7 +44,7 @@ class GaveUpError(Exception):
 
 @dataclass(slots=True, eq=False)
 class OngoingLoad:
-    """A model on its way; it gets there, or fails, whether anybody waits or not."""
+    """A load in progress; it continues whether anyone waits or not."""
 
     directory: Path
     status: str = "waiting"
@@ -52,10 +52,10 @@ class OngoingLoad:
     task: "asyncio.Task[None] | None" = None
 
     async def wait(self, within_s: float) -> bool:
-        """Wait until it is there; whether it is.
+        """Wait at most `within_s` for the model; returns whether it is loaded.
 
         Raises:
-            QuireError, ModelError: It has failed, and there is no model.
+            QuireError, ModelError: The load failed; no model is loaded.
         """
         assert self.task is not None, "it has begun"
         await asyncio.wait([self.task], timeout=within_s)
@@ -66,7 +66,7 @@ class OngoingLoad:
 
 
 class ModelSlot:
-    """Has one model or none. Called from one event loop."""
+    """Holds one model or none. Called from one event loop."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class ModelSlot:
         leader: Leader | None = None,
         on_failure: Callable[[], None],
     ) -> None:
-        """`health` is told what becomes of the model.
+        """`health` gets the model's status.
 
         `on_failure` is called when no step can run any more: see `failure`. `leader` has the other
-        ranks, if the model is on several devices; then it stays.
+        ranks if the model is on several devices; it is then never unloaded.
         """
         self.failure: str | None = None
-        """Why no step can run in this process any more; None: they can."""
+        """Why no step can run in this process any more; None if steps can run."""
         self._settings = settings
         self._service = service
         self._adapters = adapters
@@ -92,7 +92,7 @@ class ModelSlot:
         self._leader = leader
         self._on_failure = on_failure
         self._directory = settings.model
-        """Of the model that is there, or was last."""
+        """Of the current model, or the last one."""
         self._model: LoadedModel | None = None
         self._watch: asyncio.Task[None] | None = None
         self._loading: OngoingLoad | None = None
@@ -104,7 +104,7 @@ class ModelSlot:
         return None if self._model is None else self._model.steps.problem()
 
     async def load_first(self) -> None:
-        """Load the model of the settings, as the process starts.
+        """Load the model of the settings, at the start of the process.
 
         Raises:
             ModelError: It cannot be served.
@@ -114,16 +114,16 @@ class ModelSlot:
         self._health.set_ready()
 
     def begin_load(self, directory: Path | None) -> OngoingLoad | None:
-        """Begin to load a model, or join whoever has begun; None: it is there, and stays.
+        """Begin to load a model, or join a load in progress; None if it is loaded already.
 
-        One that is being unloaded is not there: the load begins when it is gone.
+        If a model is being unloaded, the load begins afterwards.
 
         Args:
-            directory: Where it is; None: where it was last.
+            directory: Of the model; None: of the last model.
 
         Raises:
-            UnimplementedError: It is on several devices.
-            FailedPreconditionError: Another one is there, or on its way.
+            UnimplementedError: The model is on several devices.
+            FailedPreconditionError: Another model is loaded or being loaded.
         """
         self._check_can_unload()
         directory = directory or (self._loading.directory if self._loading else self._directory)
@@ -146,12 +146,12 @@ class ModelSlot:
         return load
 
     async def unload(self) -> bool:
-        """Give the device back, which goes on if the caller leaves; whether there was a model.
+        """Unload the model; returns whether one was loaded. It continues if the caller leaves.
 
         Raises:
             UnimplementedError: The model is on several devices.
-            FailedPreconditionError: One is being loaded.
-            UnavailableError: A step does not end, and only the process's end gives the device back.
+            FailedPreconditionError: A model is being loaded.
+            UnavailableError: A step does not end; only the end of the process frees the device.
         """
         self._check_can_unload()
         if self._loading is not None:
@@ -167,7 +167,7 @@ class ModelSlot:
         return was_loaded
 
     async def close(self) -> None:
-        """End what runs: the process ends."""
+        """Stop everything: the process ends."""
         self._gave_up.set()
         if self._watch is not None:
             self._watch.cancel()
@@ -211,7 +211,7 @@ class ModelSlot:
             await self._load(self._settings_of(load.directory), report)
         except Exception as error:  # noqa: BLE001 - it is the caller's
             problem = _explain(error, load.directory)
-            _log.warning("no model is loaded", reason=str(problem))
+            _log.warning("loading a model failed", reason=str(problem))
             await asyncio.to_thread(_begin_release)
             _forget_frames(error)
             await asyncio.to_thread(_release)
@@ -234,7 +234,7 @@ class ModelSlot:
         model, self._model = self._model, None
         model.memory.stop()
         await asyncio.to_thread(_begin_release)
-        if not await model.steps.stop():  # which drops what holds the memory
+        if not await model.steps.stop():  # drops what holds the memory
             self.failure = "the model's memory is not given back: a step takes too long"
             self._on_failure()
             raise UnavailableError(self.failure)
@@ -242,7 +242,7 @@ class ModelSlot:
         _log.info("unloaded the model")
 
     def _settings_of(self, directory: Path) -> WorkerSettings:
-        """All but what is of another model than that of the flags."""
+        """The settings for another model: without what belongs to the one of the flags."""
         if _is_same(directory, self._settings.model):
             return self._settings
         other = {"model": directory, "served_model_name": "", "lora": ()}
@@ -269,7 +269,7 @@ def _load_model(
     event_loop: asyncio.AbstractEventLoop,
     leader: Leader | None,
 ) -> "LoadedModel":
-    # Here and not above: torch takes seconds to import, and the ports should answer before.
+    # Imported here because torch takes seconds to import, and the ports should answer before.
     from gpu_worker.loading.worker_model import load  # noqa: PLC0415
 
     return load(settings, report, event_loop, leader)
@@ -288,7 +288,7 @@ def _release() -> None:
 
 
 def _explain(error: Exception, directory: Path) -> Exception:
-    """Say to who has asked why there is no model; what is no fault of theirs is as it is."""
+    """The error for the caller: why the model is not loaded."""
     from gpu_worker.loading.kv_memory import NoRoomError  # noqa: PLC0415 - torch, as above
 
     is_memory = isinstance(error, NoRoomError | MemoryError)
@@ -300,7 +300,7 @@ def _explain(error: Exception, directory: Path) -> Exception:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Let go of what the frames hold that it, and those before it, were raised in."""
+    """Clear the frames of an error and its causes, so that they hold no memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""Loads what one process holds of a model: its weights, its KV memory, what executes its steps."""
+"""Loads one rank's part of a model: its weights, its KV memory, and its executor."""
 
 import time
 from collections.abc import Callable
@@ -10,14 +10,17 @@ from pathlib import Path
 import structlog
 import torch
 
+from contract.limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
-from gpu_worker.loading import kv_memory, measure
+from gpu_worker.loading import kv_memory
 from gpu_worker.loading.device import pick_device, pick_dtype, set_num_threads
 from gpu_worker.loading.kv_memory import open_pool_memory
 from gpu_worker.loading.kv_tiers import LowerTiers, open_lower_tiers
+from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.adapter_files import load_adapter
+from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.parallel.collectives import Ranks
@@ -30,31 +33,20 @@ from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits
-from gpu_worker.step.model_runner import Decoder
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization
 
 _GIB = 1024**3
 _DEFAULT_TOKENS = 2048
-"""Of one step."""
+"""Tokens of one step."""
 _CPU_SATURATING_TOKENS = 512
 
 _log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """As `WorkerInfo` has them; 0: not measured."""
-
-    swap_bytes_per_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    disk_bytes_per_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class ModelPart:
-    """A process's part of a model, and what there is to know of the whole."""
+class RankModel:
+    """One rank's part of a model, and the facts about the whole model."""
 
     executor: Executor
     device: torch.device
@@ -62,54 +54,62 @@ class ModelPart:
     tiers: LowerTiers
     has_structured_output: bool
     limits: Limits
-    """The same in every process."""
+    """The same in every rank."""
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     block_bytes: int
-    """Of a block's parts together."""
+    """Bytes of a block, summed over all ranks."""
     max_num_blocks: int | None
     """Most blocks that the pool can be resized to; None: its size is fixed."""
     rates: Rates
-    """Of all processes together."""
+    """Of all ranks together."""
     load_adapter: Callable[[str, Path], Adapter]
-    """Loads one more, by its name and from its directory; raises ModelError."""
+    """Loads an adapter, given its name and directory; raises ModelError."""
 
 
-def load_part(
+def load_rank_model(
     member: Member,
     report: Callable[[str, float | None], None],
     meet: Callable[[Place, torch.device], Ranks | None],
-) -> ModelPart:
-    """Load a process's part of the model. If there are others, all do this at the same time.
+) -> RankModel:
+    """Load this rank's part of the model. All ranks do this at the same time.
 
     Args:
-        member: which process it is, and what it was told.
-        report: called with what is being done and how far it is; what it raises ends it.
-        meet: connects the ranks, as soon as this one knows that it can do what is asked of it; None
+        member: Which rank this is, and its settings.
+        report: Called with status and progress; an error that it raises ends the load.
+        meet: Connects the ranks, once this one knows that it can serve the settings; returns None
             if there are no others.
 
     Raises:
         ModelError: the model cannot be served as the settings ask, or not one KV block fits.
     """
     with ExitStack() as undo:
-        part = _load_part(member, report, meet, undo)
+        part = _load_rank_model(member, report, meet, undo)
         undo.pop_all()
     return part
 
 
-def _load_part(
+def _load_rank_model(
     member: Member,
     report: Callable[[str, float | None], None],
     meet: Callable[[Place, torch.device], Ranks | None],
     undo: ExitStack,
-) -> ModelPart:
+) -> RankModel:
+    """As `load_rank_model`; `undo` gets what must be released if a later step fails.
+
+    First everything that can be refused without reading weights: device, config, dtypes, adapters.
+    Then the ranks meet, so that none loads gigabytes in vain. Weights come before KV, because on a
+    GPU the KV pool gets what the largest step leaves. The rank with the fewest blocks decides for
+    all. The host and disk tiers hang below the pool. Last the executor: graphs are captured at the
+    pool's final addresses, and rates are measured with the whole thing in place.
+    """
     settings, place = member.settings, member.place
     device = pick_device(settings.device, member.number)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
     quantization = Quantization(settings.quantization) if settings.quantization else None
     is_dummy = settings.load_format == "dummy"
     if is_dummy:
-        _log.warning("load-format is dummy: weights are random, and what the model says nonsense")
+        _log.warning("load-format is dummy: weights are random and the output is nonsense")
     source = open_model(
         settings.model, settings.model_class, quantization, place, is_dummy=is_dummy
     )
@@ -155,7 +155,7 @@ def _load_part(
     if tiers.disk_pool is not None:
         undo.callback(tiers.disk_pool.close)
     structured = None
-    if place.rank == 0:  # which samples
+    if place.rank == 0:  # rank 0 samples
         structured = _structured_output(settings.model, limits.vocab_size, eos_token_ids, device)
     executor = Executor(
         model,
@@ -175,10 +175,10 @@ def _load_part(
     measured = Rates()
     if num_host_blocks:
         report("measuring", None)
-        measured = _measure(settings, executor, limits, tiers, pool)
+        measured = measure_rates(settings, executor, limits, tiers, pool)
     if ranks is not None:
-        measured, bytes_per_block = _rates_of_all(measured, bytes_per_block, ranks)
-    return ModelPart(
+        measured, bytes_per_block = rates_of_all(measured, bytes_per_block, ranks)
+    return RankModel(
         executor=executor,
         limits=limits,
         eos_token_ids=eos_token_ids,
@@ -197,7 +197,7 @@ def _load_part(
 def _drafter(
     settings: WorkerSettings, limits: Limits, draft_model: DraftModel | None
 ) -> Drafter | None:
-    """What guesses; None: nothing does."""
+    """The drafter that guesses tokens, if any."""
     if draft_model is not None:
         return draft_model.drafter(settings.num_draft_tokens, limits)
     if settings.speculative == "ngram":
@@ -208,7 +208,7 @@ def _drafter(
 def _structured_output(
     directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
 ) -> StructuredOutput | None:
-    """None, and a warning that says why, if the model cannot be made to keep to a grammar."""
+    """The model's grammars; None, with a warning, if it cannot follow any."""
     if not eos_token_ids:
         _log.warning("no structured output: the model has no end-of-sequence token")
         return None
@@ -226,10 +226,10 @@ def _structured_output(
 
 
 def _has_graphs(settings: WorkerSettings, device: torch.device) -> bool:
-    """Whether decode steps are to replay graphs.
+    """Whether decode steps should replay graphs.
 
-    Not on several devices: they meet within a step, of which all must make the same. And not where
-    tokens are guessed: sequences then have more than one in most steps.
+    Not on several devices, which communicate within a step. Not with guesses: most sequences then
+    have several tokens per step.
     """
     if settings.num_ranks > 1 or settings.speculative is not None:
         return False
@@ -239,50 +239,22 @@ def _has_graphs(settings: WorkerSettings, device: torch.device) -> bool:
 def _capture_graphs(
     executor: Executor, backend: GraphBackend, report: Callable[[str, float | None], None]
 ) -> None:
-    """Let decode steps replay graphs; where that fails a warning says why, and they do not."""
+    """Capture graphs for decode steps. If that fails, log a warning and go on without."""
     start_s = time.monotonic()
     try:
         executor.capture_graphs(backend, lambda done: report("capturing CUDA graphs", done))
     except Exception as error:  # noqa: BLE001 - a model may be anybody's; without, it is as right
-        report("going on without CUDA graphs", None)  # raises, if that is what has failed
+        report("going on without CUDA graphs", None)  # raises if reporting has failed
         _log.warning("decode steps run without CUDA graphs", exc_info=error)
     else:
         _log.info("captured CUDA graphs", seconds=round(time.monotonic() - start_s, 1))
-    torch.cuda.empty_cache()  # what the runs before the captures took
-
-
-def _measure(
-    settings: WorkerSettings, executor: Executor, limits: Limits, tiers: LowerTiers, pool: KvPool
-) -> Rates:
-    """Measure what can be of this process; there are host blocks."""
-    assert tiers.host_pool is not None
-    swap_bytes_per_s = measure.swap_bytes_per_s(tiers.host_pool, pool)
-    prefill_tokens_per_s = measure.prefill_tokens_per_s(executor, limits)
-    disk_bytes_per_s = 0.0
-    if tiers.disk_pool is not None:
-        try:
-            disk_bytes_per_s = measure.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool)
-        except OSError as error:
-            raise ModelError(f"disk-kv-dir is {settings.disk_kv_dir}: {error}") from error
-    return Rates(swap_bytes_per_s, prefill_tokens_per_s, disk_bytes_per_s)
-
-
-def _rates_of_all(own: Rates, block_bytes: int, ranks: Ranks) -> tuple[Rates, int]:
-    """The rates of all ranks together, and the bytes of a block in all; the slowest one counts.
-
-    There is no disk tier.
-    """
-    total_bytes = ranks.total(block_bytes)[0]
-    blocks_per_s, prefill_tokens_per_s = ranks.least(
-        own.swap_bytes_per_s / block_bytes, own.prefill_tokens_per_s
-    )
-    return Rates(blocks_per_s * total_bytes, prefill_tokens_per_s), int(total_bytes)
+    torch.cuda.empty_cache()  # used by the runs before the captures
 
 
 def _kv_dtypes(
     settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, place: Place
 ) -> KvDtypes:
-    """What the layers that are here store."""
+    """Storage dtypes of this rank's layers."""
     skip_layers = settings.kv_skip_layers
     if skip_layers and max(skip_layers) >= config.num_layers:
         raise ModelError(
@@ -295,12 +267,12 @@ def _kv_dtypes(
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
-    """The limits but for `num_blocks`, which is what they leave room for.
+    """The limits, without `num_blocks`, which follows from them.
 
-    A CPU is busy with the weights of a 125M model up to some 64 rows; more would only slow each
-    other down. Prompts have 2048 tokens of a step together, so that short ones that come together
-    begin to decode together; where that many take long, the scheduler sends fewer. A CPU is bound
-    by arithmetic with 512.
+    On a CPU a 125M model's decode step is bound by reading weights up to about 64 rows; more would
+    only slow each other down. All prompts of a step together get 2048 tokens, so that short prompts
+    that arrive together begin to decode together; where that takes long, the scheduler sends fewer.
+    From 512 tokens a CPU is bound by arithmetic.
     """
     is_gpu = device.type == "cuda"
     max_model_len = settings.max_model_len or config.max_model_len
@@ -309,7 +281,7 @@ def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device)
             f"max-model-len is {max_model_len}; {settings.model_id} takes at most "
             f"{config.max_model_len}"
         )
-    # The one that is set bounds the default of the other.
+    # If one is set, it bounds the other's default.
     max_num_seqs = settings.max_num_seqs or min(
         256 if is_gpu else 64, settings.max_num_batched_tokens or _DEFAULT_TOKENS
     )

@@ -1,4 +1,4 @@
-"""Loads the model and builds what executes its steps: the worker's parts that need torch."""
+"""Loads a worker's model and starts its step loop: the parts of the worker that need torch."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,9 +9,11 @@ import structlog
 import torch
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, UnimplementedError
+from contract.info import WorkerInfo, new_instance_id
+from contract.limits import Limits
 from gpu_worker import metrics
 from gpu_worker.loading.device import device_name
-from gpu_worker.loading.rank_model import ModelPart, load_part
+from gpu_worker.loading.rank_model import RankModel, load_rank_model
 from gpu_worker.loop import StepLoop
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.memory.available import device_available_bytes
@@ -22,10 +24,8 @@ from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.leading_executor import LeadingExecutor
 from gpu_worker.parallel.member import Member
 from gpu_worker.parallel.place import Place
-from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits
 from gpu_worker.weights.json_fields import ModelError
 
 _GIB = 1024**3
@@ -35,7 +35,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model that is ready to serve. It holds the device until `steps` have stopped."""
+    """A model that is ready to serve. It holds device memory until `steps` have stopped."""
 
     info: WorkerInfo
     steps: StepLoop
@@ -49,12 +49,13 @@ def load(
     event_loop: asyncio.AbstractEventLoop,
     leader: Leader | None = None,
 ) -> LoadedModel:
-    """Load what `settings` name; takes seconds, and calls `report` with what it does and how far.
+    """Load the model of `settings`; calls `report` with status and progress.
 
-    What `report` raises ends it. `leader` has the other ranks, if the model is on several devices.
+    An error raised by `report` ends the load. `leader` has the other ranks if the model is on
+    several devices.
 
     Raises:
-        ModelError: the model cannot be served as the settings ask, or not one KV block fits.
+        ModelError: The model cannot be served as the settings ask, or not one KV block fits.
     """
 
     def meet(place: Place, device: torch.device) -> Ranks | None:
@@ -65,7 +66,7 @@ def load(
         return Ranks(place, store, device)
 
     member = Member(settings) if leader is None else leader.member
-    loaded = load_part(member, report, meet)
+    loaded = load_rank_model(member, report, meet)
     info = _describe(settings, loaded)
     _tell(settings, loaded, info)
     shares = settings.memory_warning_share, settings.memory_critical_share
@@ -78,7 +79,7 @@ def load(
 def _load_adapter(
     settings: WorkerSettings, load_one: Callable[[str, Path], Adapter]
 ) -> AdapterLoader:
-    """Give what loads adapters while the worker works, with errors for whoever asks for one."""
+    """The loader of LoRA adapters, with errors for the caller."""
     if (obstacle := settings.adapter_obstacle) is not None:
         return refuse_adapters(obstacle)
 
@@ -95,7 +96,7 @@ def _load_adapter(
     return load
 
 
-def _describe(settings: WorkerSettings, loaded: ModelPart) -> WorkerInfo:
+def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
     limits, measured = loaded.limits, loaded.rates
     host_pool, num_ranks = loaded.tiers.host_pool, settings.num_ranks
     name = device_name(loaded.device)
@@ -120,11 +121,12 @@ def _describe(settings: WorkerSettings, loaded: ModelPart) -> WorkerInfo:
         min_num_blocks=min(limits.max_blocks_per_row, limits.num_blocks),
         host_is_device_memory=loaded.device.type == "cpu",
         can_unload=num_ranks == 1,
+        instance_id=new_instance_id(),
     )
 
 
-def _tell(settings: WorkerSettings, loaded: ModelPart, info: WorkerInfo) -> None:
-    """Say in metrics and log what is served."""
+def _tell(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> None:
+    """Write metrics and log what is served."""
     limits, device = info.limits, loaded.device
     metrics.KV_BYTES.set(limits.num_blocks * info.block_bytes)
     metrics.MEMORY_AVAILABLE.set_function(lambda: device_available_bytes(device))
@@ -157,22 +159,22 @@ def _tell(settings: WorkerSettings, loaded: ModelPart, info: WorkerInfo) -> None
 
 
 def load_rank(member: Member, welcome: dict[str, int]) -> tuple[Executor, Limits]:
-    """Load the part of a rank other than 0, whose rank 0 has sent `welcome`.
+    """Load the part of a rank other than 0, after rank 0 has sent `welcome`.
 
     Raises:
-        ModelError: as `load`.
+        ModelError: As `load`.
     """
     address = member.settings.master_addr
 
     def meet(place: Place, device: torch.device) -> Ranks:
         return Ranks(place, find_store(address, welcome["store_port"]), device)
 
-    loaded = load_part(member, lambda *_: None, meet)
+    loaded = load_rank_model(member, lambda *_: None, meet)
     return loaded.executor, loaded.limits
 
 
 def refuse_adapters(obstacle: str) -> AdapterLoader:
-    """Give what stands for loading where there can be none."""
+    """A loader that refuses: the worker cannot have adapters."""
 
     def load(name: str, directory: Path) -> "Adapter":  # noqa: ARG001
         raise UnimplementedError(f"LoRA adapter {name!r}: the worker was started with {obstacle}")

@@ -1,1 +1,1 @@
-"""LoRA adapters: what is read of them, and what they add to a model's linear maps."""
+"""LoRA adapters: read from disk, and added to a model's linear maps."""

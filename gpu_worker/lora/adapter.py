@@ -1,4 +1,4 @@
-"""A LoRA adapter in memory: what it adds to each linear map of a decoder.
+"""A LoRA adapter in memory: low-rank additions to the linear maps of a decoder.
 
 Symbols: `T` tokens, `K` input features, `N` output features, `R` ranks of the maps fused into one.
 """
@@ -16,23 +16,23 @@ from kernels.cpu.linear import PackedLinear
 from kernels.cpu.program.low_rank import MAPS, NativeAdapter, PackedPair
 
 MapName: TypeAlias = str
-"""Of a map as the decoder has it, one of these."""
+"""A linear map of the decoder: one of the four below."""
 
 QKV, ATTENTION_OUTPUT, GATE_UP, DOWN = MAPS
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMap:
-    """One map of a layer: several of the checkpoint's, whose outputs are joined."""
+    """One linear map of a layer: one or several of the checkpoint's, with joined outputs."""
 
     name: MapName
     num_in: int
     modules: tuple[tuple[str, int], ...]
-    """Of each of them the name in the checkpoint and how many outputs it has."""
+    """Name in the checkpoint and number of outputs of each."""
 
 
 def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
-    """What adapters may add to in a layer; of a mixture of experts, attention alone."""
+    """The maps of a layer that adapters may add to; with a mixture of experts, attention only."""
     prefix = f"model.layers.{layer}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     hidden, intermediate = config.hidden_size, config.intermediate_size
@@ -59,12 +59,12 @@ def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRankMap:
-    """What is added to one map: B A x, scaled."""
+    """The addition to one map: B A x, scaled."""
 
     down: Linear
-    """A: K to R, an even number."""
+    """A: K to R; R is even."""
     up: Linear
-    """B, scaled: R to N; of fused maps each reads its own ranks."""
+    """B, scaled: R to N. In a fused map, each part reads its own ranks."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, K]` to `[T, N]`, row by row."""
@@ -73,17 +73,17 @@ class LowRankMap:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """An adapter; it never changes."""
+    """An adapter. Immutable."""
 
     id: LoraAdapter
     layers: tuple[Mapping[MapName, LowRankMap], ...]
-    """Of each layer the maps it adds to."""
+    """By layer: the additions, by map."""
     native: NativeAdapter | None = None
-    """The same for a native decoder; None: it has no code for them."""
+    """The same for the native decoder; None if it has no code for them."""
 
 
 def native_adapter(layers: Sequence[Mapping[MapName, LowRankMap]]) -> NativeAdapter | None:
-    """What native code takes of an adapter's layers, if it takes all of them."""
+    """The layers in the form of native code; None unless it supports all of them."""
     packed: list[dict[str, PackedPair]] = []
     for layer in layers:
         pairs: dict[str, PackedPair] = {}

@@ -1,4 +1,4 @@
-"""Loads LoRA adapters from the directories that PEFT writes.
+"""Loads LoRA adapters from directories that PEFT writes; refuses by name what is not supported.
 
 Symbols: `K` input features of a map, `N` its output features, `r` the rank of an adapter, `R` the
 ranks of maps that are fused into one, together.
@@ -32,19 +32,19 @@ _OF_TRAINING: Final = frozenset(
     | {"lora_dropout", "eva_config", "megatron_config", "megatron_core", "runtime_config"}
     | {"qalora_group_size"}
 )
-"""Fields that change nothing once an adapter is trained, or only together with one that is refused.
+"""Fields without effect once an adapter is trained, or only together with one that is refused.
 
-Of any other field only a value that asks for nothing is accepted, so that a variant of LoRA that is
-newer than this file is refused, not mistaken for LoRA.
+Any other field is accepted only with a neutral value, so that a LoRA variant newer than this file
+is refused, not mistaken for LoRA.
 """
 _NEUTRAL: Final[tuple[object, ...]] = (None, False, "none", "", [], {})
 _HARMLESS_STARTS: Final = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` after which the model's own weights are what they were."""
+"""Values of `init_lora_weights` that leave the model's own weights unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What an adapter says of itself."""
+    """The parsed adapter_config.json."""
 
     path: Path
     rank: int
@@ -52,14 +52,14 @@ class AdapterConfig:
     scale: float
     """Multiplies B A."""
     target_modules: tuple[str, ...] | None
-    """Ends of the names of the maps it has matrices for; None: the tensors alone say it."""
+    """Name endings of the adapted maps; None: the tensors alone tell."""
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
     """Read an adapter's config.
 
     Raises:
-        ModelError: it is missing or malformed, or asks for what is not supported.
+        ModelError: It is missing or malformed, or asks for something unsupported.
     """
     fields = read_json(directory / CONFIG_FILE)
     if (kind := fields.get("peft_type")) != "LORA":
@@ -105,19 +105,19 @@ _MAX_NAMES_SHOWN: Final = 5
 def load_adapter(
     name: str, directory: Path, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Adapter:
-    """Load an adapter of a model; what runs meanwhile goes on.
+    """Load a model's adapter. Steps may run at the same time.
 
     Args:
-        name: what requests call it.
-        directory: where it is.
-        model: what it adds to.
-        dtype: of weights and activations.
-        device: where it goes.
+        name: The name that requests use.
+        directory: Where the adapter is.
+        model: The model that it is for.
+        dtype: Of weights and activations.
+        device: Where to put it.
 
     Raises:
-        ModelError: the model's implementation takes none; a file is missing or damaged; the adapter
-            asks for what is not supported, or its tensors are not those of this model; the files
-            change meanwhile.
+        ModelError: The model's implementation supports no adapters; a file is missing or damaged;
+            the adapter asks for something unsupported, or its tensors do not fit the model; or the
+            files changed while they were read.
     """
     if not isinstance(model, LlamaConfig):
         raise ModelError(
@@ -156,7 +156,7 @@ def load_adapter(
 def _adapted_modules(
     path: Path, names: frozenset[str], config: AdapterConfig, modules: Sequence[str]
 ) -> frozenset[str]:
-    """The modules that the file has matrices for: all that the config says, and no others."""
+    """The modules that the file has matrices for; must be exactly those of the config."""
     known = {_PREFIX + module + part: module for module in modules for part in (_A, _B)}
     if unknown := sorted(names - known.keys()):
         raise ModelError(
@@ -188,9 +188,9 @@ def _low_rank_map(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LowRankMap:
-    """One pair for a fused map: A one above the other `[R, K]`, B along a diagonal `[N, R]`.
+    """One pair for a fused map: the As stacked, `[R, K]`, the Bs on a diagonal, `[N, R]`.
 
-    An odd number of ranks gets one more, of zeros: our own kernel takes pairs.
+    R is made even with a rank of zeros: our own kernel takes pairs.
     """
     rank = config.rank
     num_ranks = rank * sum(module in adapted for module, _ in of.modules)
@@ -227,7 +227,7 @@ def _tensor(path: Path, file: Any, name: str, shape: tuple[int, int]) -> torch.T
 
 
 def _digest(directory: Path) -> bytes | None:
-    """Of both files; None: who reads them will say what is wrong."""
+    """SHA-256 of both files; None if one cannot be read: reading it later tells why."""
     digest = hashlib.sha256()
     try:
         for name in (CONFIG_FILE, _WEIGHTS_FILE):

@@ -1,9 +1,9 @@
-"""Which adapters a step's tokens have, and the layers of the model with what these add.
+"""Which adapters a step's tokens use, and the model's layers with their additions.
 
 Symbols: `T` tokens, `N` of one adapter, `K` input features of a map, `O` its output features.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from contract.arrays import Int64Array
 from gpu_worker.lora.adapter import (
     ATTENTION_OUTPUT,
     DOWN,
@@ -22,8 +23,6 @@ from gpu_worker.lora.adapter import (
 )
 from gpu_worker.memory.transfer import upload
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
-from gpu_worker.step.messages import Int64Array
-from gpu_worker.step.rows import Rows
 from gpu_worker.weights.linear import Linear
 from kernels.cpu.program.low_rank import RowAdapters
 
@@ -31,64 +30,65 @@ NO_ADAPTERS: Final[Mapping[int, Adapter]] = MappingProxyType({})
 
 
 class AdapterTable:
-    """A worker's adapters; changed between steps, by the thread that runs them.
+    """A worker's adapters, by number. Changed between steps, by the thread that runs them.
 
-    A row may outlive the scheduler's knowledge of it: one that is cancelled decodes until a step
-    releases it. So nobody but the table can tell when an adapter is of no more use.
+    A removed adapter stays until no row uses it: a cancelled row decodes until a step releases it,
+    so only the rows tell when an adapter is unused.
     """
 
-    def __init__(self, adapters: Mapping[int, Adapter], rows: Rows) -> None:
+    def __init__(
+        self, adapters: Mapping[int, Adapter], numbers_in_use: Callable[[], set[int]]
+    ) -> None:
         self._adapters = dict(adapters)
-        self._rows = rows
+        self._numbers_in_use = numbers_in_use
         self._leaving: set[int] = set()
 
     @property
     def by_number(self) -> Mapping[int, Adapter]:
-        """Those that rows may have, as they are at each moment."""
+        """A live view of the adapters."""
         return self._adapters
 
     def add(self, number: int, adapter: Adapter) -> None:
-        """Take one in, by a number that none has had."""
+        """Add an adapter, under a number never used before."""
         self._adapters[number] = adapter
 
     def remove(self, number: int) -> None:
-        """Let go of one as soon as no row has it; from now on no new one may."""
+        """Free an adapter as soon as no row uses it; new rows may not."""
         self._leaving.add(number)
         self.free_unused()
 
     def free_unused(self) -> None:
-        """Free those that go and that no row has; to be called when rows are released."""
-        if not self._leaving:  # as nearly always
+        """Free removed adapters that no row uses any more. Call it when rows are released."""
+        if not self._leaving:  # almost always
             return
-        used = set(self._rows.adapter[self._rows.is_used].tolist())
-        for number in self._leaving - used:
+        for number in self._leaving - self._numbers_in_use():
             self._leaving.remove(number)
             del self._adapters[number]
 
 
 NO_ADAPTER = 0
-"""What a row has instead of the number of an adapter: they count from 1."""
+"""A row's number without an adapter; adapters count from 1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tokens:
-    """The tokens of one adapter."""
+    """The tokens that use one adapter."""
 
     adapter: Adapter
     places: torch.Tensor | None
-    """int64[N]: among the step's tokens, ascending; None: it has them all."""
+    """int64[N]: indexes of the tokens, ascending; None: all tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAdapters:
-    """The adapters of a step's tokens; tokens that no adapter has are the model's alone."""
+    """The adapters of a step's tokens. Tokens without one get the plain model."""
 
     _tokens: tuple[_Tokens, ...]
     native: RowAdapters | None
-    """The same for a native decoder; None: it has no code for one of them."""
+    """The same for the native decoder; None if it has no code for one of them."""
 
     def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
-        """The layer of this index, with what the adapters add to its maps."""
+        """The layer at this index, with the adapters' additions to its maps."""
         mlp = layer.feed_forward
         if isinstance(mlp, GatedMlp):
             mlp = replace(
@@ -114,13 +114,13 @@ class StepAdapters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _AdaptedLinear:
-    """A linear map and what is added to some of its rows."""
+    """A linear map, with additions for some rows."""
 
     base: Linear
     added: Sequence[tuple[LowRankMap, torch.Tensor | None]]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`[T, K]` to `[T, O]`; a row's result depends on no other row."""
+        """`[T, K]` to `[T, O]`, row by row."""
         out = self.base(x)
         for low_rank, places in self.added:
             if places is None:
@@ -133,18 +133,18 @@ class _AdaptedLinear:
 def step_adapters(
     numbers: Int64Array, adapters: Mapping[int, Adapter], device: torch.device
 ) -> StepAdapters | None:
-    """Group a step's tokens by their adapters; nothing here waits for the device.
+    """Group a step's tokens by adapter, without waiting for the device.
 
     Args:
-        numbers: int64[T]: of each token the number of its adapter, or `NO_ADAPTER`; empty if there
-            are none.
-        adapters: all of the worker's, by their numbers.
-        device: where the tokens are.
+        numbers: int64[T], each token's adapter number or `NO_ADAPTER`; empty if there are no
+            adapters.
+        adapters: All adapters of the worker, by number.
+        device: Where the tokens are.
 
     Returns:
-        None if no token has one.
+        None if no token has an adapter.
     """
-    if not numbers.any():  # as in every step of a worker without adapters
+    if not numbers.any():  # always so on a worker without adapters
         return None
     used = [number for number in np.unique(numbers).tolist() if number != NO_ADAPTER]
     native = _native(numbers, {number: adapters[number] for number in used})

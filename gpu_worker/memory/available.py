@@ -5,13 +5,13 @@ from pathlib import Path
 import torch
 
 _UNKNOWN_BYTES = 2 * 1024**3
-"""Assumed where the system tells nothing."""
+"""Assumed if the system reports nothing."""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take, as far as the system tells."""
+    """Memory that this process may still take, by the machine and its control group."""
     bounds = []
     if (available := _meminfo().get("MemAvailable")) is not None:
         bounds.append(available)
@@ -22,14 +22,14 @@ def available_bytes() -> int:
 
 
 def device_available_bytes(device: torch.device) -> int:
-    """Memory that the device has left; a CPU's is the process's."""
+    """Free memory of the device; for a CPU, what the process may still take."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_bytes()
 
 
 def device_total_bytes(device: torch.device) -> int:
-    """Memory that the device has in all; a CPU's is what the machine lets the process have."""
+    """Total memory of the device; for a CPU, what machine and control group allow the process."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     bounds = []
@@ -42,10 +42,10 @@ def device_total_bytes(device: torch.device) -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Of what counts as used: files' pages that the system drops when somebody needs room.
+    """Page cache that counts as used but is dropped when memory is needed.
 
-    Those used lately that nobody maps are among them: else a cache that fills up would look like
-    memory that gets short.
+    Includes recently used pages that are not mapped: otherwise a growing page cache would look like
+    memory getting short.
     """
     stat = _CGROUP / "memory.stat"
     lines = stat.read_text().splitlines() if stat.exists() else []
@@ -55,7 +55,7 @@ def _reclaimable_bytes() -> int:
 
 
 def _meminfo() -> dict[str, int]:
-    """What the kernel tells of the machine's memory, in bytes."""
+    """The fields of /proc/meminfo, in bytes; empty if there is none."""
     if not _MEMINFO.exists():
         return {}
     fields = (line.split(":") for line in _MEMINFO.read_text().splitlines())

@@ -1,8 +1,8 @@
-"""Memory that grows and shrinks at its end while its addresses stay: mapped by chunk.
+"""Memory that grows and shrinks at its end while its addresses stay, mapped in chunks.
 
-A range of addresses is reserved once, for the most that there may ever be. Behind it memory is
-mapped, and given back, chunk by chunk from its beginning. So views, and the pointers that captured
-graphs have, are good for as long as what they are used for is within the present size.
+A range of addresses is reserved once, for the largest size. Memory behind it is mapped and unmapped
+chunk by chunk, from its beginning. So views, and the pointers in captured graphs, stay valid for
+everything within the current size.
 """
 
 import contextlib
@@ -18,39 +18,39 @@ import torch
 
 
 class OutOfMemoryError(Exception):
-    """There is no memory for the chunks that were to be mapped; none of them is. Says numbers."""
+    """There is no memory for the chunks; none is mapped. The message has the sizes."""
 
 
 class Chunks(Protocol):
-    """A reserved range of addresses, and what is mapped behind it, in chunks of one size."""
+    """A reserved range of addresses, mapped in chunks of one size."""
 
     chunk_bytes: int
 
     def map(self, first: int, count: int) -> None:
-        """Map chunks [first, first + count), none of which is mapped; they are zero.
+        """Map chunks [first, first + count), zeroed. None of them may be mapped.
 
         Raises:
             OutOfMemoryError: None of them is mapped.
         """
 
     def unmap(self, first: int, count: int) -> None:
-        """Give mapped chunks back. Their contents are lost; nothing may be using them."""
+        """Unmap chunks. Their contents are lost; nothing may be using them."""
 
     def view(self) -> torch.Tensor:
-        """uint8[N] over the whole range, of which chunk 0 is mapped; good until `close`."""
+        """uint8[N] over the whole range; chunk 0 must be mapped. Valid until `close`."""
 
     def close(self) -> None:
-        """Give up the range, of which nothing is mapped."""
+        """Release the range. Nothing may be mapped."""
 
 
 class ElasticMemory:
-    """The first `num_bytes` of a range. One thread calls everything here."""
+    """The first `num_bytes` of a range. Called from one thread."""
 
     def __init__(self, chunks: Chunks, num_bytes: int) -> None:
         """Map `num_bytes`, at least 1, zeroed.
 
         Raises:
-            OutOfMemoryError: They are not there; the range is given up.
+            OutOfMemoryError: There is no room; the range is released.
         """
         self.num_bytes = num_bytes
         self._chunks = chunks
@@ -60,27 +60,27 @@ class ElasticMemory:
             chunks.close()
             raise
         self.bytes = chunks.view()
-        """uint8[N] over the whole range; behind `num_bytes` there is nothing to read or write."""
+        """uint8[N] over the whole range; only the first `num_bytes` may be read or written."""
 
     def resize(self, num_bytes: int) -> None:
-        """Have `num_bytes`, at least 1; what there is more than before is zero.
+        """Resize to `num_bytes`, at least 1; new bytes are zero.
 
-        On a GPU the device must have ended all work on what goes.
+        On a GPU, all work on the memory that goes must have ended.
 
         Raises:
-            OutOfMemoryError: They are not there; it is as before.
+            OutOfMemoryError: There is no room. Nothing has changed.
         """
         before, after = self._num_chunks(self.num_bytes), self._num_chunks(num_bytes)
         if after > before:
             self._chunks.map(before, after - before)
         elif after < before:
             self._chunks.unmap(after, before - after)
-        # The last chunk of before may hold what was beyond the end.
+        # The last chunk may hold stale bytes past the old end.
         self.bytes[self.num_bytes : min(num_bytes, before * self._chunks.chunk_bytes)] = 0
         self.num_bytes = num_bytes
 
     def close(self) -> None:
-        """Give all of it back, the addresses too: no view may be used any more."""
+        """Free everything, addresses included. Views must not be used any more."""
         self._chunks.unmap(0, self._num_chunks(self.num_bytes))
         self._chunks.close()
 
@@ -89,19 +89,22 @@ class ElasticMemory:
 
 
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
-"""The range is not memory: a system that counts what it has promised need not count it."""
+"""Reserves addresses only, which overcommit accounting need not count."""
 _HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _SMALL: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)
 
 
 class CpuChunks:
-    """`elastic_memory.Chunks` over an anonymous map.
+    """CPU memory: `Chunks` over an anonymous map.
 
-    A chunk that is unmapped holds zeros: its pages are the system's again. To write to one would
-    take them anew, which nothing here can prevent.
+    The pages of an unmapped chunk go back to the system; it reads as zeros. Writing to it would
+    take pages again, which nothing here prevents.
 
-    What is mapped is on huge pages where the system has them: attention reads blocks from all over
-    the pool, and finding out where small pages are takes a tenth of its time.
+    The initial chunks get pages as they are used. Chunks mapped later are touched at once, so that
+    others who ask what memory is left do not count it.
+
+    Mapped chunks are on huge pages where the system has them: attention reads blocks from all over
+    the pool, and looking up small pages takes a tenth of its time.
     """
 
     chunk_bytes = mmap.PAGESIZE
@@ -109,11 +112,11 @@ class CpuChunks:
     def __init__(self, max_bytes: int, available_bytes: Callable[[], int]) -> None:
         """Reserve addresses for at least `max_bytes`.
 
-        `available_bytes` says what the process may still take: more is not mapped, but for the
-        chunks that come first, which are what the operator asked for.
+        `available_bytes` returns what the process may still take. More is not mapped, except for
+        the initial chunks, which the operator asked for.
 
         Raises:
-            OutOfMemoryError: The system does not let the process have as many addresses.
+            OutOfMemoryError: The system refuses that many addresses.
         """
         self._available_bytes = available_bytes
         num_bytes = -(-max_bytes // self.chunk_bytes) * self.chunk_bytes
@@ -141,36 +144,36 @@ class CpuChunks:
     def unmap(self, first: int, count: int) -> None:
         """See `Chunks`."""
         start, num_bytes = first * self.chunk_bytes, count * self.chunk_bytes
-        self._advise(_SMALL, start, num_bytes)  # or the system might join these to one that is used
+        self._advise(_SMALL, start, num_bytes)  # else it may become part of a huge page
         self._memory.madvise(mmap.MADV_DONTNEED, start, num_bytes)
 
     def _advise(self, advice: int | None, start: int, num_bytes: int) -> None:
-        """Say which pages suit a range; a system need not know any."""
+        """Advise the system about a range; it may not support the advice."""
         if advice is not None:
             with contextlib.suppress(OSError):
                 self._memory.madvise(advice, start, num_bytes)
 
     def view(self) -> torch.Tensor:
-        """See `Chunks`; the tensor keeps the map."""
+        """See `Chunks`. The tensor keeps the map alive."""
         return torch.from_numpy(np.frombuffer(self._memory, np.uint8))
 
     def close(self) -> None:
-        """Leave the map to the last view of it."""
+        """The map is freed with the last view of it."""
 
 
 _CHUNK_BYTES = 32 * 1024**2
-"""Of a whole GPU that is thousands of calls, not tens of thousands; finer nobody needs it."""
+"""Thousands of calls for a whole GPU, not tens of thousands; finer steps are of no use."""
 
 
 class VirtualMemoryError(Exception):
-    """The driver cannot be had, or has refused a call that has nothing to do with room."""
+    """The driver is missing, or refused a call for a reason other than lack of memory."""
 
 
 def load_driver() -> Any:
-    """Import the driver's calls.
+    """Import `cuda.bindings.driver` of cuda-bindings, which torch for CUDA brings along.
 
     Raises:
-        VirtualMemoryError: They are not installed.
+        VirtualMemoryError: The package is not installed.
     """
     try:
         return importlib.import_module("cuda.bindings.driver")
@@ -181,7 +184,12 @@ def load_driver() -> Any:
 
 
 class CudaChunks:
-    """`elastic_memory.Chunks` of one GPU, whose context is current on every thread that calls."""
+    """GPU memory, by the driver's calls for virtual memory.
+
+    A chunk's memory is created, mapped, made accessible and zeroed; its handle is released at once,
+    because the mapping keeps the memory: unmapping frees it. The device's context must be current
+    on every calling thread.
+    """
 
     def __init__(
         self, driver: Any, device: torch.device, max_bytes: int, chunk_bytes: int = _CHUNK_BYTES
@@ -189,7 +197,7 @@ class CudaChunks:
         """Reserve addresses for at least `max_bytes`; a chunk has at least `chunk_bytes`.
 
         Raises:
-            VirtualMemoryError: The device has no virtual memory, or no addresses.
+            VirtualMemoryError: The device has no virtual memory, or no addresses left.
         """
         self._driver = driver
         self._device = device
@@ -211,7 +219,7 @@ class CudaChunks:
         """See `Chunks`.
 
         Raises:
-            VirtualMemoryError: The driver refuses; none of them is mapped either.
+            VirtualMemoryError: The driver refuses. None of them is mapped.
         """
         mapped = first
         try:
@@ -227,8 +235,8 @@ class CudaChunks:
         """See `Chunks`.
 
         Raises:
-            AcceleratorError: The driver refuses. What is mapped now nobody knows, so the process
-                is of no more use than after any other failure of the device.
+            AcceleratorError: The driver refuses. What is mapped is then unknown, so the process is
+                as useless as after any other device failure.
         """
         try:
             for chunk in reversed(range(first, first + count)):
@@ -265,7 +273,7 @@ class CudaChunks:
             raise
 
     def _create(self) -> Any:
-        """Create a chunk's memory; if there is none, of what torch keeps for itself."""
+        """Create a chunk's memory; if there is none, free torch's cache and try again."""
         for can_wait in (True, False):
             error, handle = self._driver.cuMemCreate(self.chunk_bytes, self._place, 0)
             if error != self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -282,7 +290,7 @@ class CudaChunks:
         return at
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Make a call of the driver's; its first value, if it has any."""
+        """Call the driver; returns its first value, if any."""
         error, *values = getattr(self._driver, name)(*args)
         self._check(name, error)
         return values[0] if values else None

@@ -1,59 +1,52 @@
-"""How short memory is, by how much of it can still be had. Needs no torch, as the server does not.
+"""Memory pressure: how short memory is, by how much can still be had. Needs no torch.
 
-A level that is worse counts at once. A better one counts when every reading of a while was better:
-what is done about a level changes what is read, and must not be undone by the first sign of that.
+A worse level counts at once. A better one counts after several better readings in a row: reacting
+to a level changes the readings, and must not be undone by the first of them.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
+from contract.info import MemoryLevel
+
 _NUM_CALM = 5
-"""Readings, each better than the level, after which it is left."""
+"""Better readings in a row that lower the level."""
 _WARNING_SHARE = 0.03
 _CRITICAL_SHARE = 0.01
 
 
-class Level(Enum):
-    """How short memory is; the numbers are those of the metric."""
-
-    OK = 0
-    WARNING = 1
-    CRITICAL = 2
-
-
 class WatchedMemory(Protocol):
-    """What is asked for the level; from any thread."""
+    """Reports the level; from any thread."""
 
     @property
-    def level(self) -> Level | None:
-        """How short memory is; None: it is not watched."""
+    def level(self) -> MemoryLevel | None:
+        """How short memory is; None if it is not watched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Shares of all memory; if less than that can be had, it is short."""
+    """Shares of total memory below which memory is short."""
 
     warning: float
     critical: float
 
-    def level(self, available: int, total: int) -> Level:
-        """Return what `available` of `total` bytes are."""
+    def level(self, available: int, total: int) -> MemoryLevel:
+        """The level of `available` out of `total` bytes."""
         if available < self.critical * total:
-            return Level.CRITICAL
-        return Level.WARNING if available < self.warning * total else Level.OK
+            return MemoryLevel.CRITICAL
+        return MemoryLevel.WARNING if available < self.warning * total else MemoryLevel.OK
 
 
 def choose_thresholds(
     warning: float | None, critical: float | None, available: int, total: int
 ) -> Thresholds:
-    """Take what the operator says; else 3 % and 1 %, or less on a device that is full by plan.
+    """The operator's thresholds; else 3 % and 1 %, or less on a device that is full by plan.
 
     Args:
-        warning: Share of all memory; None: nobody says. At least that of `critical`.
-        critical: Likewise; at most that of `warning`.
-        available: Bytes that can be had when the worker is ready. A level that the planned use
-            brings about, with half of this still there, would be none to act on.
+        warning: Share of total memory, at least `critical`; None: not set.
+        critical: Share of total memory, at most `warning`; None: not set.
+        available: Bytes that can be had when the worker is ready. Using half of that is planned
+            use, and must not count as pressure.
         total: All bytes.
     """
     at_first = available / total if total else 0.0
@@ -65,14 +58,14 @@ def choose_thresholds(
 
 
 class LevelMeter:
-    """Follows the readings of one memory."""
+    """Turns readings into a level, with hysteresis."""
 
     def __init__(self) -> None:
-        self.level = Level.OK
-        self._calm: list[Level] = []  # the last readings, as long as each was better
+        self.level = MemoryLevel.OK
+        self._calm: list[MemoryLevel] = []  # the last readings in a row better than the level
 
-    def take(self, read: Level) -> Level:
-        """Take one more reading; return the level, which may have changed."""
+    def take(self, read: MemoryLevel) -> MemoryLevel:
+        """Add a reading; returns the level, which may have changed."""
         if read.value >= self.level.value:
             self.level, self._calm = read, []
             return self.level

@@ -1,4 +1,4 @@
-"""Brings a step's host arrays to the device in one copy."""
+"""Copies between host and device: arrays to the device in one copy, and results back."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,20 +11,21 @@ _ALIGN_BYTES = 16
 
 
 def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Tensors on `device` with the contents of `arrays`, dtype and shape included.
+    """Copy `arrays` to `device`: tensors of the same contents, dtypes and shapes.
 
-    On CUDA the arrays travel together through pinned memory and the caller does not wait; torch
-    keeps that memory until the copy is done. On CPU the tensors share the arrays' memory.
+    On CUDA the arrays travel together through pinned memory, and the caller does not wait; torch
+    keeps that memory until the copy is done. On a CPU the tensors share the arrays' memory.
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    return _upload_together(arrays, device, pin=True)
+    packed, starts = _pack(arrays, pin=True)
+    return _views(packed.to(device, non_blocking=True), arrays, starts)
 
 
 def upload_into(buffer: torch.Tensor, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-    """As `upload`, into the beginning of `buffer`, uint8[*] on a device: views of it.
+    """As `upload`, to the beginning of `buffer`, uint8[*] on a device. Returns views of it.
 
-    Where an array goes follows from the shapes and dtypes of it and those before it.
+    An array's address depends only on the shapes and dtypes of itself and those before it.
     """
     packed, starts = _pack(arrays, pin=buffer.is_cuda)
     on_device = buffer[: len(packed)]
@@ -33,15 +34,8 @@ def upload_into(buffer: torch.Tensor, arrays: Sequence[npt.NDArray[Any]]) -> lis
 
 
 def packed_bytes(arrays: Sequence[npt.NDArray[Any]]) -> int:
-    """How much of a buffer `upload_into` takes."""
+    """Bytes of a buffer that `upload_into` needs."""
     return _starts(arrays)[-1]
-
-
-def _upload_together(
-    arrays: Sequence[npt.NDArray[Any]], device: torch.device, *, pin: bool
-) -> list[torch.Tensor]:
-    packed, starts = _pack(arrays, pin=pin)
-    return _views(packed.to(device, non_blocking=True), arrays, starts)
 
 
 def _pack(arrays: Sequence[npt.NDArray[Any]], *, pin: bool) -> tuple[torch.Tensor, Sequence[int]]:
@@ -54,7 +48,7 @@ def _pack(arrays: Sequence[npt.NDArray[Any]], *, pin: bool) -> tuple[torch.Tenso
 
 
 def _starts(arrays: Sequence[npt.NDArray[Any]]) -> list[int]:
-    """Where each begins, and the end of all."""
+    """Byte offsets of the arrays, then the total size."""
     starts = [0]
     for array in arrays:
         starts.append(starts[-1] + -(-array.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES)
@@ -74,8 +68,29 @@ def _torch_dtype(array: npt.NDArray[Any]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, array.dtype)).dtype
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to memory whose content is there when the stream has come so far."""
+class Download:
+    """Tensors on their way to the host, without waiting for the device; on a CPU there at once."""
+
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        """Start the copies, behind all work enqueued before."""
+        self._tensors = [_to_host(tensor) for tensor in tensors]
+        self._arrived: torch.cuda.Event | None = None
+        if tensors[0].is_cuda:
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> list[npt.NDArray[Any]]:
+        """The tensors' values, once all have arrived; any thread may call it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return [tensor.numpy() for tensor in self._tensors]
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

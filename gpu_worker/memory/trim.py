@@ -1,4 +1,4 @@
-"""Gives memory that nothing holds any more back to the system, and to a device."""
+"""Returns freed memory to the system and to the device."""
 
 import contextlib
 import ctypes
@@ -10,25 +10,25 @@ import torch
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""As malloc.h has them."""
+"""mallopt parameters, as in malloc.h."""
 _TRIM_AT_ONCE: Final = 128 * 1024
 _MOST_KEPT: Final = 64 * 1024**2
 _MOST_NOT_MAPPED: Final = 32 * 1024**2
-"""What glibc's own adaptation of the two comes to as large tensors are freed."""
+"""What glibc's own adaptation of both arrives at as large tensors are freed."""
 
 
 def begin_release() -> None:
-    """Let what is freed from here on, until `release_memory`, be the system's at once.
+    """Make memory freed from here on, until `release_memory`, go back to the system at once.
 
-    Each of the allocator's arenas would keep its end, and `malloc_trim` trims but the first one's.
+    Each malloc arena would keep its end, and `malloc_trim` only trims the first arena.
     """
     _set_malloc(_M_TRIM_THRESHOLD, _TRIM_AT_ONCE)
 
 
 def release_memory() -> None:
-    """Free what is garbage, and have the allocators let go of what is free.
+    """Collect garbage, then make the allocators release their free memory.
 
-    What the process was started with is garbage now, too, though it was left to no collection.
+    Unfreezes first: objects frozen at the start may be garbage now.
     """
     WEIGHT_MEMORY.begin_region()
     gc.unfreeze()
@@ -36,7 +36,7 @@ def release_memory() -> None:
     gc.freeze()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError):  # a system whose C library has none
+    with contextlib.suppress(OSError, AttributeError):  # the C library may lack it
         ctypes.CDLL(None).malloc_trim(0)
     _set_malloc(_M_TRIM_THRESHOLD, _MOST_KEPT)
     _set_malloc(_M_MMAP_THRESHOLD, _MOST_NOT_MAPPED)

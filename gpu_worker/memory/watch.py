@@ -1,7 +1,7 @@
-"""Watches the memory of a worker's device, beside its steps; tells when it gets short.
+"""Watches the memory of the worker's device, beside its steps, and reports when it gets short.
 
-Of a GPU as its driver and torch's allocator see it, of a CPU as the machine and the process's
-control group do.
+A GPU's memory as its driver and torch's allocator report it; a CPU's as the machine and the
+process's control group do.
 """
 
 import threading
@@ -11,9 +11,10 @@ from typing import Protocol
 import structlog
 import torch
 
+from contract.info import MemoryLevel
 from gpu_worker import metrics
 from gpu_worker.memory.available import device_available_bytes, device_total_bytes
-from gpu_worker.memory.level import Level, LevelMeter, choose_thresholds
+from gpu_worker.memory.level import LevelMeter, choose_thresholds
 
 _INTERVAL_S = 1.0
 
@@ -22,38 +23,38 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """In bytes."""
+    """A reading, in bytes."""
 
     total: int
     free: int
-    """What the driver has to give, to this process or another; of a CPU what the system has."""
+    """What the driver can still give to any process; for a CPU, what the process may still take."""
     reserved: int
-    """What torch has of it."""
+    """Reserved by torch's allocator."""
     allocated: int
-    """What of that tensors have."""
+    """Part of `reserved` that tensors use."""
     split: int
-    """What of it is free between tensors: to be reused, but not to be given back."""
+    """Part of `reserved` that is free between tensors: reusable, but cannot be released."""
 
     @property
     def available(self) -> int:
-        """What this process can still have, in pieces of whatever size."""
+        """What this process can still have, in pieces of any size."""
         return self.free + self.reserved - self.allocated
 
     @property
     def fragmentation(self) -> float:
-        """The share of what torch has that is free between tensors."""
+        """Share of `reserved` that is free between tensors."""
         return self.split / self.reserved if self.reserved else 0.0
 
 
 class Driver(Protocol):
-    """What is asked."""
+    """Reads a device's memory."""
 
     def read(self) -> DeviceMemory:
-        """The memory as it is now; any thread may call it."""
+        """A reading. Thread-safe."""
 
 
 class CudaDriver:
-    """The driver of a device, and torch's allocator on it."""
+    """A GPU's driver, and torch's allocator on it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,7 +73,7 @@ class CudaDriver:
 
 
 class CpuSystem:
-    """What the machine, or the control group of this process, lets it have."""
+    """What machine and control group allow this process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,7 +88,7 @@ class CpuSystem:
 def watch_device(
     device: torch.device, warning_share: float | None, critical_share: float | None
 ) -> "MemoryMonitor":
-    """Begin to watch a device that is ready to serve; `choose_thresholds` has the shares."""
+    """Start watching a device that is ready to serve; for the shares see `choose_thresholds`."""
     driver = CudaDriver(device) if device.type == "cuda" else CpuSystem(device)
     monitor = MemoryMonitor(driver, warning_share, critical_share)
     monitor.start()
@@ -95,7 +96,7 @@ def watch_device(
 
 
 class MemoryMonitor:
-    """Has the level, tells metrics what there is, and the log when the level changes."""
+    """Keeps the level; writes metrics, and logs changes of the level."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class MemoryMonitor:
         warning_share: float | None = None,
         critical_share: float | None = None,
     ) -> None:
-        """Look what there is, by which thresholds that are not given are chosen."""
+        """Take a first reading, from which unset thresholds are chosen."""
         self._driver = driver
         first = driver.read()
         self._thresholds = choose_thresholds(
@@ -114,12 +115,12 @@ class MemoryMonitor:
         self._stopped = threading.Event()
 
     @property
-    def level(self) -> Level | None:
-        """How short memory is, as of the last look; None: it is watched no more."""
+    def level(self) -> MemoryLevel | None:
+        """The level at the last reading; None if watching has failed."""
         return None if self._has_failed else self._meter.level
 
-    def check(self) -> Level:
-        """Look once."""
+    def check(self) -> MemoryLevel:
+        """Take a reading."""
         seen = self._driver.read()
         kinds = {
             "total": seen.total,
@@ -134,7 +135,7 @@ class MemoryMonitor:
         level = self._meter.take(self._thresholds.level(seen.available, seen.total))
         metrics.DEVICE_MEMORY_LEVEL.set(level.value)
         if level is not before:
-            tell = _log.info if level is Level.OK else _log.warning
+            tell = _log.info if level is MemoryLevel.OK else _log.warning
             tell(
                 "device memory",
                 level=level.name,
@@ -146,21 +147,21 @@ class MemoryMonitor:
         return level
 
     def start(self) -> None:
-        """Look every second, on a thread that ends with the process at the latest."""
+        """Take a reading every second, on a daemon thread."""
         threading.Thread(target=self.run, name="device-memory", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more; as long as nobody does, memory counts as enough."""
+        """Stop; the metric then says that memory is enough."""
         self._stopped.set()
-        metrics.DEVICE_MEMORY_LEVEL.set(Level.OK.value)
+        metrics.DEVICE_MEMORY_LEVEL.set(MemoryLevel.OK.value)
 
     def run(self) -> None:
-        """Look until it cannot be done, or `stop`."""
+        """Take readings until one fails, or `stop`."""
         try:
             while not self._stopped.is_set():
                 self.check()
                 self._stopped.wait(_INTERVAL_S)
-        except (RuntimeError, OSError, ValueError) as error:  # a device's failure the steps tell
+        except (RuntimeError, OSError, ValueError) as error:  # steps report a device's failure
             self._has_failed = True
-            metrics.DEVICE_MEMORY_LEVEL.set(Level.OK.value)  # as nothing is known
-            _log.warning("device memory is watched no more", error=str(error))
+            metrics.DEVICE_MEMORY_LEVEL.set(MemoryLevel.OK.value)
+            _log.warning("stopped watching device memory", error=str(error))

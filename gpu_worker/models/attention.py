@@ -1,4 +1,4 @@
-"""Attention of one layer over the paged KV pool, for a batch of decodes and prefill chunks.
+"""The interface of a decoder, and paged attention of one layer for decodes and prefill chunks.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `M` blocks of
 the longest block table, `H` query heads, `HKV` kv heads, `D` head dim.
@@ -6,6 +6,7 @@ the longest block table, `H` query heads, `HKV` kv heads, `D` head dim.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import torch
 
@@ -16,28 +17,28 @@ from kernels import ops
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """Where the tokens of one step are and what they may look at; the same for every layer.
+    """Where a step's tokens are and what they attend to; the same for every layer.
 
-    Sequences are ordered: the first `num_decodes` have exactly one token each in this step, the
-    rest are chunks of any length. So the first `num_decodes` tokens are the decodes' tokens.
+    The first `num_decodes` sequences have exactly one token each in this step, the rest are chunks
+    of any length. So the first `num_decodes` tokens belong to the decodes.
     """
 
     slot_mapping: torch.Tensor
     """int64[T]: `block * block_size + offset` of each token's K and V, or `kernels.PAD_SLOT`."""
     block_tables: torch.Tensor
-    """int32[S, M]: the blocks of each sequence in order; those past its `seq_len` are not read."""
+    """int32[S, M]: each sequence's blocks in order; entries past its `seq_len` are not read."""
     seq_lens: torch.Tensor
-    """int32[S]: tokens of each sequence with this step's included."""
+    """int32[S]: tokens of each sequence, this step's included."""
     query_start_loc: torch.Tensor
     """int32[S + 1]: where each sequence's tokens start in this step; the last entry is the end."""
     max_query_len: int
     """The longest chunk of this step, in tokens."""
     num_decodes: int
-    """How many sequences, from the first, have one token."""
+    """Sequences, from the first, with one token."""
     wanted: "WantedTokens | None" = None
-    """The tokens whose final hidden states are wanted; None: all."""
+    """Tokens whose final hidden states are wanted; None: all."""
     adapters: StepAdapters | None = None
-    """What LoRA adapters add for some of the tokens; None: nothing."""
+    """LoRA adapters of the tokens; None if no token has one."""
 
     @property
     def num_wanted(self) -> int:
@@ -45,7 +46,7 @@ class AttentionMetadata:
         return len(self.slot_mapping if self.wanted is None else self.wanted.places)
 
     def select(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of something of each token, `[T, ...]`, that of the wanted ones in order: `[N, ...]`."""
+        """Select the wanted tokens' values: `[T, ...]` to `[N, ...]`."""
         return hidden if self.wanted is None else hidden.index_select(0, self.wanted.places)
 
     @cached_property
@@ -67,15 +68,31 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedTokens:
-    """The last tokens of each sequence in a step, or none: only their hidden states are wanted.
+    """The last tokens of each sequence (perhaps none), whose hidden states are wanted.
 
-    The last layer stores K and V of all tokens; what comes after that, only these need.
+    The last layer stores K and V of all tokens; everything after that is for these only.
     """
 
     places: torch.Tensor
-    """int64[N]: among the step's tokens, ascending."""
+    """int64[N]: indexes into the step's tokens, ascending."""
     metadata: AttentionMetadata
-    """The same sequences with these tokens alone; some may have none."""
+    """The same sequences with only these tokens; some may have none."""
+
+
+class Decoder(Protocol):
+    """A model of any family, as `registry.open_model` loads it."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: Any,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Hidden states `[N, E]` of the N wanted tokens; stores all tokens' K and V in the pool."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32[S, V] from hidden states `[S, E]`."""
 
 
 def paged_attention(
@@ -97,13 +114,13 @@ def paged_attention(
         query: `[T, H, D]`, rotated.
         key: `[T, HKV, D]`, rotated.
         value: `[T, HKV, D]`.
-        pool: written at `metadata.slot_mapping`; earlier tokens' K and V are there already.
-        layer: which layer of the pool.
-        metadata: the batch.
-        scale: multiplies the scores, usually `D ** -0.5`.
-        window: how many tokens a token sees, itself included; None for all before it.
-        softcap: scores s become `softcap * tanh(s / softcap)`, after `scale`.
-        sinks: float32[H], one more score per head that joins the softmax's denominator only.
+        pool: Written at `metadata.slot_mapping`; holds earlier tokens' K and V.
+        layer: Layer of the pool.
+        metadata: The batch.
+        scale: Multiplies the scores, usually `D ** -0.5`.
+        window: Tokens that a token sees, itself included; None: all before it.
+        softcap: Scores s become `softcap * tanh(s / softcap)`, after `scale`.
+        sinks: float32[H], an extra score per head, in the softmax's denominator only.
 
     Returns:
         `[T, H * D]` in `query`'s dtype.
@@ -147,7 +164,7 @@ def attend(
     key_scales, value_scales = pool.key_scales(layer), pool.value_scales(layer)
     num_decodes, prefill = metadata.num_decodes, metadata.prefill
     if len(query) == num_decodes:
-        prefill = None  # of those chunks no token is among the wanted
+        prefill = None  # no chunk has wanted tokens
     parts = []
     if num_decodes:
         parts.append(

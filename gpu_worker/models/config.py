@@ -1,4 +1,4 @@
-"""What the worker must know of any model, parsed from the `config.json` of a model directory."""
+"""What the worker needs to know of any model, parsed from `config.json`."""
 
 from dataclasses import dataclass
 
@@ -9,34 +9,34 @@ from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder, as everything but the model itself sees it.
+    """A decoder, as seen by everything but the model itself.
 
-    A family's own config derives from it and adds what its model is built from.
+    A family's config derives from it and adds what its model is built from.
     """
 
     architecture: str
     """As in `architectures` of config.json, such as "LlamaForCausalLM"."""
     vocab_size: int
     max_model_len: int
-    """The most tokens a sequence may have."""
+    """Most tokens of a sequence."""
     num_layers: int
-    """Layers that attend: each has keys and values in the KV pool."""
+    """Layers with attention: each has keys and values in the KV pool."""
     num_kv_heads: int
-    """Of every layer."""
+    """In every layer."""
     head_dim: int
     """Of keys and of values, in every layer."""
     eos_token_ids: tuple[int, ...]
-    """Of config.json and generation_config.json together; may be empty."""
+    """From config.json and generation_config.json; may be empty."""
     dtype: torch.dtype
     """Of the checkpoint; float32 if config.json does not say."""
 
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-"""The number formats a model can run in, by the name that config.json and flags use."""
+"""Number formats a model can run in, by the names that config.json and flags use."""
 
 
 def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
-    """The number format that a flag asks for: one of `DTYPES`, or "auto" for the checkpoint's."""
+    """The number format of a flag: one of `DTYPES`, or "auto" for the checkpoint's."""
     if name == "auto":
         return config.dtype
     if name not in DTYPES:
@@ -45,7 +45,7 @@ def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
 
 
 def read_architecture(fields: JsonFields) -> str:
-    """The one name in `architectures`."""
+    """The only name in `architectures`."""
     names = fields.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.error("architectures", "must be a list of one name")
@@ -53,10 +53,10 @@ def read_architecture(fields: JsonFields) -> str:
 
 
 def read_model_config(fields: JsonFields) -> ModelConfig:
-    """Parse a config.json, and generation_config.json beside it, by the names most families use.
+    """Parse config.json, and generation_config.json beside it, by the names that most families use.
 
     Raises:
-        ModelError: a file or field is missing or malformed.
+        ModelError: A file or field is missing or malformed.
     """
     hidden_size = fields.positive_int("hidden_size")
     num_heads = fields.positive_int("num_attention_heads")
@@ -76,7 +76,7 @@ def read_model_config(fields: JsonFields) -> ModelConfig:
 
 
 def read_eos_token_ids(fields: JsonFields) -> tuple[int, ...]:
-    """The end tokens of config.json and of generation_config.json beside it."""
+    """The end tokens of config.json, and of generation_config.json beside it."""
     ids = fields.int_list("eos_token_id")
     generation_config = fields.path.with_name("generation_config.json")
     if generation_config.exists():

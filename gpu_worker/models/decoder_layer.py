@@ -1,7 +1,7 @@
-"""The weights of one layer of a Llama-shaped decoder.
+"""The parts of one layer of a Llama-shaped decoder: norms, attention maps, MLP or experts.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I`
-intermediate size.
+intermediate size, `X` experts, `N` of them that a token takes.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatedMlp:
-    """The feed-forward part that every token takes, or one expert of several."""
+    """A gated feed-forward part; also one expert of several."""
 
     gate_up: Linear
     """E to 2 * I: gate, then up."""
@@ -51,7 +51,7 @@ class DecoderLayer:
     """E to (H + 2 * HKV) * D: queries, keys, values."""
     qk_norm: QkNorm | None
     window: int | None
-    """How many tokens a token sees, itself included; None for all before it."""
+    """Tokens that a token sees, itself included; None: all before it."""
     attention_output: Linear
     """H * D to E."""
     mlp_norm: torch.Tensor
@@ -61,7 +61,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """Experts and the router that chooses among them; it never changes."""
+    """A mixture of experts, as in Mixtral, and its router. Immutable."""
 
     router: Linear
     """E to X."""
@@ -74,8 +74,8 @@ class Experts:
         """`sum_n p_n expert_n(x)` over each token's N likeliest experts, whose p sum to 1.
 
         Tokens are grouped by expert, so that each expert in use runs once. A row's result does not
-        depend on the others: the sum is in the order of the row's own experts. Waits for the device
-        once, to learn how many tokens each expert has.
+        depend on other rows: the sum is in the order of the row's own experts. Waits for the device
+        once, to learn the number of tokens per expert.
 
         Args:
             x: `[T, E]`.

@@ -1,4 +1,4 @@
-"""One pre-norm decoder for the Llama-shaped families: Llama, Mistral, Mixtral, Qwen2, Qwen3.
+"""The decoder of the Llama-shaped families: Llama, Mistral, Mixtral, Qwen2, Qwen3.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
 heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `V` vocabulary.
@@ -27,22 +27,22 @@ from kernels.cpu.program.low_rank import RowAdapters
 
 
 @dataclass(frozen=True, eq=False)
-class Decoder:
-    """A language model; it never changes. Callers are in `torch.inference_mode()`."""
+class LlamaDecoder:
+    """A language model. Immutable. Callers are in `torch.inference_mode()`."""
 
     config: LlamaConfig
-    """Of what is here, if it is a part of a model on several devices."""
+    """Of this rank's part, if the model is on several devices."""
     embedding: torch.Tensor | None
-    """`[V, E]`; None: an earlier stage has it."""
+    """`[V, E]`; None if an earlier stage has it."""
     layers: tuple[DecoderLayer, ...]
     final_norm: torch.Tensor | None
-    """`[E]`; None: a later stage has it."""
+    """`[E]`; None if a later stage has it."""
     lm_head: Linear | None
-    """E to V; None: a later stage has it."""
+    """E to V; None if a later stage has it."""
     cos_sin: torch.Tensor
-    """float32 `[max_model_len, D]`, as `rotary_table` makes it."""
+    """float32 `[max_model_len, D]`, from `rotary_table`."""
     ranks: Ranks | None = None
-    """The other devices; None: there are none."""
+    """The other devices, if any."""
 
     def forward(
         self,
@@ -51,18 +51,18 @@ class Decoder:
         pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Compute one step's tokens, storing their K and V in `pool`.
+        """Compute a step's tokens, and store their K and V in `pool`.
 
         Args:
             token_ids: int64[T], in the order of `metadata`'s sequences.
             positions: int64[T], each token's index in its sequence, in [0, max_model_len); any of
                 these for padding.
-            pool: holds the K and V of every token before.
-            metadata: the batch.
+            pool: Holds the K and V of all earlier tokens.
+            metadata: The batch.
 
         Returns:
-            The final hidden states of `metadata.wanted`, normalized: `[N, E]`; before the last
-            stage, what this one has made of them.
+            The final, normalized hidden states of `metadata.wanted`, `[N, E]`; before the last
+            stage, the unnormalized ones of this stage.
         """
         if self.embedding is None:
             residual = self._others.receive(len(token_ids), self.layers[0].input_norm)
@@ -87,7 +87,7 @@ class Decoder:
             )
         eps = self.config.rms_norm_eps
         wanted = None if self.final_norm is None else metadata.wanted
-        out: torch.Tensor | None = None  # the branch that the next norm adds to the residual
+        out: torch.Tensor | None = None  # output of a branch, added by the next norm
         for index, plain_layer in enumerate(self.layers):
             layer = _adapted(index, plain_layer, metadata)
             if out is None:
@@ -115,9 +115,9 @@ class Decoder:
         return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Score the token after each of some final hidden states `[S, E]`; float32 `[S, V]`.
+        """Logits of the next token: final hidden states `[S, E]` to float32 `[S, V]`.
 
-        Before the last stage that is `[S, 0]`.
+        Before the last stage: `[S, 0]`.
         """
         if self.lm_head is None:
             return hidden[:, :0].float()
@@ -145,7 +145,7 @@ class Decoder:
         pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Store the tokens' K and V; their queries, rotated: `[T, H, D]`."""
+        """Store the tokens' K and V; returns their rotated queries, `[T, H, D]`."""
         config = self.config
         heads = layer.qkv(normed).view(
             -1, config.num_heads + 2 * config.num_kv_heads, config.head_dim
@@ -184,12 +184,12 @@ def _native_wanted(metadata: AttentionMetadata) -> NativeWanted | None:
     return NativeWanted(places, alone.query_start_loc, adapters)
 
 
-def build_llama(config: LlamaConfig, weights: Weights) -> Decoder:
-    """Build `weights.place`'s part of the decoder; raises what reading its tensors does."""
+def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
+    """Build the part of the decoder for `weights.place`; raises what reading tensors raises."""
     hidden, place = config.hidden_size, weights.place
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
     if config.tie_word_embeddings:
-        weights.ignore(r"lm_head\.weight")  # the embedding again, in some
+        weights.ignore(r"lm_head\.weight")  # a copy of the embedding, in some checkpoints
     layers = place.layers(config.num_layers)
     cos_sin = rotary_table(config.rope, config.head_dim, config.max_model_len)
     embedding = final_norm = lm_head = None
@@ -199,7 +199,7 @@ def build_llama(config: LlamaConfig, weights: Weights) -> Decoder:
     if place.is_last_stage:
         final_norm = weights.tensor("model.norm.weight", hidden)
         lm_head = weights.joined(_head(config, embedding, weights), config.vocab_size)
-    return Decoder(
+    return LlamaDecoder(
         config=split_llama_config(config, place),
         embedding=embedding,
         layers=decoder_layers,
@@ -211,7 +211,7 @@ def build_llama(config: LlamaConfig, weights: Weights) -> Decoder:
 
 
 def _head(config: LlamaConfig, embedding: torch.Tensor | None, weights: Weights) -> Linear:
-    """This rank's part of the map over the vocabulary."""
+    """This rank's part of the map to the vocabulary."""
     rows = weights.place.vocabulary(config.vocab_size)
     if config.tie_word_embeddings and embedding is not None:
         return weights.head(embedding[rows.start : rows.stop])
@@ -254,7 +254,7 @@ def _layer(config: LlamaConfig, index: int, weights: Weights) -> DecoderLayer:
 
 
 def _feed_forward(config: LlamaConfig, layer: str, weights: Weights) -> FeedForward:
-    """This rank's part of a sum."""
+    """This rank's part; the ranks' results are summed."""
     if config.experts is None:
         names = "gate_proj", "up_proj", "down_proj"
         return _gated_mlp(config, f"{layer}.mlp", names, weights)
@@ -265,7 +265,7 @@ def _experts(
     config: LlamaConfig, experts: ExpertsConfig, module: str, weights: Weights
 ) -> FeedForward:
     names = "w1", "w3", "w2"
-    # Never quantized: it is small, and other experts would be another model.
+    # Never quantized: it is small, and choosing other experts would make another model.
     router = weights.tensor(f"{module}.gate.weight", experts.num_experts, config.hidden_size)
     return Experts(
         router=make_linear(router, None),

@@ -1,4 +1,4 @@
-"""What a Llama-shaped model is: Llama, Mistral, Mixtral, Qwen2, Qwen3."""
+"""The configs of Llama-shaped models: Llama, Mistral, Mixtral, Qwen2, Qwen3."""
 
 from dataclasses import dataclass, replace
 
@@ -10,13 +10,13 @@ from gpu_worker.weights.json_fields import JsonFields
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig(ModelConfig):
-    """A decoder of these families; what differs between them is a field here."""
+    """A decoder of these families; their differences are fields here."""
 
     hidden_size: int
     num_heads: int
     """A multiple of `num_kv_heads`."""
     intermediate_size: int
-    """Of each expert, if there are any."""
+    """Of each expert, if there are experts."""
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
@@ -27,14 +27,14 @@ class LlamaConfig(ModelConfig):
     qk_norm: bool
     """Whether queries and keys are normalized per head before rotation."""
     windows: tuple[int | None, ...]
-    """Of each layer: how many tokens a token sees, itself included; None if all before it."""
+    """By layer: tokens that a token sees, itself included; None: all before it."""
     experts: "ExpertsConfig | None"
-    """None: every token takes the same feed-forward part."""
+    """None: no mixture of experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """A feed-forward part that is a mixture of experts."""
+    """A mixture of experts as the feed-forward part."""
 
     num_experts: int
     num_per_token: int
@@ -43,7 +43,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What an architecture implies where its config.json is silent, as `transformers` has it."""
+    """An architecture's defaults where config.json is silent, as in `transformers`."""
 
     qkv_bias: bool = False
     reads_attention_bias: bool = False
@@ -57,9 +57,9 @@ class _Family:
     has_window: bool = False
     """Whether `sliding_window` is read at all."""
     windows_by_layer: bool = False
-    """Whether a sliding window needs `use_sliding_window` and is for some layers only."""
+    """Whether the window needs `use_sliding_window` and applies to some layers only."""
     sliding_window: int | None = None
-    """The window where config.json does not mention any."""
+    """The window if config.json does not mention one."""
     has_experts: bool = False
 
 
@@ -88,7 +88,7 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
     """Parse a config.json of one of `LLAMA_ARCHITECTURES`.
 
     Raises:
-        ModelError: a file or field is missing, malformed, or asks for what is not supported.
+        ModelError: A file or field is missing, malformed, or asks for something unsupported.
     """
     family = _FAMILIES[read_architecture(fields)]
     activation = fields.get("hidden_act", default="silu")
@@ -124,10 +124,10 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
 
 
 def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
-    """What one rank of a group computes: its layers, its heads; the windows are those of all.
+    """The part of one rank: its layers and heads; `windows` still covers all layers.
 
     Raises:
-        ModelError: layers or heads cannot be shared out so.
+        ModelError: Layers or heads cannot be split so.
     """
     heads = place.share("num_attention_heads", config.num_heads)
     kv_heads = place.share_or_repeat("num_key_value_heads", config.num_kv_heads)
@@ -166,10 +166,10 @@ def _windows(fields: JsonFields, family: _Family, num_layers: int) -> tuple[int 
 
 
 def _layer_types(fields: JsonFields, num_layers: int) -> tuple[str, ...]:
-    """Of each layer: "sliding_attention" or "full_attention"."""
+    """By layer: "sliding_attention" or "full_attention"."""
     kinds = fields.get("layer_types")
     if kinds is None:
-        # Of transformers before 4.53: the layers from this one on have the window.
+        # Before transformers 4.53: layers from this one on have the window.
         first = fields.get("max_window_layers", default=28)
         if not isinstance(first, int):
             raise fields.error("max_window_layers", f"is {first!r}; it must be an integer")

@@ -1,11 +1,11 @@
-"""Hands a decoder's layers to native code, where a CPU has it for all of them."""
+"""Runs a decoder's layers in native code, if the CPU supports all of them."""
 
 import torch
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
 from gpu_worker.models.llama_config import LlamaConfig
-from kernels.cpu.program.caches import LayerCaches
+from kernels.cpu.fields import LayerCaches
 from kernels.cpu.program.decoder import NativeDecoder
 from kernels.cpu.program.layer_calls import NativeLayer, NativeLinear, can_gate
 from kernels.cpu.program.workspace import NativeShape
@@ -13,7 +13,7 @@ from kernels.kv_formats import LARGEST
 
 
 class NativeLayers:
-    """A decoder's layers as native code takes them, if it does."""
+    """A decoder's layers in the form of native code, if it supports them."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class NativeLayers:
         self._decoder: NativeDecoder | None = None
 
     def over(self, pool: KvPool) -> NativeDecoder | None:
-        """The layers over this pool's memory; None: they run op by op."""
+        """The layers bound to this pool's memory; None: run them op by op."""
         if not self._is_whole:
             return None
         if self._key_cache is not pool.key_cache(0):

@@ -1,4 +1,4 @@
-"""GPT-NeoX: layer norms with biases, attention and feed-forward part side by side.
+"""GPT-NeoX: layer norms with biases, attention and feed-forward part in parallel.
 
 Symbols: `T` tokens, `S` sequences, `H` heads, `D` head dim, `R` of its dimensions that are rotated,
 `E` hidden size, `I` intermediate size, `V` vocabulary.
@@ -58,31 +58,31 @@ class NeoxLayer:
 
     attention_norm: LayerNorm
     qkv: Linear
-    """E to H * 3 * D: of each head its query, key and value."""
+    """E to H * 3 * D: by head, query, key and value."""
     attention_output: Linear
     """H * D to E."""
     mlp_norm: LayerNorm
     mlp: Linear
-    """E to E: an `Mlp`, or the sum of several devices' shares of one."""
+    """E to E: an `Mlp`, or the sum over devices of their parts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NeoxDecoder:
-    """A language model; it never changes. Callers are in `torch.inference_mode()`."""
+    """A language model. Immutable. Callers are in `torch.inference_mode()`."""
 
     config: NeoxConfig
-    """Of what is here, if it is a part of a model on several devices."""
+    """Of this rank's part, if the model is on several devices."""
     embedding: torch.Tensor | None
-    """`[V, E]`; None: an earlier stage has it."""
+    """`[V, E]`; None if an earlier stage has it."""
     layers: tuple[NeoxLayer, ...]
     final_norm: LayerNorm | None
-    """None: a later stage has it."""
+    """None if a later stage has it."""
     lm_head: Linear | None
-    """E to V; None: a later stage has it."""
+    """E to V; None if a later stage has it."""
     cos_sin: torch.Tensor
-    """float32 `[max_model_len, R]`, as `rotary_table` makes it."""
+    """float32 `[max_model_len, R]`, from `rotary_table`."""
     ranks: Ranks | None = None
-    """The other devices; None: there are none."""
+    """The other devices, if any."""
 
     def forward(
         self,
@@ -91,7 +91,7 @@ class NeoxDecoder:
         pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Compute one step's tokens; the contract is that of `Decoder.forward`."""
+        """Compute a step's tokens; see `LlamaDecoder.forward`."""
         if self.embedding is None:
             x = self._others.receive(len(token_ids), self.layers[0].attention_norm.weight)
         else:
@@ -118,7 +118,7 @@ class NeoxDecoder:
         return self.final_norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `Decoder.logits`."""
+        """See `LlamaDecoder.logits`."""
         if self.lm_head is None:
             return hidden[:, :0].float()
         return self.lm_head(hidden).float()
@@ -137,7 +137,7 @@ class NeoxDecoder:
         pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Store the tokens' K and V; their queries, rotated: `[T, H, D]`."""
+        """Store the tokens' K and V; returns their rotated queries, `[T, H, D]`."""
         config = self.config
         heads = layer.qkv(layer.attention_norm(x)).view(-1, config.num_kv_heads, 3, config.head_dim)
         query, key, value = heads.unbind(2)  # [T, H, D] each
@@ -153,8 +153,8 @@ class NeoxDecoder:
 
 
 def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:
-    """Build `weights.place`'s part of the decoder; raises what reading its tensors does."""
-    # In old checkpoints, masks and frequencies that are no weights.
+    """Build the part of the decoder for `weights.place`; raises what reading tensors raises."""
+    # Masks and frequencies in old checkpoints, which are not weights.
     weights.ignore(r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
     if config.tie_word_embeddings:
         weights.ignore(r"(embed_out|lm_head)\.weight")
@@ -180,14 +180,14 @@ def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:
 
 
 def _head(config: NeoxConfig, embedding: torch.Tensor | None, weights: Weights) -> Linear:
-    """This rank's part of the map over the vocabulary."""
+    """This rank's part of the map to the vocabulary."""
     rows = weights.place.vocabulary(config.vocab_size)
     if config.tie_word_embeddings:
         if embedding is not None:
             return weights.head(embedding[rows.start : rows.stop])
         name = _EMBEDDING
     else:
-        # transformers before 5 calls it embed_out.
+        # Named embed_out before transformers 5.
         name = "lm_head.weight" if "lm_head.weight" in weights.names else "embed_out.weight"
     return weights.head(weights.rows(name, rows, config.vocab_size, config.hidden_size))
 

@@ -1,4 +1,4 @@
-"""What a GPT-NeoX model is."""
+"""The config of GPT-NeoX models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,28 +30,28 @@ ACTIVATIONS: Final[dict[str, Activation]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeoxConfig(ModelConfig):
-    """A GPT-NeoX decoder: as many kv heads as heads."""
+    """A GPT-NeoX decoder: each head is a kv head."""
 
     hidden_size: int
-    """`num_kv_heads * head_dim`, unless `split_neox_config` has taken a share of the heads."""
+    """`num_kv_heads * head_dim`, except after `split_neox_config`."""
     intermediate_size: int
     layer_norm_eps: float
     activation: Activation
     rope: RopeConfig
     rotary_dim: int
-    """Dimensions of a head that are rotated, from the first; even."""
+    """Rotated dimensions of a head, from the first; even."""
     tie_word_embeddings: bool
     attention_bias: bool
     """Whether the attention's two projections have biases."""
     is_parallel: bool
-    """Whether the feed-forward part has the layer's input, as attention has."""
+    """Whether the feed-forward part takes the layer's input, as attention does."""
 
 
 def read_neox_config(fields: JsonFields) -> NeoxConfig:
     """Parse the config.json of a GPTNeoXForCausalLM.
 
     Raises:
-        ModelError: a file or field is missing, malformed, or asks for what is not supported.
+        ModelError: A file or field is missing, malformed, or asks for something unsupported.
     """
     common = read_model_config(fields)
     hidden_size = fields.positive_int("hidden_size")
@@ -65,7 +65,7 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
         )
     rope = rope_from_fields(
         fields,
-        # transformers 5 writes them as all families do, older ones under names of their own.
+        # transformers 5 uses the names of all families, older versions these.
         default_theta=fields.number("rotary_emb_base", default=10000.0),
         default_share=fields.number("rotary_pct", default=0.25),
     )
@@ -98,10 +98,10 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
 
 
 def split_neox_config(config: NeoxConfig, place: Place) -> NeoxConfig:
-    """What one rank of a group computes: its layers, its heads.
+    """The part of one rank: its layers and heads.
 
     Raises:
-        ModelError: layers or heads cannot be shared out so.
+        ModelError: Layers or heads cannot be split so.
     """
     return replace(
         config,

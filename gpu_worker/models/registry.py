@@ -1,4 +1,4 @@
-"""Finds the implementation that runs a model directory: one of ours, transformers', the user's."""
+"""Finds the implementation for a model directory: one of ours, transformers', or the user's."""
 
 import importlib
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig, read_architecture
 from gpu_worker.models.llama import build_llama
 from gpu_worker.models.llama_config import (
@@ -19,7 +20,6 @@ from gpu_worker.models.neox import build_neox
 from gpu_worker.models.neox_config import read_neox_config, split_neox_config
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.place import Place
-from gpu_worker.step.model_runner import Decoder
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 from gpu_worker.weights.quantized_linear import Quantization
 from gpu_worker.weights.reader import Weights, draw_weights, load_weights
@@ -29,7 +29,7 @@ _TRANSFORMERS: Final = "transformers"
 
 
 class ModelSource(Protocol):
-    """A model directory and how to load it."""
+    """A model directory, and how to load it."""
 
     @property
     def config(self) -> ModelConfig:
@@ -37,7 +37,7 @@ class ModelSource(Protocol):
 
     @property
     def local_config(self) -> ModelConfig:
-        """The same of the part that is loaded here, if the model is on several devices."""
+        """The same for this rank's part, if the model is on several devices."""
 
     def load(
         self,
@@ -49,25 +49,25 @@ class ModelSource(Protocol):
         """Read the weights and build the model.
 
         Args:
-            dtype: of weights and activations.
-            device: where they go.
-            progress: called with the fraction of weights read, growing up to 1.
-            ranks: the devices that share the model; None: it is on this one alone.
+            dtype: Of weights and activations.
+            device: Where to put them.
+            progress: Called with the fraction of weights read, up to 1.
+            ranks: The devices that share the model; None: this device only.
 
         Raises:
-            ModelError: the checkpoint is missing, damaged, or not one of this model.
+            ModelError: The checkpoint is missing, damaged, or does not fit the model.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """An implementation: two functions, or a class of the user's that has both."""
+    """An implementation: two functions, or a user's class that has both."""
 
     read_config: Callable[[JsonFields], ModelConfig]
     build: Callable[[Any, Weights], Decoder]
-    """Takes what `read_config` returned."""
+    """Takes the result of `read_config`."""
     split_config: Callable[[Any, Place], ModelConfig] | None = None
-    """Makes of that what one rank holds; None: the model cannot be shared out."""
+    """Reduces that to one rank's part; None: one device only."""
 
 
 _LLAMA: Final = _Family(read_llama_config, build_llama, split_llama_config)
@@ -80,7 +80,7 @@ _NATIVE: Final = {
 
 
 class _CheckpointSource:
-    """A model that is built from the tensors of its checkpoint."""
+    """A model built from the tensors of its checkpoint."""
 
     def __init__(
         self,
@@ -148,17 +148,17 @@ def open_model(
     *,
     is_dummy: bool = False,
 ) -> ModelSource:
-    """Find what runs the model of a directory, and read its config.
+    """Find the implementation for a model directory, and read its config.
 
     Args:
-        directory: a Hugging Face directory.
-        model_class: as the setting of that name.
-        quantization: how the weights are to be kept; None: as the dtype says.
-        place: which part of the model is to be loaded.
-        is_dummy: whether its weights are drawn at random instead of read.
+        directory: A Hugging Face directory.
+        model_class: The setting of that name.
+        quantization: How to quantize the weights; None: not at all.
+        place: Which part of the model to load.
+        is_dummy: Whether to draw random weights instead of reading them.
 
     Raises:
-        ModelError: a file or field is missing, malformed, or asks for what is not supported, or
+        ModelError: A file or field is missing, malformed, or asks for something unsupported, or
             there is no such class.
     """
     fields = read_json(directory / "config.json")
@@ -188,7 +188,7 @@ def open_model(
     if place.num_ranks > 1:
         raise _not_shared(f"{architecture}, which is run by transformers' model,", place)
     try:
-        # Here, not above: it is not needed by every worker, and takes seconds.
+        # Imported here: it takes seconds, and few workers need it.
         from gpu_worker.models.transformers_model import TransformersSource  # noqa: PLC0415
     except ModuleNotFoundError as error:
         if error.name != "transformers":

@@ -1,4 +1,4 @@
-"""Rotary position embedding: what a config.json asks for, and the table of its angles.
+"""Rotary position embedding: parses what config.json asks for, and computes the table of angles.
 
 Symbols: `D` head dim.
 """
@@ -32,7 +32,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Rotary frequencies as Llama 3.1 stretches them: the low ones divided, the high ones kept."""
+    """Llama 3.1's scaling: low rotary frequencies are divided, high ones kept."""
 
     factor: float
     low_freq_factor: float
@@ -50,14 +50,15 @@ class RopeConfig:
     theta: float
     scaling: RopeScaling | None = None
     rotated_share: float = 1.0
-    """Of each head's dimensions, from the first; the others stay as they are."""
+    """Share of each head's dimensions that is rotated, from the first."""
 
 
 def rope_from_fields(
     fields: JsonFields, *, default_theta: float = 10000.0, default_share: float = 1.0
 ) -> RopeConfig:
-    """What a config.json asks for; raises ModelError for what `rotary_table` cannot make."""
-    # transformers 5 writes one dictionary, older ones a number and a dictionary for the scaling.
+    """Parse config.json; raises ModelError for what `rotary_table` does not support."""
+    # transformers 5 writes one dictionary, older versions a number and a dictionary for the
+    # scaling.
     name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
     rope = fields.nested(name)
     top_level_theta = fields.number("rope_theta", default=default_theta)
@@ -98,9 +99,9 @@ def _llama3_scaling(rope: JsonFields) -> Llama3Scaling:
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Cosines then sines of every position's angles: float32 `[num_positions, D]`.
+    """Cosines, then sines, of every position's angles: float32 `[num_positions, D]`.
 
-    `head_dim` counts the dimensions that are rotated, `rotated_share` is not looked at.
+    `head_dim` is the number of rotated dimensions; `rotated_share` is ignored.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [D / 2]
     frequencies = 1.0 / rope.theta**exponents  # radians per position
@@ -117,9 +118,10 @@ def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.T
 
 
 def _stretch_as_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Divide frequencies by `factor`, fully where a turn exceeds the original context's share.
+    """Divide low frequencies by `factor`, and keep high ones, as Llama 3.1.
 
-    Between `high_freq_factor` and `low_freq_factor` turns per original context it interpolates.
+    Frequencies with fewer than `low_freq_factor` turns per original context are divided, those with
+    more than `high_freq_factor` kept, and those between interpolated.
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor

@@ -22,16 +22,16 @@ from gpu_worker.weights.json_fields import ModelError
 MaskFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | bool
 ]
-"""Whether, by index of batch, head, query and key, the query sees the key; element by element."""
+"""Whether the query sees the key, by index of batch, head, query and key; elementwise."""
 
 
 def read_window(sees: MaskFunction, num_positions: int) -> int | None:
-    """How many tokens a token sees by this mask, itself included; None for all before it.
+    """How many tokens a token sees by this mask, itself included; None: all before it.
 
-    Only rows of the mask are made, so that `num_positions` may be large.
+    Computes only a few rows of the mask, so `num_positions` may be large.
 
     Raises:
-        ModelError: it sees others than the last so many, or it depends on what the tokens are.
+        ModelError: The mask is neither causal nor a sliding window, or depends on the tokens.
     """
     positions = torch.arange(num_positions, device="cpu")
     zero = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -61,7 +61,7 @@ _WITHOUT_EFFECT: Final = frozenset(
     {
         "cache_position",
         "head_mask",
-        "is_causal",  # looked at by itself
+        "is_causal",  # checked separately
         "layer_idx",
         "output_attentions",
         "output_hidden_states",
@@ -71,24 +71,24 @@ _WITHOUT_EFFECT: Final = frozenset(
         "use_cache",
     }
 )
-"""What models pass to attention beside its options; the tokens' places come from the step."""
+"""Arguments that models pass to attention and that have no effect here."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer asks of attention."""
+    """One layer's call of attention."""
 
     layer: int
     num_kv_heads: int
     head_dim: int
     """Of keys; values may have fewer."""
     window: int | None
-    """None if it is as long as the context."""
+    """None if as long as the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """How scores become weights; see `paged_attention`."""
+    """Options of attention; see `paged_attention`."""
 
     scale: float
     window: int | None
@@ -98,11 +98,11 @@ class AttentionOptions:
 
 
 def register_attention(function: Any) -> str:
-    """Let `function` be an attention of transformers; returns the name that selects it.
+    """Register `function` as an attention of transformers; returns the name that selects it.
 
-    It is called with the module that attends, query `[1, H, T, D]`, key and value `[1, HKV, T, D]`,
-    the mask, which is None because transformers makes none for what it does not know, and options
-    by name. It returns `[1, T, H, D]` and None.
+    It is called with the attention module, query `[1, H, T, D]`, key and value `[1, HKV, T, D]`,
+    the mask (None, because transformers makes none for an attention that it does not know), and
+    options by name. It returns `[1, T, H, D]` and None.
     """
     name = f"quire_{next(_numbers)}"
     AttentionInterface.register(name, function)
@@ -110,12 +110,12 @@ def register_attention(function: Any) -> str:
 
 
 def forget_attention(name: str) -> None:
-    """Let go of an attention, and so of the model that it is a method of."""
+    """Unregister an attention, which frees the model that it is a method of."""
     AttentionInterface._global_mapping.pop(name, None)  # noqa: SLF001 - it has no method for that
 
 
 def read_options(query: torch.Tensor, given: dict[str, Any]) -> AttentionOptions:
-    """The options among what a model passes to attention by name."""
+    """The options among the keyword arguments that a model passes to attention."""
     scale, sinks = given.get("scaling"), given.get("s_aux")
     return AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
@@ -126,19 +126,19 @@ def read_options(query: torch.Tensor, given: dict[str, Any]) -> AttentionOptions
 
 
 def record_calls(config: PreTrainedConfig, max_model_len: int) -> tuple[AttentionCall, ...]:
-    """Every attention of one forward pass, by layer.
+    """All calls of attention in one forward pass, by layer.
 
     The model is built on the meta device, where tensors have shapes but no contents. Its masks are
-    looked at up to `max_model_len` tokens.
+    checked up to `max_model_len` tokens.
 
     Raises:
-        ModelError: it attends in a way that paged attention does not, or not as often as it has
-            layers; the message does not name the model.
+        ModelError: It attends in a way that paged attention does not support, or not once per
+            layer. The message does not name the model.
     """
     recorder = _Recorder(max_model_len)
     config = copy.deepcopy(config)
     for rope in batch_dependent_ropes(config):
-        rope["rope_type"] = "default"  # those read the positions, which here have no contents
+        rope["rope_type"] = "default"  # they read positions, which have no contents here
     name = register_attention(recorder.attend)
     AttentionMaskInterface.register(name, recorder.mask)
     try:
@@ -150,14 +150,14 @@ def record_calls(config: PreTrainedConfig, max_model_len: int) -> tuple[Attentio
             model.base_model(
                 input_ids=tokens,
                 position_ids=tokens,
-                # Without it, transformers would look for several sequences in `position_ids`.
+                # Without it, transformers looks for several sequences in `position_ids`.
                 attention_mask=torch.ones_like(tokens),
                 use_cache=False,
             )
     except ModelError:
         raise
-    except Exception as error:  # whatever its code raises
-        if error.args == (name,):  # a table of its own, of attentions that it knows
+    except Exception as error:  # any error of its code
+        if error.args == (name,):  # it has its own table of attentions
             raise ModelError(_OWN_ATTENTION) from error
         raise ModelError(f"its shapes cannot be found out: {error}") from error
     layers = sorted(call.layer for call in recorder.calls)
@@ -177,7 +177,7 @@ def _refuse_window_in_mask_only(
 ) -> None:
     """Refuse layers whose mask has a window that they do not ask attention for.
 
-    A model may make a mask for each kind of layer, also for kinds that it has no layer of.
+    A model may make masks for kinds of layers that it does not have.
     """
     layer_types = getattr(config, "layer_types", None) or [None] * len(calls)
     for call, layer_type in zip(calls, layer_types, strict=True):
@@ -192,7 +192,7 @@ def _refuse_window_in_mask_only(
 
 
 class _Recorder:
-    """An attention, and its masks, that write down what is asked and compute nothing."""
+    """An attention, and masks, that record calls and compute nothing."""
 
     def __init__(self, max_model_len: int) -> None:
         self.calls: list[AttentionCall] = []
@@ -256,7 +256,7 @@ def _refuse_other_attention(
 
 
 def batch_dependent_ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The rotary embeddings of a config that change with the longest sequence of a batch."""
+    """Rotary embeddings of a config that depend on the longest sequence of a batch."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return []

@@ -37,7 +37,7 @@ from gpu_worker.weights.linear import Linear, make_linear
 
 
 class TransformersModel:
-    """A decoder; it changes only while `forward` runs. Callers are in `torch.inference_mode()`."""
+    """A decoder, stateless between calls of `forward`. Callers are in `torch.inference_mode()`."""
 
     def __init__(self) -> None:
         self._base: Any = None
@@ -46,11 +46,11 @@ class TransformersModel:
         self._metadata: AttentionMetadata | None = None
 
     def use(self, causal: Any) -> None:
-        """Take over a causal language model whose attention is `attend`; called once."""
+        """Take over a causal language model whose attention is `attend`. Called once."""
         for module in causal.modules():
             _replace_linear(module)
         self._base = causal.base_model
-        # The head is what the causal model does with the hidden states: scales, caps, biases.
+        # The head is all that the causal model does with hidden states: scales, caps, biases.
         setattr(causal, causal.base_model_prefix, _Given())
         self._head = causal
 
@@ -61,7 +61,7 @@ class TransformersModel:
         pool: KvPool,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Compute one step's tokens; the contract is that of `Decoder.forward`."""
+        """Compute a step's tokens; see `LlamaDecoder.forward`."""
         self._pool, self._metadata = pool, metadata
         try:
             out = self._base(
@@ -75,7 +75,7 @@ class TransformersModel:
         return metadata.select(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Score the token after each of some final hidden states `[S, E]`; float32 `[S, V]`."""
+        """Logits of the next token: final hidden states `[S, E]` to float32 `[S, V]`."""
         logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0)).logits[0]
         return logits.float()
 
@@ -88,13 +88,13 @@ class TransformersModel:
         _mask: None,
         **given: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attend for one layer of the step that runs; see `register_attention`."""
+        """Attend for one layer of the current step; see `register_attention`."""
         assert self._pool is not None, "only `forward` attends"
         assert self._metadata is not None, "only `forward` attends"
         options = read_options(query, given)
         layer: Any = module.layer_idx
         value_dim, missing = value.shape[3], key.shape[3] - value.shape[3]
-        if missing:  # the pool has one head dim for both
+        if missing:  # the pool has one head dim for keys and values
             value = functional.pad(value, (0, missing))
         # Some models rotate queries and keys in float32.
         query, key = query.to(value.dtype), key.to(value.dtype)
@@ -115,7 +115,7 @@ class TransformersModel:
 
 
 class _Given(nn.Module):
-    """Stands where a causal model's base was, and returns the hidden states that it is given."""
+    """Replaces a causal model's base: returns the hidden states that it is given."""
 
     def forward(
         self,
@@ -128,25 +128,25 @@ class _Given(nn.Module):
 
     @property
     def decoder(self) -> "_Given":
-        """Itself: some causal models call not their base but the decoder in it."""
+        """Itself: some causal models call the decoder inside their base."""
         return self
 
 
 @dataclass
 class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
-    """What the bases of all causal models return, as far as these look at it."""
+    """The parts of a base's output that causal models read."""
 
     router_logits: None = None
 
 
 def _replace_linear(module: nn.Module) -> None:
-    """Let a linear map of transformers compute as ours do: faster, each row on its own.
+    """Make a linear map of transformers compute as ours: faster, and row by row.
 
-    Its weight goes to ours, which may lay it out anew; what is left is empty.
+    Its weight moves to our map, which may change its layout; the module's own becomes empty.
     """
     if type(module) is nn.Linear:
         weight, bias = module.weight, module.bias
-    elif type(module) is Conv1D:  # GPT-2's name for it, with the weight transposed
+    elif type(module) is Conv1D:  # GPT-2's linear map, with a transposed weight
         weight, bias = module.weight.t().contiguous(), module.bias
     else:
         return
@@ -166,10 +166,10 @@ class TransformersSource:
     """A model directory that `transformers` can build a causal language model from."""
 
     def __init__(self, directory: Path, fields: JsonFields) -> None:
-        """Read its config and find out how it attends, without its weights.
+        """Read its config and find out how it attends, without reading weights.
 
         Raises:
-            ModelError: it is no decoder, or one that the KV pool or paged attention cannot serve.
+            ModelError: It is not a decoder, or the KV pool or paged attention cannot serve it.
         """
         self._directory = directory
         architecture = read_architecture(fields)
@@ -177,7 +177,7 @@ class TransformersSource:
             self._hf_config = AutoConfig.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # whatever a config's code raises
+        except Exception as error:  # any error of the config's code
             raise fields.error("cannot be read", f"by transformers: {error}") from error
         try:
             _refuse_config(self._hf_config)
@@ -187,7 +187,7 @@ class TransformersSource:
         except ModelError as error:
             raise fields.error("architectures", f"names {architecture}: {error}") from error
         if hasattr(self._hf_config, "output_router_logits"):
-            self._hf_config.output_router_logits = False  # for a loss
+            self._hf_config.output_router_logits = False  # only for training
         self.config = self.local_config = ModelConfig(
             architecture=architecture,
             vocab_size=self._hf_config.vocab_size,
@@ -236,7 +236,7 @@ class TransformersSource:
 
 
 def _register_weakly(model: TransformersModel) -> str:
-    """Register the attention of a model for as long as there is the model."""
+    """Register a model's attention for as long as the model exists."""
     method = weakref.WeakMethod(model.attend)
 
     def attend(*args: Any, **options: Any) -> Any:
@@ -278,6 +278,6 @@ def _max_model_len(config: PreTrainedConfig) -> int:
     length = getattr(config, "max_position_embeddings", None)
     if not isinstance(length, int) or length < 1:
         raise ModelError(f"max_position_embeddings is {length}; it must be a positive integer")
-    # Past these, rotation would depend on the longest sequence of a batch.
+    # Beyond these lengths, rotation would depend on the longest sequence of a batch.
     ends = [rope.get("original_max_position_embeddings") for rope in batch_dependent_ropes(config)]
     return min([length, *(int(end) for end in ends if end)])

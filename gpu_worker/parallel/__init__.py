@@ -1,1 +1,1 @@
-"""One model on several devices: a process for each, which all execute the same steps."""
+"""One model on several devices: one process per device; all execute the same steps."""

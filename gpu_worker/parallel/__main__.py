@@ -1,4 +1,4 @@
-"""Starts another rank of a command that runs several; its standard input says which."""
+"""Entry point of another local rank: reads from standard input which one it is."""
 
 import signal
 import sys
@@ -8,8 +8,8 @@ from gpu_worker.parallel.member import member_from_json
 
 
 def main() -> None:
-    """Run it until rank 0 ends, or the command does."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they are for the command
+    """Run the rank until rank 0, or the parent process, ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # for the parent process
         signal.signal(number, signal.SIG_IGN)
     member = member_from_json(sys.stdin.buffer.readline())
     end_with_input()

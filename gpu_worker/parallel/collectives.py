@@ -1,7 +1,7 @@
-"""What the ranks of a group tell each other while they compute, over `torch.distributed`.
+"""Collectives: what ranks exchange while they compute, over `torch.distributed`.
 
-Every rank makes the same calls in the same order. On CUDA they are NCCL's and wait for nothing on
-the host, but for those that return values to it; on a CPU they are gloo's.
+Every rank makes the same calls in the same order. On CUDA they use NCCL and do not wait on the
+host, except those that return values to it; on a CPU they use gloo.
 
 Symbols: `T` tokens, `S` sequences, `E` hidden size, `K` input features, `N` output features.
 """
@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
+from contract.arrays import BoolArray
 from gpu_worker.parallel.place import Place
-from gpu_worker.step.messages import BoolArray
 from gpu_worker.weights.linear import Linear
 
 
 def open_store(address: str) -> tuple[Store, int]:
-    """What the ranks find each other by, at rank 0, and its port."""
+    """Open, at rank 0, the store by which the ranks find each other; also returns its port."""
     family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((address, 0), family=family)
     port: int = listener.getsockname()[1]
@@ -32,20 +32,20 @@ def open_store(address: str) -> tuple[Store, int]:
 
 
 def find_store(address: str, port: int) -> Store:
-    """The same at another rank."""
+    """Connect to rank 0's store."""
     return TCPStore(address, port, wait_for_workers=False)
 
 
 class Ranks:
-    """This rank's connection with the others of its group. One thread at a time calls it."""
+    """This rank's connections with its group. Called from one thread at a time."""
 
     def __init__(self, place: Place, store: Store, device: torch.device) -> None:
-        """Meet the others, which takes until the last one has come.
+        """Connect; waits until the last rank has come.
 
         Args:
-            place: this rank's.
-            store: where they find each other.
-            device: where this rank computes; all have the same kind.
+            place: This rank's place.
+            store: How the ranks find each other.
+            device: Where this rank computes; the same kind in all ranks.
         """
         self.place = place
         dist.init_process_group(
@@ -63,7 +63,7 @@ class Ranks:
                 self._stage = group
 
     def summed(self, part: Linear) -> Linear:
-        """Make of each rank's part of a sum the sum: a map `[T, K]` to `[T, N]`, in every rank."""
+        """Sum the ranks' partial results: a map `[T, K]` to `[T, N]`, complete in every rank."""
 
         def apply(x: torch.Tensor) -> torch.Tensor:
             out = part(x).contiguous()
@@ -73,15 +73,15 @@ class Ranks:
         return apply
 
     def joined(self, part: Linear, num_out: int) -> Linear:
-        """Make of maps to parts of the outputs, as `Place.vocabulary` has them, one to `num_out`.
+        """Join the ranks' parts of the outputs, split as `Place.vocabulary`, to `num_out`.
 
-        Every rank of the stage has all of it.
+        Complete in every rank of the stage.
         """
         size = self.place.tensor_size
         width = -(-num_out // size)
 
         def apply(x: torch.Tensor) -> torch.Tensor:
-            own = part(x)  # [S, width], or less in the last ranks
+            own = part(x)  # [S, width], or fewer in the last ranks
             own = functional.pad(own, (0, width - own.shape[1])).contiguous()
             parts = own.new_empty(size, *own.shape)
             dist.all_gather(list(parts.unbind()), own, group=self._stage)
@@ -90,29 +90,29 @@ class Ranks:
         return apply
 
     def send_on(self, hidden: torch.Tensor) -> None:
-        """Give hidden states `[T, E]` to the next stage."""
+        """Send hidden states `[T, E]` to the next stage."""
         dist.send(hidden.contiguous(), self.place.next_rank)
 
     def receive(self, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
-        """Take hidden states `[num_tokens, E]` of the stage before; `like` is `[E]`."""
+        """Receive hidden states `[num_tokens, E]` from the previous stage; `like` is `[E]`."""
         hidden = like.new_empty(num_tokens, like.shape[0])
         dist.recv(hidden, self.place.previous_rank)
         return hidden
 
     def share(self, values: torch.Tensor) -> None:
-        """Fill `values`, on the device, with rank 0's."""
+        """Overwrite `values`, on the device, with rank 0's."""
         dist.broadcast(values, 0)
 
     def least(self, *values: float) -> list[float]:
-        """The least of all ranks' values, one by one; on the host."""
+        """The minimum over ranks, for each value; on the host."""
         return self._reduced(values, dist.ReduceOp.MIN)
 
     def total(self, *values: float) -> list[float]:
-        """The sums of all ranks' values, one by one; on the host."""
+        """The sum over ranks, for each value; on the host."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def any_has(self, flags: BoolArray) -> BoolArray:
-        """Which of these flags, bool[N], any rank has set; on the host."""
+        """bool[N]: which flags are set in any rank; on the host."""
         reduced = torch.from_numpy(flags.astype(np.uint8))
         dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._host)
         return reduced.numpy().astype(np.bool_)

@@ -1,4 +1,4 @@
-"""A rank other than 0: does what rank 0 does, and ends when it ends."""
+"""A rank other than 0: repeats rank 0's calls, and ends when rank 0 ends."""
 
 import json
 import os
@@ -15,12 +15,12 @@ import structlog
 from contract.errors import QuireError
 from gpu_worker.parallel.link import Frame, Kind, Link
 from gpu_worker.parallel.member import Member
-from gpu_worker.service.step_wire import step_input_from_proto
+from gpu_worker.service.step_wire import plan_of
 from quire.v1 import worker_pb2
 
 if TYPE_CHECKING:
+    from contract.limits import Limits
     from gpu_worker.step.executor import Executor, LaunchedStep
-    from gpu_worker.step.messages import Limits
 import signal
 
 from gpu_worker.parallel.member import LocalRanks
@@ -33,12 +33,12 @@ _log = structlog.get_logger()
 
 
 class Follower:
-    """A rank's end of its connection with rank 0, from when it has been welcomed."""
+    """A rank's connection with rank 0, from rank 0's welcome on."""
 
     def __init__(self, member: Member) -> None:
-        """Connect, as soon as rank 0 is there, and wait until all ranks are.
+        """Connect as soon as rank 0 listens, and wait until all ranks have come.
 
-        The process ends if rank 0 does before, or does not want this rank.
+        The process ends if rank 0 ends first, or refuses this rank.
         """
         self._link = _connect(member)
         self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
@@ -48,23 +48,21 @@ class Follower:
         except OSError as error:
             _end(f"rank 0 has not welcomed rank {member.place.rank}: {error}")
         self.welcome: dict[str, int] = json.loads(welcome.content)
-        """By what the ranks find each other."""
+        """How the ranks find each other."""
         threading.Thread(target=self._read, name="rank 0", daemon=True).start()
 
     def follow(self, executor: "Executor", limits: "Limits") -> NoReturn:
-        """Call the executor as rank 0's is called; never returns: the process ends with rank 0."""
+        """Repeat rank 0's calls of the executor. Never returns: the process ends with rank 0."""
         executor.bind_thread()
         pending: deque[LaunchedStep] = deque()
         while True:
             frame = self._frames.get()
             match frame.kind:
                 case Kind.LAUNCH:
-                    step = step_input_from_proto(
-                        worker_pb2.StepBatch.FromString(frame.content), limits
-                    )
+                    plan = plan_of(worker_pb2.StepBatch.FromString(frame.content), limits)
                     try:
-                        pending.append(executor.launch(step))
-                    except QuireError as error:  # rank 0 has refused it, too, and tells why
+                        pending.append(executor.launch(plan))
+                    except QuireError as error:  # rank 0 refuses it, too, and reports it
                         _log.debug("refused a step", error=str(error))
                 case Kind.COLLECT:
                     executor.collect(pending.popleft())
@@ -77,7 +75,7 @@ class Follower:
                     raise AssertionError(f"rank 0 has sent {frame.kind!r}")
 
     def fail(self, problem: str) -> NoReturn:
-        """Tell rank 0 why this rank ends, and end."""
+        """Tell rank 0 why this rank ends, and end the process."""
         try:
             self._link.send(Frame(Kind.FAILED, problem.encode()))
         except OSError:
@@ -85,22 +83,22 @@ class Follower:
         _end(problem)
 
     def _read(self) -> None:
-        """Take what rank 0 says, also while this rank computes or waits for another."""
+        """Receive rank 0's frames, also while this rank computes or waits for another."""
         while True:
             try:
                 frame = self._link.receive()
             except OSError as error:
                 _end(f"rank 0 is lost: {error}")
             if frame.kind is Kind.CLOSE:
-                os._exit(0)  # nothing here needs an end of its own, and a collective may hang
+                os._exit(0)  # nothing needs a clean end, and a collective may hang
             self._frames.put(frame)
 
 
 def end_with_input() -> None:
-    """End the process when its standard input ends; the command that it is of has then ended."""
+    """End the process when its standard input ends, which is when its parent ends."""
 
     def wait() -> None:
-        while os.read(sys.stdin.fileno(), 1):  # past its buffer, whose lock Python needs to end
+        while os.read(sys.stdin.fileno(), 1):  # unbuffered: Python's exit needs the buffer's lock
             pass
         os._exit(1)
 
@@ -135,24 +133,24 @@ _ONE_MACHINE = ("127.0.0.1", "localhost", "::1")
 
 
 def prepare_environment(master_addr: str) -> None:
-    """Set what torch's libraries read when they are loaded, where nobody else has set it."""
-    # Between two parallel regions torch's threads would spin, and take the cores that router,
-    # scheduler and clients need.
+    """Set environment variables that torch's libraries read on import, unless they are set."""
+    # Otherwise torch's threads spin between parallel regions, on cores that router, scheduler and
+    # clients need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if master_addr in _ONE_MACHINE:  # else the ranks would listen on the network
+    if master_addr in _ONE_MACHINE:  # otherwise ranks listen on the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def run_rank(member: Member) -> NoReturn:
-    """Run the rank; the process ends with rank 0, or with a status of 1 if this one fails."""
+    """Run the rank. The process ends with rank 0, or with status 1 if this rank fails."""
     settings = member.settings
     prepare_environment(settings.master_addr)
     logs.configure(settings.log_level, settings.log_format, f"worker rank {member.place.rank}")
     with LocalRanks(member):
         follower = Follower(member)
         for number in (signal.SIGINT, signal.SIGTERM):
-            # Rank 0 may have steps to finish, and this one's part in them.
+            # Rank 0 may have steps to finish, with this rank's part in them.
             signal.signal(number, signal.SIG_IGN)
         try:
             from gpu_worker.loading.worker_model import load_rank  # noqa: PLC0415 - torch takes seconds

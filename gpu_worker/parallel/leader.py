@@ -1,8 +1,8 @@
-"""Rank 0's end of its group: gathers the other ranks, tells them what to do, and ends with them.
+"""Rank 0's side of its group: gathers the other ranks, sends them calls, and ends with them.
 
 No collective returns once a rank is gone, nor does a thread that waits in one, on a GPU perhaps
-within a driver. So when a rank is lost, or fails at a step that others are in the middle of, this
-process ends at once, and with it all others: to the scheduler it is one worker that was lost.
+inside the driver. So when a rank is lost, or fails at a step that others have begun, this process
+ends at once, and all other ranks with it: the scheduler sees one lost worker.
 """
 
 import json
@@ -22,7 +22,7 @@ from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 
 _HELLO_S = 5.0
-"""What connects says so soon who it is, or is no rank."""
+"""A connection that does not say hello within this time is not a rank."""
 _LOOK_S = 0.2
 _SAY_S = 1.0
 
@@ -30,13 +30,13 @@ _log = structlog.get_logger()
 
 
 class Leader:
-    """The other ranks, as rank 0 sees them. Its calls come from one thread at a time."""
+    """The other ranks, as rank 0 sees them. Called from one thread at a time."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Listen, and start the ranks of this machine.
+        """Listen, and start this machine's other ranks.
 
         Raises:
-            ModelError: the master address is not this machine's, or its port is taken.
+            ModelError: The master address is not this machine's, or its port is taken.
         """
         address = (settings.master_addr, settings.master_port)
         try:
@@ -47,7 +47,7 @@ class Leader:
                 f"master-addr is {address[0]}, master-port {address[1]}: {error}"
             ) from error
         port = self._listener.getsockname()[1]
-        # Others are told of no port but this one, and whatever is found free now is theirs.
+        # The other ranks get the port that was found free now.
         self.member = Member(settings.model_copy(update={"master_port": port}))
         self._links: dict[int, Link] = {}
         self._is_closing = False
@@ -56,14 +56,14 @@ class Leader:
         self._local = LocalRanks(self.member)
 
     def gather(self, report: Callable[[str, float | None], None], welcome: dict[str, int]) -> None:
-        """Wait until all ranks have come, and tell them what `welcome` says.
+        """Wait until all ranks have come, and send them `welcome`.
 
         Args:
-            report: called with who is missing, again and again; what it raises ends the wait.
-            welcome: by what they find each other.
+            report: Called repeatedly with the missing ranks; an error that it raises ends the wait.
+            welcome: How the ranks find each other.
 
         Raises:
-            ModelError: one has other settings, or one of this machine has ended.
+            ModelError: A rank has other settings, or one of this machine has ended.
         """
         others = range(1, self.member.place.num_ranks)
         self._listener.settimeout(_LOOK_S)
@@ -80,7 +80,7 @@ class Leader:
         self._watcher.start()
 
     def tell(self, frame: Frame) -> None:
-        """Let all ranks do something, in the order of the calls; waits for none of them."""
+        """Send all ranks a frame, in order, without waiting for them."""
         try:
             for link in self._links.values():
                 link.send(frame)
@@ -88,29 +88,28 @@ class Leader:
             self.give_up(f"a rank is lost: {error}")
 
     def close(self) -> None:
-        """End the other ranks."""
         with self._lock:
             self._is_closing = True
         for link in self._links.values():
             try:
                 link.send(Frame(Kind.CLOSE))
             except OSError:
-                _log.warning("a rank was gone before its end")
+                _log.warning("a rank ended early")
         self._listener.close()
         self._local.end()
 
     def give_up(self, problem: str) -> NoReturn:
-        """End this process, and with it the group; once they have been gathered."""
+        """End this process, and with it the group. Only after `gather`."""
         if threading.current_thread() is not self._watcher:
-            self._watcher.join(_SAY_S)  # if a rank is lost, that is why, and it says so
-        with self._lock:  # never while `close` ends it as it should
+            self._watcher.join(_SAY_S)  # if a rank is lost, the watcher reports that
+        with self._lock:  # never during `close`
             _log.error("the group of ranks ends", problem=problem)
             sys.stderr.write(f"quire-worker: {problem}\n")
             sys.stderr.flush()
             os._exit(1)
 
     def _meet(self, link: Link) -> None:
-        """Take up a rank that has connected; anything else is sent away."""
+        """Accept a rank that has connected; close any other connection."""
         try:
             link.set_timeout(_HELLO_S)
             hello = link.receive()
@@ -119,12 +118,12 @@ class Leader:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             link.close()
             return
-        if rank in self._links:  # it was started anew
+        if rank in self._links:  # it was restarted
             self._links[rank].close()
         self._links[rank] = link
 
     def _watch(self) -> None:
-        """Wait for the first rank that is lost; they say nothing unless they fail."""
+        """Wait for the first rank that fails or is lost; ranks send nothing otherwise."""
         with selectors.DefaultSelector() as selector:
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)

@@ -1,25 +1,25 @@
-"""Rank 0's executor: whatever it does, the other ranks are told to do, too."""
+"""Rank 0's executor: sends every call to the other ranks, too."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
 from contract.errors import QuireError, UnimplementedError
+from contract.state import Holdings
+from contract.step import Plan, Result
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.link import Frame, Kind
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.executor import Executor, LaunchedStep
-from gpu_worker.step.messages import StepInput, StepOutput
 from gpu_worker.step.rows import Rows
 
 
 class LeadingExecutor:
-    """An `Executor`, as the step loop calls it, and those of the other ranks behind it.
+    """An `Executor` for the step loop, with the other ranks' executors behind it.
 
-    A step that is refused is refused by all ranks alike, before any of them computes. If a step
-    fails otherwise, others may be in the middle of it, and the group ends.
+    A refused step is refused by all ranks alike, before any of them computes. If a step fails
+    otherwise, other ranks may be in the middle of it, and the group ends.
     """
 
     def __init__(self, executor: Executor, leader: Leader) -> None:
@@ -31,41 +31,37 @@ class LeadingExecutor:
 
     @property
     def rows(self) -> Rows:
-        """Rank 0's; the others' are the same."""
+        """Rank 0's; the same in all ranks."""
         return self._executor.rows
 
     @property
     def labels(self) -> BlockLabels:
-        """Rank 0's; the others' are the same."""
+        """Rank 0's; the same in all ranks."""
         return self._executor.labels
 
     @property
     def host_pool(self) -> None:
-        """None to read or write: each rank has its part of a block."""
+        """None: each rank has only a part of a block, so blocks are not read or written whole."""
         return
 
-    def launch(self, step: StepInput) -> LaunchedStep:
-        """See `Executor.launch`."""
-        assert step.serialize is not None, "a step of the scheduler's"
-        self._leader.tell(Frame(Kind.LAUNCH, step.serialize()))
+    def launch(self, plan: Plan) -> LaunchedStep:
+        assert plan.serialize is not None, "a step of the scheduler's"
+        self._leader.tell(Frame(Kind.LAUNCH, plan.serialize()))
         with self._together():
-            return self._executor.launch(step)
+            return self._executor.launch(plan)
 
-    def collect(self, launched: LaunchedStep) -> StepOutput:
-        """See `Executor.collect`."""
+    def collect(self, launched: LaunchedStep) -> Result:
         with self._together():
             output = self._executor.collect(launched)
         self._leader.tell(Frame(Kind.COLLECT))
         return output
 
     def reset(self) -> Holdings:
-        """See `Executor.reset`."""
         self._leader.tell(Frame(Kind.RESET))
         with self._together():
             return self._executor.reset()
 
     def distrust(self) -> None:
-        """See `Executor.distrust`."""
         self._leader.tell(Frame(Kind.DISTRUST))
         with self._together():
             self._executor.distrust()
@@ -73,15 +69,15 @@ class LeadingExecutor:
     def resize_pool(self, num_blocks: int) -> None:
         """Refuse: each rank has a pool of its own."""
         raise UnimplementedError(
-            f"num_blocks is {num_blocks}: a pool that is in parts on several devices is not resized"
+            f"num_blocks is {num_blocks}: a pool on several devices cannot be resized"
         )
 
     def add_adapter(self, number: int, adapter: Adapter) -> None:  # noqa: ARG002
         """Refuse: each rank would need its part."""
-        raise UnimplementedError("a model that is in parts on several devices has no adapters")
+        raise UnimplementedError("a model on several devices cannot have adapters")
 
     def remove_adapter(self, number: int) -> None:
-        """There is none."""
+        """There are no adapters."""
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -89,7 +85,7 @@ class LeadingExecutor:
             yield
         except QuireError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others do not have it
+        except Exception as error:  # noqa: BLE001 - the other ranks did not fail
             self._leader.give_up(f"rank 0 failed at a step: {error!r}")
 
 

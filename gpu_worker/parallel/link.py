@@ -1,7 +1,7 @@
 """The connection between rank 0 and another rank: a greeting, then commands, until one end dies.
 
-Each end learns of the other's end by the connection's, at once, whatever it computes or waits for.
-Frames are a kind, a length and that many bytes.
+Each end notices at once when the other ends, whatever it computes or waits for. A frame is a kind,
+a length, and that many bytes.
 """
 
 import socket
@@ -12,39 +12,37 @@ from typing import Final
 
 _HEADER: Final = struct.Struct("<BI")
 _KEEPALIVE: Final = {
-    "TCP_KEEPIDLE": 10,  # seconds
+    "TCP_KEEPIDLE": 10,
     "TCP_KEEPINTVL": 5,
     "TCP_KEEPCNT": 3,
-    "TCP_USER_TIMEOUT": 25_000,  # milliseconds; of what was sent and is not acknowledged
+    "TCP_USER_TIMEOUT": 25_000,  # milliseconds that sent data may stay unacknowledged
 }
-"""A machine that is gone without a word is missed after 25 s."""
+"""A machine that disappears silently is noticed after 25 s."""
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     HELLO = 1
-    """First from the other rank: who it is, as JSON."""
+    """First from the other rank: its hello, as JSON."""
     WELCOME = 2
-    """First from rank 0: where the ranks find each other, as JSON."""
+    """First from rank 0: how the ranks find each other, as JSON."""
     LAUNCH = 3
     """Launch a step: a StepBatch."""
     COLLECT = 4
     """Collect the oldest launched step."""
     RESET = 5
-    """Collect nothing more; forget all sequences."""
+    """Forget all sequences, and steps not collected."""
     DISTRUST = 7
-    """Forget all there is: a step has failed."""
+    """Forget everything: a step has failed."""
     CLOSE = 6
-    """End: rank 0 has."""
-    FAILED = 7
+    """End: rank 0 ends."""
+    FAILED = 8
     """From the other rank: why it ends, as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One message."""
-
     kind: Kind
     content: bytes = b""
 
@@ -65,7 +63,7 @@ class Link:
         self._socket.sendall(_HEADER.pack(frame.kind, len(frame.content)) + frame.content)
 
     def receive(self) -> Frame:
-        """Wait for a frame; raises OSError if the other end is gone, or sends what is none."""
+        """Wait for a frame; raises OSError if the other end is gone, or sends garbage."""
         kind, num_bytes = _HEADER.unpack(self._read(_HEADER.size))
         try:
             return Frame(Kind(kind), self._read(num_bytes))
@@ -73,7 +71,7 @@ class Link:
             raise ConnectionError(f"a frame is of kind {kind}, which there is not") from None
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Let the calls after this raise TimeoutError, an OSError, if they wait for longer."""
+        """Make later calls raise TimeoutError, an OSError, if they wait longer."""
         self._socket.settimeout(seconds)
 
     def fileno(self) -> int:

@@ -1,6 +1,6 @@
-"""What a rank must know before it meets the others: its settings, its number, what all have alike.
+"""A rank before it meets the others: its settings, its number, and what all must agree on.
 
-Imports no torch: processes meet while they load it.
+Imports no torch: ranks meet while torch is loading.
 """
 
 import json
@@ -30,17 +30,17 @@ _ALIKE: Final = (
     "host_kv_codec",
     "kv_checksum",
 )
-"""Settings in which ranks that differed would compute nonsense, or wait for each other forever."""
+"""Settings that all ranks must share, or they would compute nonsense or wait forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process of a group."""
+    """One rank of a group."""
 
     settings: WorkerSettings
-    """Of the command that it is of."""
+    """The settings of the command that started it."""
     number: int = 0
-    """Among the command's processes: its rank follows from it, and its GPU."""
+    """Among the command's processes; determines its rank and its GPU."""
 
     @property
     def place(self) -> Place:
@@ -52,16 +52,16 @@ class Member:
         )
 
     def hello(self) -> bytes:
-        """What it tells rank 0."""
+        """Its first message to rank 0."""
         alike = self.settings.model_dump(mode="json", include=set(_ALIKE))
         return json.dumps({"rank": self.place.rank, "settings": alike}).encode()
 
     def check(self, hello: bytes) -> int:
-        """The rank of another one, from its `hello`.
+        """Check another member's `hello`; returns its rank.
 
         Raises:
-            ModelError: its settings do not fit this one's.
-            ValueError: it is no rank's hello.
+            ModelError: Its settings differ from this one's.
+            ValueError: It is not a rank's hello.
         """
         said: dict[str, Any] = json.loads(hello)
         rank, theirs = said["rank"], said["settings"]
@@ -77,21 +77,21 @@ class Member:
         return rank
 
     def to_json(self) -> bytes:
-        """For the process that is to be it."""
+        """The input for the process that runs it."""
         settings = self.settings.model_dump(mode="json")
         return json.dumps({"settings": settings, "number": self.number}).encode()
 
 
 def member_from_json(text: bytes) -> Member:
-    """What `Member.to_json` wrote."""
+    """Parse the output of `Member.to_json`."""
     told = json.loads(text)
     return Member(WorkerSettings(**told["settings"]), told["number"])
 
 
 def command() -> list[str]:
-    """Starts a process that reads from its standard input which member it is.
+    """The command that runs a rank; it reads a `Member` from its standard input.
 
-    It ends when that does.
+    The process ends when its standard input does.
     """
     return [sys.executable, "-m", "gpu_worker.parallel"]
 
@@ -100,12 +100,12 @@ _END_S = 5.0
 
 
 class LocalRanks:
-    """The processes of all members of a command but its first; a context that ends them."""
+    """The processes of this machine's other ranks. A context manager that ends them."""
 
     def __init__(self, member: Member) -> None:
-        """Start them, if `member` is the first.
+        """Start them, if `member` is the command's first.
 
-        Each ends when its standard input does, which is when this process does.
+        Each ends when its standard input does, which is when this process ends.
         """
         self._processes = []
         num_local = member.settings.num_local_ranks if member.number == 0 else 0
@@ -129,7 +129,7 @@ class LocalRanks:
                 raise ModelError(f"a rank of this machine has ended with {code}; it has said why")
 
     def end(self) -> None:
-        """End those that have not ended."""
+        """End those that still run."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()

@@ -1,4 +1,4 @@
-"""One draw from each row's distribution, by a uniform number that seed and position fix.
+"""Draws one token from each row's distribution, by a random number fixed by seed and position.
 
 Symbols: `S` sequences, `V` vocabulary.
 """
@@ -8,14 +8,14 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from contract.arrays import Int64Array, Uint64Array
+
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _TILE = 256
 
 
-def uniforms(
-    seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]
-) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each (seed, position): SplitMix64 as a counter.
+def uniforms(seeds: Uint64Array, positions: Int64Array) -> npt.NDArray[np.float64]:
+    """float64[S] in [0, 1) for each (seed, position): SplitMix64 as a counter.
 
     For seed `s` and position `p` (the index of the token to draw; the first prompt token's is 0) it
     is the (p + 1)-th output of a SplitMix64 generator that starts at `s`, its upper 53 bits times
@@ -31,22 +31,22 @@ def uniforms(
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    top_bits: npt.NDArray[np.uint64] = (x ^ (x >> np.uint64(31))) >> np.uint64(11)
+    top_bits: Uint64Array = (x ^ (x >> np.uint64(31))) >> np.uint64(11)
     return np.ldexp(top_bits.astype(np.float64), -53)
 
 
 def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The token at which the running sum of weights, in token order, first exceeds `uniform`.
 
-    In two levels, sums of tiles and then one tile, since a running sum over a whole vocabulary is
-    slow everywhere. Sums are float64 and each row's alone: a row draws the same in any batch.
+    Two levels, sums of tiles and then one tile, because a running sum over a whole vocabulary is
+    slow on every device. Sums are float64 and per row, so a row draws the same token in any batch.
 
     Args:
         weights: float32[S, V], not negative; unnormalized probabilities.
         uniform: float64[S] in [0, 1), a fraction of the row's sum.
 
     Returns:
-        int64[S]: token ids of positive weight; if a row has none, or NaN, some id in range.
+        int64[S]: token ids of positive weight. A row without any, or with NaN, gets some valid id.
     """
     num_tokens = weights.shape[1]
     padded = weights
@@ -60,7 +60,7 @@ def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     chosen = tiles.gather(1, tile.unsqueeze(2).expand(-1, -1, _TILE)).squeeze(1)  # [S, 256]
     inner = chosen.cumsum(-1, dtype=torch.float64)
     offset = torch.searchsorted(inner, target - before, right=True)  # [S, 1]
-    # Two ways to add the same numbers differ in the last bits: never past the last positive weight,
-    # which is where the running sum first reaches its maximum.
+    # The two sums of the same numbers may differ in their last bits. So never go past the last
+    # positive weight, where the running sum first reaches its maximum.
     offset = torch.minimum(offset, inner.argmax(-1, keepdim=True))
     return (tile * _TILE + offset).squeeze(1).clamp_(max=num_tokens - 1)

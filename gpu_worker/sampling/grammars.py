@@ -1,13 +1,13 @@
 """Keeps outputs to their grammars: which tokens may come next.
 
-A row's grammar moves on with each token that the row samples. On a GPU that, and the next mask, is
-done on a thread of its own as soon as the token is known, while the next step computes; the sampler
-waits for it only if it comes late. On a CPU no core is free while a step computes, and two threads
-that want Python's lock in turns cost more than the masks: there the sampler works them out when it
-needs them. There, too, a row whose grammar forces a *run* of tokens, such as the rest of a key,
-needs no masks for them, and nobody draws them if it wants nothing else of their logits. Grammars
-are compiled on another thread, while the prompt is computed: one that takes longer than its prompt
-holds up the step in which its row first samples.
+A row's grammar advances with each token that the row samples. On a GPU that, and computing the next
+mask, happens on a thread as soon as the token is known, while the next step computes; the sampler
+waits only if it is late. On a CPU no core is free during a step, and two threads that compete for
+Python's lock cost more than the masks: there the sampler computes them when it needs them. On a
+CPU, too, a row whose grammar forces a *run* of tokens, such as the rest of a key, needs no masks
+for the run, and no logits either unless something else asks for them. Grammars are compiled on
+another thread while the prompt is computed; if that takes longer than the prompt, the step in which
+the row first samples waits.
 
 Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit a token.
 """
@@ -23,9 +23,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import llguidance
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from contract.arrays import Int32Array, Int64Array
 from gpu_worker.memory.transfer import upload
 from kernels import ops
 
@@ -34,9 +34,9 @@ _T = TypeVar("_T")
 
 
 class DaemonThread:
-    """What is submitted is done in order. One that hangs is left behind when the process ends.
+    """Runs jobs in order on a daemon thread, which never keeps the process alive.
 
-    A `ThreadPoolExecutor` would be waited for, however long a device hangs.
+    A `ThreadPoolExecutor` would be joined at exit, however long a device hangs.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,7 +46,7 @@ class DaemonThread:
     def submit(
         self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> "Future[_T]":
-        """Do this after all that was submitted before; the future has what comes of it."""
+        """Queue a call; the future gets its result."""
         future: Future[_T] = Future()
 
         def job() -> None:
@@ -56,7 +56,7 @@ class DaemonThread:
         return future
 
     def stop(self) -> None:
-        """End the thread when it has done all; nothing may be submitted afterwards."""
+        """End the thread after all queued jobs. Nothing may be submitted afterwards."""
         self._jobs.put(None)
 
     def _run(self) -> None:
@@ -72,26 +72,26 @@ def _settle(future: "Future[Any]", function: Callable[[], Any]) -> None:
 
 
 _MAX_COMPILED = 64
-"""Grammars that are kept compiled: requests often share one."""
+"""Compiled grammars that are kept: requests often share one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForcedTokens:
-    """What sequences of a step must sample: at least one has no choice. On the host."""
+    """Tokens that sequences of a step must sample; at least one. On the host."""
 
-    places: npt.NDArray[np.int64]
-    """int64[F]: which, ascending."""
-    token_ids: npt.NDArray[np.int64]
+    places: Int64Array
+    """int64[F]: which sequences, ascending."""
+    token_ids: Int64Array
     """int64[F]."""
 
 
 class _Promise(Protocol):
     def result(self) -> None:
-        """Wait until it is done, or do it; done once."""
+        """Wait until it is done, or do it now. The work is done once."""
 
 
 class _AtNeed:
-    """What is done when it is first asked for, by the thread that asks."""
+    """Work done on first request, by the thread that asks."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
@@ -99,32 +99,33 @@ class _AtNeed:
     def result(self) -> None:
         if self._work is not None:
             self._work()
-            self._work = None  # and what it refers to
+            self._work = None  # frees what it refers to
 
 
 class _Row:
-    """A row's place in its grammar, and what it may sample next. One thread at a time has it."""
+    """A row's position in its grammar, and what may come next. Used by one thread at a time."""
 
     __slots__ = ("admitted", "forced", "is_stuck", "matcher", "run", "sampled")
 
     def __init__(self) -> None:
         self.matcher: llguidance.LLMatcher
         self.run: Sequence[int] = ()
-        """Tokens that must come, the first of which may have been sampled."""
+        """Tokens that must come next; the first ones may have been sampled already."""
         self.sampled: list[int] = []
-        """Those; the matcher is told of all at once, since it works out anew what it forces."""
+        """The sampled ones of `run`. The matcher gets them all at once, because each time it
+        recomputes what it forces."""
         self.forced: int | None = None
-        """The only token that may come next; None: what the mask admits."""
-        self.admitted: npt.NDArray[np.int32]
-        """int32[W], where none is forced: bit t % 32 of word t // 32 is token t's."""
+        """The only token that may come next; None: what `admitted` says."""
+        self.admitted: Int32Array
+        """int32[W], valid if `forced` is None: token t is bit t % 32 of word t // 32."""
         self.is_stuck = False
-        """Whether none may come."""
+        """Whether no token may come."""
 
     def take(self, token_id: int) -> bool:
-        """Move on by a sampled token; whether the matcher has been told."""
+        """Advance by a sampled token. Returns whether the matcher has advanced, too."""
         self.sampled.append(token_id)
         num_sampled = len(self.sampled)
-        # It is another token than the run's if what else a row asks for suppresses that one.
+        # The token differs from the run's if other parameters of the row suppress that one.
         if num_sampled < len(self.run) and token_id == self.run[num_sampled - 1]:
             self.forced = self.run[num_sampled]
             return False
@@ -134,7 +135,7 @@ class _Row:
 
 
 class StructuredOutput:
-    """The grammars of the rows that have one, from `add` to `release`."""
+    """The grammars of rows that have one, from `add` to `release`."""
 
     def __init__(
         self,
@@ -145,17 +146,17 @@ class StructuredOutput:
         *,
         is_beside: bool,
     ) -> None:
-        """Follow no grammar yet.
+        """Load the tokenizer that grammars are matched against.
 
         Args:
             tokenizer: A tokenizer.json.
             vocab_size: V.
             eos_token_ids: At least one.
             device: Where logits are.
-            is_beside: Whether masks are worked out on a thread, beside the device's work.
+            is_beside: Whether masks are computed on a thread, beside the device's work.
 
         Raises:
-            ValueError: It is no tokenizer that grammars can be followed with.
+            ValueError: The tokenizer cannot be used for grammars.
         """
         self._tokenizer = llguidance.LLTokenizer(
             tokenizer.read_text(), n_vocab=vocab_size, eos_token=list(eos_token_ids)
@@ -165,29 +166,28 @@ class StructuredOutput:
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
         self._rows: dict[int, _Row] = {}
         self._begun: dict[int, Future[None]] = {}
-        """Rows whose grammars may still be compiled: those that have not been looked at."""
+        """Compilation of grammars whose rows have not sampled yet, by row."""
         self._moves: list[_Promise] = []
-        """By the tokens of steps since masks were last asked for."""
+        """Advances by tokens of steps since masks were last needed."""
         self._compiler = DaemonThread("grammar compiler")
         self._thread = DaemonThread("grammars") if is_beside else None
-        # Not beside: to ask needs Python's lock, and a GPU draws for all rows at once.
+        # Not with a GPU: asking takes Python's lock, and a GPU draws for all rows at once.
         self._asks_for_runs = not is_beside and self._tokenizer.is_canonical
-        # What it is called for it does without Python's lock, for which the step would have to wait
-        # once a row. One thread: it works beside the device, not against the host.
+        # It computes masks without Python's lock, which the step would otherwise wait for once per
+        # row. One thread: it works beside the device, and must not compete with the host.
         self._executor = llguidance.LLExecutor(num_threads=1) if is_beside else None
 
     @property
     def has_any(self) -> bool:
-        """Whether any row has a grammar."""
         return bool(self._rows)
 
     @property
     def may_force(self) -> bool:
-        """Whether `forced` may say anything but None."""
+        """Whether `forced` may return anything but None."""
         return self._asks_for_runs and bool(self._rows)
 
     def add(self, row: int, grammar: str, output_token_ids: Sequence[int]) -> None:
-        """Give a free row its grammar, and the output that it has so far."""
+        """Give a free row its grammar and its output so far."""
         entry = self._rows[row] = _Row()
 
         def begin() -> None:
@@ -198,19 +198,19 @@ class StructuredOutput:
         self._begun[row] = self._compiler.submit(begin)
 
     def release(self, rows: Sequence[int]) -> None:
-        """Forget rows; those that have no grammar are ignored."""
+        """Forget rows; those without a grammar are ignored."""
         for row in rows:
             self._rows.pop(row, None)
             self._begun.pop(row, None)
         if not self._rows:
-            self._moves.clear()  # a step may have failed, and there will be no tokens
+            self._moves.clear()  # after a failed step their tokens never come
 
-    def forced(self, rows: Sequence[int], places: npt.NDArray[np.int64]) -> ForcedTokens | None:
-        """Tell which rows have no choice; None: all have, as far as it is known.
+    def forced(self, rows: Sequence[int], places: Int64Array) -> ForcedTokens | None:
+        """Rows that must sample a certain token; None if there are none.
 
         Args:
-            rows: Those that have a grammar.
-            places: int64[len(rows)], ascending: where they are in the step.
+            rows: Rows that have a grammar.
+            places: int64[len(rows)], ascending: their indexes in the step.
         """
         self._catch_up(rows)
         which, token_ids = [], []
@@ -223,58 +223,54 @@ class StructuredOutput:
             return None
         return ForcedTokens(places[which], np.array(token_ids, np.int64))
 
-    def restrict(
-        self, logits: torch.Tensor, rows: Sequence[int], places: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
-        """Suppress what the grammars do not admit.
+    def restrict(self, logits: torch.Tensor, rows: Sequence[int], places: Int64Array) -> Int64Array:
+        """Set the logits of tokens that the grammars do not admit to -inf.
 
         Args:
             logits: float32[S, V] on the device; changed.
-            rows: Those that have a grammar.
-            places: int64[len(rows)]: where their logits are.
+            rows: Rows that have a grammar.
+            places: int64[len(rows)], the indexes of their logits.
 
         Returns:
-            int64[F] on the host: the places of rows whose grammar cannot be followed any further.
+            int64[F] on the host: indexes of rows whose grammar admits no token.
         """
         self._catch_up(rows)
         entries = [self._rows[row] for row in rows]
-        # Not `stack`, which takes three times as long.
+        # `np.stack` takes three times as long.
         admitted = np.concatenate([self._mask_of(entry) for entry in entries])
         ops.suppress(logits, *upload([places, admitted.reshape(len(rows), -1)], self._device))
         return places[[i for i, entry in enumerate(entries) if entry.is_stuck]]
 
     def expect(
-        self,
-        rows: Sequence[int],
-        places: npt.NDArray[np.int64],
-        token_ids: Callable[[], npt.NDArray[np.int64]],
+        self, rows: Sequence[int], places: Int64Array, token_ids: Callable[[], Int64Array]
     ) -> None:
-        """Let the grammars of `rows` move on by the tokens that they sample.
+        """Advance the grammars of `rows` by the tokens that they sample.
 
         Args:
-            rows: Those that have a grammar.
-            places: int64[len(rows)]: where their tokens are among `token_ids`.
-            token_ids: Waits for the step's tokens; called on the thread, or by `restrict` or
+            rows: Rows that have a grammar.
+            places: int64[len(rows)], the indexes of their tokens in `token_ids`.
+            token_ids: Waits for the step's tokens. Called on the thread, or by `restrict` or
                 `forced`.
         """
         entries = [self._rows[row] for row in rows]
 
         def move() -> None:
             taken = zip(entries, token_ids()[places].tolist(), strict=True)
-            # Here, since the executor's thread would take longer to wake than a token to consume.
+            # Consumed here, because waking the executor's thread takes longer than consuming a
+            # token.
             self._look([entry for entry, token_id in taken if entry.take(token_id)])
 
-        # One job for all: to hand a job over costs more than to work out a mask.
+        # One job for all rows: handing over a job costs more than computing a mask.
         self._moves.append(_AtNeed(move) if self._thread is None else self._thread.submit(move))
 
     def close(self) -> None:
-        """End the threads when they have done what they were given."""
+        """End the threads after their queued jobs."""
         self._compiler.stop()
         if self._thread is not None:
             self._thread.stop()
 
     def _catch_up(self, rows: Sequence[int]) -> None:
-        """Let `rows`, and all that have moved, be where their tokens have brought them."""
+        """Bring all grammars up to date with their tokens, and finish compiling those of `rows`."""
         for move in self._moves:
             move.result()
         self._moves.clear()
@@ -284,7 +280,7 @@ class StructuredOutput:
                     self._begun.pop(row).result()
 
     def _look(self, entries: Sequence[_Row]) -> None:
-        """Work out which tokens may come next; none may if a grammar is lost."""
+        """Compute which tokens may come next; none if the matcher has failed."""
         free = entries
         if self._asks_for_runs:
             free = []
@@ -305,12 +301,13 @@ class StructuredOutput:
             self._executor.unsafe_compute_mask_ptr(numbered, start, row_bytes, len(free))
         for entry, mask in zip(free, admitted, strict=True):
             entry.admitted = mask
-            # One may turn out only now to be too complex. Others admit some token, or it ends them.
+            # A grammar may turn out only now to be too complex. Otherwise a matcher admits some
+            # token, or the row ends.
             if entry.matcher.is_error():
                 entry.is_stuck = True
                 mask[:] = 0
 
-    def _mask_of(self, entry: _Row) -> npt.NDArray[np.int32]:
+    def _mask_of(self, entry: _Row) -> Int32Array:
         if entry.forced is None:
             return entry.admitted
         bits = np.zeros(-(-self._vocab_size // 32) * 32, np.uint8)

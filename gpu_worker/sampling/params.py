@@ -1,8 +1,8 @@
 """How each row's tokens are drawn and when it ends, as arrays over all rows."""
 
 import numpy as np
-import numpy.typing as npt
 
+from contract.arrays import BoolArray, Float32Array, Int64Array
 from contract.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 
 NO_TOKEN = -1
@@ -44,7 +44,7 @@ class SamplingTable:
             (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
         )
         """What ends a row: end-of-sequence tokens unless it ignores them, and its stop tokens."""
-        self.bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = {}
+        self.bias: dict[int, tuple[Int64Array, Float32Array]] = {}
         """Row to token ids and what is added to their logits; rows that have a bias only."""
 
     def set(self, row: int, params: SamplingParams) -> None:
@@ -81,9 +81,7 @@ class SamplingTable:
             ids, values = zip(*params.logit_bias.items(), strict=True)
             self.bias[row] = (np.array(ids, np.int64), np.array(values, np.float32))
 
-    def ends(
-        self, rows: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_]:
+    def ends(self, rows: Int64Array, token_ids: Int64Array) -> BoolArray:
         """bool[N]: whether each of `token_ids` ends its row of `rows`, both int64[N]."""
-        is_end: npt.NDArray[np.bool_] = (self.end_token_ids[rows] == token_ids[:, None]).any(1)
+        is_end: BoolArray = (self.end_token_ids[rows] == token_ids[:, None]).any(1)
         return is_end

@@ -9,10 +9,10 @@ import torch
 
 
 class TokenCounts:
-    """Which tokens occurred how often, for the rows that are penalized and no others.
+    """Counts each token's occurrences, for rows with penalties only.
 
-    Counts are dense on the device, `V` entries a row, in slots that are made when they are first
-    needed. `add` and `release` are the owner's duty as rows come and go.
+    Counts are dense on the device, `V` entries per row, in slots that are allocated on demand. The
+    owner calls `add` and `release` as rows come and go.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -35,17 +35,17 @@ class TokenCounts:
         )
 
     def release(self, rows: Iterable[int]) -> None:
-        """Forget rows; those that are not counted are skipped."""
+        """Forget rows; those without counts are ignored."""
         for row in rows:
             if (slot := self._row_to_slot.pop(row, None)) is not None:
                 self._free_slots.append(slot)
 
     def slots(self, rows: Iterable[int]) -> list[int]:
-        """Where counted rows have their counts; valid until a row is added or released."""
+        """The slots of rows; valid until a row is added or released."""
         return [self._row_to_slot[row] for row in rows]
 
     def record(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Count one more output token for each of `slots`, both int64[S] on the device."""
+        """Count one more output token for each slot, both int64[S] on the device."""
         ones = torch.ones_like(token_ids, dtype=torch.int32)
         self._in_output.index_put_((slots, token_ids), ones, accumulate=True)
 
@@ -57,15 +57,15 @@ class TokenCounts:
         presence: torch.Tensor,
         frequency: torch.Tensor,
     ) -> torch.Tensor:
-        """The logits after all three penalties, in this order.
+        """The logits after repetition, presence and frequency penalties, in this order.
 
         Args:
             logits: float32[S, V]; not changed.
             slots: int64[S], from `slots`.
             repetition: float32[S, 1]; divides a positive logit of a token in prompt or output,
                 multiplies a negative one.
-            presence: float32[S, 1]; subtracted where a token is in the output.
-            frequency: float32[S, 1]; subtracted as often as a token is in the output.
+            presence: float32[S, 1]; subtracted if the token is in the output.
+            frequency: float32[S, 1]; subtracted once per occurrence in the output.
         """
         counts = self._in_output.index_select(0, slots)  # [S, V]
         in_output = counts > 0

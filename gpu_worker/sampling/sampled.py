@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from gpu_worker.memory.transfer import to_host
-from gpu_worker.step.messages import BoolArray, Int64Array, TokenLogprob
+from contract.arrays import BoolArray, Float32Array, Int64Array
+from contract.step import TokenLogprob
+from gpu_worker.memory.transfer import Download
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledLogprobs:
-    """Log-probabilities of the model's own distribution, before anything changed it."""
+    """Log-probabilities of the model's own distribution, before penalties, bias or grammars."""
 
-    places: npt.NDArray[np.int64]
-    """int64[L]: which of the step's sequences, ascending; on the host."""
-    num_top: npt.NDArray[np.int64]
-    """int64[L]: how many likeliest tokens each asked for; on the host."""
+    places: Int64Array
+    """int64[L] on the host: which of the S sequences, ascending."""
+    num_top: Int64Array
+    """int64[L] on the host: how many top tokens each asked for."""
     chosen: torch.Tensor
     """float32[L]: of the sampled tokens."""
     top_token_ids: torch.Tensor
-    """int64[L, most of `num_top`], best first."""
+    """int64[L, max(num_top)], best first."""
     top_logprobs: torch.Tensor
     """float32, parallel to `top_token_ids`."""
 
@@ -35,16 +35,16 @@ class Sampled:
     """What the sampler drew, on the device."""
 
     token_ids: torch.Tensor
-    """int64[S]; where `is_finite` is false, any id in range."""
+    """int64[S]; any valid id where `is_finite` is false."""
     is_finite: torch.Tensor
-    """bool[S]: whether all logits of the sequence were finite."""
+    """bool[S]: whether all of the sequence's logits were finite."""
     logprobs: SampledLogprobs | None
-    stuck: npt.NDArray[np.int64]
-    """int64[*]: which of the sequences have a grammar that admits no token; on the host."""
+    stuck: Int64Array
+    """int64[*] on the host: sequences whose grammar admits no token."""
 
 
 def merged(parts: Sequence[Sampled]) -> Sampled:
-    """What a step sampled, of what its parts did in order; at least one."""
+    """Join what the parts of a step sampled, in order; at least one part."""
     if len(parts) == 1:
         return parts[0]
     firsts = np.cumsum([0, *(len(part.token_ids) for part in parts)])
@@ -70,7 +70,7 @@ def _merged_logprobs(
         return None
     width = max(logprobs.top_token_ids.shape[1] for logprobs, _ in found)
 
-    def widened(tensor: torch.Tensor) -> torch.Tensor:  # nobody reads past `num_top`
+    def widened(tensor: torch.Tensor) -> torch.Tensor:  # columns past `num_top` are not read
         return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
 
     return SampledLogprobs(
@@ -84,81 +84,63 @@ def _merged_logprobs(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostSampled:
-    """A step's sampled tokens, on the host."""
+    """What a step sampled, on the host."""
 
     token_ids: Int64Array
     """int64[S]."""
     is_finite: BoolArray
-    """bool[S]: whether the logits were; if not, the token is none."""
+    """bool[S]: whether the logits were; if not, the token is invalid."""
     stuck: Int64Array
-    """int64[*]: which of the S have a grammar that admits no token."""
+    """int64[*]: sequences whose grammar admits no token."""
     logprobs: tuple[TokenLogprob, ...]
-    """Their `index` is a place in `token_ids`; ascending."""
+    """`index` refers to `token_ids`; ascending."""
 
 
 NOTHING_SAMPLED = HostSampled(
     np.empty(0, np.int64), np.empty(0, np.bool_), np.empty(0, np.int64), ()
 )
-"""Of a step in which no row samples."""
+"""For a step in which no row samples."""
 
 
 class Readback:
-    """The copies of one step's results to the host; on CPU they are there at once."""
+    """A step's sampled tokens, on their way to the host."""
 
     def __init__(self, sampled: Sampled) -> None:
-        """Start the copies, behind all work that was given to the device before."""
+        """Start the copies, behind all work enqueued before."""
         self._sampled = sampled
-        self._token_ids = to_host(sampled.token_ids)
-        self._is_finite = to_host(sampled.is_finite)
-        logprobs = sampled.logprobs
-        self._logprobs = (
-            ()
-            if logprobs is None
-            else tuple(
-                to_host(part)
-                for part in (logprobs.chosen, logprobs.top_token_ids, logprobs.top_logprobs)
-            )
-        )
-        self._arrived: torch.cuda.Event | None = None
-        if sampled.token_ids.is_cuda:
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-
-    def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+        tensors = [sampled.token_ids, sampled.is_finite]
+        if (logprobs := sampled.logprobs) is not None:
+            tensors += [logprobs.chosen, logprobs.top_token_ids, logprobs.top_logprobs]
+        self._download = Download(*tensors)
+        self.is_done = self._download.is_done
 
     def token_ids(self) -> Int64Array:
-        """int64[S]: the tokens alone, once they have arrived; any thread may call it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._token_ids.numpy()
+        """int64[S]: the tokens, once they have arrived; any thread may call it."""
+        return self._download.wait()[0]
 
     def wait(self) -> HostSampled:
-        """The values, once they have arrived."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return HostSampled(
-            self._token_ids.numpy(),
-            self._is_finite.numpy(),
-            self._sampled.stuck,
-            self._token_logprobs(),
+        """All values, once they have arrived."""
+        token_ids, is_finite, *of_logprobs = self._download.wait()
+        logprobs: tuple[TokenLogprob, ...] = ()
+        if self._sampled.logprobs is not None:
+            logprobs = _token_logprobs(self._sampled.logprobs, *of_logprobs)
+        return HostSampled(token_ids, is_finite, self._sampled.stuck, logprobs)
+
+
+def _token_logprobs(
+    logprobs: SampledLogprobs,
+    chosen: Float32Array,  # [L]
+    top_token_ids: Int64Array,  # [L, most of num_top]
+    top_logprobs: Float32Array,  # [L, most of num_top]
+) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(
+            place,
+            float(chosen[i]),
+            top_token_ids[i, :num_top].astype(np.int32),
+            top_logprobs[i, :num_top],
         )
-
-    def _token_logprobs(self) -> tuple[TokenLogprob, ...]:
-        logprobs = self._sampled.logprobs
-        if logprobs is None:
-            return ()
-        chosen, ids, values = (part.numpy() for part in self._logprobs)
-        return tuple(
-            _token_logprob(place, chosen[i], ids[i, :num_top], values[i, :num_top])
-            for i, (place, num_top) in enumerate(
-                zip(logprobs.places.tolist(), logprobs.num_top.tolist(), strict=True)
-            )
+        for i, (place, num_top) in enumerate(
+            zip(logprobs.places.tolist(), logprobs.num_top.tolist(), strict=True)
         )
-
-
-def _token_logprob(
-    place: int, chosen: float, ids: Int64Array, values: npt.NDArray[np.float32]
-) -> TokenLogprob:
-    return TokenLogprob(place, float(chosen), ids.astype(np.int32), values)
+    )

@@ -1,9 +1,11 @@
-"""Turns the logits of a step into one token per sequence.
+"""Samples: turns the logits of a step into one token per sequence.
 
 Symbols: `S` sequences, `V` vocabulary, `L` sequences that want log-probabilities.
 
-The order of operations is that of `quire.v1.SamplingParams`. Each part touches only the sequences
-that need it: a batch of greedy ones costs a check for non-finite values and an argmax.
+The order of operations is that of `quire.v1.SamplingParams`: log-probabilities of the raw logits,
+penalties, bias, suppressed end tokens, grammar, then a draw or an argmax. Each part touches only
+the sequences that need it: a batch of greedy ones costs a check for non-finite values and an
+argmax.
 """
 
 import functools
@@ -12,9 +14,9 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from contract.arrays import Int32Array, Int64Array
 from contract.sampling import SamplingParams
 from gpu_worker.memory.transfer import upload
 from gpu_worker.sampling.draw import draw, uniforms
@@ -24,21 +26,21 @@ from gpu_worker.sampling.penalties import TokenCounts
 from gpu_worker.sampling.sampled import Sampled, SampledLogprobs
 from gpu_worker.sampling.truncation import truncate
 from kernels import ops
-from kernels.cpu.ops.draw import draw as draw_of_all
+from kernels.cpu.ops import draw as draw_of_all
 
 _MIN_TEMPERATURE = np.float32(1e-30)
-"""Keeps the division finite; so close to 0 the most likely token has all the weight anyway."""
+"""Keeps the division finite. So close to 0, the most likely token has all the weight anyway."""
 _LEAST: Final = torch.finfo(torch.float32).min
 _LEAST_LOG: Final = -87.0
-"""The exponentials of lower numbers are no normal float32, and slow."""
+"""Exponentials of lower numbers are subnormal float32, and slow."""
 _LEAST_WEIGHT: Final = 1.7e-38
-"""Little above the exponential of that."""
+"""Slightly above exp(_LEAST_LOG)."""
 NOBODY: Final = np.empty(0, np.int64)
-"""The places of none."""
+"""The empty list of indexes."""
 
 
 class Sampler:
-    """Samples tokens; keeps what it must know of each row from `add` to `release`."""
+    """Samples tokens; keeps each row's state from `add` to `release`."""
 
     def __init__(
         self,
@@ -55,13 +57,9 @@ class Sampler:
         self.table = SamplingTable(max_num_seqs, vocab_size, eos_token_ids)
 
     def add(
-        self,
-        row: int,
-        params: SamplingParams,
-        token_ids: npt.NDArray[np.int32],
-        num_prompt_tokens: int,
+        self, row: int, params: SamplingParams, token_ids: Int32Array, num_prompt_tokens: int
     ) -> None:
-        """Give a free row its parameters; `token_ids` are its known tokens, the prompt first."""
+        """Give a free row its parameters; `token_ids` are its known tokens, prompt first."""
         self.table.set(row, params)
         if params.has_penalties:
             (known,) = upload([token_ids.astype(np.int64)], self._device)
@@ -71,36 +69,31 @@ class Sampler:
             self._structured.add(row, grammar, token_ids[num_prompt_tokens:].tolist())
 
     def release(self, rows: Sequence[int]) -> None:
-        """Forget rows."""
         self._counts.release(rows)
         if self._structured is not None:
             self._structured.release(rows)
 
     def sample(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        num_outputs: npt.NDArray[np.int64],
+        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, num_outputs: Int64Array
     ) -> Sampled:
-        """Draw the next token of each sequence, and count it where penalties need it.
+        """Sample the next token of each sequence, and count it where penalties need that.
 
         Args:
             logits: float32[S, V] on the device; changed.
-            rows: int64[S], each once; or several times, at ascending positions, if it has neither
+            rows: int64[S]. A row may occur several times, at ascending positions, if it has neither
                 penalties nor a grammar.
-            positions: int64[S]: the index that the new token will have in its sequence.
-            num_outputs: int64[S]: tokens that the sequence has produced so far.
+            positions: int64[S], the new token's index in its sequence.
+            num_outputs: int64[S], output tokens of the sequence so far.
         """
         table = self.table
         is_finite = finite_rows(logits)
-        if table.is_plain[rows].all():  # as in most steps: nothing to look for below
+        if table.is_plain[rows].all():  # as in most steps
             token_ids, stuck = self._choose_admitted(logits, rows, positions)
             return Sampled(token_ids, is_finite, None, stuck)
         raw_logprobs, places = None, np.nonzero(table.wants_logprobs[rows])[0]
         if len(places):
             (index,) = upload([places], self._device)
-            raw_logprobs = logits.index_select(0, index).log_softmax(1)
+            raw_logprobs = logits.index_select(0, index).log_softmax(1)  # [L, V]
         penalized = np.nonzero(table.has_penalties[rows])[0]
         slots = None
         if len(penalized):
@@ -111,26 +104,24 @@ class Sampler:
         logprobs = None
         if raw_logprobs is not None:
             logprobs = self._logprobs(raw_logprobs, token_ids, rows, places)
-        if slots is not None:  # last: what fails for want of memory is called again
+        if slots is not None:  # last: if memory is short, all this is called again
             (index,) = upload([penalized], self._device)
             self._counts.record(slots, token_ids.index_select(0, index))
         return Sampled(token_ids, is_finite, logprobs, stuck)
 
-    def forced(self, rows: npt.NDArray[np.int64]) -> ForcedTokens | None:
-        """Tell who needs no logits, nor `sample`; None: nobody. `rows` are int64[S]."""
+    def forced(self, rows: Int64Array) -> ForcedTokens | None:
+        """Tokens forced by grammars, which need no logits; None if there are none."""
         if self._structured is None or not self._structured.may_force:
             return None
         (places,) = (self.table.has_grammar[rows] & self.table.is_plain[rows]).nonzero()
         return self._structured.forced(rows[places].tolist(), places)
 
-    def follow(
-        self, rows: npt.NDArray[np.int64], token_ids: Callable[[], npt.NDArray[np.int64]]
-    ) -> None:
-        """Let the grammars move on by what a step has sampled.
+    def follow(self, rows: Int64Array, token_ids: Callable[[], Int64Array]) -> None:
+        """Advance the grammars by what a step has sampled.
 
         Args:
             rows: int64[S], as for `sample`.
-            token_ids: Waits for int64[S], the step's tokens; called on another thread.
+            token_ids: Waits for the step's tokens, int64[S]. May be called on another thread.
         """
         if self._structured is None or not self._structured.has_any:
             return
@@ -138,10 +129,8 @@ class Sampler:
         if len(places):
             self._structured.expect(rows[places].tolist(), places, token_ids)
 
-    def _penalize(
-        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
-    ) -> torch.Tensor:
-        """Change the logits of the sequences at `places`; where their counts are, int64[len]."""
+    def _penalize(self, logits: torch.Tensor, rows: Int64Array, places: Int64Array) -> torch.Tensor:
+        """Penalize the logits of the sequences at `places`. Returns their count slots, int64[*]."""
         table, penalized = self.table, rows[places]
         index, slots, *factors = upload(
             [
@@ -157,7 +146,7 @@ class Sampler:
         logits.index_copy_(0, index, changed)
         return slots
 
-    def _add_bias(self, logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
+    def _add_bias(self, logits: torch.Tensor, rows: Int64Array) -> None:
         places = np.nonzero(self.table.has_bias[rows])[0]
         if not len(places):
             return
@@ -173,26 +162,20 @@ class Sampler:
         logits.index_put_((index, token_ids), values, accumulate=True)
 
     def _suppress_ends(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        num_outputs: npt.NDArray[np.int64],
+        self, logits: torch.Tensor, rows: Int64Array, num_outputs: Int64Array
     ) -> None:
         places = np.nonzero(num_outputs < self.table.min_tokens[rows])[0]
         if not len(places):
             return
         ends = self.table.end_token_ids[rows[places]]
-        which, column = np.nonzero(ends != NO_TOKEN)
+        which, column = np.nonzero(ends != NO_TOKEN)  # of each end token
         index, token_ids = upload([places[which], ends[which, column]], self._device)
         logits.index_put_((index, token_ids), logits.new_full((), -torch.inf))
 
     def _choose_admitted(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-    ) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
-        """As `_choose`, by the grammars that there are; and the places that are stuck."""
+        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array
+    ) -> tuple[torch.Tensor, Int64Array]:
+        """As `_choose`, within the grammars; also returns the indexes of stuck sequences."""
         if self._structured is not None and self._structured.has_any:
             (places,) = self.table.has_grammar[rows].nonzero()
             if len(places):
@@ -201,16 +184,11 @@ class Sampler:
         return self._choose(logits, rows, positions, is_suppressed=False), NOBODY
 
     def _choose(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        *,
-        is_suppressed: bool,
+        self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, *, is_suppressed: bool
     ) -> torch.Tensor:
-        """int64[S]: by the logits as they are now, the most likely token or a draw.
+        """int64[S]: the most likely token or a draw, by the final logits.
 
-        `is_suppressed` says whether many of them may be -inf.
+        `is_suppressed`: whether many logits may be -inf.
         """
         drawn = self.table.temperature[rows].nonzero()[0]
         if not len(drawn):
@@ -230,16 +208,16 @@ class Sampler:
     def _draw(
         self,
         logits: torch.Tensor,
-        places: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
+        places: Int64Array,
+        rows: Int64Array,
+        positions: Int64Array,
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
         """int64[len(rows)]: a draw for each of `rows`, by the logits at `places`."""
         table = self.table
-        temperature = np.maximum(table.temperature[rows], _MIN_TEMPERATURE)
-        uniform = uniforms(table.seed[rows], positions)
+        temperature = np.maximum(table.temperature[rows], _MIN_TEMPERATURE)  # [len(rows)]
+        uniform = uniforms(table.seed[rows], positions)  # [len(rows)]
         is_cut = table.is_cut[rows]
         if not is_cut.any():
             return draw_of_all(logits, *upload([places, temperature, uniform], self._device))
@@ -257,7 +235,7 @@ class Sampler:
 
     def _draw_cut(
         self,
-        rows: npt.NDArray[np.int64],
+        rows: Int64Array,
         logits: torch.Tensor,
         places: torch.Tensor,
         temperature: torch.Tensor,
@@ -265,24 +243,21 @@ class Sampler:
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
-        """As `_draw`, for rows whose distribution is cut."""
+        """As `_draw`, for rows with top_k, top_p or min_p."""
         table = self.table
-        # The maximum goes first, so that no temperature overflows. It is -inf if all is suppressed.
-        scaled = logits.index_select(0, places)
-        maximum = scaled.amax(1, keepdim=True).clamp_(min=_LEAST)
+        # Subtracting the maximum first keeps every temperature from overflowing. It is -inf if all
+        # tokens are suppressed.
+        scaled = logits.index_select(0, places)  # [len(places), V]
+        maximum = scaled.amax(1, keepdim=True).clamp_(min=_LEAST)  # [len(places), 1]
         scaled = scaled.sub_(maximum).div_(temperature.unsqueeze(1))
         weights = _exp_of_many_least(scaled) if is_suppressed else scaled.exp()
         truncate(scaled, weights, table.top_k[rows], table.top_p[rows], table.min_p[rows])
         return draw(weights, uniform)
 
     def _draw_by_kernel(
-        self,
-        logits: torch.Tensor,
-        places: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
+        self, logits: torch.Tensor, places: Int64Array, rows: Int64Array, positions: Int64Array
     ) -> torch.Tensor:
-        """As `_draw`, for a GPU: without sorting, and without anything that it would wait for."""
+        """As `_draw`, for a GPU: without sorting, and without waiting for the device."""
         table = self.table
         index, *given = upload(
             [
@@ -304,8 +279,8 @@ class Sampler:
         self,
         raw_logprobs: torch.Tensor,
         token_ids: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
+        rows: Int64Array,
+        places: Int64Array,
     ) -> SampledLogprobs:
         (index,) = upload([places], self._device)
         num_top = self.table.num_top_logprobs[rows[places]]
@@ -317,14 +292,14 @@ class Sampler:
 def sample_others(
     forced: ForcedTokens,
     hidden: torch.Tensor,
-    sample: Callable[[torch.Tensor, npt.NDArray[np.int64]], Sampled],
+    sample: Callable[[torch.Tensor, Int64Array], Sampled],
 ) -> Sampled:
-    """What all sequences of a step sample.
+    """Sample a step in which grammars force some tokens: those need no logits. CPU only.
 
     Args:
-        forced: What some of them must.
-        hidden: `[S, E]`, from which logits would be made; no row that is not finite has any.
-        sample: Samples for the others, by their part of `hidden` and their places, int64[*].
+        forced: The forced tokens.
+        hidden: Hidden states `[S, E]`; also checked for being finite.
+        sample: Samples the other sequences, given their hidden states and their indexes, int64[*].
     """
     has_choice = np.ones(len(hidden), np.bool_)
     has_choice[forced.places] = False
@@ -344,10 +319,10 @@ def sample_others(
 
 
 def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
-    """`scaled.exp()` of numbers up to 0, many of them -inf, for which torch's takes twice as long.
+    """`scaled.exp()` for numbers up to 0, many of them -inf: twice as fast as torch's.
 
-    Weights below `_LEAST_WEIGHT` are 0, too: among likelier ones, the sum of which is at least 1,
-    only a uniform number of 0 would draw one, and the next is 2^-53.
+    Weights below `_LEAST_WEIGHT` become 0. The sum of weights is at least 1, so only a uniform
+    number of exactly 0 could have drawn one; the next is 2^-53.
     """
     weights = torch.threshold(scaled, _LEAST_LOG, _LEAST_LOG).exp_()
     return torch.threshold_(weights, _LEAST_WEIGHT, 0.0)
@@ -355,15 +330,15 @@ def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
 
 def finite_rows(values: torch.Tensor) -> torch.Tensor:
     """bool[S]: whether all numbers of each row are finite."""
-    # One that is not finite makes the sum so; finite ones would have to be near 1e33 to do it.
-    if values.device.type == "cpu":  # torch's would wait for a thread that has lost its core
+    # A non-finite number makes the sum non-finite; finite ones would have to be near 1e33.
+    if values.device.type == "cpu":  # torch's sum would wait for a thread that has lost its core
         with np.errstate(invalid="ignore", over="ignore"):
             return torch.from_numpy(np.isfinite(values.numpy().sum(axis=1)))
     return values.sum(1).isfinite()
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """int64[S]: the first of the largest. On a CPU numpy's takes a tenth of the time of torch's."""
+    """int64[S]: the first maximum. On a CPU numpy takes a tenth of torch's time."""
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=1))
     return logits.argmax(1)

@@ -1,4 +1,4 @@
-"""Cuts the unlikely tokens off each row's distribution: top_k, then top_p, then min_p.
+"""Cuts unlikely tokens off each row's distribution: top_k, then top_p, then min_p.
 
 Symbols: `S` sequences, `V` vocabulary, `C` candidates.
 """
@@ -7,23 +7,24 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from contract.arrays import Float32Array, Int64Array
 from gpu_worker.memory.transfer import upload
 
 _FEW = (64, 1024)
-"""Candidates that a CPU tries first: sorting a whole vocabulary takes it milliseconds a row."""
+"""Candidates that a CPU tries first: sorting a whole vocabulary takes milliseconds per row."""
 
 
 def truncate(
     logits: torch.Tensor,
     weights: torch.Tensor,
-    top_k: npt.NDArray[np.int64],
+    top_k: Int64Array,
     top_p: npt.NDArray[np.float64],
-    min_p: npt.NDArray[np.float32],
+    min_p: Float32Array,
 ) -> None:
     """Set the weight of each token that is cut off to 0, in place.
 
-    Each cut sees the distribution that the one before left. Of equally likely tokens the lower id
-    stays. A row's outcome does not depend on the other rows.
+    Each cut sees the distribution that the one before left. Of equally likely tokens, lower ids
+    stay. Rows do not affect each other.
 
     Args:
         logits: float32[S, V], divided by the temperature; each row's maximum is 0.
@@ -48,10 +49,10 @@ def truncate(
 def _boundaries(
     logits: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, p: torch.Tensor, max_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least likely kept logit, float32[S, 1], and the number kept, int64[S, 1].
+    """The smallest kept logit, float32[S, 1], and the number kept, int64[S, 1].
 
-    A CPU looks at few candidates first, and at more only for the rows that need them. A GPU would
-    have to be waited for to learn which those are, and sorts fast.
+    A CPU looks at few candidates first, and at more only for rows that need them. On a GPU,
+    learning which rows those are would mean waiting for it, and sorting is fast.
     """
     if logits.device.type != "cpu":
         return _boundaries_among(logits, weights, k, p, max_k)
@@ -76,7 +77,7 @@ def _boundaries_among(
     p: torch.Tensor,
     num_candidates: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_boundaries`; a count greater than `num_candidates` says that they were too few."""
+    """As `_boundaries`; a count above `num_candidates` means that these were too few."""
     num_tokens = logits.shape[1]
     if num_candidates < num_tokens:
         candidates = logits.topk(num_candidates, dim=1).values  # [S, C], descending
@@ -90,14 +91,14 @@ def _boundaries_among(
         weights.sum(1, keepdim=True, dtype=torch.float64),
     )
     reaching_p = 1 + (sums < p * total).sum(1, keepdim=True)
-    # Where k itself lies past the candidates the total is wrong, and so is what reaches p.
+    # Where k exceeds the candidates, the total is wrong, and so is what reaches p.
     count = torch.where((p < 1) & ((k <= num_candidates) | (k == num_tokens)), reaching_p, k)
     count = torch.minimum(count, k)
     return candidates.gather(1, count.clamp(max=num_candidates) - 1), count
 
 
 def _sorted(logits: torch.Tensor) -> torch.Tensor:
-    """Each row descending. On a CPU numpy's sort takes a quarter of the time of torch's."""
+    """Each row descending. On a CPU numpy sorts in a quarter of torch's time."""
     if logits.device.type == "cpu":
         return torch.from_numpy(np.sort(logits.neg().numpy(), axis=1)).neg_()
     return logits.sort(dim=1, descending=True).values
@@ -107,7 +108,7 @@ def _is_top(logits: torch.Tensor, threshold: torch.Tensor, count: torch.Tensor) 
     """bool[S, V]: the `count` largest, all at least `threshold`; among equals the first ones."""
     above, ties = logits > threshold, logits == threshold
     num_ties = count - above.sum(1, keepdim=True)
-    # The running count is the slow part, and is rarely needed; only a CPU can look before.
+    # The running count is slow and rarely needed; only a CPU can check beforehand.
     if logits.device.type == "cpu" and bool((ties.sum(1, keepdim=True) == num_ties).all()):
         return above | ties
     return above | (ties & (ties.cumsum(1) <= num_ties))

@@ -1,4 +1,4 @@
-"""The gRPC face of a worker: epochs, attachments, and the stream of steps."""
+"""The worker's gRPC service: epochs, attachments, and the stream of steps."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,9 @@ from typing import Any, Final, Protocol
 import grpc.aio
 import structlog
 
+from contract.codec.info import memory_level_to_proto, worker_info_to_proto
+from contract.codec.state import holdings_to_parts
+from contract.codec.step import result_to_proto
 from contract.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -18,66 +21,58 @@ from contract.errors import (
     UnimplementedError,
 )
 from contract.heartbeat import LOST_AFTER_S
+from contract.info import WorkerInfo
 from contract.lora import LoraAdapter
+from contract.state import Holdings
+from contract.step import Plan, Result
 from gpu_worker import metrics
 from gpu_worker.memory.level import WatchedMemory
 from gpu_worker.service.attachments import Attachment, Attachments
-from gpu_worker.service.description_wire import (
-    holdings_to_proto,
-    worker_info_to_proto,
-    worker_state_to_proto,
-)
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.service.kv_exchange import HostBlocks, pull_kv, read_kv, read_request
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
-    step_input_from_proto,
-    step_output_to_proto,
+    plan_of,
 )
 from gpu_worker.service.streams import Execution, Executions
-from gpu_worker.service.worker_info import WorkerInfo, WorkerState
-from gpu_worker.step.messages import StepInput, StepOutput
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.grpc_server import Service, service_of
 from rpc.observe import timeline
 from rpc.security.tls import ClientTls
 
 _CLOSE_S: Final = 10.0
-"""How long a scheduler may take to read the results that it is owed when the model goes."""
+"""How long a scheduler may take to read its last results when the model is unloaded."""
 
 _log = structlog.get_logger()
 
 
 class Steps(HostBlocks, Protocol):
-    """Called from one event loop."""
+    """What runs the steps: `loop.StepLoop`, or a fake. Called from one event loop.
+
+    A protocol, because the server is up before torch is imported, which `StepLoop` does.
+    """
 
     @property
-    def num_rows_used(self) -> int:
-        """Rows that hold a sequence."""
+    def num_rows_used(self) -> int: ...
 
     async def attach(self, attachment: int) -> Holdings:
-        """Forget all rows; obey only `attachment` from then on.
+        """Forget all rows; then obey only `attachment`. Returns what the worker held."""
 
-        Returns:
-            What there was.
-        """
-
-    def submit(self, attachment: int, step: StepInput) -> "asyncio.Future[StepOutput]":
-        """Queue a step; what it produces, or raises, comes in the future."""
+    def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
+        """Queue a step; the future gets its result or error."""
 
     def resize_pool(self, num_blocks: int) -> Awaitable[None]:
-        """Let the device have `num_blocks` blocks, after the steps taken so far.
+        """Resize the device pool, after the steps queued so far.
 
-        Whoever attaches after this call finds it done.
+        An `attach` after this call sees it done.
         """
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves one scheduler at a time: the newest. Until `open` and after `drain` it refuses."""
+    """Serves one scheduler at a time, the newest. Refuses calls before `open` and after `drain`."""
 
     def __init__(self, tls: ClientTls | None = None) -> None:
-        """`tls` is how other workers are called; None: in the clear."""
+        """`tls` is for calls to other workers; None: plaintext."""
         self._tls = tls
         self._info: WorkerInfo | None = None
         self._steps: Steps | None = None
@@ -85,26 +80,26 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._attachments = Attachments()
         self._executions = Executions()
         self._is_leaving = asyncio.Event()
-        """It is about to end, and may be left."""
+        """Set when the worker is about to end, and schedulers may leave."""
         self._num_told = 0
-        """Calls that wait to hear that."""
+        """Calls that wait for `_is_leaving`."""
         self._is_draining = False
         self._is_unloaded = False
         self._resizing: asyncio.Task[None] | None = None
-        """The last one, which somebody must hold."""
+        """The last resize; holds a reference, so that the task is not collected."""
         self._heard_s = 0.0
-        """When the scheduler was heard of last, by the event loop's clock."""
+        """When the scheduler last called, by the event loop's clock."""
 
     def open(self, info: WorkerInfo, steps: Steps, memory: WatchedMemory | None = None) -> None:
-        """The model is there: serve it. `memory` is the device's; None: nobody watches it."""
+        """Start serving a loaded model. `memory` is None if the device's memory is not watched."""
         self._info, self._steps, self._memory = info, steps, memory
         self._is_unloaded = False
         metrics.UNLOADED.set(0)
 
     async def close(self) -> None:
-        """The model is about to go: take no steps until `open`; return when all have ended.
+        """Stop serving: the model is about to be unloaded. Returns when all steps have ended.
 
-        A scheduler may attach, and is told.
+        A scheduler may still attach, and is told that the model is unloaded.
         """
         self._is_unloaded = True
         metrics.UNLOADED.set(1)
@@ -117,12 +112,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def model_id(self) -> str:
-        """What requests call the model."""
+        """The name that requests use."""
         return self._loaded()[0].model_id
 
     @property
     def adapters(self) -> Mapping[LoraAdapter, int]:
-        """The LoRA adapters that batches may name, and the number of each."""
+        """The LoRA adapters that batches may name, and their numbers."""
         return self._loaded()[0].limits.adapters
 
     @adapters.setter
@@ -131,40 +126,40 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._info = replace(info, limits=replace(info.limits, adapters=adapters))
 
     def check_epoch(self, epoch: int) -> None:
-        """Check that who calls is the newest scheduler.
+        """Check that the caller is the newest scheduler.
 
         Raises:
             InvalidArgumentError, StaleEpochError: As `Attachments.of`.
-            UnavailableError: There is no model yet, or not for long.
+            UnavailableError: The model is not loaded, or the worker drains.
         """
         self._loaded()
         self._attachments.of(epoch)
 
     def check_claim(self, epoch: int) -> str:
-        """Check that who calls is the newest scheduler, whether there is a model or not.
+        """Check that the caller is the newest scheduler, whether a model is loaded or not.
 
         Returns:
             The worker's name.
 
         Raises:
             InvalidArgumentError, StaleEpochError: As `Attachments.of`.
-            UnavailableError: The worker drains, or its first model is not there yet.
+            UnavailableError: The worker drains, or its first model is not loaded yet.
         """
         if self._is_draining or self._info is None:
-            self._loaded()  # says so
+            self._loaded()  # raises
         assert self._info is not None, "it was loaded"
         self._attachments.of(epoch)
         return self._info.worker_id
 
     @property
     def num_live_seqs(self) -> int:
-        """Rows that hold a sequence, while a scheduler is there."""
+        """Rows that hold a sequence, while a scheduler is connected."""
         return self._steps.num_rows_used if self._steps is not None and self._executions else 0
 
     async def drain(self, hand_over_s: float) -> None:
-        """Refuse new steps, and wait until each stream has ended after the results it owes.
+        """Refuse new steps; wait until each stream has sent its results and ended.
 
-        Before that, a scheduler that wants to know has `hand_over_s` to end its stream itself.
+        First, a scheduler that called `AwaitDrain` gets `hand_over_s` to end its stream itself.
         """
         if self._num_told:
             self._is_leaving.set()
@@ -181,7 +176,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def Attach(  # noqa: N802 - the proto's name
         self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.AttachResponse:
-        """Put the worker under a scheduler's epoch; the rows of the one before are forgotten."""
+        """Attach a scheduler, by its epoch. Rows of the previous one are forgotten."""
         del context
         if self._is_unloaded and self._info is not None and not self._is_draining:
             self._attachments.begin(request.epoch)
@@ -201,13 +196,13 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             scheduler_id=request.scheduler_id,
             num_held_rows=len(attachment.holdings.rows),
         )
-        info, _ = self._loaded()  # now: it may have been resized under the one before
+        info, _ = self._loaded()  # read again: the previous scheduler may have resized it
         return worker_pb2.AttachResponse(worker=worker_info_to_proto(info))
 
     async def ReadHoldings(  # noqa: N802 - the proto's name
         self, request: worker_pb2.ReadHoldingsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Stream what there was when the scheduler attached."""
+        """Stream what the worker held when the scheduler attached."""
         self._loaded()
         attachment = self._attachments.of(request.epoch)
         if attachment.holdings is None:
@@ -215,18 +210,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 f"epoch {request.epoch} has sent a step, or has not finished attaching; "
                 "what the worker held can be read in between"
             )
-        for part in holdings_to_proto(attachment.holdings):
+        for part in holdings_to_parts(attachment.holdings):
             self._attachments.require_newest(attachment)
             await context.write(part)
 
-    # Writing rather than yielding: a generator that is left at a `yield` when the scheduler goes is
-    # closed whenever its garbage is collected, and until then its stream would not count as ended.
+    # Writes instead of yielding: a generator left at a `yield` when the scheduler goes is closed
+    # only when it is garbage-collected, and until then its stream would not count as ended.
     async def Execute(  # noqa: N802 - the proto's name
         self,
         request_iterator: AsyncIterator[worker_pb2.StepBatch],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        """Execute the batches in order and answer each with its result."""
+        """Execute the batches in order, and answer each with its result."""
         execution = self._executions.begin()
         reader = asyncio.create_task(self._read(request_iterator, execution))
         try:
@@ -234,7 +229,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 assert execution.attachment is not None, "a result without a batch"
                 execution.attachment.done_step_id = output.step_id
                 with timeline.span("encode the result"):
-                    message = step_output_to_proto(output, execution.attachment.epoch)
+                    message = result_to_proto(output, execution.attachment.epoch)
                 await context.write(message)
         finally:
             reader.cancel()
@@ -245,7 +240,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         request: worker_pb2.DescribeDeviceRequest,
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> worker_pb2.DescribeDeviceResponse:
-        """Describe the device and what it holds; to its scheduler also while it drains."""
+        """Describe the device and its state; also while draining."""
         del context
         if self._info is None:
             raise _still_loading()
@@ -253,7 +248,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         attachment = self._attachments.newest or Attachment(number=0, epoch=0)
         if request.epoch and request.epoch == attachment.epoch:
             self._heard_s = now_s
-        state = WorkerState(
+        return worker_pb2.DescribeDeviceResponse(
+            worker=worker_info_to_proto(self._info),
             epoch=attachment.epoch,
             step_id=attachment.done_step_id,
             num_rows_used=0 if self._steps is None else self._steps.num_rows_used,
@@ -261,28 +257,28 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 (self._is_unloaded or bool(self._executions))
                 and now_s - self._heard_s < LOST_AFTER_S
             ),
-            memory_level=None if self._memory is None else self._memory.level,
+            memory_level=memory_level_to_proto(
+                None if self._memory is None else self._memory.level
+            ),
             is_unloaded=self._is_unloaded,
         )
-        return worker_state_to_proto(self._info, state)
 
     async def ReadKv(  # noqa: N802 - the proto's name
         self, request: worker_pb2.ReadKvRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        """Stream the contents of host blocks."""
         info, steps = self._loaded()
         _require_whole_blocks(info)
-        # First: the asking worker knows this one by an address, which may mean another worker there
-        # than at the scheduler. Epoch and format are the same at all workers of a scheduler.
+        # Checked first: the calling worker knows this one by an address, where another worker may
+        # run by now. Epoch and format are the same at all workers of a scheduler.
         if request.instance_id != info.instance_id:
             raise FailedPreconditionError(
-                f"KV is wanted of worker instance {request.instance_id:#x}; "
+                f"KV is requested from worker instance {request.instance_id:#x}; "
                 f"this is {info.worker_id}, instance {info.instance_id:#x}"
             )
         attachment = self._attachments.of(request.epoch)
         if request.kv_format != info.kv_format:
             raise FailedPreconditionError(
-                f"KV is wanted as {request.kv_format}; this worker has {info.kv_format}"
+                f"KV is requested as {request.kv_format}; this worker has {info.kv_format}"
             )
         block_ids = host_blocks_to_read(request, info.limits)
         async for piece in read_kv(steps, block_ids, info.host_block_bytes or info.block_bytes):
@@ -292,7 +288,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def PullKv(  # noqa: N802 - the proto's name
         self, request: worker_pb2.PullKvRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.PullKvResponse:
-        """Fetch contents of another worker's host blocks."""
+        """Fill host blocks with contents of another worker's host blocks."""
         del context
         info, steps = self._loaded()
         _require_whole_blocks(info)
@@ -312,7 +308,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def ResizePool(  # noqa: N802 - the proto's name
         self, request: worker_pb2.ResizePoolRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.ResizePoolResponse:
-        """Let the device have more blocks, or fewer."""
+        """Resize the device pool."""
         del context
         info, steps = self._loaded()
         self._attachments.of(request.epoch)
@@ -322,7 +318,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidArgumentError(
                 "num_blocks", f"is {request.num_blocks}; it must be in [{least}, {most}]"
             )
-        # It goes on if the caller is gone: what there is then must be known.
+        # It continues if the caller leaves: `_info` must match the pool.
         resized = steps.resize_pool(request.num_blocks)
         self._resizing = asyncio.create_task(self._resize(resized, request.num_blocks))
         await asyncio.shield(self._resizing)
@@ -340,7 +336,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def AwaitDrain(  # noqa: N802 - the proto's name
         self, request: worker_pb2.AwaitDrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.AwaitDrainResponse:
-        """Wait until this worker is about to end."""
         del request, context
         self._num_told += 1
         try:
@@ -352,7 +347,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def _read(
         self, batches: AsyncIterator[worker_pb2.StepBatch], execution: Execution
     ) -> None:
-        """Take batches until there are no more, or one is refused."""
+        """Read batches until the stream ends, or one is refused."""
         try:
             async for batch in batches:
                 await execution.results.wait_for_room()
@@ -362,10 +357,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         else:
             execution.results.end()
 
-    def _take(
-        self, batch: worker_pb2.StepBatch, execution: Execution
-    ) -> "asyncio.Future[StepOutput]":
-        """Check a batch and give it to what runs it."""
+    def _take(self, batch: worker_pb2.StepBatch, execution: Execution) -> "asyncio.Future[Result]":
+        """Check a batch and submit it."""
         info, steps = self._loaded()
         newest = self._attachments.of(batch.epoch)
         if execution.attachment is None:
@@ -384,8 +377,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         newest.last_step_id = batch.step_id
         newest.holdings = None
         with timeline.span("decode the batch"):
-            step = step_input_from_proto(batch, info.limits)
-        return steps.submit(newest.number, step)
+            plan = plan_of(batch, info.limits)
+        return steps.submit(newest.number, plan)
 
     def _loaded(self) -> tuple[WorkerInfo, Steps]:
         if self._is_draining:
@@ -400,7 +393,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 def _require_whole_blocks(info: WorkerInfo) -> None:
     if not info.takes_kv:
         raise UnimplementedError(
-            f"{info.worker_id} gives and takes no KV: each block is in parts on several devices"
+            f"{info.worker_id} does not transfer KV: each block is split over several devices"
         )
 
 

@@ -1,39 +1,39 @@
-"""Whose the worker is: one scheduler's at a time, that of the newest epoch."""
+"""Attachments: the worker belongs to one scheduler at a time, that of the newest epoch."""
 
 from dataclasses import dataclass
 
 from contract.errors import InvalidArgumentError, QuireError, StaleEpochError, UnavailableError
-from gpu_worker.service.holdings import Holdings
+from contract.state import Holdings
 
 
 @dataclass(slots=True)
 class Attachment:
-    """One scheduler's claim, from its `Attach` to the next one."""
+    """One scheduler's claim on the worker, from its `Attach` to the next."""
 
     number: int
     epoch: int
     has_stream: bool = False
-    """Whether an `Execute` stream has sent a batch under it; there may be one such."""
+    """Whether an `Execute` stream has sent a batch; only one may."""
     last_step_id: int = 0
-    """Of the batches taken."""
+    """Of the last batch received."""
     done_step_id: int = 0
-    """Of the results sent."""
+    """Of the last result sent."""
     holdings: Holdings | None = None
-    """What there was when it began; None once it has sent a step, which changes it."""
+    """What the worker held when it began; None once the first step was sent."""
 
 
 class Attachments:
-    """The newest attachment, and what the others are told: a scheduler may attach again."""
+    """Keeps the newest attachment, and refuses all others."""
 
     def __init__(self) -> None:
         self.newest: Attachment | None = None
 
     def begin(self, epoch: int) -> Attachment:
-        """Put the worker under a scheduler.
+        """Begin a scheduler's attachment. A scheduler may attach again.
 
         Raises:
-            InvalidArgumentError: The epoch is none.
-            StaleEpochError: A newer one has attached.
+            InvalidArgumentError: The epoch is 0.
+            StaleEpochError: A newer epoch has attached.
         """
         before = self.newest
         if epoch == 0:
@@ -44,7 +44,7 @@ class Attachments:
         return self.newest
 
     def of(self, epoch: int) -> Attachment:
-        """Return the newest attachment, which must be of `epoch`.
+        """The newest attachment, which must be of `epoch`.
 
         Raises:
             InvalidArgumentError: That epoch has not attached.
@@ -62,17 +62,17 @@ class Attachments:
         return newest
 
     def require_newest(self, attachment: Attachment) -> None:
-        """Refuse to go on for an attachment whose blocks are another's by now.
+        """Check that an attachment is still the newest, before touching blocks for it.
 
         Raises:
-            StaleEpochError: They are a newer epoch's.
-            UnavailableError: They are the same epoch's, which has attached again.
+            StaleEpochError: A newer epoch has attached.
+            UnavailableError: The same epoch has attached again.
         """
         if attachment is not self.newest:
             raise self.superseded(attachment)
 
     def superseded(self, attachment: Attachment | None) -> QuireError:
-        """What ends a stream when somebody attaches; None: it has not said whose it is."""
+        """The error that ends a stream after a new attachment; None: its epoch is unknown."""
         assert self.newest is not None, "somebody has attached"
         newest = self.newest.epoch
         if attachment is not None and attachment.epoch < newest:

@@ -1,7 +1,7 @@
-"""Contents of host blocks between two workers: reading one's own out, pulling another's in.
+"""KV between two workers: reads own host blocks out, fills own host blocks from another worker.
 
-The scheduler says which blocks, and sees to it that nothing else reads or writes them meanwhile.
-Contents travel as the host holds them, in pieces, so that steps go on in between.
+The scheduler names the blocks, and ensures that nothing else reads or writes them in the meantime.
+Contents travel as the host holds them, in pieces, so that steps run in between.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -11,32 +11,32 @@ from zlib import crc32
 import grpc
 import grpc.aio
 
+from contract.arrays import Int32Array
 from contract.errors import UnavailableError
 from contract.packing import pack_int32
-from gpu_worker.step.messages import Int32Array
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
 
 _PIECE_BYTES: Final = 4 * 1024**2
-"""What one message holds, unless one block is larger: a copy of it delays a step by about 1 ms."""
+"""Bytes of one message, unless one block is larger: copying it delays a step by about 1 ms."""
 _PULL_TIMEOUT_S: Final = 120.0
-"""A source that takes longer is taken for hung; the scheduler waits for as long as the target."""
+"""A source that takes longer counts as hung. The scheduler waits as long as the target does."""
 
 
 class HostBlocks(Protocol):
     """A worker's host blocks, [0, num_host_blocks). Calls take effect between two steps."""
 
     async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
-        """Return the contents of int32[N] blocks, one after another.
+        """The contents of int32[N] blocks, concatenated.
 
         Raises:
-            UnavailableError: One has changed since it was written.
-            UnimplementedError: There are none.
+            UnavailableError: A block has changed since it was written.
+            UnimplementedError: The worker has no host blocks.
         """
 
     async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
-        """Fill int32[N] blocks, each once; `content` as `read_host_blocks` returns it."""
+        """Fill int32[N] distinct blocks; `content` as `read_host_blocks` returns it."""
 
 
 async def read_kv(
@@ -45,7 +45,7 @@ async def read_kv(
     """Yield the contents of int32[N] blocks in pieces, in their order.
 
     Raises:
-        QuireError: as `read_host_blocks`.
+        QuireError: As `read_host_blocks`.
     """
     num_blocks = max(1, _PIECE_BYTES // block_bytes)
     for first in range(0, len(block_ids), num_blocks):
@@ -62,19 +62,19 @@ async def pull_kv(
     check: Callable[[], None],
     tls: ClientTls | None = None,
 ) -> None:
-    """Fill int32[N] blocks with what `request` reads at the worker at `source_target`.
+    """Fill int32[N] blocks with the result of `request` at the worker at `source_target`.
 
     Args:
-        blocks: This worker's.
+        blocks: This worker's host blocks.
         source_target: A gRPC target.
         request: What to read there.
-        block_ids: Where it goes, each once.
-        block_bytes: Of one block in the host.
+        block_ids: Distinct target blocks.
+        block_bytes: Bytes of a block in the host.
         check: Called before each write; raises if the blocks are no longer the caller's.
-        tls: How to call that worker; None: in the clear.
+        tls: For the call to that worker; None: plaintext.
 
     Raises:
-        UnavailableError: The source gave less, more, or something else, or nothing; some of the
+        UnavailableError: The source failed, or sent too little, too much or damaged content. Some
             blocks may have been written.
     """
     num_done = 0
@@ -82,8 +82,8 @@ async def pull_kv(
         stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             async for piece in stub.ReadKv(request, timeout=_PULL_TIMEOUT_S):
-                if piece is None:  # so gRPC says that the bytes are no message
-                    raise UnavailableError(f"{source_target} sent what is no message")
+                if piece is None:  # gRPC could not parse the message
+                    raise UnavailableError(f"{source_target} sent an invalid message")
                 num_blocks = len(piece.content) // block_bytes
                 max_bytes = (len(block_ids) - num_done) * block_bytes
                 _check(piece, num_blocks * block_bytes, max_bytes)
@@ -110,7 +110,7 @@ def _check(piece: worker_pb2.ReadKvResponse, num_bytes: int, max_bytes: int) -> 
 def read_request(
     epoch: int, instance_id: int, block_ids: Int32Array, kv_format: str
 ) -> worker_pb2.ReadKvRequest:
-    """Ask worker `instance_id` for blocks as a worker with `kv_format` can take them."""
+    """A request to worker `instance_id` for blocks in `kv_format`."""
     return worker_pb2.ReadKvRequest(
         epoch=epoch,
         host_block_ids=pack_int32(block_ids),

@@ -6,29 +6,29 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from contract.errors import QuireError
+from contract.step import Result
 from gpu_worker.service.attachments import Attachment, Attachments
-from gpu_worker.step.messages import StepOutput
 
 _MAX_OWED = 4
-"""Batches taken before their results are sent; a scheduler sends two ahead."""
+"""Batches accepted before their results are sent; a scheduler sends two ahead."""
 
 
 class ResultStream:
     """A queue of futures with an end. Used from one event loop."""
 
     def __init__(self) -> None:
-        self._owed: deque[asyncio.Future[StepOutput]] = deque()
+        self._owed: deque[asyncio.Future[Result]] = deque()
         self._room = asyncio.Semaphore(_MAX_OWED)
         self._changed = asyncio.Event()
         self._end: Exception | None = None
         self._is_over = False
 
     async def wait_for_room(self) -> None:
-        """Wait until fewer results are owed than may be; before each `owe`."""
+        """Wait for room for one more result; before each `owe`."""
         await self._room.acquire()
 
-    def owe(self, result: "asyncio.Future[StepOutput]") -> None:
-        """Take one more result to send; one that comes after the end is nobody's."""
+    def owe(self, result: "asyncio.Future[Result]") -> None:
+        """Queue one more result to send; after the end it is cancelled."""
         if self._is_over:
             result.cancel()
             return
@@ -36,28 +36,28 @@ class ResultStream:
         self._changed.set()
 
     def end(self, error: Exception | None = None) -> None:
-        """Owe nothing more: after the results owed so far comes the end, or `error`."""
+        """End the queue after the results owed so far, with `error` if given."""
         if not self._is_over:
             self._is_over, self._end = True, error
             self._changed.set()
 
     def abandon(self, error: Exception) -> None:
-        """End at once: `error` comes in place of the first result that is not there yet."""
+        """End at once: results that are not ready raise `error`."""
         self.end(error)
         for result in self._owed:
             if not result.done():
                 result.set_exception(error)
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Discard all results: the reader is gone."""
         self.end()
         for result in self._owed:
             if not result.cancel() and not result.cancelled():
-                result.exception()  # else asyncio complains that nobody looked at it
+                result.exception()  # retrieved, or asyncio logs it
         self._owed.clear()
 
-    async def results(self) -> AsyncIterator[StepOutput]:
-        """The results in order, as they come; raises what a step raised, or the end."""
+    async def results(self) -> AsyncIterator[Result]:
+        """Yield results in order; raises a step's error, or the error of `end`."""
         while True:
             while not self._owed and not self._is_over:
                 self._changed.clear()
@@ -75,16 +75,14 @@ class ResultStream:
 
 @dataclass(slots=True, eq=False)
 class Execution:
-    """One call of `Execute`."""
-
     results: ResultStream
     attachment: Attachment | None = None
-    """Whose steps it sends; known from its first batch."""
+    """Known from its first batch."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Executions:
-    """All of them. Used from one event loop."""
+    """The open calls of `Execute`. Used from one event loop."""
 
     def __init__(self) -> None:
         self._open: set[Execution] = set()
@@ -93,28 +91,26 @@ class Executions:
         return len(self._open)
 
     def begin(self) -> Execution:
-        """One is opened."""
         execution = Execution(ResultStream())
         self._open.add(execution)
         return execution
 
     def end(self, execution: Execution) -> None:
-        """One has ended."""
         execution.results.close()
         self._open.remove(execution)
         execution.ended.set()
 
     def supersede(self, attachments: Attachments) -> None:
-        """Somebody has attached: end those of before at once."""
+        """End all streams at once: a scheduler has attached."""
         for execution in self._open:
             execution.results.abandon(attachments.superseded(execution.attachment))
 
     async def wait_ended(self) -> None:
-        """Wait until those that are open now have ended."""
+        """Wait until all streams open now have ended."""
         await asyncio.gather(*(each.ended.wait() for each in tuple(self._open)))
 
     async def end_all(self, error: QuireError, within_s: float | None = None) -> None:
-        """End each with `error`, after the results that it owes; after `within_s` without those."""
+        """End each stream with `error` after its owed results; after `within_s`, without them."""
         executions = tuple(self._open)
         for execution in executions:
             execution.results.end(error)

@@ -1,1 +1,1 @@
-"""Drafts tokens ahead and verifies them in one step."""
+"""Speculative decoding: guesses tokens ahead, and verifies them in one step."""

@@ -1,15 +1,14 @@
-"""Guesses by a smaller model with the same tokens, which has KV memory of its own.
+"""Guesses with a smaller model of the same vocabulary, which has KV memory of its own.
 
-Its pool has as many blocks as the model's, and a row uses the same numbers in both: nobody
-allocates for it. What is known of its contents is kept here:
+Its pool has as many blocks as the model's, and a row uses the same block numbers in both, so
+nothing is allocated for it. What its blocks hold is tracked here:
 
     by row      its KV is valid for the row's first `_num_computed` tokens
-    by block    whether all slots of the block are valid, for whoever finds it in the prefix cache
+    by block    whether all slots of the block are valid, for rows that find it in the prefix cache
 
-It lags behind where nothing was guessed, where blocks came back from the host, which has none of
-it, and where the prefix cache has blocks of rows that ended before; then it computes these tokens
-again, at its own low price, when the next guess is due. A mistake here could cost acceptance, not
-output.
+It lags behind where nothing was guessed, where blocks came back from the host (which holds none of
+its KV), and where the prefix cache has blocks of ended rows; it then computes these tokens again,
+at its own low price, when the next guess is due. A mistake here could cost acceptance, not output.
 
 Symbols: `N` rows that guess, `K` the most tokens guessed.
 """
@@ -21,23 +20,26 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from contract.arrays import BoolArray, Int64Array
+from contract.limits import Limits
+from contract.step import Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.memory.transfer import upload
+from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Guesses
 from gpu_worker.step.block_moves import Pool
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
-from gpu_worker.step.messages import BoolArray, Int64Array, Limits, StepInput
-from gpu_worker.step.model_runner import Decoder, forward
+from gpu_worker.step.model_runner import forward
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.weights.json_fields import ModelError
 
 
 class ModelDrafter:
-    """Draws a row's next tokens from the small model, with the draws that will verify them."""
+    """Samples a row's next tokens from the small model, as the verification will."""
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class ModelDrafter:
         limits: Limits,
         device: torch.device,
     ) -> None:
-        """`pool` is the small model's, with the blocks that `limits` says."""
+        """`pool` is the small model's, with `limits.num_blocks` blocks."""
         self._model = model
         self._pool = pool
         self._num_draft_tokens = num_draft_tokens
@@ -55,27 +57,26 @@ class ModelDrafter:
         self._device = device
         self._is_valid = np.zeros(limits.num_blocks, np.bool_)
         self._num_computed = np.zeros(limits.max_num_seqs, np.int64)
-        # int32[max_num_seqs, K - 1]: guesses that were computed, too, behind `_num_computed`.
+        # int32[max_num_seqs, K - 1]: computed guesses, after the first `_num_computed` tokens.
         self._computed_guesses = np.zeros((limits.max_num_seqs, num_draft_tokens - 1), np.int32)
         self._num_computed_guesses = np.zeros(limits.max_num_seqs, np.int64)
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
 
     @property
     def num_draft_tokens(self) -> int:
-        """The most tokens that it is ever asked for."""
         return self._num_draft_tokens
 
-    def prepare(self, step: StepInput, rows: Rows) -> None:
-        """Follow the blocks: what moves, what is new, what comes from elsewhere."""
+    def prepare(self, plan: Plan, rows: Rows) -> None:
+        """Follow moved, new and swapped-in blocks."""
         block_size = self._limits.block_size
-        self._is_valid[step.swap_in_dst_block_ids] = False
-        src, dst = step.copy_src_block_ids, step.copy_dst_block_ids
+        self._is_valid[plan.swap_in_dst_block_ids] = False
+        src, dst = plan.copy_src_block_ids, plan.copy_dst_block_ids
         if len(src):
             self._is_valid[dst] = self._is_valid[src]
             where = upload([src.astype(np.int64), dst.astype(np.int64)], self._device)
             self._pool.copy(*where)
-        self._is_valid[step.appended_block_ids] = False
-        for new in step.new_rows:
+        self._is_valid[plan.appended_block_ids] = False
+        for new in plan.new_sequences:
             table = rows.block_tables[new.row, : len(new.block_ids)]
             num_full = new.num_computed_tokens // block_size
             self._is_valid[table[num_full:]] = False
@@ -85,16 +86,16 @@ class ModelDrafter:
             self._num_computed_guesses[new.row] = 0
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
-        """Compute what the rows have got without guesses, at most a step's tokens for all."""
+        """Compute tokens that rows gained without guesses, at most a step's worth in total."""
         self._take_in_guesses(rows, drafting)
-        starts = self._num_computed[drafting]
+        starts = self._num_computed[drafting]  # [N]
         num_left = rows.num_tokens[drafting] - starts
         lags = num_left > self._num_draft_tokens + 1
         if not lags.any():
             return ~lags
-        wanted = np.where(lags, num_left - 1, 0)  # the last token is for `guess`
+        wanted = np.where(lags, num_left - 1, 0)  # `guess` computes the last token
         room = self._limits.max_num_batched_tokens - (np.cumsum(wanted) - wanted)
-        lens = np.minimum(wanted, np.maximum(room, 0))
+        lens = np.minimum(wanted, np.maximum(room, 0))  # [N]
         (some,) = np.nonzero(lens)
         chunk = drafting[some]
         self._forward(rows, _scheduled(rows, chunk, starts[some], lens[some], samples=False))
@@ -105,10 +106,10 @@ class ModelDrafter:
     def guess(
         self, rows: Rows, drafting: Int64Array, most: Int64Array, sampler: Sampler
     ) -> Guesses:
-        """See `Drafter`; each guess but the last of a row is computed to get the next."""
+        """See `Drafter`. Computes each guess but a row's last, to sample the next one."""
         ends = rows.num_tokens[drafting]
         starts = self._num_computed[drafting]
-        drawn = []  # int64[rows that guess so many] of each distance, on the device
+        drawn = []  # by distance: int64[rows that guess so far], on the device
         scheduled = _scheduled(rows, drafting, starts, ends - starts, samples=True)
         for distance in range(int(most.max())):
             (going,) = np.nonzero(most > distance)
@@ -129,21 +130,21 @@ class ModelDrafter:
         return [guess[:count] for guess, count in zip(guesses, most.tolist(), strict=True)]
 
     def _take_in_guesses(self, rows: Rows, drafting: Int64Array) -> None:
-        """Count the guesses that were computed and were right as computed."""
+        """Count computed guesses that turned out right as computed."""
         starts = self._num_computed[drafting]
-        distances = np.arange(self._num_draft_tokens - 1)
+        distances = np.arange(self._num_draft_tokens - 1)  # [K - 1]
         last = rows.token_ids.shape[1] - 1
         known = rows.token_ids[drafting[:, None], np.minimum(starts[:, None] + distances, last)]
         count = np.minimum(self._num_computed_guesses[drafting], rows.num_tokens[drafting] - starts)
         is_right = (known == self._computed_guesses[drafting]) & (distances < count[:, None])
-        num_right = np.cumprod(is_right, axis=1).sum(1)
-        # The last known token is always computed, to draw what follows it.
+        num_right = np.cumprod(is_right, axis=1).sum(1)  # [N]
+        # The last known token is always computed, to sample what follows it.
         num_computed = np.minimum(starts + num_right, rows.num_tokens[drafting] - 1)
         self._note_computed(rows, drafting, num_computed)
         self._num_computed_guesses[drafting] = 0
 
     def _note_computed(self, rows: Rows, which: Int64Array, num_computed: Int64Array) -> None:
-        """Note that the first tokens of rows are computed; blocks that are full by it are valid."""
+        """Set how many tokens of rows are computed; blocks that they fill are valid."""
         block_size = self._limits.block_size
         first, end = self._num_computed[which] // block_size, num_computed // block_size
         self._num_computed[which] = num_computed
@@ -161,7 +162,7 @@ class ModelDrafter:
         return forward(self._model, batch, self._pool, batch.metadata), batch
 
     def _draw(self, rows: Rows, scheduled: ScheduledRows, sampler: Sampler) -> torch.Tensor:
-        """int64[S]: what the sampler draws for each scheduled row, on the device."""
+        """int64[S] on the device: what the sampler draws for each scheduled row."""
         hidden, batch = self._forward(rows, scheduled)
         positions = scheduled.positions
         num_outputs = positions - rows.num_prompt[scheduled.rows]
@@ -174,7 +175,7 @@ class ModelDrafter:
 def _scheduled(
     rows: Rows, which: Int64Array, starts: Int64Array, lens: Int64Array, *, samples: bool
 ) -> ScheduledRows:
-    """Chunks of `which`, int64[N]; all sample after their last token, or none does."""
+    """Chunks of rows `which`, int64[N]; all sample after their last token, or none does."""
     sampling = np.arange(len(which) if samples else 0)
     return ScheduledRows(
         rows=which,
@@ -189,7 +190,7 @@ def _scheduled(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftModel:
-    """The small model, loaded, without room for KV yet."""
+    """The small model, loaded, without KV memory yet."""
 
     _model: Decoder
     _config: ModelConfig
@@ -197,11 +198,11 @@ class DraftModel:
     _device: torch.device
 
     def block_bytes(self, block_size: int) -> int:
-        """What a block of its KV takes, besides that of the model."""
+        """Bytes of one block of its own KV."""
         return block_bytes(self._config, block_size, self._kv_dtypes)
 
     def drafter(self, num_draft_tokens: int, limits: Limits) -> ModelDrafter:
-        """Make room for its KV, as many blocks as the model has, and let it guess."""
+        """Allocate its KV, as many blocks as the model has, and make the drafter."""
         pool = KvPool(
             self._config, limits.num_blocks, limits.block_size, self._kv_dtypes, self._device
         )
@@ -215,10 +216,10 @@ def load_draft_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> DraftModel:
-    """Load the small model of `directory`, to guess for that of `model_directory`.
+    """Load the small model in `directory`, to guess for the one in `model_directory`.
 
     Raises:
-        ModelError: it cannot be loaded, or its tokens or its context are not the model's.
+        ModelError: It cannot be loaded, or its vocabulary or context length does not fit.
     """
     source = open_model(directory)
     config = source.config
@@ -226,7 +227,7 @@ def load_draft_model(
         model_directory
     ):
         raise ModelError(
-            f"draft-model is {directory}; its tokens must be those of {model_directory.name}"
+            f"draft-model is {directory}; its vocabulary must be that of {model_directory.name}"
         )
     if config.max_model_len < limits.max_model_len:
         raise ModelError(

@@ -1,29 +1,30 @@
-"""Guesses that what followed a row's last few tokens before follows them again.
+"""Guesses that what followed a row's last few tokens earlier follows them again.
 
-Good where output repeats its prompt or itself: code, quotations, tables. It costs a look-up; no
-model is asked. Source of the idea: Saxena, Prompt Lookup Decoding, 2023.
+Good where output repeats its prompt or itself: code, quotations, tables. It costs a look-up and no
+model. Source: Saxena, Prompt Lookup Decoding, 2023.
 """
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from contract.arrays import BoolArray, Int32Array, Int64Array
+from contract.step import Plan
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Guesses
-from gpu_worker.step.messages import BoolArray, Int32Array, Int64Array, StepInput
 from gpu_worker.step.rows import Rows
 
 
 @dataclass(slots=True)
 class _Index:
-    """Where in a sequence each n-gram was last followed by something."""
+    """Where in a sequence each n-gram last occurred, followed by a known token."""
 
     incarnation: int
-    """Of the row: whose sequence it is."""
+    """Which sequence of the row it indexes."""
     num_indexed: int = 0
-    """The n-grams that end before this position are in `ends`."""
+    """N-grams that end before this position are in `ends`."""
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """N-gram, of any of the sizes, to the position behind its last occurrence."""
+    """N-gram, of any size, to the position after its last occurrence."""
 
 
 class NgramDrafter:
@@ -37,13 +38,12 @@ class NgramDrafter:
 
     @property
     def num_draft_tokens(self) -> int:
-        """The most tokens that it is ever asked for."""
         return self._num_draft_tokens
 
-    def prepare(self, step: StepInput, rows: Rows) -> None:
-        """Forget the sequences that are gone."""
+    def prepare(self, plan: Plan, rows: Rows) -> None:
+        """Forget released rows."""
         del rows
-        for row in step.released_rows.tolist():
+        for row in plan.released_rows.tolist():
             self._row_to_index.pop(row, None)
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
@@ -76,13 +76,13 @@ class NgramDrafter:
         last = tuple(known[-self._sizes[0] :].tolist())
         for size in self._sizes:
             if size <= len(last) and (start := index.ends.get(last[-size:])) is not None:
-                # What it copies from may reach into what it copies: a pattern that repeats.
+                # The source may overlap what is being written: a repeating pattern.
                 period = len(known) - start
                 return known[start + np.arange(most) % period]
         return known[:0]
 
     def _extend(self, index: _Index, known: Int32Array) -> None:
-        """Index the n-grams that are followed by a known token and are not indexed yet."""
+        """Index the new n-grams that are followed by a known token."""
         end, first = len(known), index.num_indexed
         if first >= end:
             return

@@ -1,26 +1,26 @@
-"""Computes guesses with decoding rows' next tokens; keeps what would have been sampled anyway.
+"""Verifies guesses: computes them along with rows' next tokens, and keeps the right ones.
 
-A row with the known tokens `[0, n)` computes its last one, at `n - 1`, in each step, and samples
-the token at `n`. With k guesses for the positions `[n, n + k)` it computes k + 1 tokens, as a short
-chunk, and a token is sampled for each of `[n, n + k]`. The one at `n` is what it would be without
-guesses. If it is what was guessed, the one at `n + 1` saw the right context, and is what it would
-be one step later; and so on::
+A row with known tokens `[0, n)` computes its last one, at `n - 1`, in each step, and samples the
+token at `n`. With k guesses for positions `[n, n + k)` it computes k + 1 tokens, as a short chunk,
+and samples a token for each of `[n, n + k]`. The one at `n` is what it would be without guesses. If
+it equals its guess, the one at `n + 1` saw the right context, and is what it would be one step
+later; and so on::
 
-    kept      the tokens sampled up to the first that is not what was guessed, or that ends the row
+    kept      the tokens sampled up to the first that differs from its guess, or that ends the row
     dropped   the rest: sampled after tokens that the row does not have
 
-What a wrong guess left in the KV cache is overwritten when the token at its position is computed:
-no row reads a slot past its own known tokens, and the scheduler publishes none.
+KV of a wrong guess is overwritten when the token at its position is computed: no row reads a slot
+past its own known tokens, and the scheduler publishes none.
 
-It is exact for any sampling. A draw is a function of seed, position and logits alone (`draw.py`),
-so the token at a position is the same whether its context was guessed or not, as far as the logits
-are: that they come from a chunk or from a single token may change their last bits. How guesses are
-made does not enter. With draws that are fresh each time, it takes the rejection rule of Leviathan
-et al. (Fast Inference from Transformers via Speculative Decoding, 2023) to keep the distribution;
-here not the distribution alone is kept, but the output.
+This is exact for any sampling. A draw is a function of seed, position and logits alone (`draw.py`),
+so the token at a position is the same whether its context was guessed or not, up to the last bits
+of logits, which may differ between a chunk and a single token. How guesses are made does not
+matter. With fresh random numbers for each draw, the rejection rule of Leviathan et al. (Fast
+Inference from Transformers via Speculative Decoding, 2023) is needed to keep the distribution; here
+the output itself stays the same.
 
-Rows whose logits depend on what was counted or parsed of their tokens so far, by penalties or a
-grammar, get no guesses: that is known one token at a time.
+Rows with penalties or a grammar get no guesses: their logits depend on earlier tokens, one at a
+time.
 """
 
 import time
@@ -28,20 +28,22 @@ from dataclasses import replace
 
 import numpy as np
 
+from contract.arrays import BoolArray, Int64Array
+from contract.limits import Limits
+from contract.step import Plan
 from gpu_worker import metrics
 from gpu_worker.sampling.params import NO_TOKEN
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Drafter, Guesses
 from gpu_worker.speculative.lengths import DraftLengths
-from gpu_worker.step.messages import BoolArray, Int64Array, Limits, StepInput
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _MIN_SAMPLES = 64
-"""A step may sample so many tokens, or one for each row if there are more: their logits fit."""
+"""Most tokens that a step samples, or one per row if there are more rows: their logits fit."""
 
 
 class Speculation:
-    """Adds guesses to steps, and judges them; one step at a time, for they need all before it."""
+    """Adds guesses to steps, and judges them. A step needs the results of all before it."""
 
     def __init__(self, drafter: Drafter, limits: Limits, rows: Rows, sampler: Sampler) -> None:
         self._drafter = drafter
@@ -50,14 +52,14 @@ class Speculation:
         self._sampler = sampler
         self._max_samples = max(limits.max_num_seqs, _MIN_SAMPLES)
         self._lengths = DraftLengths(limits.max_num_seqs, drafter.num_draft_tokens)
-        self._guessing_s = 0.0  # in the step under way
+        self._guessing_s = 0.0  # in the current step
 
-    def extend(self, step: StepInput, scheduled: ScheduledRows) -> ScheduledRows:
-        """Add guesses for the rows that decode, as many as are worth it and have room."""
+    def extend(self, plan: Plan, scheduled: ScheduledRows) -> ScheduledRows:
+        """Add guesses for decoding rows, as many as are worth it and have room."""
         self._guessing_s = 0.0
-        self._drafter.prepare(step, self._rows)
-        if step.new_rows:
-            self._lengths.open([new.row for new in step.new_rows])
+        self._drafter.prepare(plan, self._rows)
+        if plan.new_sequences:
+            self._lengths.open([new.row for new in plan.new_sequences])
         if not scheduled.num_decodes:
             return scheduled
         decoding = scheduled.rows[: scheduled.num_decodes]
@@ -80,28 +82,27 @@ class Speculation:
     def keep(
         self, scheduled: ScheduledRows, token_ids: Int64Array, is_finite: BoolArray
     ) -> BoolArray:
-        """bool[N]: which of the tokens that a step has sampled, int64[N], its rows get.
+        """bool[N]: which of the sampled tokens, int64[N], rows keep.
 
-        Those that could not be sampled, `is_finite` false, are among them if their row gets no
-        further.
+        A token that is not finite is among them if it is the first that its row cannot pass.
         """
         if scheduled.guesses is None:
             return np.ones(len(token_ids), np.bool_)
         ends = self._sampler.table.ends(scheduled.rows[scheduled.sampling], token_ids)
-        goes_on = (token_ids == scheduled.guesses) & is_finite & ~ends
-        # A token is kept if all before it of the same row go on.
-        num_breaks = np.cumsum(~goes_on) - ~goes_on
-        first = np.searchsorted(scheduled.sampling, scheduled.sampling)
+        goes_on = (token_ids == scheduled.guesses) & is_finite & ~ends  # bool[N]
+        # A token is kept if all earlier ones of its row go on.
+        num_breaks = np.cumsum(~goes_on) - ~goes_on  # [N]: before each token
+        first = np.searchsorted(scheduled.sampling, scheduled.sampling)  # [N]: of the same row
         kept: BoolArray = num_breaks == num_breaks[first]
         return kept
 
     def advance(self, scheduled: ScheduledRows, has_sampled: BoolArray, seconds: float) -> None:
-        """Count what the rows that decode have got, and learn from it.
+        """Count the tokens that decoding rows gained, and learn from them.
 
         Args:
             scheduled: The step.
-            has_sampled: bool[N]: which of the tokens sampled are kept.
-            seconds: What the step took.
+            has_sampled: bool[N], which of the sampled tokens are kept.
+            seconds: Duration of the step.
         """
         num_decoding = scheduled.num_decodes + scheduled.num_drafting
         if not num_decoding:
@@ -131,7 +132,7 @@ class Speculation:
             )
 
     def _most(self, decoding: Int64Array, scheduled: ScheduledRows) -> Int64Array:
-        """int64[num_decodes]: how many tokens may be guessed for each row that decodes."""
+        """int64[num_decodes]: most tokens to guess for each decoding row."""
         rows, table = self._rows, self._sampler.table
         most = self._lengths.choose(decoding)
         if not most.any():
@@ -149,7 +150,7 @@ class Speculation:
         return allowed
 
     def _write(self, rows: Int64Array, guesses: Guesses) -> None:
-        """Put guesses behind the known tokens, where inputs are gathered from."""
+        """Write guesses after the known tokens, where inputs are gathered from."""
         for row, start, guess in zip(
             rows.tolist(), self._rows.num_tokens[rows].tolist(), guesses, strict=True
         ):
@@ -157,19 +158,19 @@ class Speculation:
 
 
 def _with_guesses(scheduled: ScheduledRows, num_guessed: Int64Array, rows: Rows) -> ScheduledRows:
-    """Let the first rows compute `num_guessed` tokens more each; those with none stay first."""
+    """Let decoding rows compute `num_guessed` more tokens each; rows without guesses come first."""
     num_decoding = scheduled.num_decodes
-    order = np.argsort(num_guessed > 0, kind="stable")
-    where = np.concatenate([order, np.arange(num_decoding, len(scheduled.rows))])
+    order = np.argsort(num_guessed > 0, kind="stable")  # [num_decoding]
+    where = np.concatenate([order, np.arange(num_decoding, len(scheduled.rows))])  # [S]
     lens = scheduled.lens.copy()
     lens[:num_decoding] += num_guessed
     lens = lens[where]
     new_rows, starts = scheduled.rows[where], scheduled.starts[where]
-    # A row that decodes samples at each of its tokens; the others as before.
-    counts = lens[:num_decoding]
-    decoding = np.repeat(np.arange(num_decoding), counts)
-    offsets = np.arange(len(decoding)) - np.repeat(np.cumsum(counts) - counts, counts)
-    positions = starts[decoding] + 1 + offsets
+    # A decoding row samples at each of its tokens; the others as before.
+    counts = lens[:num_decoding]  # [num_decoding]; their sum is D
+    decoding = np.repeat(np.arange(num_decoding), counts)  # [D]: index of each token's row
+    offsets = np.arange(len(decoding)) - np.repeat(np.cumsum(counts) - counts, counts)  # [D]
+    positions = starts[decoding] + 1 + offsets  # [D]: of the sampled tokens
     is_guessed = offsets + 1 < counts[decoding]
     guesses = np.where(is_guessed, rows.token_ids[new_rows[decoding], positions], NO_TOKEN)
     others = scheduled.sampling[num_decoding:]

@@ -9,14 +9,17 @@ Nothing here waits: what a GPU will copy later, in stream order, counts as copie
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from gpu_worker.service.holdings import HeldBlocks, Holdings, Labels
-from gpu_worker.step.messages import LABEL_BYTES, Int32Array, Int64Array, Limits, StepInput
+from contract.arrays import Int32Array, Int64Array, Labels
+from contract.hashing import HASH_BYTES, BlockHash
+from contract.limits import Limits
+from contract.state import HeldBlocks, Holdings, Pins
+from contract.step import Plan
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 
@@ -32,9 +35,9 @@ class LabelPins:
         self.max_pins = max_pins
         """As many as there are blocks. The scheduler does not report unpinning."""
         self._clock = clock
-        self._ends: dict[bytes, float] = {}  # in the order of pinning
+        self._ends: dict[BlockHash, float] = {}  # in the order of pinning
 
-    def pin(self, pins: Iterable[tuple[bytes, float]]) -> None:
+    def pin(self, pins: Pins) -> None:
         """Keep each label for so many seconds from now."""
         now = self._clock()
         for label, seconds in pins:
@@ -49,7 +52,7 @@ class LabelPins:
                     break
                 del self._ends[label]
 
-    def held(self) -> tuple[tuple[bytes, float], ...]:
+    def held(self) -> Pins:
         """Labels whose time is not over, and how many seconds are left."""
         now = self._clock()
         return tuple((label, end - now) for label, end in self._ends.items() if end > now)
@@ -65,7 +68,7 @@ class TierLabels:
     """The labels of one tier's blocks, and the order in which they were given."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._labels = np.zeros((num_blocks, LABEL_BYTES), np.uint8)
+        self._labels = np.zeros((num_blocks, HASH_BYTES), np.uint8)
         self._ages = np.zeros(num_blocks, np.int64)
         """When each label was given, by the caller's count; 0: the block has none."""
 
@@ -125,21 +128,21 @@ class BlockLabels:
         self._stores: dict[int, tuple[Labels, Int64Array]] = {}
         self._loads: dict[int, int] = {}
 
-    def apply(self, step: StepInput, rows: Rows, scheduled: ScheduledRows) -> None:
+    def apply(self, plan: Plan, rows: Rows, scheduled: ScheduledRows) -> None:
         """Follow what a step names, moves and writes. Moves are taken to succeed."""
-        self._name(step.labelled_block_ids, step.labels)
-        self._pins.pin(step.pins)
-        self._begin_disk_moves(step)
-        if len(step.swap_out_src_block_ids):
+        self._name(plan.labelled_block_ids, plan.labels)
+        self._pins.pin(plan.pins)
+        self._begin_disk_moves(plan)
+        if len(plan.swap_out_src_block_ids):
             self.host.give(
-                step.swap_out_dst_block_ids, *self.device.of(step.swap_out_src_block_ids)
+                plan.swap_out_dst_block_ids, *self.device.of(plan.swap_out_src_block_ids)
             )
-        if len(step.swap_in_src_block_ids):
-            self.device.give(step.swap_in_dst_block_ids, *self.host.of(step.swap_in_src_block_ids))
-            self._is_void[step.swap_in_dst_block_ids] = False
-        if len(src := step.copy_src_block_ids):
-            self.device.give(step.copy_dst_block_ids, *self.device.of(src))
-            self._is_void[step.copy_dst_block_ids] = self._is_void[src]
+        if len(plan.swap_in_src_block_ids):
+            self.device.give(plan.swap_in_dst_block_ids, *self.host.of(plan.swap_in_src_block_ids))
+            self._is_void[plan.swap_in_dst_block_ids] = False
+        if len(src := plan.copy_src_block_ids):
+            self.device.give(plan.copy_dst_block_ids, *self.device.of(src))
+            self._is_void[plan.copy_dst_block_ids] = self._is_void[src]
         self._write(rows, scheduled)
 
     def holdings(self, rows: Rows) -> Holdings:
@@ -152,16 +155,16 @@ class BlockLabels:
             self._pins.held(),
         )
 
-    def fail_swap_ins(self, step: StepInput, failed: Int32Array) -> None:
+    def fail_swap_ins(self, plan: Plan, failed: Int32Array) -> None:
         """Follow failed swap-ins: their sources lose their labels, their targets become void.
 
         Args:
-            step: The step that was applied last.
+            plan: The step that was applied last.
             failed: int32[F], of its `swap_in_dst_block_ids`.
         """
         if len(failed):
-            has_failed = np.isin(step.swap_in_dst_block_ids, failed)
-            bad = step.swap_in_src_block_ids[has_failed]
+            has_failed = np.isin(plan.swap_in_dst_block_ids, failed)
+            bad = plan.swap_in_src_block_ids[has_failed]
             self._void_stores(self.host.of(bad)[0])
             self.host.take(bad)
             self._avoid(failed)
@@ -220,22 +223,22 @@ class BlockLabels:
         ages[self._is_void[blocks]] = 0
         self.device.give(blocks, labels, ages)
 
-    def _begin_disk_moves(self, step: StepInput) -> None:
-        if not len(step.disk_store_src_block_ids) and not len(step.disk_load_src_block_ids):
+    def _begin_disk_moves(self, plan: Plan) -> None:
+        if not len(plan.disk_store_src_block_ids) and not len(plan.disk_load_src_block_ids):
             return
-        for src, dst in _pairs(step.disk_store_src_block_ids, step.disk_store_dst_block_ids):
+        for src, dst in _pairs(plan.disk_store_src_block_ids, plan.disk_store_dst_block_ids):
             self._stores[dst] = self.host.of(np.array([src], np.int32))
-        self.disk.take(step.disk_store_dst_block_ids)
+        self.disk.take(plan.disk_store_dst_block_ids)
         self._loads.update(
             (dst, src)
-            for src, dst in _pairs(step.disk_load_src_block_ids, step.disk_load_dst_block_ids)
+            for src, dst in _pairs(plan.disk_load_src_block_ids, plan.disk_load_dst_block_ids)
         )
-        self.host.take(step.disk_load_dst_block_ids)
+        self.host.take(plan.disk_load_dst_block_ids)
 
     def _write(self, rows: Rows, scheduled: ScheduledRows) -> None:
         """Remove the labels of blocks that scheduled tokens are written to."""
-        firsts, offsets = np.divmod(scheduled.starts, self._block_size)
-        blocks = rows.block_tables[scheduled.rows, firsts]
+        firsts, offsets = np.divmod(scheduled.starts, self._block_size)  # [S]
+        blocks = rows.block_tables[scheduled.rows, firsts]  # [S]
         self.device.take(blocks)
         self._is_void[blocks[offsets == 0]] = False
         if scheduled.num_decodes == len(scheduled.rows):  # one token each, and one block

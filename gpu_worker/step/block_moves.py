@@ -9,12 +9,13 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from contract.arrays import Int32Array
+from contract.step import Plan
 from gpu_worker.kv.disk_pool import NO_ENDS, DiskEnds, DiskPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.memory.transfer import upload
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.step.block_labels import BlockLabels
-from gpu_worker.step.messages import Int32Array, StepInput
 
 
 class Pool(Protocol):
@@ -53,16 +54,16 @@ class BlockMoves:
         self._device = device
         self._ranks = ranks
 
-    def start(self, step: StepInput) -> Int32Array:
+    def start(self, plan: Plan) -> Int32Array:
         """Start a step's moves; on a GPU they are enqueued before the step's computation.
 
         Returns:
             int32[F]: device blocks whose swap-in failed.
         """
-        failed = self._swap(step)
-        self._labels.fail_swap_ins(step, failed)
-        if len(step.copy_src_block_ids):
-            blocks = (step.copy_src_block_ids, step.copy_dst_block_ids)
+        failed = self._swap(plan)
+        self._labels.fail_swap_ins(plan, failed)
+        if len(plan.copy_src_block_ids):
+            blocks = (plan.copy_src_block_ids, plan.copy_dst_block_ids)
             src, dst = upload([ids.astype(np.int64) for ids in blocks], self._device)
             self._pool.copy(src, dst)
         return failed
@@ -100,26 +101,26 @@ class BlockMoves:
             torch.cuda.synchronize(self._device)  # launched work may still touch the pool
         self._pool.close()
 
-    def _swap(self, step: StepInput) -> Int32Array:
+    def _swap(self, plan: Plan) -> Int32Array:
         if self.host_pool is None:
-            return step.swap_in_dst_block_ids  # empty: there are no host blocks to name
+            return plan.swap_in_dst_block_ids  # empty: there are no host blocks to name
         self.host_pool.begin_step()
         if self.disk_pool is not None:
-            _move_to_and_from_disk(step, self.host_pool, self.disk_pool)
-        if len(step.swap_out_src_block_ids):
-            self.host_pool.swap_out(step.swap_out_src_block_ids, step.swap_out_dst_block_ids)
-        dst = step.swap_in_dst_block_ids
-        failed = self.host_pool.swap_in(step.swap_in_src_block_ids, dst)
+            _move_to_and_from_disk(plan, self.host_pool, self.disk_pool)
+        if len(plan.swap_out_src_block_ids):
+            self.host_pool.swap_out(plan.swap_out_src_block_ids, plan.swap_out_dst_block_ids)
+        dst = plan.swap_in_dst_block_ids
+        failed = self.host_pool.swap_in(plan.swap_in_src_block_ids, dst)
         if self._ranks is None or not self.host_pool.has_checksums or not len(dst):
             return failed
         failed_anywhere: Int32Array = dst[self._ranks.any_has(np.isin(dst, failed))]
         return failed_anywhere
 
 
-def _move_to_and_from_disk(step: StepInput, host_pool: HostPool, disk_pool: DiskPool) -> None:
+def _move_to_and_from_disk(plan: Plan, host_pool: HostPool, disk_pool: DiskPool) -> None:
     """Start the moves between host and disk, before this step's swaps touch the host."""
-    if not len(step.disk_store_src_block_ids) and not len(step.disk_load_src_block_ids):
+    if not len(plan.disk_store_src_block_ids) and not len(plan.disk_load_src_block_ids):
         return
     host_pool.synchronize()  # a GPU may still copy to or from these host blocks
-    disk_pool.store(step.disk_store_src_block_ids, step.disk_store_dst_block_ids, step.step_id)
-    disk_pool.load(step.disk_load_src_block_ids, step.disk_load_dst_block_ids, step.step_id)
+    disk_pool.store(plan.disk_store_src_block_ids, plan.disk_store_dst_block_ids, plan.step_id)
+    disk_pool.load(plan.disk_load_src_block_ids, plan.disk_load_dst_block_ids, plan.step_id)

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from contract.limits import Limits
 from gpu_worker.memory.transfer import packed_bytes, upload_into
 from gpu_worker.models.attention import AttentionMetadata
-from gpu_worker.step.messages import Limits
 from gpu_worker.step.rows import Rows, ScheduledRows
 from kernels import PAD_SLOT
 
@@ -123,7 +123,7 @@ class DecodeGraphs:
         """
         num_seqs = len(scheduled.rows)
         size = self._sizes[bisect_left(self._sizes, num_seqs)]
-        positions = scheduled.starts
+        positions = scheduled.starts  # [N]: a decode's only token
         blocks = rows.block_tables[scheduled.rows, positions // self._block_size].astype(np.int64)
         width = int(positions.max()) // self._block_size + 1
         row_numbers, places, slot_mapping, seq_lens = inputs = _padding(size)
@@ -131,7 +131,7 @@ class DecodeGraphs:
         places[:num_seqs] = positions
         slot_mapping[:num_seqs] = blocks * self._block_size + positions % self._block_size
         seq_lens[:num_seqs] = positions + 1
-        tables = rows.block_tables[scheduled.rows, :width]
+        tables = rows.block_tables[scheduled.rows, :width]  # [N, width]
         on_device = upload_into(self._inputs, [*inputs, tables])
         # The step's tables are narrower than the graphs': columns beyond `width` are stale, and
         # never read.

@@ -13,34 +13,30 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from contract.arrays import BoolArray, Int32Array
 from contract.errors import FailedPreconditionError
+from contract.limits import Limits
+from contract.state import Holdings
+from contract.step import Plan, Result, StepId, TokenLogprob
 from gpu_worker import metrics
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS, AdapterTable
 from gpu_worker.memory.elastic import OutOfMemoryError, VirtualMemoryError
+from gpu_worker.models.attention import Decoder
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
 from gpu_worker.sampling.grammars import StructuredOutput
-from gpu_worker.sampling.prompt_logprobs import PromptScores
 from gpu_worker.sampling.sampled import NOTHING_SAMPLED, Readback, merged
 from gpu_worker.sampling.sampler import Sampler
-from gpu_worker.service.holdings import Holdings
 from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.verify import Speculation
 from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.block_moves import BlockMoves, Pool
 from gpu_worker.step.cuda_graphs import GraphBackend
-from gpu_worker.step.messages import (
-    BoolArray,
-    Int32Array,
-    Limits,
-    StepInput,
-    StepOutput,
-    TokenLogprob,
-)
-from gpu_worker.step.model_runner import Decoder, ModelRunner
+from gpu_worker.step.model_runner import ModelRunner
+from gpu_worker.step.prompt_logprobs import PromptScores
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.spans import SequenceSpans
 from gpu_worker.step.timing import BusyClock, head_start_s
@@ -51,7 +47,7 @@ from rpc.observe import timeline
 class LaunchedStep:
     """A launched step that has not been collected."""
 
-    step_id: int
+    step_id: StepId
     scheduled: ScheduledRows
     readback: Readback | None
     """None if no row samples."""
@@ -109,7 +105,7 @@ class Executor:
         self._structured = structured
         self._moves = BlockMoves(pool, host_pool, disk_pool, self.labels, device, ranks)
         sampler = Sampler(limits.max_num_seqs, limits.vocab_size, eos_token_ids, device, structured)
-        self._adapters = AdapterTable(adapters, self.rows)
+        self._adapters = AdapterTable(adapters, self.rows.adapters_in_use)
         self._sampler: Sampling = sampler if ranks is None else share_sampling(sampler, ranks)
         self._speculation = (
             None if drafter is None else Speculation(drafter, limits, self.rows, sampler)
@@ -207,11 +203,11 @@ class Executor:
         """None if the worker has no host tier."""
         return self._moves.host_pool
 
-    def step(self, step: StepInput) -> StepOutput:
-        return self.collect(self.launch(step))
+    def step(self, plan: Plan) -> Result:
+        return self.collect(self.launch(plan))
 
     @torch.inference_mode()
-    def launch(self, step: StepInput) -> LaunchedStep:
+    def launch(self, plan: Plan) -> LaunchedStep:
         """Apply a step's changes and start its computation.
 
         First the rows change: sequences leave, join, and get more blocks; this fixes which rows
@@ -227,15 +223,15 @@ class Executor:
         """
         start_s = time.monotonic()
         with timeline.span("change the rows"):
-            scheduled = self.rows.apply(step)
-            self._change_sequences(step)
+            scheduled = self.rows.apply(plan)
+            self._change_sequences(plan)
         if self._speculation is not None:
             with timeline.span("draft"):
-                scheduled = self._speculation.extend(step, scheduled)
-        self.labels.apply(step, self.rows, scheduled)  # guessed tokens are written, too
+                scheduled = self._speculation.extend(plan, scheduled)
+        self.labels.apply(plan, self.rows, scheduled)  # guessed tokens are written, too
         self._busy.begin()
         with timeline.span("move blocks"):
-            failed_swap_ins = self._moves.start(step)
+            failed_swap_ins = self._moves.start(plan)
         readback: Readback | None = None
         prompt_scores: tuple[PromptScores, ...] = ()
         if len(scheduled.rows):
@@ -246,10 +242,10 @@ class Executor:
         self._busy.end()
         disk_pool = None if len(scheduled.rows) else self._moves.disk_pool
         return LaunchedStep(
-            step.step_id, scheduled, readback, prompt_scores, failed_swap_ins, start_s, disk_pool
+            plan.step_id, scheduled, readback, prompt_scores, failed_swap_ins, start_s, disk_pool
         )
 
-    def collect(self, launched: LaunchedStep) -> StepOutput:
+    def collect(self, launched: LaunchedStep) -> Result:
         """Wait for the oldest launched step and return its result."""
         scheduled, readback = launched.scheduled, launched.readback
         sampled = NOTHING_SAMPLED if readback is None else readback.wait()
@@ -287,7 +283,7 @@ class Executor:
                 self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]
             )
         disk = self._moves.take_ended(launched.step_id)
-        return StepOutput(
+        return Result(
             step_id=launched.step_id,
             sampled_rows=rows[has_sampled].astype(np.int32),
             sampled_token_ids=sampled.token_ids[has_sampled].astype(np.int32),
@@ -312,16 +308,16 @@ class Executor:
             ),
         )
 
-    def _change_sequences(self, step: StepInput) -> None:
+    def _change_sequences(self, plan: Plan) -> None:
         """Tell sampler, adapters and spans which sequences left and joined."""
-        released = step.released_rows.tolist()
+        released = plan.released_rows.tolist()
         if released:
             self._spans.released(released, time.time())
             self._sampler.release(released)
             self._adapters.free_unused()
-        if step.new_rows:
-            self._spans.opened(step.new_rows, time.time())
-        for new in step.new_rows:
+        if plan.new_sequences:
+            self._spans.opened(plan.new_sequences, time.time())
+        for new in plan.new_sequences:
             self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
 
 

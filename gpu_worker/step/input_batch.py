@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from contract.arrays import Int32Array, Int64Array
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS, StepAdapters, step_adapters
 from gpu_worker.memory.transfer import upload
 from gpu_worker.models.attention import AttentionMetadata, WantedTokens
-from gpu_worker.step.messages import Int32Array, Int64Array
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _NONE: Final = np.empty(0, np.int64)
@@ -57,7 +57,7 @@ def build_input_batch(
     """
     lens, num_decodes = scheduled.lens, scheduled.num_decodes
     num_on_device = 0 if is_all_known else num_decodes
-    seq_lens = scheduled.starts + lens
+    seq_lens = scheduled.starts + lens  # [S]
     if num_decodes == len(lens):  # one token each, as in most steps
         row_of_token, positions = scheduled.rows, scheduled.starts  # [T]
         starts, max_query_len = np.arange(num_decodes + 1, dtype=np.int32), 1
@@ -67,9 +67,9 @@ def build_input_batch(
         row_of_token = np.repeat(scheduled.rows, lens)
         positions = np.arange(starts[-1]) + np.repeat(scheduled.starts - starts[:-1], lens)
     places, offsets = np.divmod(positions, block_size)  # [T]: in block table, in block
-    blocks = rows.block_tables[row_of_token, places].astype(np.int64)
+    blocks = rows.block_tables[row_of_token, places].astype(np.int64)  # [T]
     max_num_blocks = -(-int(seq_lens.max()) // block_size)
-    slots = blocks * block_size + offsets
+    slots = blocks * block_size + offsets  # [T]
     arrays: list[npt.NDArray[Any]] = [
         positions,
         slots,

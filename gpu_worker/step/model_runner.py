@@ -2,44 +2,29 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 import torch
 
+from contract.arrays import Int64Array
+from contract.limits import Limits
 from gpu_worker import metrics
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS
-from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.models.attention import AttentionMetadata, Decoder
 from gpu_worker.parallel.shared_sampling import Sampling
-from gpu_worker.sampling.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.sampling.sampled import Sampled
 from gpu_worker.sampling.sampler import sample_others
 from gpu_worker.step.cuda_graphs import DecodeGraphs, GraphBackend
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
-from gpu_worker.step.messages import Int64Array, Limits
 from gpu_worker.step.oom_split import TokenLimit, halves
+from gpu_worker.step.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.weights.json_fields import ModelError
 from rpc.observe import timeline
 
 _log = structlog.get_logger()
-
-
-class Decoder(Protocol):
-    """A model, as `models.registry.open_model` loads it."""
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        pool: Any,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """Hidden states `[N, E]` of the N wanted tokens; stores all tokens' K and V in the pool."""
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32[S, V] from hidden states `[S, E]`."""
 
 
 def forward(
@@ -126,7 +111,7 @@ class ModelRunner:
                 if not self._takes_parts or halves(scheduled) is None:
                     raise
                 _log.warning(
-                    "no memory for a step: computing it in parts",
+                    "a step does not fit the memory: computing it in parts",
                     num_tokens=scheduled.num_tokens,
                     error=str(error),
                 )

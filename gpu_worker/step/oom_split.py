@@ -22,7 +22,7 @@ def halves(scheduled: ScheduledRows) -> tuple[ScheduledRows, ScheduledRows] | No
         None if it cannot be split: it is one token, or one row with its guesses.
     """
     ends = np.cumsum(scheduled.lens)  # [S]
-    cut = int(ends[-1]) // 2
+    cut = int(ends[-1]) // 2  # tokens of the first part
     place = int(np.searchsorted(ends, cut, side="right"))  # the row of the first token after it
     num_before = cut - int(ends[place] - scheduled.lens[place])
     if num_before and place < scheduled.num_decodes + scheduled.num_drafting:

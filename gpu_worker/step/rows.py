@@ -18,18 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from contract.errors import InvalidArgumentError
-from gpu_worker.service.holdings import HeldRow
-from gpu_worker.step.messages import (
-    BoolArray,
-    BrokenInvariantError,
-    Int32Array,
-    Int64Array,
-    Limits,
-    NewRow,
-    StepInput,
-    TokenLogprob,
-)
+from contract.arrays import BoolArray, Int32Array, Int64Array
+from contract.errors import BrokenInvariantError, InvalidArgumentError
+from contract.limits import Limits
+from contract.state import HeldRow
+from contract.step import NewSequence, Plan, TokenLogprob
 
 _NUM_LOGPROBS = 32
 """Kept for each row's last tokens: more than can be in steps and messages in flight, guesses
@@ -98,7 +91,7 @@ class Rows:
         """Tokens of the ended sequence, while `num_tokens` keeps counting as the scheduler does."""
         self._has_stopped = np.zeros(num_rows, np.bool_)
         """Whether its last token is an end token."""
-        self._new: list[NewRow | None] = [None] * num_rows
+        self._new: list[NewSequence | None] = [None] * num_rows
         """Each row as it was announced."""
         self._logprobs: dict[int, deque[TokenLogprob]] = {}
         """By row: log-probabilities of its last tokens, if wanted."""
@@ -107,7 +100,7 @@ class Rows:
     def num_used(self) -> int:
         return int(self.is_used.sum())
 
-    def apply(self, step: StepInput) -> ScheduledRows:
+    def apply(self, plan: Plan) -> ScheduledRows:
         """Apply a step's changes, and count its computation as done.
 
         Raises:
@@ -116,14 +109,14 @@ class Rows:
 
         After an error the rows are undefined until `clear`.
         """
-        if len(step.released_rows):
-            self._release(step.released_rows)
-        for new_row in step.new_rows:
+        if len(plan.released_rows):
+            self._release(plan.released_rows)
+        for new_row in plan.new_sequences:
             self._add(new_row)
-        if len(step.appended_rows):
-            self._append_blocks(step.appended_rows, step.appended_block_ids)
-        self._rename_blocks(step.renamed_src_block_ids, step.renamed_dst_block_ids)
-        return self._schedule(step)
+        if len(plan.appended_rows):
+            self._append_blocks(plan.appended_rows, plan.appended_block_ids)
+        self._rename_blocks(plan.renamed_src_block_ids, plan.renamed_dst_block_ids)
+        return self._schedule(plan)
 
     def advance(self, rows: Int64Array, num_tokens: Int64Array) -> None:
         """Count the tokens, int64[N], that decoding rows gained in a step. Full rows end."""
@@ -217,6 +210,10 @@ class Rows:
             )
         return tuple(held)
 
+    def adapters_in_use(self) -> set[int]:
+        """Numbers of the adapters that rows have; 0 if a row has none."""
+        return set(self.adapter[self.is_used].tolist())
+
     def first_with_block_from(self, block: int) -> int | None:
         """The first row that uses block number `block` or a higher one; None if there is none."""
         is_own = np.arange(self.block_tables.shape[1]) < self.num_blocks[:, None]
@@ -234,7 +231,7 @@ class Rows:
         self.is_used[rows] = False
         self.is_decoding[rows] = False
 
-    def _add(self, new: NewRow) -> None:
+    def _add(self, new: NewSequence) -> None:
         row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids)
         if self.is_used[row]:
             raise InvalidArgumentError("new_sequences.row", f"is {row}, which is in use")
@@ -267,19 +264,20 @@ class Rows:
             names[src] = dst
             self.block_tables[used, :width] = names[tables]
 
-    def _schedule(self, step: StepInput) -> ScheduledRows:
-        (decoding,) = self.is_decoding.nonzero()
-        if len(decoding) != step.num_decodes:
+    def _schedule(self, plan: Plan) -> ScheduledRows:
+        (decoding,) = self.is_decoding.nonzero()  # int64[num_decodes], by the scheduler's count
+        if len(decoding) != plan.num_decodes:
             raise BrokenInvariantError(
-                f"num_decodes is {step.num_decodes}, but {len(decoding)} rows decode in step "
-                f"{step.step_id}"
+                f"num_decodes is {plan.num_decodes}, but {len(decoding)} rows decode in step "
+                f"{plan.step_id}"
             )
-        chunk_rows, chunk_lens = step.chunk_rows.astype(np.int64), step.chunk_lens.astype(np.int64)
+        # int64[C] each, for C chunks
+        chunk_rows, chunk_lens = plan.chunk_rows.astype(np.int64), plan.chunk_lens.astype(np.int64)
         if len(chunk_rows):
             self._require_computable(chunk_rows, chunk_lens)
         decodes = decoding[~self.has_ended(decoding, self.incarnation[decoding])]
-        rows = np.concatenate([decodes, chunk_rows])
-        lens = np.concatenate([np.ones(len(decodes), np.int64), chunk_lens])
+        rows = np.concatenate([decodes, chunk_rows])  # [S]
+        lens = np.concatenate([np.ones(len(decodes), np.int64), chunk_lens])  # [S]
         if (num_tokens := int(lens.sum())) > self._limits.max_num_batched_tokens:
             raise InvalidArgumentError(
                 "chunk_lens",
@@ -287,14 +285,14 @@ class Rows:
                 f"{self._limits.max_num_batched_tokens}",
             )
         starts = self.num_computed[rows]
-        room = self.num_blocks[rows] * self._limits.block_size
+        room = self.num_blocks[rows] * self._limits.block_size  # [S], tokens
         _require(
             starts + lens <= room, "appended_rows", rows, "missing: its block table is too short"
         )
 
         # Ended rows keep counting: the scheduler counts them until it releases them.
         self.num_computed[chunk_rows] += chunk_lens
-        is_last = self.num_computed[chunk_rows] == self.num_tokens[chunk_rows]
+        is_last = self.num_computed[chunk_rows] == self.num_tokens[chunk_rows]  # bool[C]
         sampled = chunk_rows[is_last]
         if not self._has_guesses:
             self.num_computed[decoding] += 1

@@ -18,7 +18,8 @@ from typing import Protocol
 
 from opentelemetry.context import Context
 
-from gpu_worker.step.messages import Int64Array, NewRow
+from contract.arrays import Int64Array
+from contract.step import NewSequence
 from gpu_worker.step.rows import ScheduledRows
 from rpc.observe import telemetry
 
@@ -95,7 +96,7 @@ class SequenceSpans:
     def has_any(self) -> bool:
         return bool(self._row_to_traced)
 
-    def opened(self, new_rows: Iterable[NewRow], now_s: float) -> None:
+    def opened(self, new_rows: Iterable[NewSequence], now_s: float) -> None:
         """Follow new rows. Times are wall-clock seconds."""
         for new in new_rows:
             if (parent := self._sampled_context(new.traceparent)) is not None:

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from gpu_worker.step.messages import Int64Array
+from contract.arrays import Int64Array
 from gpu_worker.step.rows import ScheduledRows
 
 

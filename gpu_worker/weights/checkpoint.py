@@ -17,7 +17,7 @@ _INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 _ORDINARY: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-"""Numbers that stand for themselves."""
+"""Number formats that need no scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,20 @@ class Piece:
     shape: tuple[int, ...]
     """Of the whole tensor."""
     where: tuple[slice, ...] = ()
-    """Which part, by dimension from the first; of dimensions not named, all."""
+    """Which part, by dimension; dimensions not listed are whole."""
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """The shape of the part."""
         cut = (len(range(n)[part]) for n, part in zip(self.shape, self.where, strict=False))
         return (*cut, *self.shape[len(self.where) :])
 
 
 class Checkpoint:
-    """The tensors of a model directory: one file, or several under an index."""
+    """The tensors of a model directory: one file, or several with an index."""
 
     def __init__(self, directory: Path) -> None:
-        """Open every file; raises ModelError if one is missing or damaged."""
+        """Open all files; raises ModelError if one is missing or damaged."""
         self._name_to_file: dict[str, _File] = {}
         for path in _files(directory):
             file = _File(path)
@@ -49,15 +49,15 @@ class Checkpoint:
 
     @property
     def names(self) -> AbstractSet[str]:
-        """The names of all tensors."""
+        """Names of all tensors."""
         return self._name_to_file.keys()
 
     def read_into(self, piece: Piece, out: torch.Tensor) -> None:
-        """Copy a piece to `out`, converting dtype and device; nothing else of it is read.
+        """Copy a piece to `out`, converting dtype and device. Reads only that piece.
 
         Raises:
-            ModelError: the tensor has another shape, or its dtype is not that of `out` and one of
-                them means nothing without scales beside it.
+            ModelError: The tensor has another shape; or its dtype differs from `out`'s and one of
+                them needs scales.
         """
         file = self._name_to_file[piece.name]
         shape = file.shape(piece.name)
@@ -80,7 +80,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle: Any  # typed wrongly by its package
+        self._handle: Any  # its package types it wrongly
         try:
             self._handle = safe_open(path, framework="pt", device="cpu")
         except (OSError, SafetensorError) as error:
@@ -115,7 +115,7 @@ def _files(directory: Path) -> list[Path]:
 
 def _shard_names(weight_map: JsonFields) -> Iterator[str]:
     for tensor, name in weight_map.values.items():
-        # Only files beside the index: what a stranger's index names must not lead elsewhere.
+        # Only files beside the index: an index from a stranger must not point elsewhere.
         if not isinstance(name, str) or name != Path(name).name:
             raise weight_map.error(tensor, f"is {name!r}; it must be the name of a file beside it")
         yield name

@@ -7,32 +7,32 @@ from pathlib import Path
 
 
 class ModelError(Exception):
-    """A model directory that cannot be served; the message names the file, the field and why."""
+    """A model directory cannot be served; the message names file, field and reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonFields:
-    """The fields of one JSON object. A field that is null is as good as absent.
+    """The fields of a JSON object. A null field counts as absent.
 
-    Every getter raises ModelError for a value of the wrong type, and, if no default is given, for
-    an absent one.
+    Every getter raises ModelError for a value of the wrong type, and for an absent field without a
+    default.
     """
 
     path: Path
     prefix: str
-    """Leads to this object from the file's root, such as "rope_scaling."; empty for the root."""
+    """Path to this object from the file's root, such as "rope_scaling."; empty for the root."""
     values: Mapping[str, object]
 
     def error(self, name: str, problem: str) -> ModelError:
-        """An error to raise; `problem` continues the field's name."""
+        """An error to raise; `problem` follows the field's name."""
         return ModelError(f"{self.path}: {self.prefix}{name} {problem}")
 
     def has(self, name: str) -> bool:
-        """Whether the field is there, even if null."""
+        """Whether the field exists, even if null."""
         return name in self.values
 
     def get(self, name: str, default: object = None) -> object:
-        """The field as it is."""
+        """The field, unchecked."""
         value = self.values.get(name)
         return default if value is None else value
 
@@ -51,14 +51,13 @@ class JsonFields:
         return float(value)
 
     def boolean(self, name: str, *, default: bool) -> bool:
-        """True or false."""
         value = self._required(name, default)
         if not isinstance(value, bool):
             raise self.error(name, f"is {value!r}; it must be true or false")
         return value
 
     def int_list(self, name: str) -> list[int]:
-        """Integers from 0; one alone is a list of one, an absent one is empty."""
+        """Integers from 0; a single one becomes a list, an absent field an empty list."""
         value = self.get(name, default=[])
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in items):
@@ -66,7 +65,7 @@ class JsonFields:
         return list(items)
 
     def nested(self, name: str) -> "JsonFields":
-        """An object within this one; an absent one is empty."""
+        """A nested object; empty if absent."""
         value = self.get(name, default={})
         if not isinstance(value, dict):
             raise self.error(name, f"is {value!r}; it must be an object")
@@ -80,7 +79,7 @@ class JsonFields:
 
 
 def read_json(path: Path) -> JsonFields:
-    """The object that a JSON file holds; raises ModelError if there is none."""
+    """The object in a JSON file; raises ModelError if there is none."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

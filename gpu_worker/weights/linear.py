@@ -1,4 +1,4 @@
-"""Linear maps, with their weights in the form that the device multiplies fastest.
+"""Linear maps, with weights in the layout that the device multiplies fastest.
 
 Symbols: `T` tokens, `K` input features, `N` output features.
 """
@@ -15,22 +15,25 @@ Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Maps `[T, K]` to `[T, N]` of the same dtype and device, row by row."""
 
 _MAX_UNSPLIT_FEATURES = 1024
-"""Past so many, oneDNN splits the sums of a lone row, and only of a lone one: they round otherwise.
+"""Beyond this K, oneDNN splits the sums of a single row, and only then, which rounds differently.
 
-So that a sequence's tokens do not depend on its company, such a row is then computed as two.
+A single row is then computed as two, so that a sequence's tokens do not depend on its batch.
+Measured with torch 2.13 on an AMD EPYC (family 26, model 2) on 2026-11-22: in float32 a single row
+differed for every K from 1,032 to 8,192 and for none up to 1,024; 2 to 32 rows never differed. On
+other CPUs it is a guess.
 """
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """The map `x @ weight.T + bias` in the fastest form that the device has.
+    """The map `x @ weight.T + bias` in the device's fastest form.
 
-    On a CPU the weight is laid out once, here, instead of in every call: for our own kernel where
-    the CPU has what it needs, else for oneDNN. Few rows then take the time of reading the weight,
-    and a row's result does not depend on how many rows come with it.
+    On a CPU the weight is packed once, here, instead of in every call: for our own kernel if the
+    CPU supports it, else for oneDNN. Few rows then cost only reading the weight, and a row's result
+    does not depend on the number of rows.
 
     Args:
         weight: `[N, K]`; the caller need not keep it.
-        bias: `[N]` of the weight's dtype.
+        bias: `[N]`, of the weight's dtype.
     """
     if native.can_pack(weight):
         return native.pack(weight, bias)

@@ -1,6 +1,7 @@
-"""Reads the linear maps that a quantized checkpoint packs, in as few bytes as the device can.
+"""Reads linear maps that a quantized checkpoint packs: AWQ and GPTQ integers, scaled fp8.
 
-Symbols: `N` output features of a linear map, `K` its input features, `G` groups of these.
+Symbols: `N` output features of a linear map, `K` its input features, `G` groups of input features,
+`W` integers in a word of 32 bits.
 """
 
 import math
@@ -29,17 +30,17 @@ from gpu_worker.weights.stored_format import (
 )
 
 _AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of each of eight outputs in a row, the nibble of their word that it is in."""
+"""For eight consecutive outputs: the nibble of their word that each is in."""
 _MOST_GROUP: Final = 128
 _LEAST_GROUP: Final = 32
-"""The sizes of groups that packed maps take are the powers of two between."""
+"""Packed maps take group sizes that are powers of two in this range."""
 
 TensorSpec = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype."""
 
 
 def integer_tensors(stored: IntegerFormat, num_out: int, num_in: int) -> dict[str, TensorSpec]:
-    """By the end of its name, each tensor of a map `[N, K]`, but GPTQ's `g_idx`."""
+    """The tensors of a map `[N, K]`, by the end of their names, without GPTQ's `g_idx`."""
     per_word = 32 // stored.bits
     num_groups = num_in // (stored.group_size or num_in)
     weight = (num_in // per_word, num_out)
@@ -56,8 +57,8 @@ def unpack_integers(stored: IntegerFormat, tensors: Mapping[str, torch.Tensor]) 
     """The weight `(q - zero) * scale` of a map; exact, with scales and offsets in float32.
 
     Args:
-        stored: how it is packed.
-        tensors: as `integer_tensors` has them.
+        stored: How it is packed.
+        tensors: As named by `integer_tensors`.
     """
     bits, middle = stored.bits, 2 ** (stored.bits - 1)
     if stored.packing is Packing.AWQ:
@@ -66,7 +67,7 @@ def unpack_integers(stored: IntegerFormat, tensors: Mapping[str, torch.Tensor]) 
     else:
         values = unpack_words(tensors["qweight"].t(), bits)
         zeros = unpack_words(tensors["qzeros"], bits)
-    # Past the last integer it begins again: what was 0 is stored as the largest, if it lacks 1.
+    # Arithmetic wraps around: with a shift of 1, zero point 0 is stored as the largest integer.
     zeros = (zeros + stored.zero_shift) & (2 * middle - 1)  # uint8[G, N]
     scales = tensors["scales"].t()  # [N, G]
     return QuantizedWeight(
@@ -78,7 +79,7 @@ def unpack_integers(stored: IntegerFormat, tensors: Mapping[str, torch.Tensor]) 
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """`int32[..., M]` to the `uint8[..., M * W]` in them, the lowest bits first."""
+    """Unpack `int32[..., M]` to `uint8[..., M * W]`, lowest bits first."""
     out = torch.empty(*words.shape, 32 // bits, dtype=torch.uint8)
     for place in range(32 // bits):
         out[..., place] = (words >> (bits * place)) & (2**bits - 1)
@@ -91,9 +92,9 @@ def _in_awq_order(nibbles: torch.Tensor) -> torch.Tensor:
 
 
 def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> QuantizedWeight | None:
-    """A part of a weight, in groups of a size that packed maps take; None: there is no such size.
+    """A part of a weight, in groups of a size that packed maps take; None if there is none.
 
-    A group may be made several of the same scale, so that none is cut in two.
+    Groups may be split into smaller ones with the same scale, so that none is cut in two.
     """
     num_in = weight.values.shape[1]
     start, stop, _ = columns.indices(num_in)
@@ -119,7 +120,7 @@ def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> Quantize
 
 
 def fp8_tensors(stored: Fp8Format, num_out: int, num_in: int) -> dict[str, TensorSpec]:
-    """By the end of its name, each tensor of a map `[N, K]`."""
+    """The tensors of a map `[N, K]`, by the end of their names."""
     if stored.scale_shape is ScaleShape.TENSOR:
         shape: tuple[int, ...] = (1,)
     elif stored.scale_shape is ScaleShape.CHANNEL:
@@ -134,7 +135,7 @@ def fp8_tensors(stored: Fp8Format, num_out: int, num_in: int) -> dict[str, Tenso
 
 
 def dequantize_fp8(stored: Fp8Format, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The weight of a map: float32 `[N, K]`; `tensors` are as `fp8_tensors` has them."""
+    """The weight of a map: float32 `[N, K]`; `tensors` as named by `fp8_tensors`."""
     weight, scales = tensors["weight"].float(), tensors[stored.scale_name]
     if not isinstance(stored.scale_shape, ScaleShape):
         for dim, block in enumerate(stored.scale_shape):
@@ -150,9 +151,10 @@ _log = structlog.get_logger()
 
 
 class PackedMaps:
-    """Makes maps of packed tensors, and counts what becomes of them.
+    """Makes linear maps from packed tensors, and counts how many stay packed.
 
-    Integers stay integers on a CPU that can multiply them, else become `dtype`; fp8 always does.
+    Integers stay integers on a CPU that can multiply them; otherwise, and for fp8, weights become
+    `dtype`.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class PackedMaps:
         device: torch.device,
         fill: Callable[[Piece, torch.Tensor], None],
     ) -> None:
-        """Arguments are as those of `Weights`; on the meta device it only asks for tensors."""
+        """Arguments as for `Weights`. On the meta device it only asks for tensors."""
         self._stored = stored
         self._names = names
         self._dtype = dtype
@@ -175,7 +177,7 @@ class PackedMaps:
 
     @property
     def unused(self) -> str:
-        """Matches names of tensors that are for activations alone, which are never rounded."""
+        """Matches names of tensors for quantized activations, which are not used."""
         return r".*\.input_scale"
 
     def has(self, name: str) -> bool:
@@ -183,14 +185,14 @@ class PackedMaps:
         return f"{name}.{self._mark}" in self._names
 
     def linear(self, pieces: Sequence[Piece], bias: torch.Tensor | None) -> Linear:
-        """The maps of one input with these weights as one: their outputs joined.
+        """The fused map of several weights with the same input: their outputs joined.
 
         Args:
-            pieces: of weights `[N, K]` all or some rows or columns; some may not be packed.
-            bias: of all of them.
+            pieces: Weights `[N, K]`, or some of their rows or columns; some may not be packed.
+            bias: Of all of them.
 
         Raises:
-            ModelError: a tensor cannot be what the format says.
+            ModelError: A tensor contradicts the format.
         """
         parts = [self._part(piece, has_bias=bias is not None) for piece in pieces]
         if self._device == _META:
@@ -207,7 +209,7 @@ class PackedMaps:
         return make_linear(weight, bias)
 
     def log(self) -> None:
-        """Say what became of the maps, and what those cost that are dequantized."""
+        """Log how many weights stay packed, and the memory of dequantized ones."""
         _log.info(
             "quantized checkpoint",
             kind=self._stored.title,
@@ -217,9 +219,9 @@ class PackedMaps:
         )
 
     def _part(self, piece: Piece, *, has_bias: bool) -> QuantizedWeight | torch.Tensor:
-        """What a piece stands for: in float32 and unrounded, if its groups can be kept, whole.
+        """The weight of a piece: quantized if its groups can be kept, else in float32.
 
-        A tensor is read whole, even if only a part is wanted: groups and blocks may be cut in two.
+        Tensors are read whole even for a part: the cut may go through groups or blocks.
         """
         name = piece.name.removesuffix(".weight")
         if not self.has(name):
@@ -270,7 +272,7 @@ class PackedMaps:
                 )
 
     def _refuse_order(self, stored: IntegerFormat, name: str, num_in: int) -> None:
-        """Let GPTQ's `g_idx` say only what is so without it: groups are of neighbours."""
+        """Refuse a GPTQ `g_idx` unless groups are consecutive input features."""
         if f"{name}.g_idx" not in self._names:
             return
         found = self._read(name, {"g_idx": ((num_in,), torch.int32)})["g_idx"]
@@ -282,7 +284,7 @@ class PackedMaps:
             )
 
     def _refuse_bias(self, name: str, num_out: int) -> None:
-        """Let a bias that the model lacks be there if it is zero, as some writers of GPTQ have."""
+        """Refuse a bias that the model lacks, unless it is zero: some GPTQ writers add those."""
         if f"{name}.bias" not in self._names:
             return
         bias = torch.empty(num_out, device=self._reading_on)
@@ -291,7 +293,7 @@ class PackedMaps:
             raise ModelError(f"{name}.bias is not zero; by config.json the map has none")
 
     def _join(self, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Along N, with scales and offsets rounded to the activations' dtype."""
+        """Join along N; rounds scales and offsets to the activations' dtype."""
         offsets = torch.cat([part.offsets for part in parts if part.offsets is not None])
         return QuantizedWeight(
             parts[0].quantization,

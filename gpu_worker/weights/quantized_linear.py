@@ -1,4 +1,4 @@
-"""Linear maps whose weights are kept as integers of 8 or 4 bits, made so when a model is loaded.
+"""Linear maps with 8- or 4-bit integer weights, quantized when a model is loaded.
 
 Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features.
 """
@@ -14,25 +14,25 @@ from gpu_worker.weights.linear import Linear
 from kernels.cpu import quantized as native
 
 _INT4_GROUP_SIZES: Final = (64, 32)
-"""The first that divides K: 4.5 bits for each weight, or 5, with scales and offsets of 16 bits."""
+"""The first that divides K is used: 4.5 or 5 bits per weight, with 16-bit scales and offsets."""
 _INT4_KERNEL_GROUPS: Final = (32, 64, 128)
 _INT4_RANGES: Final = (1.0, 0.85)
-"""All of them, which keeps weights that are on a grid already; and less, since far values are few
-and a finer grid serves the many. The better one is taken, group by group."""
+"""Shares of the values' range: all of it, which keeps weights that are on a grid already; and less,
+because outliers are few and a finer grid suits the rest. Each group takes the better."""
 _INT4_FITS: Final = 2
 _PIECE: Final = 2**18
-"""Weights that are fitted at a time, so that the work stays in a cache."""
+"""Weights fitted at a time, to stay within a cache."""
 _TORCH_PANEL: Final = 16
-"""Torch's packed form of 4 bits has this many output features, or a multiple."""
+"""Torch's 4-bit layout needs a multiple of this many output features."""
 
 
 class Quantization(Enum):
-    """How the weights of linear maps are kept."""
+    """How weights of linear maps are stored."""
 
     INT8 = "int8"
-    """One scale for each output feature, no offset."""
+    """One scale per output feature, no offset."""
     INT4 = "int4"
-    """A scale and an offset for each 64, else 32, input features of each output feature."""
+    """A scale and an offset per output feature and 64 (else 32) input features."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,14 +41,14 @@ class QuantizedWeight:
 
     quantization: Quantization
     values: torch.Tensor
-    """int8[N, K]; in [-127, 127], or of 4 bits in [-8, 7]."""
+    """int8[N, K] in [-127, 127], or in [-8, 7] for 4 bits."""
     scales: torch.Tensor
-    """`[N, G]` of the activations' dtype, each for K / G values in a row."""
+    """`[N, G]` of the activations' dtype, each for K / G values of a row."""
     offsets: torch.Tensor | None
-    """As the scales; None for zeros."""
+    """As the scales; None: zeros."""
 
     def dequantized(self) -> torch.Tensor:
-        """What it stands for, unrounded: float32 `[N, K]`."""
+        """The weight, unrounded: float32 `[N, K]`."""
         by_group = self.values.float().view(*self.scales.shape, -1)
         weight = by_group * self.scales.float().unsqueeze(2)
         if self.offsets is not None:
@@ -56,19 +56,19 @@ class QuantizedWeight:
         return weight.view(self.values.shape)
 
     def without_zero_offsets(self) -> "QuantizedWeight":
-        """The same, where offsets that are all zero are None; of 8 bits, which can lack them."""
+        """The same with all-zero offsets replaced by None; only 8-bit weights can do without."""
         if self.quantization is Quantization.INT4 or self.offsets is None or self.offsets.any():
             return self
         return replace(self, offsets=None)
 
 
 def can_quantize(num_in: int, quantization: Quantization) -> bool:
-    """Whether weights of K input features can be kept so."""
+    """Whether weights with K input features can be quantized so."""
     return quantization is Quantization.INT8 or num_in % _INT4_GROUP_SIZES[-1] == 0
 
 
 def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
-    """Round a weight `[N, K]` to integers; `can_quantize` says whether."""
+    """Round a weight `[N, K]` to integers; requires `can_quantize`."""
     if quantization is Quantization.INT8:
         largest = weight.abs().amax(1, keepdim=True).float()
         scales = _no_zeros((largest / 127).to(weight.dtype))
@@ -96,8 +96,8 @@ def _fit_int4(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scale, offset and squared error of each group of `[N, G, size]`; float32 `[N, G, 1]` each.
 
-    Starts from a grid over a share of the values' range, then fits the line through values and
-    integers by least squares.
+    Starts with a grid over a share of the values' range, then fits values to integers by least
+    squares.
     """
     low, high = (range_share * bound for bound in groups.aminmax(dim=2, keepdim=True))
     scales = _no_zeros((high - low) / 15)
@@ -119,9 +119,9 @@ def _round_int4(groups: torch.Tensor, scales: torch.Tensor, offsets: torch.Tenso
 
 
 def can_multiply(weight: QuantizedWeight) -> bool:
-    """Whether `make_quantized_linear` takes this weight.
+    """Whether `make_quantized_linear` supports this weight.
 
-    Groups of 4 bits must have 32, 64 or 128 input features. Of 8 bits torch's operators have none.
+    4-bit groups must have 32, 64 or 128 input features. Torch's 8-bit operators have no groups.
     """
     num_groups = weight.scales.shape[1]
     if weight.quantization is Quantization.INT4:
@@ -132,14 +132,14 @@ def can_multiply(weight: QuantizedWeight) -> bool:
 
 
 def make_quantized_linear(weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:
-    """The map `x @ weight.T + bias` on a CPU, in the fastest form that it has.
+    """The map `x @ weight.T + bias` in the CPU's fastest form.
 
-    That is our own kernel for bfloat16, else torch's packed operators. With ours a row's result
-    does not depend on how many rows come with it.
+    Our own kernel for bfloat16, else torch's packed operators. With ours, a row's result does not
+    depend on the number of rows.
 
     Args:
-        weight: the caller need not keep it.
-        bias: `[N]` of the activations' dtype.
+        weight: The caller need not keep it.
+        bias: `[N]`, of the activations' dtype.
     """
     values, scales, offsets = weight.values, weight.scales, weight.offsets
     if native.can_pack(values, scales.dtype):
@@ -181,5 +181,5 @@ def _torch_int4(
 
 
 def _no_zeros(scales: torch.Tensor) -> torch.Tensor:
-    """Where all weights are equal any scale is right but zero, or 0 / 0: they are divided by it."""
+    """Replace scales of 0 or NaN, which occur where all weights are equal: any other will do."""
     return torch.where(scales > 0, scales, 1.0)

@@ -1,4 +1,4 @@
-"""Reads a model's tensors out of a Hugging Face directory and builds the model from them.
+"""Builds a model from the tensors of a Hugging Face directory.
 
 Symbols: `N` output features of a linear map, `K` its input features.
 """
@@ -32,11 +32,11 @@ MapT = TypeVar("MapT", bound=Callable[[torch.Tensor], torch.Tensor])
 _META = torch.device("meta")
 _MAX_NAMES_SHOWN = 5
 _DUMMY_STD = 0.02
-"""As models are initialized: activations stay in range."""
+"""A usual initialization: activations stay in range."""
 
 
 class Weights:
-    """The tensors of a checkpoint, converted and put on a device as they are asked for."""
+    """A checkpoint's tensors, converted and put on a device on request."""
 
     def __init__(
         self,
@@ -48,20 +48,20 @@ class Weights:
         ranks: Ranks | None = None,
         stored: StoredFormat | None = None,
     ) -> None:
-        """`fill` gives an empty tensor its contents; `names` are those of all tensors there are.
+        """`fill` fills an empty tensor; `names` are the names of all tensors in the checkpoint.
 
-        `ranks` are the devices that share the model; None: it is on this one alone. `stored` is how
-        the checkpoint packs its linear maps; None: not at all.
+        `ranks` are the devices that share the model; None: this device only. `stored` is how the
+        checkpoint packs its linear maps; None: not at all.
         """
         self.names = names
         self.ranks = ranks
         self.place = Place() if ranks is None else ranks.place
-        """Which part of the model is wanted."""
+        """Which part of the model to build."""
         self.dtype = dtype
-        """Of all weights, and of the activations."""
+        """Of all weights and activations."""
         self.device = device
         self.num_quantized = 0
-        """How many linear maps were quantized."""
+        """Linear maps quantized so far."""
         self._quantization = quantization
         self._fill = fill
         self._ignored: list[re.Pattern[str]] = []
@@ -72,7 +72,7 @@ class Weights:
             self.ignore(self.packed.unused)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """One tensor, of this shape."""
+        """One tensor of this shape."""
         return self._joined([Piece(name, shape)])
 
     def rows(self, name: str, rows: range, *shape: int) -> torch.Tensor:
@@ -80,27 +80,27 @@ class Weights:
         return self._joined([Piece(name, shape, (slice(rows.start, rows.stop),))])
 
     def linear(self, num_in: int, *parts: tuple[str, int], bias: bool = False) -> Linear:
-        """A linear map, or several of one input fused into one: their outputs joined.
+        """A linear map; or several with the same input, fused: their outputs joined.
 
-        It is quantized if the worker was told to.
+        Quantized if the worker is told to.
 
         Args:
             num_in: K.
-            parts: of each map the name, to which ".weight" and ".bias" are added, and its N.
-            bias: whether they have one.
+            parts: Name (without ".weight" or ".bias") and N of each map.
+            bias: Whether they have one.
         """
         return self._linear([(name, (num_out, num_in), ()) for name, num_out in parts], bias=bias)
 
     def split_outputs(
         self, num_in: int, *parts: tuple[str, int, int], bias: bool = False
     ) -> Linear:
-        """As `linear`, of each map only this rank's share of the outputs.
+        """As `linear`, with only this rank's share of each map's outputs.
 
         Args:
             num_in: K.
-            parts: of each map the name; how many groups its outputs come in, such as heads, of
-                which this rank has `Place.groups`; and the size of a group.
-            bias: whether they have one.
+            parts: Of each map: the name; the number of groups of its outputs, such as heads, of
+                which this rank takes `Place.groups`; and the size of a group.
+            bias: Whether they have one.
         """
         shares = []
         for name, num_groups, size in parts:
@@ -112,15 +112,13 @@ class Weights:
     def split_inputs(
         self, num_groups: int, size: int, part: tuple[str, int], *, bias: bool = False
     ) -> Linear:
-        """As `linear`, on this rank's share of the inputs: its outputs are a part of a sum.
-
-        `summed` makes the sum of them.
+        """As `linear`, with only this rank's share of the inputs: a partial sum, for `summed`.
 
         Args:
-            num_groups: how many groups the inputs come in.
-            size: of a group.
-            part: the map's name and N.
-            bias: whether it has one; one rank adds it.
+            num_groups: Number of groups of inputs.
+            size: Of a group.
+            part: Name and N of the map.
+            bias: Whether it has one; one rank adds it.
         """
         name, num_out = part
         groups = self.place.groups(num_groups)
@@ -129,23 +127,23 @@ class Weights:
         return self._linear([(name, (num_out, num_groups * size), columns)], bias=bias)
 
     def summed(self, part: MapT) -> MapT | Linear:
-        """Add up what the ranks of the stage make of their shares; alone, it is `part` itself."""
+        """Sum the partial results of the stage's ranks; with one rank, `part` itself."""
         if self.ranks is None or self.place.tensor_size == 1:
             return part
         return self.ranks.summed(part)
 
     def joined(self, part: MapT, num_out: int) -> MapT | Linear:
-        """Put together what each rank makes of `num_out` outputs, as `Place.vocabulary` has it."""
+        """Join the ranks' parts of `num_out` outputs, split as `Place.vocabulary`."""
         if self.ranks is None or self.place.tensor_size == 1:
             return part
         return self.ranks.joined(part, num_out)
 
     def head(self, weight: torch.Tensor) -> Linear:
-        """The map that scores the vocabulary, from its weight `[V, E]`, which may be the embedding.
+        """The map to the vocabulary, from its weight `[V, E]`, which may be the embedding.
 
-        Where the others are quantized it has 8 bits. They cost nothing that can be measured, where
-        4 cost the shipped model 1.3 % of its perplexity; 16 would be much of what a small model
-        reads in each step. The embedding is looked up, not read, and stays as it is.
+        If other maps are quantized, it has 8 bits: no measurable loss, while 4 bits cost the
+        shipped model 1.3 % of perplexity, and 16 bits would be much of what a small model reads per
+        step. The embedding itself is looked up, not multiplied, and stays as it is.
         """
         return self._map(weight, None, Quantization.INT8 if self._quantization else None)
 
@@ -155,7 +153,7 @@ class Weights:
         *,
         bias: bool,
     ) -> Linear:
-        """One map of several: of each the name, the weight's shape, and which part of it."""
+        """One fused map; of each part its name, its weight's shape, and which part of that."""
         joined_bias = None
         if bias:
             joined_bias = self._joined(
@@ -179,16 +177,16 @@ class Weights:
         if quantization is None:
             return make_linear(weight, bias)
         self.num_quantized += 1
-        if weight.is_meta:  # only planned
+        if weight.is_meta:  # planning only
             return make_linear(weight, bias)
         return make_quantized_linear(quantize(weight, quantization), bias)
 
     def ignore(self, pattern: str) -> None:
-        """Let tensors be there whose whole name matches a regular expression, though unused."""
+        """Accept unused tensors whose whole name matches a regular expression."""
         self._ignored.append(re.compile(pattern))
 
     def ignores(self, name: str) -> bool:
-        """Whether it may be there though unused."""
+        """Whether an unused tensor of this name is accepted."""
         return any(pattern.fullmatch(name) for pattern in self._ignored)
 
     def _joined(self, parts: Sequence[Piece]) -> torch.Tensor:
@@ -212,26 +210,26 @@ def load_weights(
     ranks: Ranks | None = None,
     stored: StoredFormat | None = None,
 ) -> ModelT:
-    """Build a model whose weights are read, converted to `dtype`, and put on `device`.
+    """Build a model with weights read from disk, converted to `dtype`, on `device`.
 
-    It is built twice. The first time its tensors are empty and on the meta device: that tells which
-    it needs, so that a checkpoint that does not fit is refused before gigabytes are read. Besides
-    the weights themselves it needs room for those of one linear map.
+    It is built twice. The first time its tensors are empty, on the meta device: this shows which it
+    needs, so that a wrong checkpoint is refused before gigabytes are read. Memory needed besides
+    the weights: those of one linear map.
 
     Args:
-        directory: holds `model.safetensors`, or shards and `model.safetensors.index.json`.
-        architecture: what an error calls the model.
-        build: makes the model; must not look into the tensors.
-        dtype: of weights and activations.
-        device: where they go.
-        progress: called with the fraction of weights read, growing up to 1.
-        quantization: of the linear maps; None leaves them in `dtype`.
-        ranks: the devices that share the model; each reads its part.
-        stored: how the checkpoint packs its linear maps; None: not at all.
+        directory: Has `model.safetensors`, or shards and `model.safetensors.index.json`.
+        architecture: The model's name in errors.
+        build: Makes the model; must not look into the tensors.
+        dtype: Of weights and activations.
+        device: Where to put them.
+        progress: Called with the fraction of weights read, up to 1.
+        quantization: Of the linear maps; None: they stay in `dtype`.
+        ranks: The devices that share the model; each reads its part.
+        stored: How the checkpoint packs its linear maps; None: not at all.
 
     Raises:
-        ModelError: a file is missing or damaged, tensors are missing, unexpected or misshapen, or
-            the model cannot be quantized.
+        ModelError: A file is missing or damaged; tensors are missing, unexpected or of wrong shape;
+            or the model cannot be quantized.
     """
     checkpoint = Checkpoint(directory)
     num_elems: dict[str, int] = {}
@@ -253,7 +251,7 @@ def load_weights(
     unexpected = [name for name in unused if not plan.ignores(name)]
     if unexpected:
         raise ModelError(f"{directory} has {_some(unexpected)}, unknown to {architecture}")
-    if ranks is not None:  # the plan was of the whole model: every rank refuses what one would
+    if ranks is not None:  # the first plan covers the whole model, so that all ranks refuse alike
         num_elems.clear()
         build(Weights(checkpoint.names, dtype, _META, count, quantization, ranks, stored))
     total, num_read = math.fsum(num_elems.values()), 0
@@ -272,7 +270,7 @@ def load_weights(
 
 
 class _EveryName(AbstractSet[str]):
-    """A checkpoint that has whatever is asked for."""
+    """The names of a checkpoint that has every tensor."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -291,9 +289,9 @@ def draw_weights(
     quantization: Quantization | None = None,
     ranks: Ranks | None = None,
 ) -> ModelT:
-    """Build a model of random weights, drawn on the device; as `load_weights`, without its files.
+    """Build a model with random weights, drawn on the device; as `load_weights`, without files.
 
-    A tensor of one dimension, such as a norm's, is filled with ones.
+    One-dimensional tensors, such as norms, are filled with ones.
     """
     generator = torch.Generator(device).manual_seed(0)
 

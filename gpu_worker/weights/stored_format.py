@@ -1,4 +1,4 @@
-"""Parses the `quantization_config` of a config.json: how a checkpoint stores its linear maps.
+"""Parses `quantization_config` of a config.json: how a checkpoint stores its linear maps.
 
 Symbols: `N` output features of a linear map, `K` its input features.
 """
@@ -12,33 +12,33 @@ from gpu_worker.weights.json_fields import JsonFields
 
 _GROUP_SIZES: Final = (32, 64, 128)
 _WHOLE: Final = -1
-"""The group size, in a config.json, of one group of all input features."""
+"""The group size in config.json that means one group of all input features."""
 
 
 class Packing(Enum):
-    """In which order integers lie in words of 32 bits; both have the lowest bits first."""
+    """The order of integers in 32-bit words; lowest bits first."""
 
     AWQ = "awq"
-    """Along N, in each word outputs 0, 2, 4, 6, 1, 3, 5, 7: the "gemm" version."""
+    """Along N; each word has outputs 0, 2, 4, 6, 1, 3, 5, 7: the "gemm" version."""
     GPTQ = "gptq"
-    """The weight along K, zero points along N; both in order."""
+    """Weights along K, zero points along N; both in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerFormat:
-    """Unsigned integers, with a zero point and a scale for each group of input features."""
+    """Unsigned integers, with a zero point and a scale per group of input features."""
 
     packing: Packing
     bits: int
-    """4, or 8 of GPTQ."""
+    """4; GPTQ also has 8."""
     group_size: int | None
     """Input features of a group; None: all."""
     zero_shift: int
-    """What the stored zero points lack: 1 of GPTQ's first format, else 0."""
+    """To be added to stored zero points: 1 in GPTQ's first format, else 0."""
 
     @property
     def title(self) -> str:
-        """What a line of the log calls it."""
+        """Its name in the log."""
         return f"{self.packing.value}, {self.bits} bits"
 
 
@@ -46,23 +46,23 @@ class ScaleShape(Enum):
     """What shares a scale."""
 
     TENSOR = "tensor"
-    """The map."""
+    """The whole map."""
     CHANNEL = "channel"
     """An output feature."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Format:
-    """Weights in float8_e4m3fn and their scales."""
+    """Weights in float8_e4m3fn, with scales."""
 
     scale_shape: ScaleShape | tuple[int, int]
-    """Or how many outputs and inputs a block has that shares one."""
+    """Or the outputs and inputs of a block that shares a scale."""
     scale_name: str
-    """Follows the map's name and a dot."""
+    """The tensor's name, after the map's name and a dot."""
 
     @property
     def title(self) -> str:
-        """What a line of the log calls it."""
+        """Its name in the log."""
         return "fp8"
 
 
@@ -70,13 +70,13 @@ StoredFormat: TypeAlias = IntegerFormat | Fp8Format
 
 
 def read_stored_format(fields: JsonFields) -> StoredFormat | None:
-    """How the checkpoint of a config.json stores its maps; None: as ordinary numbers.
+    """How a checkpoint stores its maps, by its config.json; None: as plain numbers.
 
-    Which of the maps, the tensors tell: lists such as `modules_to_not_convert` and `ignore` say
-    the same of them, in as many ways as there are methods, and are not read.
+    Which maps are packed is seen from the tensors. Lists such as `modules_to_not_convert` and
+    `ignore` say the same, differently for each method, and are not read.
 
     Raises:
-        ModelError: it is stored in a way that is not supported, which the message names.
+        ModelError: The format is not supported; the message names what.
     """
     if fields.get("quantization_config") is None:
         return None
@@ -155,7 +155,7 @@ _METHODS: Final[dict[str, Callable[[JsonFields], StoredFormat]]] = {
 
 
 def _require(config: JsonFields, name: str, *supported: object, default: object = None) -> object:
-    """The field, which must be one of these."""
+    """A field that must have one of the `supported` values."""
     value = config.get(name, default)
     if value not in supported:
         choices = ", ".join(map(repr, supported))

@@ -1,7 +1,7 @@
-"""Compiles the native kernels ahead of time, into the package: for an image, or at installation.
+"""Compiles the C kernels ahead of time, into the package: for an image, or at installation.
 
-It takes a C compiler and must run on a CPU of the kind that will run the library; on any other the
-library is not used.
+It needs a C compiler, and must run on a CPU of the kind that will run the library: another kind
+does not use it.
 """
 
 import sys
@@ -10,8 +10,8 @@ from kernels.cpu.build import SHIPPED, BuildError, build
 
 
 def main() -> None:
-    """Compile, and print where to."""
-    SHIPPED.mkdir(exist_ok=True)  # everybody's, unlike a cache, which is private to its user
+    """Compile, and print the library's path."""
+    SHIPPED.mkdir(exist_ok=True)  # readable by all users, unlike a cache
     try:
         path = build(SHIPPED)
     except BuildError as error:

@@ -10,7 +10,7 @@ from typing import Final
 
 SOURCES: Final = Path(__file__).parent / "src"
 SHIPPED: Final = Path(__file__).parent / "compiled"
-"""Where `python -m kernels.cpu` puts a library that is to be shipped with the package."""
+"""Where `python -m kernels.cpu` puts a library that ships with the package."""
 
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _FLAGS: Final = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-Wno-psabi", "-fopenmp")
@@ -21,11 +21,11 @@ _TIMEOUT_S: Final = 120
 
 
 class BuildError(Exception):
-    """There is no compiled library, and none can be made; the message says why."""
+    """No compiled library was found, and none can be made; the message says why."""
 
 
 def cache_directory() -> Path:
-    """Where a user's compiled libraries are kept.
+    """Return where a user's compiled libraries are kept.
 
     Raises:
         BuildError: The user has no home directory.
@@ -33,13 +33,13 @@ def cache_directory() -> Path:
     try:
         return Path.home() / ".cache" / "quire" / "kernels"
     except RuntimeError as error:
-        raise BuildError(f"no place to keep them: {error}") from error
+        raise BuildError(f"no place to keep compiled kernels: {error}") from error
 
 
 def find_or_build(directory: Path) -> Path:
-    """The library for this CPU: shipped with the package, in `directory`, or compiled into it.
+    """Return the library for this CPU: shipped with the package, in `directory`, or compiled there.
 
-    Several processes may do this at once: each compiles to a name of its own and renames it.
+    Several processes may do this at once: each compiles to a name of its own, then renames it.
 
     Raises:
         BuildError: there is no compiler, it fails, or `directory` cannot be written.
@@ -53,7 +53,7 @@ def find_or_build(directory: Path) -> Path:
 
 
 def build(directory: Path) -> Path:
-    """Compile into `directory`, whatever is there; the library's path.
+    """Compile into `directory`, even if the library is there; return its path.
 
     Raises:
         BuildError: there is no compiler, it fails, or `directory` cannot be written.
@@ -86,9 +86,9 @@ def _compile(compiler: str, work_directory: Path, made: Path) -> None:
 
 
 def _run_all(commands: list[list[str]]) -> None:
-    """Run commands side by side, to the end of each."""
+    """Run commands at the same time, and wait for all of them."""
     running = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # noqa: S603  our own words
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # noqa: S603  our own commands
         for command in commands
     ]
     try:
@@ -105,9 +105,9 @@ def _run_all(commands: list[list[str]]) -> None:
 
 
 def _key() -> str:
-    """Names what a library was compiled from and for: sources, flags, CPU.
+    """Return a hash of what a library was compiled from and for: sources, flags, CPU.
 
-    Not by which compiler: a library stays good, and is found where there is none.
+    The compiler is not part of it: a library stays valid, and is found where there is none.
     """
     digest = hashlib.sha256("\0".join((*_FLAGS, *_LINK_FLAGS, _cpu())).encode())
     for source in sorted(SOURCES.iterdir()):
@@ -116,7 +116,7 @@ def _key() -> str:
 
 
 def _cpu() -> str:
-    """What the CPU can do, as far as the system tells."""
+    """The CPU's instruction sets, as far as the system tells."""
     features = [platform.machine()]
     if _CPU_INFO.is_file():
         lines = _CPU_INFO.read_text().splitlines()

@@ -2,13 +2,13 @@
 
 import ctypes
 import functools
+import itertools
 import struct
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -16,36 +16,43 @@ import torch
 from kernels.cpu.build import BuildError, cache_directory, find_or_build
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-"""The numbers by which C knows a number format; what is not here runs in the twins."""
+"""C's numbers for the dtypes it computes in; with others the twins compute."""
 KV_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}
-"""As C knows what a quantized cache holds; 0 is the dtype of the model."""
+"""C's numbers for the dtypes of a quantized cache; 0 is the dtype of the model."""
 
 Field: TypeAlias = "float | str | Call"
-"""Of a kernel's structure: a number, the name of one that is given for each run, or a call of the
-same program, for the address of its structure."""
+"""A field of a kernel's structure: a number; in a program also a name, whose number each run gives,
+or another call of the program, which stands for the address of its structure."""
 
 _FIELD_BYTES: Final = 8
 _MAPS: Final = Path("/proc/self/maps")
 
 
 class Kernel:
-    """One C function, which takes a pointer to a structure of 8-byte fields."""
+    """One C function `quire_NAME`, which takes a pointer to a structure of 8-byte fields.
+
+    Of each there are two more functions for programs: `quire_NAME_count` says into how many shares
+    a call should be cut, `quire_NAME_share` does one share.
+    """
 
     def __init__(self, library: ctypes.CDLL, name: str, fields: str) -> None:
-        """`fields` are struct's letters: q an integer, P a pointer, d a double."""
+        """`fields` are the structure's, in C's order: `*` marks a pointer, `.` a double.
+
+        All others are int64. A structure within it is written out, field by field.
+        """
         function = getattr(library, f"quire_{name}")
         function.argtypes = (ctypes.c_char_p,)
         function.restype = None
         self._call: Callable[[bytes], None] = function
+        self.fields = tuple(fields.split())
         self.share_address = _address(library, f"quire_{name}_share")
-        """Of the function that does a share of the work."""
         self.count_address = _address(library, f"quire_{name}_count")
-        """Of the function that says how many shares there should be."""
-        self.pack = struct.Struct(f"@{fields}").pack
-        """The structure as bytes; tensors as `data_ptr()`, None as 0."""
+        letters = "".join({"*": "P", ".": "d"}.get(field[0], "q") for field in self.fields)
+        self.pack = struct.Struct(f"@{letters}").pack
+        """Returns the structure as bytes, given the fields in order; NULL is 0."""
 
-    def __call__(self, *fields: float) -> None:
-        """Call it now; fields as for `pack`."""
+    def __call__(self, *fields: Field) -> None:
+        """Call it now, with numbers for all fields."""
         self._call(self.pack(*fields))
 
 
@@ -53,28 +60,100 @@ def _address(library: ctypes.CDLL, name: str) -> int | None:
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A kernel's call, to be made later."""
+class Library:
+    """The C functions. Each field list mirrors the structure in `src`; a test compares them."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        kernel = functools.partial(Kernel, library)
+        self.rms_norm = kernel(
+            "rms_norm",
+            "type num_tokens num_heads width *x *residual *weight *out *total"
+            " x_stride_t x_stride_h residual_stride_t .eps",
+        )
+        self.rotary = kernel(
+            "rotary",
+            "type num_tokens num_heads num_kv_heads half"
+            " *query *key *cos_sin *positions *query_out *key_out"
+            " query_stride_t query_stride_h key_stride_t key_stride_h cos_sin_stride",
+        )
+        self.silu_mul = kernel("silu_mul", "type num_tokens width *gate_up *out stride_t")
+        side = (
+            "{0}.format *{0}.new *{0}.cache *{0}.scales {0}.stride_t {0}.stride_h"
+            " {0}.cache_stride_b {0}.cache_stride_p {0}.cache_stride_h"
+            " {0}.scale_stride_b {0}.scale_stride_p {0}.scale_stride_h"
+        )
+        self.store_kv = kernel(
+            "store_kv",
+            "elem_bytes num_tokens num_kv_heads head_dim block_size *slot_mapping"
+            f" {side.format('key')} {side.format('value')}",
+        )
+        self.gather = kernel("gather", "num_rows row_bytes stride_bytes *x *rows *out")
+        self.suppress = kernel(
+            "suppress",
+            "num_masks num_tokens *logits *places *admitted logits_stride admitted_stride",
+        )
+        self.draw = kernel(
+            "draw",
+            "num_draws num_tokens *logits *places *temperature *uniform *token_ids logits_stride",
+        )
+        attention = (
+            "type format num_seqs num_tokens num_heads num_kv_heads head_dim block_size window"
+            " *query *key_cache *value_cache *key_scales *value_scales *block_tables *seq_lens"
+            " *query_start_loc *sinks *out *partials query_stride_t query_stride_h"
+            " key_stride_b key_stride_p key_stride_h value_stride_b value_stride_p value_stride_h"
+            " key_scale_stride_b key_scale_stride_p key_scale_stride_h"
+            " value_scale_stride_b value_scale_stride_p value_scale_stride_h"
+            " table_stride .scale .softcap"
+        )
+        self.attention = kernel("attention", attention)
+        self.merge_splits = kernel("merge_splits", attention)
+        """The second half of `attention` with the same fields, if there are partial results."""
+        self.linear = kernel(
+            "linear",
+            "num_rows num_in num_out *x *weight *bias *out out_type x_stride out_stride is_gated"
+            " *next.attention next.num_runs next.num_runs_after",
+        )
+        self.quantized = kernel(
+            "quantized",
+            "bits num_rows num_in num_out group *x *weight *scales *offsets *bias *out x_stride",
+        )
+        self.low_rank_down = kernel(
+            "low_rank_down", "*rows map num_in *x *ranks x_stride ranks_stride"
+        )
+        self.low_rank_up = kernel(
+            "low_rank_up",
+            "*rows map num_out *alone *ranks *out alone_stride ranks_stride out_stride is_gated",
+        )
+        self.run: Callable[[bytes], None] = library.quire_run
+        library.quire_run.argtypes = (ctypes.c_char_p,)
+        library.quire_run.restype = None
+        library.quire_has_linear.restype = ctypes.c_int64
+        self.has_linear = bool(library.quire_has_linear())
+        """Whether the CPU has a dot product of bfloat16, without which linear maps do nothing."""
+
+
+class Call(NamedTuple):
+    """A kernel's call in a program."""
 
     kernel: Kernel
     fields: tuple[Field, ...]
-    """As for `kernel.pack`; what they point to must live as long as this."""
+    """As for `kernel.pack`; what they point to must live as long as the program."""
     joins: bool = False
-    """Whether it needs nothing of the call before but the same tokens."""
+    """Whether its shares need only the same shares of the call before, not the whole call."""
 
 
 class Program:
-    """Calls that run one after another without the threads' going to sleep in between."""
+    """Calls that run one after another, without the threads going to sleep in between."""
 
-    def __init__(self, library: "Library", calls: Sequence[Call], num_apart: int) -> None:
-        """What a call reads or writes is changed by no call earlier than `num_apart` after it.
+    def __init__(self, library: Library, calls: Sequence[Call], num_apart: int) -> None:
+        """No call may change what another reads or writes, unless it is `num_apart` later or more.
 
-        Not even by itself: a thread that has lost its core does late, and twice, what others did.
+        That includes the call itself: a thread that lost its core repeats, late, what others did.
 
         Raises:
-            ValueError: More than `num_apart` calls join one another: they would wait for ever.
-            KeyError: A field is a call that is none of these.
+            ValueError: more than `num_apart` calls join one another: they would wait for ever.
+            KeyError: a field is a call that is not in `calls`.
         """
         num_joined = 0
         for call in calls:
@@ -85,87 +164,46 @@ class Program:
                     "be no fewer"
                 )
         self._run = library.run
-        packed, starts, num_fields = [], [], 0
+        structures = b"".join(
+            call.kernel.pack(*(0 if isinstance(x, str | Call) else x for x in call.fields))
+            for call in calls
+        )
+        self._fields = np.frombuffer(bytearray(structures), dtype=np.int64)
+        starts = list(itertools.accumulate((len(call.fields) for call in calls), initial=0))
+        addresses = [self._fields.ctypes.data + start * _FIELD_BYTES for start in starts]
+        address_of = {id(call): address for call, address in zip(calls, addresses, strict=False)}
         places: defaultdict[str, list[int]] = defaultdict(list)
-        of_calls: list[tuple[int, Call]] = []
-        for call in calls:
-            starts.append(num_fields)
-            for place, field in enumerate(call.fields, num_fields):
+        for call, start in zip(calls, starts, strict=False):
+            for place, field in enumerate(call.fields, start):
                 if isinstance(field, str):
                     places[field].append(place)
                 elif isinstance(field, Call):
-                    of_calls.append((place, field))
-            numbers = (0 if isinstance(field, str | Call) else field for field in call.fields)
-            packed.append(call.kernel.pack(*numbers))
-            num_fields += len(call.fields)
-        self._fields = np.frombuffer(bytearray(b"".join(packed)), dtype=np.int64)
+                    self._fields[place] = address_of[id(field)]
         self._places = {name: np.array(where) for name, where in places.items()}
         self._given = dict.fromkeys(places, 0)
-        address = self._fields.ctypes.data
-        start_of = {id(call): start for call, start in zip(calls, starts, strict=True)}
-        for place, named in of_calls:
-            self._fields[place] = address + start_of[id(named)] * _FIELD_BYTES
         table = b"".join(
             struct.pack(
-                "@PPPq",
-                call.kernel.share_address,
-                call.kernel.count_address,
-                address + start * _FIELD_BYTES,
-                call.joins,
+                "@PPPq", call.kernel.share_address, call.kernel.count_address, address, call.joins
             )
-            for call, start in zip(calls, starts, strict=True)
+            for call, address in zip(calls, addresses, strict=False)
         )
         self._table = ctypes.create_string_buffer(table, len(table))
         self._head = struct.pack("@Pqq", ctypes.addressof(self._table), len(calls), num_apart)
 
     def __call__(self, numbers: Mapping[str, int] | None = None) -> None:
-        """Run it; what its calls point to is as they need it. One thread at a time does.
-
-        `numbers` are the integers that fields name.
-        """
+        """Run it; one thread at a time may. `numbers` are the integers that fields name."""
         for name, before in self._given.items():
             number = (numbers or {})[name]
-            if number != before:  # or the threads' caches keep the fields
+            if number != before:  # unchanged fields stay in the caches of the threads
                 self._fields[self._places[name]] = self._given[name] = number
         self._run(self._head)
 
 
-class Library:
-    """The C functions; each field list mirrors the structure of the same name in `src`."""
-
-    def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
-        self.rms_norm = Kernel(library, "rms_norm", "4q5P3qd")
-        self.rotary = Kernel(library, "rotary", "5q6P5q")
-        self.silu_mul = Kernel(library, "silu_mul", "3q2Pq")
-        self.store_kv = Kernel(library, "store_kv", "5qP" + 2 * "q3P8q")
-        self.gather = Kernel(library, "gather", "3q3P")
-        self.suppress = Kernel(library, "suppress", "2q3P2q")
-        self.draw = Kernel(library, "draw", "2q5Pq")
-        self.attention = Kernel(library, "attention", "9q11P15q2d")
-        self.merge_splits = Kernel(library, "merge_splits", "9q11P15q2d")
-        """The second half of `attention`, by the same fields, where there are partial results."""
-        self.linear = Kernel(library, "linear", "3q4P4qP2q")
-        self.low_rank_down = Kernel(library, "low_rank_down", "P2q2P2q")
-        self.low_rank_up = Kernel(library, "low_rank_up", "P2q3P4q")
-        """After `low_rank_down`: the second half of what adapters add, to where it is wanted."""
-        self.run: Callable[[bytes], None] = library.quire_run
-        library.quire_run.argtypes = (ctypes.c_char_p,)
-        library.quire_run.restype = None
-        library.quire_has_linear.restype = ctypes.c_int64
-        self.has_linear = bool(library.quire_has_linear())
-        """Whether `linear` exists: it needs the CPU's own dot product of bfloat16."""
-        self.quantized = Kernel(library, "quantized", "5q6Pq")
-        library.quire_has_quantized.restype = ctypes.c_int64
-        self.has_quantized = bool(library.quire_has_quantized())
-        """Whether `quantized` exists; it needs the same, and more."""
-
-
 @functools.cache
 def native() -> Library | None:
-    """The library, compiled now if it never was (seconds); None: the twins must serve.
+    """Return the library, compiled now if it never was (seconds); None if it cannot be.
 
-    Why it is None is said once, in a warning.
+    A warning says why it is None, once.
     """
     try:
         path = find_or_build(cache_directory())
@@ -181,7 +219,7 @@ def native() -> Library | None:
 
 
 def _share_openmp() -> None:
-    """Give what is loaded next the OpenMP of torch: a second one would have threads of its own."""
+    """Have the library use torch's OpenMP: a second one would start threads of its own."""
     if not _MAPS.is_file():
         return
     for line in _MAPS.read_text().splitlines():

@@ -1,8 +1,8 @@
 """Memory for packed weights, on huge pages where the system has them.
 
-A step of few rows reads every weight once, as fast as memory gives it: with pages of 4 KiB a core
-spends a third of that time on finding out where the next page is, and does not fetch ahead past its
-end. Weights are often smaller than a huge page, so several share a region.
+A step of few rows reads every weight once, as fast as memory allows. With pages of 4 KiB a core
+spends a third of that time on looking up addresses of pages, and does not prefetch past the end of
+a page. Weights are often smaller than a huge page, so several share a region.
 """
 
 import contextlib
@@ -18,21 +18,20 @@ _ALIGN_BYTES: Final = 64
 
 
 class _Region:
-    """Memory that is handed out from its beginning; it lives as long as one tensor of it."""
+    """Memory given out from its start on; it is freed with the last tensor in it."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Untouched, it takes no memory."""
-        num_bytes += _HUGE_PAGE_BYTES  # of which what lies before the first border is skipped
+        num_bytes += _HUGE_PAGE_BYTES  # what lies before the first border of a page is skipped
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel that has none
+            with contextlib.suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
         everything = torch.frombuffer(pages, dtype=torch.uint8)
         self._memory = everything[-everything.data_ptr() % _HUGE_PAGE_BYTES :]
         self._used_bytes = 0
 
     def take(self, num_bytes: int) -> torch.Tensor | None:
-        """uint8[num_bytes] that nobody else has; None: so much is not left."""
+        """Return unused memory, uint8[num_bytes]; None if so much is not left."""
         start = self._used_bytes
         if start + num_bytes > len(self._memory):
             return None
@@ -41,28 +40,28 @@ class _Region:
 
 
 class WeightMemory:
-    """Where weights are copied to, to stay there; any thread may call it."""
+    """Memory that weights are copied to; any thread may call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._region: _Region | None = None
 
     def hold(self, weight: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of a tensor of the CPU; what it takes is free when its region is."""
+        """Return a contiguous copy of a CPU tensor; its memory is freed with its whole region."""
         num_bytes = weight.numel() * weight.itemsize
         with self._lock:
             taken = None if self._region is None else self._region.take(num_bytes)
             if taken is None:
                 self._region = _Region(max(_REGION_BYTES, num_bytes))
                 taken = self._region.take(num_bytes)
-        assert taken is not None, "a new region has room for what it is made for"
+        assert taken is not None, "a new region has room for this weight"
         return taken.view(weight.dtype).view(weight.shape).copy_(weight)
 
     def begin_region(self) -> None:
-        """Let go of the last region: it is free with what it holds, which will be gone."""
+        """Put later weights into a new region, so that earlier ones free theirs when they go."""
         with self._lock:
             self._region = None
 
 
 WEIGHT_MEMORY: Final = WeightMemory()
-"""One for the process, so that small weights share pages."""
+"""The process has one, so that small weights share pages."""

@@ -1,6 +1,6 @@
-"""The plain-torch twin of every kernel: the definition of its result, and what runs without one.
+"""The plain-torch twin of each kernel: it defines the result, and runs where no kernel does.
 
-Each twin has the signature of the Triton launcher of the same name in `kernels`.
+Each twin has the name and signature of its Triton launcher in `kernels.triton`.
 """
 
 from kernels.reference.activation import silu_mul

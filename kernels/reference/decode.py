@@ -29,16 +29,17 @@ def paged_attention_decode(
     The caches are [B, P, HKV, D] views, `block_tables` int32[S, M], `seq_lens` int32[S]; a
     sequence of length 0 is a padding row and gives zeros. Softmax and sums are fp32.
 
-    One call of SDPA per sequence, on its exact length: a row depends on no other row of the batch,
-    to the last bit. One padded call for all saves a quarter of the time at 8 sequences of equal
-    length, and costs twice the time when lengths differ.
+    It calls SDPA once for each sequence, on its exact length, so a row depends on no other row of
+    the batch, to the last bit. One padded call for all takes three quarters of the time for 8
+    sequences of equal length, but twice the time when lengths differ.
 
-    With `window` only the last so many slots are attended to, and read; with `softcap` the scores s
-    become `softcap * tanh(s / softcap)`; `sinks`, fp32 [H], join the softmax's denominator as one
-    more score of each head, as it is.
+    With `window` only the last `window` slots are attended to, and read. With `softcap` scores s
+    become `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], join the softmax's denominator as one
+    more score of each head, unscaled.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
-    `kernels.kv_formats` says; K and V are what they then hold, rounded to the dtype of `query`.
+    `kernels.kv_formats` says; K and V are the stored numbers times their scales, rounded to the
+    dtype of `query`.
     """
     out = torch.zeros_like(query)
     lens: list[int] = seq_lens.tolist()

@@ -1,4 +1,4 @@
-"""Draws from logits as they are, in plain torch: the twin of `kernels.cpu.ops.draw`.
+"""Draws from logits as they are, in plain torch: the twin of `draw` in `kernels.cpu.ops`.
 
 Symbols: `S` sequences, `N` of them that draw, `V` vocabulary.
 """
@@ -9,12 +9,12 @@ import torch
 def draw(
     logits: torch.Tensor, places: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """As `kernels.cpu.ops.draw.draw`."""
+    """Draw a token for some rows: int64[N], as `kernels.cpu.ops.draw` says."""
     chosen = logits.index_select(0, places)
     largest = chosen.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     weights = ((chosen - largest) / temperature.unsqueeze(1)).exp()
     running = weights.cumsum(1, dtype=torch.float64)
     target = uniform.unsqueeze(1) * running[:, -1:]
     token_ids = torch.searchsorted(running, target, right=True)
-    # Rounding may bring the target to the sum itself: never past the last token of any weight.
+    # Rounding may raise the target to the sum itself; never go past the last token with any weight.
     return torch.minimum(token_ids, running.argmax(1, keepdim=True)).squeeze(1)

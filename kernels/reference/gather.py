@@ -1,4 +1,4 @@
-"""Collects a sequence's keys and values from their blocks, for the attention twins.
+"""Reads a sequence's keys and values from their blocks, for the attention twins.
 
 Symbols: `HKV` kv heads, `D` head dim, `B` blocks, `P` block size, `M` max blocks per sequence.
 """
@@ -20,7 +20,7 @@ _SAME_SIZE_INT = {
 class KvGather:
     """Reads sequences out of one layer's caches, `key_cache` and `value_cache` [B, P, HKV, D].
 
-    With scales [B, P, HKV] they are quantized, and what is read is of `dtype`.
+    With scales [B, P, HKV] the caches are quantized, and what is read has `dtype`.
     """
 
     def __init__(

@@ -22,11 +22,11 @@ def sample(
 ) -> torch.Tensor:
     """Draw a token of each row of `logits` [S, V], fp32; int64[S].
 
-    Of `weights = exp((logits - max) / temperature)` top_k keeps the k likeliest, top_p then the
-    fewest likeliest that have p of what is left, min_p then those of at least so much of the
-    likeliest's. Of equally likely tokens the lower id stays. The token is the one at which the
-    running sum of weights, in token order, first exceeds a fraction of their sum: a number that
-    `seeds` and `positions` fix (`uniforms`). Sums are fp64; each row's alone.
+    Weights are `exp((logits - max) / temperature)`. top_k keeps the k largest; then top_p keeps the
+    fewest largest that add up to p of those; then min_p keeps weights of at least min_p times the
+    largest. Of equal weights the lower token id stays. The token is the one at which the running
+    sum of kept weights, in token order, first exceeds u times their sum, where u depends only on
+    seed and position (`uniforms`). Sums are fp64, and each row is computed alone.
 
     `temperature` is fp32[S] above 0, `top_k` int64[S] in [1, V], `top_p` fp64[S] in (0, 1], `min_p`
     fp32[S] in [0, 1], `seeds` int64[S], the bits of an unsigned one, `positions` int64[S]. A row
@@ -48,7 +48,7 @@ def sample(
     running = weights.cumsum(1, dtype=torch.float64)
     target = uniforms(seeds, positions).unsqueeze(1) * running[:, -1:]
     token = torch.searchsorted(running, target, right=True)
-    # Rounding may bring the target to the sum itself: never past the last token of any weight.
+    # Rounding may raise the target to the sum itself; never go past the last token with any weight.
     return torch.minimum(token, running.argmax(1, keepdim=True)).squeeze(1)
 
 

@@ -21,7 +21,7 @@ def store_kv(
     """Write token t's `key` and `value` [T, HKV, D] to slot `slot_mapping[t]` of the caches.
 
     The caches are [B, P, HKV, D] views of any block stride; slot = block * P + offset, int64[T].
-    Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens of one slot are a caller's error.
+    Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens with one slot are a caller's error.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says: int8 or float8_e4m3fn.

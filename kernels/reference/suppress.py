@@ -1,4 +1,4 @@
-"""Suppression of what a bit mask does not admit, in plain torch.
+"""Suppresses tokens that a bit mask does not admit, in plain torch.
 
 Symbols: `S` sequences, `G` of them that have a mask, `V` vocabulary, `W` words, V / 32 rounded up.
 """
@@ -11,7 +11,7 @@ def suppress(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor)
 
     Args:
         logits: float32[S, V].
-        places: int64[G], each once: where among the logits the masks' rows are.
+        places: int64[G]: the row of logits of each mask, no two the same.
         admitted: int32[G, W]: bit t % 32 of word t // 32 is token t's.
     """
     bits = torch.arange(32, dtype=torch.int32, device=admitted.device)

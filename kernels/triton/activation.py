@@ -13,7 +13,7 @@ import triton.language as tl
 
 from kernels.checks import check_float
 
-_COLUMNS: Final = 1024  # elements that one program computes
+_COLUMNS: Final = 1024  # elements of one program
 
 
 @triton.jit
@@ -22,11 +22,12 @@ def _silu_mul_kernel(
     out,  # [T, I], contiguous
     gate_up_stride_t,
     I: tl.constexpr,  # noqa: E741
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # elements of a program
 ):
     """`out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i]`, silu(x) = x / (1 + exp(-x)).
 
-    One program per token and COLUMNS; SiLU is fp32 and rounded to the dtype before the product.
+    One program for each token and COLUMNS elements. SiLU is computed in fp32 and rounded to the
+    dtype before the product.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

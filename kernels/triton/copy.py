@@ -1,4 +1,4 @@
-"""Copies whole KV blocks: within a pool, and between it and a buffer of blocks in a row.
+"""Copies whole KV blocks within a pool, and between a pool and a buffer of blocks.
 
 Symbols: `B` blocks, `N` copies, `K` pieces of a block, `E` elements of a piece.
 """
@@ -13,14 +13,14 @@ import triton.language as tl
 
 from kernels.checks import check_tensor
 
-_COLUMNS: Final = 4096  # elements that one program copies
+_COLUMNS: Final = 4096  # elements of one program
 
 
 @triton.jit
 def _copy_blocks_kernel(
-    source,  # [?, K, E]
+    source,  # [B, K, E], or [N, K, E] without ids
     source_ids,  # int64[N], or None: 0 to N - 1
-    target,  # [?, K, E]
+    target,  # as source
     target_ids,  # as source_ids
     source_stride,
     source_stride_k,
@@ -31,7 +31,7 @@ def _copy_blocks_kernel(
 ):
     """`target[target_ids[i], k, e] = source[source_ids[i], k, e]`.
 
-    One program per i, k and COLUMNS.
+    One program for each copy i, piece k and COLUMNS elements.
     """
     copy = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1).to(tl.int64)
@@ -48,8 +48,8 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
     """Copy block `src[i]` of `pool` [B, E] onto block `dst[i]`, for all i at once.
 
     Every read happens before any write, so chains and swaps copy the old contents: the blocks
-    pass through a buffer of N blocks. `src` and `dst` are int64[N]; two equal `dst` are a caller's
-    error and leave either content. `pool` is of any dtype; the copy moves bits.
+    pass through a buffer of N blocks. `src` and `dst` are int64[N]. Two equal `dst` are a caller's
+    error, and leave the contents of one of them. `pool` may have any dtype; bits are copied.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -64,11 +64,11 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
 
 
 def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
-    """Copy block `block_ids[i]` of `pool` to row i of `staged`, for all i: swaps out, in one piece.
+    """Copy block `block_ids[i]` of `pool` to row i of `staged`, for all i, to swap them out.
 
-    `pool` is [B, E], or [B, K, E] if a block lies in K pieces of any stride, as in a pool that is
-    cut by layers; `staged` is [N, E] or [N, K, E], of any stride but the last; `block_ids`
-    int64[N]. One DMA of `staged` then takes the place of N * K small ones.
+    `pool` is [B, E], or [B, K, E] if a block is K pieces with any stride between them, as in a pool
+    that is cut by layers. `staged` is [N, E] or [N, K, E], with any strides but the last, and
+    `block_ids` int64[N]. One DMA of `staged` then replaces N * K small ones.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -80,7 +80,7 @@ def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Ten
 def scatter_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
     """Copy row i of `staged` to block `block_ids[i]` of `pool`, for all i: as `gather_blocks`.
 
-    Two equal `block_ids` are a caller's error and leave either content.
+    Two equal `block_ids` are a caller's error, and leave the contents of one of them.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -123,7 +123,7 @@ def _copy(
 
 
 def _widest_word(*tensors: torch.Tensor) -> torch.dtype:
-    """Return the widest integers that the rows of all and their addresses are made of."""
+    """Return the widest integer dtype that divides the rows and addresses of all tensors."""
     for dtype in (torch.int64, torch.int32, torch.int16):
         if all(
             size * tensor.element_size() % dtype.itemsize == 0

@@ -17,17 +17,17 @@ from kernels.triton.quantized import as_bits
 from kernels.triton.tile import LOG2_E, attend_positions, scale_strides
 from kernels.tuning.configs import DecodeConfig, config_of, num_processors, shape_of
 
-_MIN_SEQS: Final = 256  # the device's list of sequences, rounded up: few sizes, few compilations
+_MIN_SEQS: Final = 256  # sequences are rounded up to it: few sizes mean few compilations
 
 
 @triton.jit
 def _splits_of(
     seq_len, window, POSITIONS: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr
 ):
-    """Return where a sequence's splits begin, their size, and how many there are; 0 if it is empty.
+    """Return where a sequence's splits begin, their size and their number; 0 if it is empty.
 
-    They begin at the border of the tile in which its newest token's window does. All follows from
-    its own length, so that a batch changes no result.
+    The first begins at the start of the tile in which the window of the newest token begins. All
+    three depend only on the sequence's own length, so the batch changes no result.
     """
     begin = 0
     if window is not None:
@@ -51,9 +51,9 @@ def _attend_splits_kernel(
     partial_lse,  # fp32 [S, N, H], contiguous, base 2
     num_seqs,
     N,
-    scale_log2,
-    softcap_log2,  # or None
-    window,  # or None
+    scale_log2,  # scale * log2(e)
+    softcap_log2,  # softcap * log2(e), or None
+    window,  # positions, or None
     query_stride_s,
     query_stride_h,
     key_stride_b,
@@ -75,16 +75,17 @@ def _attend_splits_kernel(
     ROWS: tl.constexpr,  # power of two, at least H / HKV and 16
     DIMS: tl.constexpr,  # power of two, at least D and 16
     POSITIONS: tl.constexpr,  # kv positions of a tile
-    SPLIT: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,  # kv positions of a split, at least
+    MAX_SPLITS: tl.constexpr,  # of one sequence; longer ones have longer splits
+    NUM_STAGES: tl.constexpr,  # tiles in flight
 ):
     """`out = softmax(cap(scale * q K^T)) V` and its log-sum-exp over splits of the positions.
 
-    The pieces of work are the triples (sequence, split, kv head), counted from the lengths on the
-    device, so that the grid is fixed and no program starts for a split that is not there: of them
-    a program takes every so-manieth. The G query heads of a piece are the rows of one product. A
-    sequence of one split is written to `out`.
+    A piece of work is a triple (sequence, split, kv head). Pieces are counted on the device, from
+    the lengths, so the grid is fixed and no program starts for a split that does not exist: of n
+    programs, program i takes pieces i, i + n, i + 2n and so on. The G query heads of a piece are
+    the rows of one product. A sequence of one split is written to `out`; the others leave partial
+    results for `_reduce_splits_kernel`.
     """
     G: tl.constexpr = H // HKV
     each = tl.arange(0, SEQS)
@@ -189,10 +190,11 @@ def _reduce_splits_kernel(
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """`out = sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`, zero without splits.
+    """`out = sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`; zero for a sequence without splits.
 
-    One program per sequence and head; nothing to do for one split. Exponents are taken less the
-    largest of them; without sinks there is no such term.
+    The sink's term is left out if there are no sinks. The largest exponent is subtracted from all
+    exponents first. One program for each sequence and head.
+    A sequence of one split is done already.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -203,7 +205,7 @@ def _reduce_splits_kernel(
         tl.store(out_row, tl.zeros([DIMS], out.dtype.element_ty), mask=dim < D)
     if num_splits <= 1:
         return
-    partial = seq * N * H + head  # that of the first split; the next are H further each
+    partial = seq * N * H + head  # of the first split; the next ones are H apart
     split = tl.arange(0, SPLITS)
     lse = tl.load(partial_lse + partial + split * H, mask=split < num_splits, other=float("-inf"))
     sink = float("-inf")
@@ -244,19 +246,18 @@ def paged_attention_decode(
     """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, D].
 
     The caches are [B, P, HKV, D] views, `block_tables` int32[S, M], `seq_lens` int32[S], each at
-    most M * P: that is not read on the host. A sequence of length 0 is a padding row and gives
-    zeros. A row depends on no other row of the batch, to the last bit, nor on S or M: splits are of
-    one size, and grow only for a sequence that would need too many. The grid follows from the
-    device; what there is to do is read there. Needs fp32 scratch of S * N * H * (D + 1), N splits
-    of a sequence of M * P.
+    most M * P: the host does not check, as it never reads them. A sequence of length 0 is a padding
+    row and gives zeros. A row depends on no other row of the batch, to the last bit, nor on S or M:
+    splits have one size, which grows only for a sequence that would need too many of them. Needs
+    fp32 scratch of S * N * H * (D + 1), N the splits of a sequence of M * P tokens.
 
-    With `window` only the last so many slots are attended to, and read; with `softcap` the scores s
-    become `softcap * tanh(s / softcap)`; `sinks`, fp32 [H], join the softmax's denominator as one
-    more score of each head, as it is.
+    With `window` only the last `window` slots are attended to, and read. With `softcap` scores s
+    become `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], join the softmax's denominator as one
+    more score of each head, unscaled.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
-    `kernels.kv_formats` says; the scales multiply scores and weights in fp32, so that what is
-    stored is not rounded once more.
+    `kernels.kv_formats` says. The scales multiply scores and weights in fp32, so stored numbers are
+    not rounded again.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or an option is not positive.

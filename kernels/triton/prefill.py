@@ -20,7 +20,7 @@ from kernels.tuning.configs import PrefillConfig, config_of, shape_of
 def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
     """Return the sequence that owns `tile`: the last s with start(s) // TOKENS + s <= tile.
 
-    Each sequence so has at least ceil(query_len / TOKENS) tiles, and all have together
+    So each sequence has at least ceil(query_len / TOKENS) tiles, and all together have
     T // TOKENS + S, which the host knows without reading the device.
     """
     low = 0
@@ -47,9 +47,9 @@ def _attend_chunks_kernel(
     sinks,  # fp32 [H], or None
     out,  # [T, H, D], contiguous
     num_seqs,
-    scale_log2,
-    softcap_log2,  # or None
-    window,  # or None
+    scale_log2,  # scale * log2(e)
+    softcap_log2,  # softcap * log2(e), or None
+    window,  # positions, or None
     query_stride_t,
     query_stride_h,
     key_stride_b,
@@ -71,14 +71,14 @@ def _attend_chunks_kernel(
     TOKENS: tl.constexpr,  # query tokens of a tile
     DIMS: tl.constexpr,  # power of two, at least D and 16
     POSITIONS: tl.constexpr,  # kv positions of a tile
-    NUM_STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,  # tiles in flight
 ):
     """`out[t] = softmax(cap(scale * q[t] K^T)) V` over the positions that token t sees.
 
-    Those are the ones up to its own, or with a window the last so many of them.
-    One program per kv head and tile of TOKENS query tokens of one sequence; its G heads for each
-    token are rows of the same product, so K and V are read once for all of them. The last tiles go
-    first: those of a chunk see the most, and the device should not end with them.
+    Those are all positions up to its own, or with a window the last `window` of them. One program
+    for each kv head and tile of TOKENS query tokens of one sequence. The G heads of each token are
+    rows of the same product, so K and V are read once for all of them. The last tiles start first:
+    the last tile of a chunk sees the most positions, and the device should not end with it.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -100,13 +100,13 @@ def _attend_chunks_kernel(
     q = tl.load(q_row[:, None] + dim[None, :], mask=row_mask, other=0.0)
 
     end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)
-    # Rows past the chunk see what its last token does: a row that sees nothing divides by zero.
+    # Rows past the chunk see what its last token sees: a row that sees nothing divides by zero.
     row_position = tl.minimum(seq_len - query_len + index, end - 1)
     if sinks is None:
-        # Finite, but below any score: a row may see no position of its first tile, by the window.
+        # Finite, but below any score: with a window a row may see no position of its first tile.
         row_max = tl.full([ROWS], -1e30, tl.float32)
         row_sum = tl.zeros([ROWS], tl.float32)
-    else:  # a position that every row has seen, with a value of zero; its score to base 2
+    else:  # a sink is like a position that every row sees, with a value of zero
         row_max = tl.load(sinks + head, mask=row < TOKENS * G, other=0.0) * 1.4426950408889634
         row_sum = tl.full([ROWS], 1.0, tl.float32)
     block_table = block_tables + tl.cast(seq, tl.int64) * table_stride
@@ -178,12 +178,12 @@ def paged_attention_prefill(
     Sequence s owns the rows [query_start_loc[s], query_start_loc[s + 1]) of `query` [T, H, D], its
     last query_len tokens: row i has position seq_len - query_len + i. The keys and values of these
     tokens are already in the caches, [B, P, HKV, D] views. `block_tables` is int32[S, M],
-    `seq_lens` int32[S], `query_start_loc` int32[S + 1], from 0; their values are not read on the
-    host. Rows of no sequence give zeros, as do those of a sequence of length 0. A row depends on no
-    other sequence of the batch.
+    `seq_lens` int32[S], `query_start_loc` int32[S + 1], from 0; the host does not read them.
+    Rows of no sequence give zeros, as do those of a sequence of length 0. A row depends on no other
+    sequence of the batch.
 
-    `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`; tiles wholly
-    outside the window of every token of a chunk's piece are not read.
+    `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`. Tiles outside
+    the windows of all query tokens of a program are not read.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, `max_query_len` exceeds T, or an

@@ -17,13 +17,13 @@ def load_rotated(
     x,  # points to one token, [heads, D]
     stride_h,
     cos,  # fp32 [1, DIMS]
-    sin,
+    sin,  # fp32 [1, DIMS]
     NUM_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
-    HEADS: tl.constexpr,  # powers of two, at least NUM_HEADS and HALF
-    DIMS: tl.constexpr,
+    HEADS: tl.constexpr,  # power of two, at least NUM_HEADS
+    DIMS: tl.constexpr,  # power of two, at least HALF
 ):
-    """Return one token's heads rotated: both halves fp32 [HEADS, DIMS], and which are there."""
+    """Return one token's heads rotated: both halves, fp32 [HEADS, DIMS], and the mask of both."""
     head = tl.arange(0, HEADS).to(tl.int64)[:, None]
     dim = tl.arange(0, DIMS)[None, :]
     inside = (head < NUM_HEADS) & (dim < HALF)
@@ -34,7 +34,7 @@ def load_rotated(
 
 @triton.jit
 def load_cos_sin(row, dtype: tl.constexpr, HALF: tl.constexpr, DIMS: tl.constexpr):
-    """Return a row of the table, rounded to `dtype` as the twin does: fp32 [1, DIMS] each."""
+    """Return cos and sin of a table's row [D], rounded to `dtype` like the twin; fp32 [1, DIMS]."""
     dim = tl.arange(0, DIMS)
     cos = tl.load(row + dim, mask=dim < HALF, other=0.0).to(dtype).to(tl.float32)
     sin = tl.load(row + HALF + dim, mask=dim < HALF, other=0.0).to(dtype).to(tl.float32)
@@ -43,18 +43,18 @@ def load_cos_sin(row, dtype: tl.constexpr, HALF: tl.constexpr, DIMS: tl.constexp
 
 @triton.jit
 def rotate_heads(
-    x,
-    out,
+    x,  # points to one token, [heads, D]
+    out,  # as x
     stride_h,
     out_stride_h,
-    cos,
-    sin,
+    cos,  # fp32 [1, DIMS]
+    sin,  # fp32 [1, DIMS]
     NUM_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIMS: tl.constexpr,
+    HALF: tl.constexpr,  # D / 2
+    HEADS: tl.constexpr,  # power of two, at least NUM_HEADS
+    DIMS: tl.constexpr,  # power of two, at least HALF
 ):
-    """Rotate one token's heads: `x` and `out` point to them."""
+    """Rotate one token's heads from `x` to `out`."""
     y1, y2, inside = load_rotated(x, stride_h, cos, sin, NUM_HEADS, HALF, HEADS, DIMS)
     head = tl.arange(0, HEADS).to(tl.int64)[:, None]
     dim = tl.arange(0, DIMS)[None, :]

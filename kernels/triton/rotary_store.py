@@ -18,9 +18,9 @@ from kernels.triton.tile import scale_strides
 
 @triton.jit
 def _store_halves(
-    x1,  # fp32 [HEADS, DIMS], numbers of the model's dtype
-    x2,
-    inside,
+    x1,  # fp32 [HEADS, DIMS], already rounded to the model's dtype
+    x2,  # as x1
+    inside,  # bool [HEADS, DIMS]
     row,  # points to this slot in the cache, [HKV, D]
     scales,  # points to this slot in [B, P, HKV], or None: not quantized
     stride_h,
@@ -81,12 +81,14 @@ def _rotary_store_kernel(
     QUERY_HEADS: tl.constexpr,  # powers of two, at least H, HKV and D / 2
     KEY_HEADS: tl.constexpr,
     DIMS: tl.constexpr,
-    LARGEST: tl.constexpr,
+    LARGEST: tl.constexpr,  # the largest number of a quantized cache's dtype
     IS_FP8: tl.constexpr,
 ):
-    """What `_rotary_kernel` does, its keys going to the cache as `_store_kv_kernel` puts them.
+    """Rotate queries and keys as `_rotary_kernel` does, and store keys and values.
 
-    One program per token. Rotated keys are rounded to the dtype before they are stored.
+    `(x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin)` for the halves of each head; then
+    `cache[slot // P, slot % P, h, d] = new[t, h, d]` where slot = slot_mapping[t] >= 0. Rotated
+    keys are rounded to the dtype before they are stored or quantized. One program for each token.
     """
     token = tl.program_id(0).to(tl.int64)
     dtype = query.dtype.element_ty

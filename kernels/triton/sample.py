@@ -1,4 +1,4 @@
-"""Draws one token from each row of logits, without sorting any.
+"""Draws one token from each row of logits, without sorting them.
 
 Symbols: `S` sequences, `V` vocabulary, `C` tokens of a tile.
 """
@@ -28,29 +28,30 @@ def _scale_kernel(
     V,
     TOKENS: tl.constexpr,
 ):
-    """`keys[s, v]`: the bits of `(max - logits[s, v]) / temperature`: 0 is the likeliest's.
+    """`keys[s, v]` is the bits of `(max - logits[s, v]) / temperature`; the likeliest token has 0.
 
-    Numbers that are not negative have bits in their own order, so that keys are thresholds.
+    Bits of floats that are not negative are ordered as the floats are, so keys can be compared. One
+    program for each row and TOKENS tokens.
     """
     seq = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     logit = tl.load(logits + seq * logits_stride + token, mask=token < V)
     largest = tl.maximum(tl.load(maxima + seq), -3.4028234663852886e38)
     gap = tl.div_rn(largest - logit, tl.load(temperature + seq) + tl.zeros_like(logit))
-    # One above the maximum is not a number, nor is its row's token looked at.
+    # A logit above the maximum is possible only in a row with NaN, whose token does not matter.
     tl.store(keys + seq * V + token, tl.abs(gap).to(tl.int32, bitcast=True), mask=token < V)
 
 
 @triton.jit
 def _load_keys(row, first, V, TOKENS: tl.constexpr):
-    """Return the keys of a tile; past the vocabulary ones that no threshold reaches."""
+    """Return the keys of a tile; past the vocabulary, keys that no threshold reaches."""
     token = first + tl.arange(0, TOKENS)
     return tl.load(row + token, mask=token < V, other=0x7FFFFFFF)
 
 
 @triton.jit
 def _weight_of(key):
-    """Return fp32 exp(-gap); of what is minus infinity, or lies past the vocabulary, 0."""
+    """Return fp32 exp(-gap); 0 for logits of minus infinity and past the vocabulary."""
     finite = key < 0x7F800000
     weight = tl.exp(-tl.where(finite, key, 0).to(tl.float32, bitcast=True))
     return tl.where(finite, weight, 0.0)
@@ -58,10 +59,11 @@ def _weight_of(key):
 
 @triton.jit
 def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr):
-    """Return the least key up to which all amount to `goal`, and what the keys below it amount to.
+    """Return the least key such that the keys up to it add up to `goal`, and the sum below it.
 
-    It is at most `high`, which is returned if no other will do. Each pass asks at three pivots and
-    keeps a quarter of the keys' range, cut to keys that occur; the last has one.
+    Each key adds its weight, or 1. The result is at most `high`, which is returned if no smaller
+    key will do. Each pass over the row adds up to three pivots and keeps a quarter of the range of
+    keys, cut to keys that occur, until one key is left.
     """
     low = tl.full([], -1, tl.int32)  # keys in (low, high] are left; those up to low are `below`
     below = tl.full([], 0.0, tl.float64)
@@ -99,14 +101,14 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
             high, low, below = last_2, next_1 - 1, sum_1
         elif sum_3 >= goal:
             high, low, below = last_3, next_2 - 1, sum_2
-        else:  # also where a sum is not a number: the range shrinks all the same
+        else:  # also if a sum is NaN: the range shrinks all the same
             low, below = tl.minimum(next_3, high) - 1, sum_3
     return high, below
 
 
 @triton.jit
 def _kept(row, first, threshold, num_equal, equals_before, floor, V, TOKENS: tl.constexpr):
-    """Return fp64 weights of a tile, 0 of what is cut off, and how many equal the threshold."""
+    """Return fp64 weights of a tile, 0 for those cut off, and how many keys equal the threshold."""
     key = _load_keys(row, first, V, TOKENS)
     is_equal = (key == threshold).to(tl.int32)
     rank = equals_before + tl.cumsum(is_equal, axis=0)
@@ -139,10 +141,12 @@ def _sample_kernel(
     V,
     TOKENS: tl.constexpr,
 ):
-    """The first token at which the running sum of kept weights exceeds its part of them all.
+    """`out[s]` is the first token at which the running sum of kept weights exceeds u of their sum.
 
-    Kept are the keys below a threshold, and the first `num_equal` that equal it: found for top_k
-    by counting, then for top_p by weight. One program per row; sums are fp64, in a fixed order.
+    u is the row's uniform number. Kept are the tokens whose keys are below a threshold, and the
+    first `num_equal` whose keys equal it. The threshold is found for top_k by counting, then for
+    top_p by weight; min_p drops weights below a floor. One program for each row; sums are fp64, in
+    a fixed order.
     """
     seq = tl.program_id(0).to(tl.int64)
     row = keys + seq * V
@@ -179,7 +183,7 @@ def _sample_kernel(
     target = _uniform(tl.load(seeds + seq), tl.load(positions + seq)) * total
 
     chosen = tl.full([], 0x7FFFFFFF, tl.int32)
-    last = tl.full([], 0, tl.int32)  # of any weight so far: rounding never leads past it
+    last = tl.full([], 0, tl.int32)  # the last with any weight, drawn if rounding leads past it
     running = tl.full([], 0.0, tl.float64)
     equals = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
@@ -207,13 +211,13 @@ def sample(
 ) -> torch.Tensor:
     """Draw a token of each row of `logits` [S, V], fp32, of any stride over S; int64[S].
 
-    What stays after top_k, top_p and min_p, which token is drawn, and what the parameters are: as
-    `kernels.reference.sample` says. The cuts and ties are its; sums of fp64 are added in another
-    order, and the exponential is the device's, good to the last bits of fp32: a token may differ
-    from the twin's where a uniform number, or p, falls within about 1e-7 of the border between two.
+    Parameters, cuts, ties and the draw are as `kernels.reference.sample` says. But fp64 sums are
+    added in another order, and the exponential is the device's, exact to the last bits of fp32. So
+    a token may differ from the twin's if a uniform number, or p, is within about 1e-7 of the border
+    between two tokens.
 
     No row is sorted: thresholds are narrowed down in about ten passes over a row, which a program
-    reads from cache. Needs int32 scratch of S * V. Nothing is read on the host; a row depends on no
+    reads from cache. Needs int32 scratch of S * V. The host reads nothing; a row depends on no
     other.
 
     Raises:

@@ -39,7 +39,7 @@ def _store_kv_kernel(
 ):
     """`cache[slot // P, slot % P, h, d] = new[t, h, d]` where slot = slot_mapping[t] >= 0.
 
-    One program per token; a column is a pair (head, dim).
+    One program for each token; a column is a pair (head, dim).
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
@@ -77,12 +77,13 @@ def _store_quantized_kernel(
     D: tl.constexpr,
     P: tl.constexpr,
     DIMS: tl.constexpr,  # power of two, at least D
-    LARGEST: tl.constexpr,
+    LARGEST: tl.constexpr,  # the largest number of the cache's dtype
     IS_FP8: tl.constexpr,
 ):
     """`scale = max_d |new[t, h, d]| / LARGEST`, and `cache[.., d] = new[t, h, d] / scale`.
 
-    One program per token and kv head, for slots as in `_store_kv_kernel`.
+    Both are rounded as `kernels.kv_formats` says; slots are those of `_store_kv_kernel`. One
+    program for each token and kv head.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -114,8 +115,8 @@ def store_kv(
     """Write token t's `key` and `value` [T, HKV, D] to slot `slot_mapping[t]` of the caches.
 
     The caches are [B, P, HKV, D] views of any block stride; slot = block * P + offset, int64[T].
-    Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens of one slot are a caller's error,
-    as is a slot of a block that does not exist: slots are not read on the host.
+    Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens with one slot are a caller's error,
+    as is a slot of a block that does not exist: the host does not read slots.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says: int8 or float8_e4m3fn.

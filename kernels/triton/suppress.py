@@ -1,4 +1,4 @@
-"""Suppression of what a bit mask does not admit.
+"""Suppresses tokens that a bit mask does not admit.
 
 Symbols: `S` sequences, `G` of them that have a mask, `V` vocabulary, `W` words, V / 32 rounded up.
 """
@@ -13,14 +13,14 @@ import triton.language as tl
 
 from kernels.checks import check_suppression
 
-_TOKENS: Final = 1024  # that one program looks at
+_TOKENS: Final = 1024  # of one program
 
 
 @triton.jit
 def _suppress_kernel(
-    logits,  # [S, V]
-    places,  # [G]
-    admitted,  # [G, W]
+    logits,  # fp32 [S, V]
+    places,  # int64[G]
+    admitted,  # int32[G, W]
     logits_stride_s,
     admitted_stride_g,
     V: tl.constexpr,
@@ -28,7 +28,7 @@ def _suppress_kernel(
 ):
     """`logits[places[g], t] = -inf` where bit t % 32 of `admitted[g, t // 32]` is 0.
 
-    One program per mask and TOKENS.
+    One program for each mask and TOKENS tokens.
     """
     g = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -44,7 +44,7 @@ def suppress(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor)
 
     Args:
         logits: float32[S, V].
-        places: int64[G], each once: where among the logits the masks' rows are.
+        places: int64[G]: the row of logits of each mask, no two the same.
         admitted: int32[G, W]: bit t % 32 of word t // 32 is token t's.
 
     Raises:

@@ -22,18 +22,18 @@ def attend_positions(
     row_max,  # fp32 [R], finite
     row_sum,  # fp32 [R]
     row_position,  # int32[R]: each row sees the positions up to its own
-    kv_head,
+    kv_head,  # index
     key_cache,  # [B, P, HKV, D]
     value_cache,  # as key_cache
     key_scales,  # bf16 [B, P, HKV], or None: not quantized
     value_scales,  # as key_scales
     block_table,  # points to this sequence's row, int32[M]
-    start,  # a multiple of C: without a window, the first position
+    start,  # a multiple of C: the first position, if there is no window
     masked_from,  # a multiple of C: with a window the first; else each row sees all before it
-    begin,  # positions before this one, with a window, and from `end` on are not read
-    end,
-    scale_log2,
-    softcap_log2,  # in the unit of the scores, or None
+    begin,  # with a window, positions before this one are not read
+    end,  # positions from this one on are not read
+    scale_log2,  # scale * log2(e)
+    softcap_log2,  # softcap * log2(e), or None
     window,  # how many positions a row sees at most, or None
     key_stride_b,
     key_stride_p,
@@ -54,8 +54,9 @@ def attend_positions(
 ):
     """Return `acc` fp32 [R, DIMS], `row_max` and `row_sum` after the positions up to `end`.
 
-    What `row_max` and `row_sum` are at first counts as seen already, with values of zero. Masks
-    cost, so the tiles that every row sees as a whole, [start, masked_from), have none.
+    The softmax continues from the given `row_max` and `row_sum`, as if positions with values of
+    zero had given them. Masks cost time, so the tiles that every row sees whole, [start,
+    masked_from), have none. `_attend_range` says how.
     """
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
@@ -142,12 +143,12 @@ def _attend_range(
     key_head,  # points to this kv head in the key cache [B, P, HKV, D]
     value_head,  # as key_head
     block_table,  # points to this sequence's row, int32[M]
-    low,  # the range: a multiple of C
+    low,  # the range is [low, high): multiples of C
     high,
-    begin,  # positions before this one, with a window, and from `end` on are not read
-    end,
-    scale_log2,
-    softcap_log2,  # in the unit of the scores, or None
+    begin,  # with a window, positions before this one are not read
+    end,  # positions from this one on are not read
+    scale_log2,  # scale * log2(e)
+    softcap_log2,  # softcap * log2(e), or None
     window,  # how many positions a row sees at most, or None
     key_stride_b,
     key_stride_p,
@@ -171,8 +172,8 @@ def _attend_range(
     `m' = max(m, max_c s)`, `l' = l * 2^(m - m') + sum_c 2^(s - m')`, and `acc` likewise with V;
     `s = scale_log2 * q . k` (Milakov and Gimelshein 2018; FlashAttention), with a cap `c` then
     `c * tanh(s / c)`. Scores and sums are fp32; products take the dtype of q, without TF32. A
-    quantized cache's numbers take part as they are: the scale of a position multiplies its scores,
-    and its weight in the sum of values.
+    quantized cache's numbers are not dequantized one by one: the scale of a position multiplies its
+    scores, and its weight in the sum of values.
     """
     dim = tl.arange(0, DIMS)
     dim_mask = dim < D
@@ -181,7 +182,7 @@ def _attend_range(
         inside = position < end
         if window is not None:
             inside &= position >= begin
-        if P % POSITIONS == 0:  # a tile lies in one block, of which it sees at least one slot
+        if P % POSITIONS == 0:  # a tile lies in one block, and at least one of its slots is read
             block = tl.load(block_table + start // P).to(tl.int64)
             offset = (start % P + tl.arange(0, POSITIONS)).to(tl.int64)
         elif IS_MASKED:
@@ -228,7 +229,7 @@ def _attend_range(
 
 @triton.jit
 def _load(pointer, inside, dim_mask, IS_MASKED: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Load a tile with the masks that it needs: each costs an instruction per number."""
+    """Load a tile with only the masks it needs: each costs an instruction for each number."""
     if IS_MASKED and IS_WHOLE:
         tile = tl.load(pointer, mask=inside, other=0)
     elif IS_MASKED:
@@ -241,5 +242,5 @@ def _load(pointer, inside, dim_mask, IS_MASKED: tl.constexpr, IS_WHOLE: tl.const
 
 
 def scale_strides(scales: torch.Tensor | None) -> tuple[int, int]:
-    """Return the strides of [B, P, HKV] over blocks and slots; without scales any do."""
+    """Return the strides of [B, P, HKV] over blocks and slots; zeros without scales."""
     return (0, 0) if scales is None else (scales.stride(0), scales.stride(1))

@@ -1,4 +1,4 @@
-"""Measures configurations of attention on the present GPU, and writes what is fastest to a file.
+"""Measures configurations of attention on the present GPU, and writes the fastest to a file.
 
     python -m kernels.tuning --heads 32 --kv-heads 8 --head-dim 128
 
@@ -50,13 +50,13 @@ PREFILL_CHUNKS: Final[tuple[tuple[tuple[int, int], ...], ...]] = (  # (query_len
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The best candidate of a kernel, and what it took."""
+    """The best candidate of a kernel, and its times."""
 
     config: DecodeConfig | PrefillConfig
     seconds: tuple[float, ...]
-    """Of each workload."""
+    """For each workload."""
     default_seconds: tuple[float, ...]
-    """With the configuration before."""
+    """With the configuration used before, for each workload."""
 
 
 def decode_candidates(default: DecodeConfig) -> list[DecodeConfig]:
@@ -87,8 +87,9 @@ def best_of(
 ) -> Tuned:
     """Return the candidate with the least sum of times, each relative to the first candidate's.
 
-    One that fails, for want of shared memory as a rule, is out; so is one that is already slower
-    than the best by half after some workloads. If the first fails, the next takes its place.
+    A candidate that fails, usually for lack of shared memory, is dropped; so is one that takes more
+    than 1.5 times the first candidate's time after some workloads. If the first fails, the next
+    takes its place.
 
     Raises:
         ValueError: all failed.
@@ -125,7 +126,8 @@ def with_rules(
 ) -> str:
     """Return a file's `text` with a rule for `shape` first, for each kernel that was tuned.
 
-    `how` says how it was done; it is kept beside the rule, and a rule for the same shape goes.
+    `how` says how it was measured, and is kept beside the rule. A rule for the same shape is
+    replaced.
     """
     content: dict[str, Any] = json.loads(text)
     content["device"] = device
@@ -142,7 +144,9 @@ def with_rules(
 
 def _main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m kernels.tuning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--heads", type=int, required=True, help="query heads")
     parser.add_argument("--kv-heads", type=int, required=True)
@@ -154,7 +158,7 @@ def _main() -> None:
     )
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.exit(2, "kernels.tuning.__main__ measures a GPU, and there is none\n")
+        parser.exit(2, "kernels.tuning measures a GPU, and there is none\n")
     from kernels.tuning.candidates import decode_seconds, prefill_seconds  # noqa: PLC0415  needs Triton
 
     device = torch.device("cuda", torch.cuda.current_device())

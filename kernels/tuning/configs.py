@@ -1,13 +1,13 @@
-"""Finds each kernel's configuration: how a launch is cut on the present device.
+"""Finds each kernel's configuration: tile sizes, splits and warps on the present device.
 
-`configs/` holds one JSON file for each device that `python -m kernels.tuning` was run on, named
-after it, and one for each compute capability, `sm_90.json`, for devices without a file of their
-own. `tuned` says how a file came about; null: its numbers were chosen, not measured. Those of the
-interpreter are small, so that tests cross the borders of tiles and splits.
+`configs/` has one JSON file for each device that `python -m kernels.tuning` was run on, named after
+the device, and one for each compute capability, such as `sm_90.json`, for other devices. `tuned`
+says how a file's numbers were measured; null means that they were chosen, not measured. Those of
+Triton's interpreter are small, so that tests cross the borders of tiles and splits.
 
-A file has, for each kernel, a list of rules; the first that matches decides. A rule may ask for
-what a model fixes and a batch does not (`Shape`): some of a configuration changes the order of
-sums, and a sequence's result depends on no other.
+A file has a list of rules for each kernel; the first that matches decides. A rule may match only
+what the model fixes, not the batch (`Shape`): a configuration changes the order of sums, and a
+sequence's result must not depend on other sequences.
 """
 
 import functools
@@ -21,17 +21,17 @@ from typing import Any, Final, TypeVar, cast
 import torch
 
 CONFIG_DIR: Final = Path(__file__).parent / "configs"
-_NO_DEVICE_PROCESSORS: Final = 2  # of the interpreter: more programs would only make it slower
+_NO_DEVICE_PROCESSORS: Final = 2  # for the interpreter, which more programs only slow down
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a rule may match: the part of a launch that a model fixes."""
+    """The part of a launch that a model fixes, which rules may match."""
 
     dtype: str
-    """Of the queries: "float32", "float16" or "bfloat16"."""
+    """Dtype of the queries: "float32", "float16" or "bfloat16"."""
     stored: str
-    """Of the caches; that of the queries, or "int8" or "float8_e4m3fn"."""
+    """Dtype of the caches: that of the queries, or "int8" or "float8_e4m3fn"."""
     dims: int
     """The head dim, rounded up to a power of two and at least 16."""
     group: int
@@ -40,29 +40,29 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How decode attention is cut; all but the last two change the last bits of a result."""
+    """How decode attention divides its work; the first four change the last bits of a result."""
 
     positions: int
-    """Of a tile: a power of two, at least 16."""
+    """Positions of a tile: a power of two, at least 16."""
     split: int
-    """Positions of one program's piece: a multiple of `positions`."""
+    """Positions of a split: a multiple of `positions`."""
     max_pieces: int
-    """Of one sequence, over all kv heads; where more would be needed, its pieces grow."""
+    """Most pieces of one sequence, over all kv heads; if more would be needed, splits grow."""
     num_warps: int
     num_stages: int
     """Tiles in flight."""
     programs_per_processor: int
-    """The grid, in processors (SMs) of the device."""
+    """Programs of the grid for each processor (SM) of the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How prefill attention is cut."""
+    """How prefill attention divides its work."""
 
     rows: int
-    """Of a tile, pairs of token and head: a power of two, at least 16."""
+    """Rows of a tile, pairs of token and head: a power of two, at least 16."""
     positions: int
-    """Of a tile: a power of two, at least 16."""
+    """Positions of a tile: a power of two, at least 16."""
     num_warps: int
     num_stages: int
     """Tiles in flight."""
@@ -83,7 +83,7 @@ def config_of(kind: type[Config], device: torch.device, shape: Shape) -> Config:
 
 @contextmanager
 def forced(config: DecodeConfig | PrefillConfig) -> Iterator[None]:
-    """Let every launch of its kernel take `config`: for measurements and tests, not for threads."""
+    """Have each launch of its kernel use `config`: for measurements and tests; not thread-safe."""
     _forced[type(config)] = config
     try:
         yield
@@ -92,7 +92,7 @@ def forced(config: DecodeConfig | PrefillConfig) -> Iterator[None]:
 
 
 def shape_of(query: torch.Tensor, key_cache: torch.Tensor) -> Shape:
-    """Return what a rule may match, of `query` [T, H, D] and `key_cache` [B, P, HKV, D]."""
+    """Return the shape of a launch with `query` [T, H, D] and `key_cache` [B, P, HKV, D]."""
     _, num_heads, head_dim = query.shape
     return Shape(
         dtype=str(query.dtype).removeprefix("torch."),
@@ -104,17 +104,18 @@ def shape_of(query: torch.Tensor, key_cache: torch.Tensor) -> Shape:
 
 @functools.cache
 def num_processors(device: torch.device) -> int:
-    """Return how many programs of one each `device` runs at once; a small number without a GPU."""
+    """Return the number of processors (SMs) of `device`; a small number without a GPU."""
     if device.type != "cuda":
         return _NO_DEVICE_PROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], Config]]:
-    """Return the rules for `kind` of a file's `text`: what each asks for, and what it gives.
+    """Return the rules for `kind` in a file's `text`: what each matches, and its configuration.
 
     Raises:
-        ValueError: a rule asks for what no `Shape` has, or a configuration is not one of `kind`.
+        ValueError: a rule matches a field that no `Shape` has, or a configuration is not one of
+            `kind`.
     """
     rules = []
     for rule in json.loads(text)["kernels"][NAMES[kind]]:
@@ -126,7 +127,7 @@ def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], C
 
 
 def config_path(device_name: str, capability: tuple[int, int]) -> Path:
-    """Return the file for a device: its own, or that of the newest capability below its own."""
+    """Return a device's own file, or that of the newest capability not above its own."""
     own = CONFIG_DIR / f"{file_stem(device_name)}.json"
     if own.exists():
         return own
@@ -145,7 +146,7 @@ NAMES: Final[dict[type[DecodeConfig] | type[PrefillConfig], str]] = {
     DecodeConfig: "decode",
     PrefillConfig: "prefill",
 }
-"""What the files call them."""
+"""Their names in the files."""
 
 
 _forced: Final[dict[type[DecodeConfig] | type[PrefillConfig], DecodeConfig | PrefillConfig]] = {}
@@ -167,15 +168,15 @@ def _device_path(index: int | None) -> Path:
 
 
 def first_match(rules: list[tuple[dict[str, object], Config]], shape: Shape) -> Config:
-    """Return what the first rule that matches gives.
+    """Return the configuration of the first rule that matches.
 
     Raises:
-        ValueError: none does.
+        ValueError: no rule matches.
     """
     for match, config in rules:
         if all(getattr(shape, name) == value for name, value in match.items()):
             return config
-    raise ValueError(f"no rule matches {shape}, required is a last one that asks for nothing")
+    raise ValueError(f"no rule matches {shape}, required is a last one that matches all")
 
 
 def _capability(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""Times one launch on the device, as a step would run it: from a graph, with nothing in cache."""
+"""Times one launch as a step would run it: from a CUDA graph, with an empty cache."""
 
 import statistics
 import time
@@ -14,10 +14,10 @@ _WARM_UP: Final = 3
 def seconds_of(launch: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the median of `repeats` runs of `launch`, in seconds.
 
-    On a GPU it is replayed from a CUDA graph, so that the host's time is not counted, after a write
-    of half a GiB, so that its inputs come from memory. A launch that no graph can capture is run as
-    it is; what the host takes then counts if it takes longer than that write. Elsewhere it is the
-    wall time, without a warm-up.
+    On a GPU it is replayed from a CUDA graph, so that the host's time does not count, after a write
+    of half a GiB, so that its inputs come from memory. A launch that cannot be captured is run as
+    it is; then the host's time counts if it exceeds that of the write. Elsewhere it is the wall
+    time, without a warm-up.
     """
     if device.type != "cuda":
         return statistics.median(_wall_s(launch) for _ in range(repeats))
@@ -37,7 +37,7 @@ def seconds_of(launch: Callable[[], object], device: torch.device, repeats: int)
 
 
 def _replay_of(launch: Callable[[], object]) -> Callable[[], object]:
-    """Return what replays `launch`, compiled and warm; `launch` itself if it cannot be captured."""
+    """Return a graph's replay of `launch`, warm; `launch` itself if it cannot be captured."""
     for _ in range(_WARM_UP):
         launch()
     torch.cuda.synchronize()

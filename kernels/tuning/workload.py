@@ -1,4 +1,4 @@
-"""Paged inputs of attention with random contents, as the worker lays them out: for measurements.
+"""Random paged inputs of attention, laid out as the worker does, for measurements.
 
 Symbols: `S` sequences, `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks,
 `P` block size, `M` max blocks per sequence, `L` layers.
@@ -19,7 +19,7 @@ _LARGEST_BYTE: Final = 0x70  # of e4m3: finite
 
 
 class Layout(Enum):
-    """What varies slowest in the pool."""
+    """The outermost dimension of the pool."""
 
     BLOCK_MAJOR = "block"
     LAYER_MAJOR = "layer"
@@ -27,7 +27,7 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What of a model attention sees."""
+    """The properties of a model that attention depends on."""
 
     num_heads: int
     num_kv_heads: int
@@ -35,7 +35,7 @@ class Model:
     block_size: int
     dtype: torch.dtype
     stored: torch.dtype | None = None
-    """Of a quantized cache."""
+    """The dtype of a quantized cache; None: not quantized."""
 
     def slot_bytes(self) -> int:
         """Return the bytes that one token has in one layer, scales included."""
@@ -57,7 +57,7 @@ class PagedInputs:
 
     @property
     def args(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What stands after the query."""
+        """The launchers' arguments after the query."""
         return self.key_cache, self.value_cache, self.block_tables, self.seq_lens
 
 

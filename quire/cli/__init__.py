@@ -1,1 +1,1 @@
-"""The command line: start, try and inspect the service."""
+"""The command line: starts, uses and inspects a service."""

@@ -7,31 +7,31 @@ from importlib.metadata import version
 from typing import Final
 
 COMMANDS: Final = {
-    "up": "start a service on this machine and look after it",
+    "up": "start a service on this machine and keep it running",
     "down": "stop it",
-    "drain": "have one process drain and end",
-    "restart": "replace its processes, one after another",
+    "drain": "drain and end one process",
+    "restart": "restart its processes, one after another",
     "status": "show processes, health and load",
     "probe": "ask one process whether it is ready",
     "top": "watch queues, sequences, KV and rates",
     "kv": "show who holds which KV blocks",
     "migrate": "move a live request with its KV to another worker",
-    "resize": "give a worker's KV pool another size",
-    "unload": "have a worker give its device back, without ending it",
-    "load": "have it load its model again, or another one",
-    "lora": "list LoRA adapters, load one more, or unload one",
+    "resize": "resize a worker's KV pool",
+    "unload": "unload a worker's model, to free its device",
+    "load": "load its model again, or another one",
+    "lora": "list, load and unload LoRA adapters",
     "generate": "continue a prompt, streaming",
     "chat": "chat with the model, streaming",
-    "defragment": "move the KV blocks in use together",
+    "defragment": "move held KV blocks together",
     "bench": "measure a service, and show where its time goes",
-    "replay": "check a scheduler's recording, and explain its preemptions",
+    "replay": "replay a scheduler's recording, and explain its preemptions",
 }
 
 _INTERRUPTED: Final = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; give the exit code."""
+    """Run a subcommand; return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     match arguments:
         case [] | ["-h" | "--help" | "help", *_]:
@@ -43,13 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         case [name, *_] if name not in COMMANDS:
             sys.stderr.write(f"quire: {name}: no such command; there are {', '.join(COMMANDS)}\n")
             return 2
-    # A command imports what it needs, and only that: `quire down` needs no gRPC.
+    # Each command imports only what it needs, so that it starts fast.
     command = importlib.import_module(f"quire.cli.commands.{arguments[0]}")
     try:
         code: int = command.main(arguments[1:])
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:  # what read our output has had enough
+    except BrokenPipeError:  # the reader of our output has closed it
         sys.stderr.close()
         return 1
     except _known_errors() as error:

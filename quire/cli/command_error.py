@@ -1,5 +1,5 @@
-"""What ends a subcommand with a message and exit code 1."""
+"""The error that ends a subcommand with a message and exit code 1."""
 
 
 class CommandError(Exception):
-    """The message is for a person; the program's name comes before it."""
+    """The message is for a person; it is printed after the program's name."""

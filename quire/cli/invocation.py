@@ -1,4 +1,4 @@
-"""How the user calls this program, for the commands that its messages suggest."""
+"""How the user starts this program, for commands that its messages suggest."""
 
 import os
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def invocation() -> str:
-    """Give what to type for `quire`: that word if it is on PATH, else where this one is."""
+    """Return what to type for `quire`: that word if it is on PATH, else a path to it."""
     program = sys.argv[0]
     found = shutil.which("quire")
     if found is not None and os.path.realpath(found) == os.path.realpath(program):
@@ -19,7 +19,7 @@ def invocation() -> str:
 
 
 def _from_here(program: str) -> str:
-    """Give the shorter path; a link stays one, since a virtual environment's program is."""
+    """Return the shorter path. Links are kept: a program in a virtual environment is one."""
     path, here = Path(program).absolute(), Path.cwd()
     if path.parent == here:
         return f"./{path.name}"

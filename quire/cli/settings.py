@@ -1,40 +1,40 @@
-"""What each subcommand but `up` is told: flags, environment variables, defaults."""
+"""The settings of each subcommand but `up`: flags, environment variables, defaults."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, SettingsConfigDict
+from pydantic import Field, SecretStr, model_validator
+from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
-from rpc.settings import ENV_PREFIX, LinkSettings, PositiveInt, split_at_commas
+from rpc.settings import ENV_PREFIX, LinkSettings, PositiveInt
 
 
 class RouterClientSettings(LinkSettings):
-    """What every command that calls a router is told."""
+    """What every command that calls a router needs."""
 
     api_key: SecretStr = SecretStr("")
-    """The key to call the router with, if it asks for one; better given in the environment, since
-    others see a command line."""
+    """The API key, if the router requires one. Prefer the environment variable, since other users
+    can see a command line."""
 
 
 class ClientSettings(RouterClientSettings):
-    """What `generate` and `chat` share."""
+    """The flags of both `generate` and `chat`."""
 
     target: str = ""
-    """The router's gRPC: host:port, or unix:/path; empty: the service that runs on this machine, if
-    it is the only one, else 127.0.0.1:50051."""
+    """The router's gRPC: host:port, or unix:/path; empty: the only service that runs on this
+    machine, else 127.0.0.1:50051."""
     served_model_name: str = ""
-    """Which of the service's models; empty: the only one served."""
+    """The model's name; empty: the only one that is served."""
     max_tokens: PositiveInt | None = None
-    """Most tokens to produce; default: as many as the context has room for."""
+    """Most tokens to generate; default: as many as fit in the context."""
     temperature: float | None = None
-    """0 takes the likeliest token each time; default: 1."""
+    """Randomness; 0 always takes the likeliest token; default: 1."""
     top_p: float | None = None
-    """Keep the smallest set of likely tokens with so much probability; default: all."""
+    """Sample from the likeliest tokens with this total probability; default: from all."""
     top_k: int = 0
-    """Keep only so many of the likeliest tokens; 0 keeps all."""
+    """Sample from this many of the likeliest tokens; 0: from all."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    """Makes the output repeatable."""
+    """Seed; the same seed gives the same output."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """The request's deadline, in seconds; default: none."""
 
@@ -45,19 +45,19 @@ class GenerateSettings(ClientSettings):
     prompt: CliPositionalArg[str]
     """The text to continue; - reads standard input."""
     n: PositiveInt = 1
-    """How many outputs; more than one are shown when complete, one after another."""
+    """How many outputs; several are shown when complete, one after another."""
     beam_width: Annotated[int, Field(ge=2, le=10)] | None = None
-    """Search for the likeliest outputs, keeping so many beginnings; default: draw."""
+    """Beam search with this many beams; default: sample instead."""
     length_penalty: Annotated[float, Field(ge=-5, le=5)] = 1.0
-    """With --beam-width: above 0 longer outputs are favoured."""
+    """With --beam-width: above 0 favours longer outputs."""
     early_stopping: Literal["false", "true", "never"] = "false"
-    """With --beam-width: when the search stops, as transformers has it."""
+    """With --beam-width: when the search stops, as in transformers."""
     stop: str = ""
     """Text that ends the output; empty: none."""
     cache_pin_s: Annotated[float, Field(gt=0, le=86400)] | None = None
-    """Keep the prompt in the prefix cache for so many seconds, whatever else is evicted."""
+    """Protect the prompt's KV from eviction for this many seconds."""
     ignore_eos: bool = False
-    """Go on past the model's end of text."""
+    """Continue past the model's end-of-text token."""
 
     @model_validator(mode="after")
     def _search_has_a_width(self) -> Self:
@@ -72,30 +72,31 @@ class ChatSettings(ClientSettings):
     """Chat with the model, streaming; /new forgets the conversation, /quit or Ctrl-D ends it."""
 
     system: str = ""
-    """What the conversation begins with, as the system's message."""
+    """The system message at the start of the conversation."""
 
 
 class BenchSettings(RouterClientSettings):
-    """Measure a service: streams of random tokens, each sent when the one before it is complete.
+    """Measure a service with streams of random tokens.
 
-    Starts a service for it, unless a target is given, and stops it afterwards.
+    --concurrency streams run at a time; the next starts when one ends. Without --target, starts a
+    service for the measurement, and stops it afterwards.
     """
 
     target: str = ""
-    """The gRPC of a service that is up: host:port, or unix:/path; empty: one is started."""
+    """The gRPC of a running service: host:port, or unix:/path; empty: start one."""
     model: Path | None = None
-    """The model of the service that is started; default: the small model that Quire ships."""
+    """The model of the service to start; default: the small model that Quire ships."""
     concurrency: PositiveInt = 8
-    """Streams at once."""
+    """Concurrent streams."""
     num_prompts: PositiveInt = 64
     """Requests in all."""
     input_len: PositiveInt = 128
-    """Tokens of a prompt."""
+    """Tokens per prompt."""
     output_len: PositiveInt = 64
-    """Tokens of an output."""
+    """Tokens per output."""
     profile: Path | None = None
-    """Write a timeline of scheduler, wire and worker to this file, for ui.perfetto.dev, and show
-    where the time of a step goes; needs a service that is started for it."""
+    """Write a timeline of scheduler, network and worker to this file, for ui.perfetto.dev, and show
+    where the time of a step goes. Not with --target."""
 
     @model_validator(mode="after")
     def _profile_needs_its_own_service(self) -> Self:
@@ -109,23 +110,15 @@ class StatusSettings(RouterClientSettings):
     """Show the service's processes, their health and their load. Exits with 0 if all are ready."""
 
     target: str = ""
-    """A router elsewhere: host:port, or unix:/path; empty: what runs on this machine."""
-
-
-class DefragmentSettings(LinkSettings):
-    """Move the KV blocks that are held together, at each worker, while it goes on working."""
-
-    scheduler: str = ""
-    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
-    machine, if it is the only one, else 127.0.0.1:50052."""
+    """A router elsewhere: host:port, or unix:/path; empty: the services on this machine."""
 
 
 class KvSettings(RouterClientSettings):
     """Show who holds which KV blocks: a map of each worker's tiers, and its live sequences."""
 
     target: str = ""
-    """The router's gRPC: host:port, or unix:/path; empty: the service that runs on this machine, if
-    it is the only one, else 127.0.0.1:50051."""
+    """The router's gRPC: host:port, or unix:/path; empty: the only service that runs on this
+    machine, else 127.0.0.1:50051."""
     worker: str = ""
     """Only this worker, by its target; empty: all."""
     first_block: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -133,7 +126,7 @@ class KvSettings(RouterClientSettings):
     first_seq_id: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Show sequences from this one on."""
     max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
-    """Most sequences of a worker."""
+    """Most sequences per worker."""
     json_: Annotated[bool, Field(alias="json")] = False
     """Write JSON, with block tables and reference counts."""
 
@@ -141,41 +134,50 @@ class KvSettings(RouterClientSettings):
 class TopSettings(RouterClientSettings):
     """Watch a service: queues, sequences, KV tiers, and what each worker does. q quits.
 
-    How long first tokens take, and what is refused, only the router's HTTP tells, whose address is
-    known of services that run on this machine.
+    Latencies and refusals come from the router's HTTP, so they are shown only for services on this
+    machine.
     """
 
     target: str = ""
-    """The router's gRPC: host:port, or unix:/path; empty: the service that runs on this machine, if
-    it is the only one, else 127.0.0.1:50051."""
+    """The router's gRPC: host:port, or unix:/path; empty: the only service that runs on this
+    machine, else 127.0.0.1:50051."""
     interval_s: Annotated[float, Field(gt=0, le=3600)] = 1.0
-    """Seconds between two frames; rates are of that time."""
+    """Seconds between two frames; rates are averages over that time."""
     once: bool = False
     """Print one frame, after one interval, and end."""
     max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
-    """Most sequences of a worker to ask for; as many are shown as the terminal has room for."""
+    """Most sequences per worker to ask for; as many are shown as fit on the terminal."""
 
 
 class SchedulerClientSettings(LinkSettings):
-    """What the commands that talk to a scheduler share."""
+    """The flags of all commands that call a scheduler."""
 
     scheduler: str = ""
-    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the service that runs on this
-    machine, if it is the only one."""
+    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the only service that runs on
+    this machine."""
+
+
+class DefragmentSettings(SchedulerClientSettings):
+    """Defragment the KV pool of each worker while it keeps working: move held blocks together."""
+
+    scheduler: str = ""
+    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the only service that runs on
+    this machine, else 127.0.0.1:50052."""
 
 
 class ResizeSettings(SchedulerClientSettings):
-    """Give a worker's KV pool another size while it works, such as to let another model have room.
+    """Resize a worker's KV pool while it works, for example to make room for another model.
 
-    Of the blocks that go, the contents are moved or preempted first. Give --blocks or --gib.
+    What is in removed blocks is moved first, or its sequences are preempted. Give --blocks or
+    --gib.
     """
 
     worker: str = ""
-    """The worker's target, as `quire kv` shows it; empty: the scheduler's only one."""
+    """The worker, by the target that `quire kv` shows; empty: the scheduler's only one."""
     blocks: Annotated[int, Field(ge=1)] | None = None
-    """How many device blocks it is to have."""
+    """The new number of device blocks."""
     gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """How much memory its device blocks are to take, in GiB."""
+    """The new memory of the device blocks, in GiB."""
 
     @model_validator(mode="after")
     def _has_one_size(self) -> Self:
@@ -186,43 +188,42 @@ class ResizeSettings(SchedulerClientSettings):
 
 
 class UnloadSettings(SchedulerClientSettings):
-    """Have a worker give its device back: weights, KV and adapters go, and the process stays.
+    """Free a worker's device: drop weights, KV and adapters, and keep the process.
 
-    What runs there goes on at other workers of the model, or waits with the tokens that it has.
-    `quire load` brings the model back, or another one in its place.
+    Its requests continue on other workers of the model, or wait with the tokens that they have.
+    `quire load` loads the model again, or another one.
     """
 
     worker: CliPositionalArg[str] = ""
-    """The worker's target, as `quire top` shows it; empty: all of the scheduler's."""
+    """The worker, by the target that `quire top` shows; empty: all of the scheduler's."""
 
 
 class LoadSettings(SchedulerClientSettings):
-    """Have a worker that was unloaded load its model, and show how far it is.
+    """Load the model of a worker that was unloaded, and show the progress.
 
-    With --model it is another one, with which the worker is used if no other worker serves the one
-    before. Requests call it by its directory's name. What still waits for the one before then ends.
+    --model loads another one; the worker then serves if no other worker serves the old one. Its
+    name in requests is the directory's. Requests that still wait for the old model end.
     """
 
     worker: CliPositionalArg[str] = ""
-    """The worker's target, as `quire top` shows it; empty: all of the scheduler's."""
+    """The worker, by the target that `quire top` shows; empty: all of the scheduler's."""
     model: Path | None = None
-    """Hugging Face directory, of the same absolute path at workers and routers; default: the one
-    that was there."""
+    """Hugging Face directory, with the same absolute path on workers and routers; default: that of
+    the model that the worker had."""
 
 
 class LoraSettings(SchedulerClientSettings):
-    """List the LoRA adapters of a service that works; load one more, or unload one.
+    """List the LoRA adapters of a running service, load one, or unload one.
 
-    `quire lora load NAME=DIR` has every worker read the adapter in DIR, a directory on the workers'
-    machines in the format of PEFT. From then on requests whose model is NAME are computed with it.
-    `quire lora unload NAME` refuses new requests for it at once, and returns when those that have
-    it have ended.
+    `quire lora load NAME=DIR` makes every worker load the adapter in DIR, a directory in PEFT's
+    format on the workers' machines; then requests for the model NAME use it. `quire lora unload
+    NAME` refuses new requests for it at once, and returns when the live ones have ended.
     """
 
     action: CliPositionalArg[Literal["list", "load", "unload"]] = "list"
-    """What is to be done: list, load or unload."""
+    """list, load or unload."""
     adapter: CliPositionalArg[str] = ""
-    """To load: NAME=DIR; to unload: NAME."""
+    """For load: NAME=DIR; for unload: NAME."""
 
     @model_validator(mode="after")
     def _names_an_adapter(self) -> Self:
@@ -238,7 +239,7 @@ class LoraSettings(SchedulerClientSettings):
 
 
 class MigrateSettings(SchedulerClientSettings):
-    """Move a live request with its KV to another worker; its output stays what it would be."""
+    """Move a live request with its KV to another worker; its output does not change."""
 
     request_id: CliPositionalArg[str]
     """The request's id, as `quire kv` shows it."""
@@ -247,16 +248,16 @@ class MigrateSettings(SchedulerClientSettings):
 
 
 class DrainSettings(RouterClientSettings):
-    """Have one process drain and end: a router, a scheduler or a worker, of whatever machine.
+    """Drain and end one process: a router, a scheduler or a worker, on any machine.
 
-    A router hands over what its clients can resume, a worker gives its sequences to others first.
-    Exits with 0 when it has drained.
+    A router hands over the streams that its clients can resume; a worker gives its sequences to
+    other workers. Exits with 0 when the process has drained.
     """
 
     target: CliPositionalArg[str]
     """The process's gRPC: host:port, or unix:/path."""
     worker: str = ""
-    """At a scheduler: the worker that it has drain in its place, by the target that it knows."""
+    """If the process is a scheduler: drain this worker of it instead, by the target it knows."""
 
 
 class _CommandSettings(BaseSettings):
@@ -269,67 +270,49 @@ class _CommandSettings(BaseSettings):
 
 
 class ProbeSettings(_CommandSettings):
-    """Ask one process whether it is ready, as a container's health check does. Exits with 0 if so.
+    """Ask one process whether it is ready, for a container's health check. Exits with 0 if it is.
 
-    It takes the variables that tell the process where to listen.
+    Reads the same environment variables as the process does to know where it listens.
     """
 
     host: str = "127.0.0.1"
-    """Where the process listens."""
+    """The address the process listens on."""
     http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
-    """The port of its HTTP; default: a router's."""
+    """Its HTTP port; default: a router's."""
     tls_cert: Path | None = None
-    """File of the certificate that the process shows, which is not read: if there is one, HTTP is
-    in TLS."""
+    """The process's certificate file. It is not read: if it is set, the process's HTTP uses TLS."""
 
 
 class ReplaySettings(_CommandSettings):
-    """Feed a recording of a scheduler (`--record`) to a new core. Exits with 1 if a plan differs.
+    """Replay a recording of a scheduler (`--record`). Exits with 1 if a plan differs.
 
-    Shows the totals, and for each preemption when it was, whom it hit, why, and what it cost. With
-    --policy it shows instead what would have been under another policy.
+    Shows totals, and for each preemption when it was, which sequence, why, and what it cost. What
+    another policy would have done, `bench/policy_study.py` simulates.
     """
 
     file: CliPositionalArg[Path]
-    """The recording: one worker's, from one attachment."""
+    """The recording of one worker."""
     step: PositiveInt | None = None
-    """Show this step's plan in full instead."""
-    policy: str = ""
-    """Simulate this policy, and the recorded one, on the recorded requests (docs/replay.md)."""
-    policy_arg: Annotated[tuple[str, ...], NoDecode] = ()
-    """Arguments of that policy, such as aging_s=30,weight_out=3."""
-
-    @field_validator("policy_arg", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        return split_at_commas(value)
-
-    @model_validator(mode="after")
-    def _either_or(self) -> Self:
-        if self.policy and self.step is not None:
-            raise ValueError("--step: is of the recorded plans; it cannot be with --policy")
-        if self.policy_arg and not self.policy:
-            raise ValueError("--policy-arg: is given without --policy")
-        return self
+    """Show the full plan of this step instead."""
 
 
 class DownSettings(_CommandSettings):
     """Stop a service that `quire up` started: let live requests finish, then end its processes."""
 
     http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Which one, by the port of its router's HTTP; default: the only one there is."""
+    """Which service, by its router's HTTP port; default: the only one."""
     all: bool = False
-    """Stop every one."""
+    """Stop all services."""
 
 
 class RestartSettings(_CommandSettings):
     """Restart the processes of a service that `quire up` started, one after another.
 
-    Each drains and ends, and is ready again before the next one's turn. Streams pause while a
-    worker or the scheduler is replaced; while the router is, calls are refused and tried again.
+    Each drains, ends, and is ready again before the next one's turn. Streams pause while a worker
+    or the scheduler restarts; while the router restarts, calls are refused, and clients retry.
     """
 
     names: CliPositionalArg[tuple[str, ...]] = ()
-    """Which ones, as `quire status` shows them; default: workers, scheduler and router."""
+    """Names of processes, as `quire status` shows them; default: all."""
     http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Of which service, by the port of its router's HTTP; default: the only one there is."""
+    """Which service, by its router's HTTP port; default: the only one."""

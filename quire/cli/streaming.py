@@ -1,4 +1,4 @@
-"""Shows the outputs of a request as they come."""
+"""Prints the outputs of a request as they arrive."""
 
 import sys
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from quire.client.types import Event, FinishReason, OutputDelta, OutputFinished
 
 
 def show_one(events: Iterable[Event]) -> str:
-    """Write the text of the only output to standard output; give it.
+    """Print the text of the only output, and return it.
 
     Raises CommandError if the output failed.
     """
@@ -25,7 +25,7 @@ def show_one(events: Iterable[Event]) -> str:
 
 
 def show_each(events: Iterable[Event], num_outputs: int) -> None:
-    """Write several outputs, each when it is complete, in the order in which they end."""
+    """Print several outputs, each when it is complete."""
     texts: list[list[str]] = [[] for _ in range(num_outputs)]
     for event in events:
         match event:

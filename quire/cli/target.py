@@ -1,4 +1,4 @@
-"""Which process a command talks to, and what it says if none is there."""
+"""Which process a command calls, and the error if it is not there."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,16 +18,15 @@ from rpc.status import calling
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
 _CONNECTED_BUT: Final = "--tls-"
-"""In gRPC's words as `rpc.security.tls.explain` completes them."""
+"""In messages that `rpc.security.tls.explain` has completed."""
 _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
-"""How gRPC's own words begin; a router that is there, but not ready, has others."""
+"""How gRPC's own messages start; a router that is there but not ready has others."""
 
 
 def find_target(target: str) -> str:
-    """Give `target`, or if it is empty the one service that runs here, or the default port."""
+    """Return `target`; if it is empty, the router of the only service here, or the default."""
     if target:
         return target
-    # What a stranger put there is no reason not to try the default.
     with contextlib.suppress(ServiceDirError):
         services = list(running_services())
         if len(services) == 1:
@@ -35,34 +34,38 @@ def find_target(target: str) -> str:
     return DEFAULT_TARGET
 
 
-def find_scheduler() -> str:
-    """Give the scheduler of the one service that runs here.
-
-    Raises:
-        CommandError: There are several, or none.
-    """
-    services = [service for service in running_services() if service.scheduler_target]
-    if len(services) != 1:
-        raise CommandError(
-            f"--scheduler: is not given, and {len(services)} services of yours run on this machine"
-        )
-    return services[0].scheduler_target
+def _find_scheduler(default: str) -> str:
+    targets: list[str] = []
+    try:
+        targets = [service.scheduler_target for service in running_services()]
+    except ServiceDirError:
+        if not default:
+            raise
+    if len(targets) == 1 and targets[0]:
+        return targets[0]
+    if default:
+        return default
+    raise CommandError(
+        f"--scheduler: is not given, and {len(targets)} services of yours run on this machine"
+    )
 
 
 def open_client(target: str, settings: RouterClientSettings) -> Client:
-    """Make a client of a router, with what the settings say of TLS and the API key."""
+    """Make a client of a router, with TLS and API key from the settings."""
     return Client(target, api_key=settings.api_key.get_secret_value(), tls=settings.client_tls)
 
 
 @contextlib.contextmanager
-def scheduler_channel(settings: SchedulerClientSettings) -> Iterator[grpc.Channel]:
-    """Open a channel to the scheduler that is meant; calls in the block raise what it refuses.
+def scheduler_channel(
+    settings: SchedulerClientSettings, default: str = ""
+) -> Iterator[grpc.Channel]:
+    """Open a channel to `--scheduler`, or to that of the only service here, or to `default`.
 
     Raises:
-        CommandError: None is named, and there are several, or none; or it is not reached.
-        QuireError: What it says.
+        CommandError: There is none of these, or it cannot be reached.
+        QuireError: What a call in the block raises.
     """
-    target = settings.scheduler or find_scheduler()
+    target = settings.scheduler or _find_scheduler(default)
     with (
         connection_errors(target),
         open_blocking_channel(target, tls=settings.client_tls) as channel,
@@ -73,14 +76,14 @@ def scheduler_channel(settings: SchedulerClientSettings) -> Iterator[grpc.Channe
 
 @contextlib.contextmanager
 def connection_errors(target: str) -> Iterator[None]:
-    """Turn the failure to reach `target` into a CommandError that says what to do."""
+    """Turn a failure to reach `target` into a CommandError that says what to do."""
     try:
         yield
     except UnavailableError as error:
         if not str(error).lower().startswith(_NO_CONNECTION):
             raise
         if _CONNECTED_BUT in str(error):
-            raise CommandError(f"{target} cannot be talked to: {error}") from None
+            raise CommandError(f"{target} cannot be reached: {error}") from None
         quire = invocation()
         raise CommandError(
             f"nothing answers at {target}: `{quire} up` starts a service, `{quire} status` shows"

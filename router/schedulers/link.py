@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from contract.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
-from contract.heartbeat import BEAT_S, LOST_AFTER_S, TICK_S, Silence
+from contract.heartbeat import BEAT_S, LOST_AFTER_S, TICK_S, Heartbeat
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from router.request.live import LiveRequest
 from router.schedulers.calls import SchedulerCalls
@@ -207,12 +207,12 @@ class SchedulerLink:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
         self._calls = SchedulerCalls(channel)
         call = stub.Connect()
-        silence = Silence()
+        heartbeat = Heartbeat()
         tasks: list[asyncio.Task[None]] = []
         try:
             async with asyncio.timeout(None) as limit:
-                tasks.append(asyncio.create_task(self._watch(silence, limit)))
-                asker = asyncio.create_task(_listen(stub, silence))
+                tasks.append(asyncio.create_task(self._watch(heartbeat, limit)))
+                asker = asyncio.create_task(_listen(stub, heartbeat))
                 tasks.append(asker)
                 hello = scheduler_pb2.RouterHello(router_id=self._config.router_id)
                 await call.write(scheduler_pb2.ConnectRequest(hello=hello))
@@ -225,10 +225,10 @@ class SchedulerLink:
                     raise QuireError("the first message is not a welcome")
                 outbox = await self._meet(welcome)  # may take longer than LOST_AFTER_S
                 asker.cancel()  # from now on the stream carries heartbeats
-                silence.heard()
+                heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
                 while (message := await _read(call)) is not None:
-                    silence.heard()
+                    heartbeat.on_message()
                     self._on_message(message)
         finally:
             for task in tasks:
@@ -236,18 +236,18 @@ class SchedulerLink:
             self.hang = None
             call.cancel()
 
-    async def _watch(self, silence: Silence, limit: asyncio.Timeout) -> None:
+    async def _watch(self, heartbeat: Heartbeat, limit: asyncio.Timeout) -> None:
         """Report when the scheduler hangs and recovers; expire `limit` if it is lost."""
-        while not silence.is_loss:
+        while not heartbeat.is_lost:
             await asyncio.sleep(TICK_S)
-            silence.tick()
-            if silence.is_hang == (self.hang is not None):
+            heartbeat.on_tick()
+            if heartbeat.is_hanging == (self.hang is not None):
                 continue
-            if silence.is_hang:
+            if heartbeat.is_hanging:
                 self.hang = (
-                    f"the scheduler at {self.target} has said nothing for {silence.seconds:g} s"
+                    f"the scheduler at {self.target} has said nothing for {heartbeat.silent_s:g} s"
                 )
-                log.warning("scheduler hangs", target=self.target, silent_s=silence.seconds)
+                log.warning("scheduler hangs", target=self.target, silent_s=heartbeat.silent_s)
             else:
                 self.hang = None
             self._owner.changed(self)
@@ -369,14 +369,14 @@ async def _read(call: Any) -> SchedulerMessage | None:
     return message_from_proto(message)
 
 
-async def _listen(stub: scheduler_pb2_grpc.SchedulerServiceStub, silence: Silence) -> None:
+async def _listen(stub: scheduler_pb2_grpc.SchedulerServiceStub, heartbeat: Heartbeat) -> None:
     """Poll a scheduler that waits for its model: until its welcome it sends no heartbeats."""
     while True:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await stub.GetSchedulerLoad(
                 scheduler_pb2.GetSchedulerLoadRequest(), timeout=_LISTEN_TIMEOUT_S
             )
-            silence.heard()
+            heartbeat.on_message()
         await asyncio.sleep(BEAT_S)
 
 

@@ -25,9 +25,8 @@ from router.schedulers.placement import Placement, has_room
 from router.schedulers.resuming import StartResumed
 from router.schedulers.scheduler_model import SchedulerModel, misfit_of, together
 from router.text.tokenizer import Tokenizers
-from rpc.health.state import Health
-from rpc.peers.discovery import Discovery
-from rpc.peers.members import keep_members
+from rpc.health import Health
+from rpc.peers.discovery import Discovery, keep_members
 
 _RETURN_S = 2.0
 """How long to wait for a lost scheduler before its requests are computed again elsewhere."""

@@ -1,4 +1,4 @@
-"""Structured logs, to standard error: lines of JSON for machines, columns for a terminal."""
+"""Structured logs on standard error: JSON lines for machines, columns on a terminal."""
 
 import logging
 import sys
@@ -13,7 +13,7 @@ LogFormat = Literal["auto", "json", "console"]
 
 
 def configure(level: LogLevel, format: LogFormat, service: str) -> None:  # noqa: A002
-    """Set up `structlog` and the standard library's loggers alike. "auto" asks for a terminal."""
+    """Configure `structlog` and standard loggers. "auto" is "console" on a terminal."""
     numeric_level = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,

@@ -1,11 +1,11 @@
-"""Trace context on its way through the processes, and the export of spans.
+"""Passes trace context between processes, and exports spans.
 
-The propagation is W3C's and always on: a `traceparent` that comes in goes out again, whether or not
-this process exports. Without an endpoint the tracer is OpenTelemetry's no-op one, which hands its
-parent's context on and costs next to nothing; the SDK is imported only with an endpoint.
+Context is propagated as W3C specifies, always: a `traceparent` that comes in goes out again, even
+if this process exports nothing. Without an endpoint the tracer is OpenTelemetry's no-op one, which
+passes on its parent's context at next to no cost; only with an endpoint is the SDK imported.
 
-Whether a trace is recorded is decided once, where it begins: by the client, or else by the router.
-Everybody else does as the `traceparent` says, and follows only what `sampled_context` lets through.
+Whether a trace is recorded is decided once, where it starts: by the client, or else by the router.
+All others follow the `traceparent`: `sampled_context` gives them the contexts to record.
 """
 
 import threading
@@ -22,7 +22,7 @@ from opentelemetry.trace import Link, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-if TYPE_CHECKING:  # a client that only opens channels need not load pydantic
+if TYPE_CHECKING:  # so that a client that only opens channels does not load pydantic
     from rpc.settings import ProcessSettings
 
 TRACEPARENT = "traceparent"
@@ -30,7 +30,7 @@ TRACEPARENT = "traceparent"
 _PROPAGATOR = TraceContextTextMapPropagator()
 _PROPAGATED = _PROPAGATOR.fields
 _TRACER = trace.get_tracer("quire")
-"""Stands in for the real one until `configure`, and refers to it afterwards."""
+"""A proxy: after `configure` it uses the real tracer."""
 
 _EXPORT_TIMEOUT_S = 5
 _SHUTDOWN_S = 5.0
@@ -41,17 +41,17 @@ log = structlog.get_logger()
 def configure(
     service_name: str, settings: "ProcessSettings", *, new_trace_ratio: float = 0.0
 ) -> None:
-    """Export spans to `settings.otlp_traces_endpoint`, if there is one. Once per process.
+    """Export spans to `settings.otlp_traces_endpoint`, if that is set. Once per process.
 
     Args:
-        service_name: By which the spans are told apart.
-        settings: What all processes share.
-        new_trace_ratio: Share of the traces that begin here to record. A trace that begins
-            elsewhere is recorded as decided there.
+        service_name: Name of this process in its spans.
+        settings: Settings of the process.
+        new_trace_ratio: Share of the traces that start here to record. Where a trace starts
+            elsewhere, the decision made there applies.
     """
     if not settings.otlp_traces_endpoint:
         return
-    # Here and not above: together they cost 80 ms of every start.
+    # Imported here: together they add 80 ms to each start.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
         OTLPSpanExporter,
     )
@@ -76,30 +76,30 @@ def configure(
 
 
 def shutdown() -> None:
-    """Export what is left, for at most five seconds; blocks. The last thing a process does."""
+    """Export the remaining spans, for at most five seconds; blocks. A process's last step."""
     flush: Callable[[], None] | None = getattr(trace.get_tracer_provider(), "shutdown", None)
     if flush is None:
         return
-    # The exporter retries for longer than a person waits for a process to end.
+    # The exporter retries for longer than anyone wants to wait for a process to end.
     thread = threading.Thread(target=flush, name="telemetry-shutdown", daemon=True)
     thread.start()
     thread.join(_SHUTDOWN_S)
     if thread.is_alive():
-        log.warning("spans are lost: the collector does not take them", waited_s=_SHUTDOWN_S)
+        log.warning("spans are lost: the collector does not accept them", waited_s=_SHUTDOWN_S)
 
 
 def tracer() -> trace.Tracer:
-    """Give the process's tracer."""
+    """Return the tracer of this process."""
     return _TRACER
 
 
 def extract(traceparent: str) -> Context:
-    """Give the context that a `traceparent` names; an empty one if it is empty or malformed."""
+    """Parse a `traceparent` into a context, empty if it is empty or malformed."""
     return _PROPAGATOR.extract({TRACEPARENT: traceparent}, Context())
 
 
 def sampled_context(traceparent: str) -> Context | None:
-    """Give the context that a `traceparent` names; None if its trace is not recorded."""
+    """Parse a `traceparent` into a context; None if its trace is not recorded."""
     if not traceparent:
         return None
     context = extract(traceparent)
@@ -107,14 +107,14 @@ def sampled_context(traceparent: str) -> Context | None:
 
 
 def inject(context: Context | None = None) -> str:
-    """Give the `traceparent` of `context`'s span, or of the current one; "" if there is none."""
+    """Return the `traceparent` of the span in `context`, or the current one; "" without."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context)
     return carrier.get(TRACEPARENT, "")
 
 
 def inject_metadata() -> tuple[tuple[str, str], ...]:
-    """Give the metadata that makes a call part of the current trace; empty outside a trace."""
+    """Return metadata that makes a call part of the current trace; empty outside a trace."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier)
     return tuple(carrier.items())
@@ -128,18 +128,10 @@ def record_span(
     attributes: Mapping[str, AttributeValue] | None = None,
     links: Sequence[Context] = (),
 ) -> Context:
-    """Write a span after the fact; the times are wall clock, in seconds since 1970.
+    """Record a span after the fact; times are wall clock, in seconds since 1970.
 
-    Args:
-        name: What it is.
-        parent: Whose child it is; an empty context: the span begins a trace of its own.
-        start_s: When it began.
-        end_s: When it ended.
-        attributes: What there is to say of it.
-        links: Contexts whose spans it has to do with.
-
-    Returns:
-        Its own context, for its children and for links to it.
+    With an empty `parent` the span starts a trace. `links` are contexts of related spans. Returns
+    the span's context, for its children and for links to it.
     """
     span = _TRACER.start_span(
         name,
@@ -158,14 +150,14 @@ def _span_context(context: Context) -> trace.SpanContext:
 
 
 class TraceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Makes the caller's trace context the current one while a handler runs."""
+    """Makes the caller's trace context current while a handler runs."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Attach the context: each call has a task of its own, so it ends with the call."""
+        """Attach the context; it ends with the call, which has a task of its own."""
         carrier = {
             key: value
             for key, value in handler_call_details.invocation_metadata or ()

@@ -1,7 +1,7 @@
-"""What a process did when, for a person to look at in Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""A timeline of a process, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Off unless `configure` is called, and then a span costs a check. All processes of one machine have
-one clock, so their files fit together: `merge` makes one of them.
+Off unless `configure` is called with a directory; while off, a span costs one check. The processes
+of a machine share a clock, so `merge` can join their files.
 """
 
 import json
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any, Final
 
 _MAX_EVENTS: Final = 2_000_000
-"""About 200 MB; a run that is looked at is shorter."""
+"""About 200 MB."""
 
 
 @dataclass(slots=True)
 class _Timeline:
-    """Events in memory, until the process ends."""
+    """The events, kept in memory until the process ends."""
 
     process: str
     path: Path
     events: list[tuple[str, str, int, int, dict[str, Any]]] = field(default_factory=list)
-    """Name, lane, start and end in nanoseconds, and what else is to be shown."""
+    """Name, lane, start and end in nanoseconds, and values to show with it."""
 
 
 _timeline: _Timeline | None = None
@@ -33,20 +33,20 @@ _NO_SPAN: Final = nullcontext()
 
 
 def configure(process: str, directory: Path | None) -> None:
-    """Record what this process does, if there is a directory for it. Once per process."""
-    global _timeline  # noqa: PLW0603  as a tracer provider is: one for each process
+    """Record a timeline, if `directory` is set. Once per process."""
+    global _timeline  # noqa: PLW0603 - one per process, like a tracer provider
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         _timeline = _Timeline(process, directory / f"{process}-{os.getpid()}.json")
 
 
 def is_on() -> bool:
-    """Whether anything is recorded."""
+    """Whether a timeline is recorded."""
     return _timeline is not None
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Record what the block takes, in the lane of the calling thread."""
+    """Record how long the block takes, in the lane of the calling thread."""
     return _NO_SPAN if _timeline is None else _span(name)
 
 
@@ -60,19 +60,19 @@ def _span(name: str) -> Iterator[None]:
 
 
 def add(name: str, lane: str, start_ns: int, **shown: object) -> None:
-    """Record what began at `start_ns`, on the clock of `time.monotonic_ns`, and ends now."""
+    """Record an event from `start_ns`, on the clock of `time.monotonic_ns`, until now."""
     if _timeline is not None and len(_timeline.events) < _MAX_EVENTS:
         _timeline.events.append((name, lane, start_ns, time.monotonic_ns(), shown))
 
 
 def write() -> None:
-    """Write the file; the last thing that a process does."""
+    """Write the file; a process's last step."""
     if _timeline is not None:
         _timeline.path.write_text(json.dumps({"traceEvents": list(_trace_events(_timeline))}))
 
 
 def _trace_events(timeline: _Timeline) -> Iterable[dict[str, object]]:
-    """Make the events of the trace event format; times are in microseconds."""
+    """Yield events in the trace event format, whose times are in microseconds."""
     pid = os.getpid()
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": timeline.process}}
     lanes = {lane: i for i, lane in enumerate(dict.fromkeys(e[1] for e in timeline.events))}
@@ -91,7 +91,7 @@ def _trace_events(timeline: _Timeline) -> Iterable[dict[str, object]]:
 
 
 def merge(directory: Path) -> dict[str, Any]:
-    """Give the events of all files in a directory as one trace."""
+    """Return the events of all files in a directory as one trace."""
     files = sorted(directory.glob("*.json"))
     events = [event for path in files for event in json.loads(path.read_text())["traceEvents"]]
     return {"traceEvents": events, "displayTimeUnit": "ms"}

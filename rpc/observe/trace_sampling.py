@@ -1,4 +1,4 @@
-"""Which traces are recorded. Apart from `telemetry`, as it needs the SDK."""
+"""Which traces are recorded. Not part of `telemetry` because it imports the SDK."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,15 @@ from opentelemetry.util.types import Attributes
 
 
 def sampler(new_trace_ratio: float) -> Sampler:
-    """Make a sampler that does as a span's parent does, or else as what it is linked to.
+    """Make a sampler that records a span if its parent, or else a linked span, is recorded.
 
-    Args:
-        new_trace_ratio: Share to record of the spans that have neither, in [0, 1].
+    `new_trace_ratio`, in [0, 1], is the share to record of spans with neither.
     """
     return ParentBased(_AsLinked(TraceIdRatioBased(new_trace_ratio)))
 
 
 class _AsLinked(Sampler):
-    """Records a span without a parent if it is linked to one that is recorded."""
+    """Records a span without a parent if a span that it links to is recorded."""
 
     def __init__(self, unlinked: Sampler) -> None:
         self._unlinked = unlinked
@@ -39,7 +38,6 @@ class _AsLinked(Sampler):
         links: Sequence[Link] | None = None,
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
-        """See `Sampler`."""
         is_linked = any(link.context.trace_flags.sampled for link in links or ())
         chosen = ALWAYS_ON if is_linked else self._unlinked
         return chosen.should_sample(
@@ -47,5 +45,4 @@ class _AsLinked(Sampler):
         )
 
     def get_description(self) -> str:
-        """See `Sampler`."""
         return f"AsLinked{{{self._unlinked.get_description()}}}"

@@ -1,4 +1,4 @@
-"""The client's end of a connection between processes."""
+"""Opens channels to other processes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +18,10 @@ def open_channel(
     *,
     pings: Pings = PATIENT,
 ) -> grpc.aio.Channel:
-    """Open a channel to "host:port" or "unix:/path"; it connects at the first call, and again.
+    """Open a channel to "host:port" or "unix:/path"; it connects, and reconnects, when called.
 
-    Calls with a single request carry the current trace context. The long-lived streams do not: they
-    outlive any one request, and their messages name the trace of each. A Unix socket has no TLS.
+    Calls with a single request carry the current trace context. Long-lived streams do not: they
+    outlive any request, and each of their messages names its trace. A Unix socket has no TLS.
     """
     # The stubs know no type for these.
     interceptors: Any = [_UnaryUnaryTrace(), _UnaryStreamTrace()]
@@ -40,7 +40,7 @@ def open_blocking_channel(
     *,
     pings: Pings = PATIENT,
 ) -> grpc.Channel:
-    """Open a channel for threads; trace context is the caller's to send."""
+    """Open a blocking channel; the caller sends trace context itself."""
     options = _options(max_message_mb, tls, pings)
     if tls is None or is_local(target):
         return grpc.insecure_channel(target, options=options)
@@ -50,10 +50,10 @@ def open_blocking_channel(
 def _options(max_message_mb: int, tls: ClientTls | None, pings: Pings) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         *channel_options(max_message_mb, pings=pings),
-        # A restarted peer should be found again in seconds, not after gRPC's two minutes.
+        # Find a restarted peer again within seconds, not within gRPC's two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
-        # How long an attempt may take, with TLS, far away, or at a peer that is busy.
+        # Time for one attempt, with TLS, over a distance, or at a busy peer.
         ("grpc.min_reconnect_backoff_ms", 2_000),
     ]
     if tls is not None and tls.server_name:
@@ -76,7 +76,7 @@ def _traced(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
     )
 
 
-# gRPC files an interceptor under the first kind of call that it knows: two kinds, two classes.
+# gRPC takes an interceptor for one kind of call only, so two kinds need two classes.
 class _UnaryUnaryTrace(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
     async def intercept_unary_unary(
         self,

@@ -1,9 +1,12 @@
-"""Which processes there are: targets as the operator lists them, some of them names in DNS."""
+"""Finds processes by the targets that the operator lists, some of them DNS names.
+
+`keep_members` runs something for each process found, as processes come and go.
+"""
 
 import asyncio
 import socket
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, TypeVar
 
 import structlog
 
@@ -11,33 +14,33 @@ from rpc.grpc_server import join
 
 _PREFIX: Final = "dns:"
 _GRPC_PREFIX: Final = "dns://"
-"""gRPC resolves these itself, to one process."""
+"""Targets that gRPC resolves itself, to one process."""
 
 log = structlog.get_logger()
 
 
 class Resolver(Protocol):
-    """Asks for the addresses of a name."""
+    """Looks up the addresses of a name."""
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:
-        """Return the targets that the name stands for now; raise OSError if nobody can tell."""
+        """Return the targets that the name has now; raise OSError if the lookup fails."""
 
 
 class DnsResolver:
     """The system's resolver."""
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:
-        """See `Resolver`. Of a process with addresses of both families only IPv4's is given."""
+        """See `Resolver`. A name with addresses of both families gives those of IPv4 only."""
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family = min((each[0] for each in found), default=socket.AF_INET)  # INET before INET6
         return sorted({join(str(each[4][0]), port) for each in found if each[0] == family})
 
 
 def check_targets(targets: Sequence[str]) -> None:
-    """Check what an operator lists.
+    """Check the operator's list.
 
     Raises:
-        ValueError: It is empty, names one twice, or has a name for DNS without host or port.
+        ValueError: It is empty, has a target twice, or has a DNS name without host or port.
     """
     if not targets:
         raise ValueError("names none; at least one is needed")
@@ -49,31 +52,31 @@ def check_targets(targets: Sequence[str]) -> None:
 
 
 class Discovery:
-    """Looks names up again and again; what is listed by address is always there."""
+    """Looks names up at intervals; a target that is listed by address is always present."""
 
     def __init__(
         self, targets: Sequence[str], *, resolver: Resolver | None = None, interval_s: float = 5.0
     ) -> None:
-        """`targets` are gRPC targets, or dns:HOST:PORT for each address that the name has."""
+        """`targets` are gRPC targets, or dns:HOST:PORT for every address of a name."""
         check_targets(targets)
         self._listed = tuple(targets)
         self._resolver = DnsResolver() if resolver is None else resolver
         self.interval_s = interval_s
-        """How old an answer may become before a name is looked up again."""
+        """Age at which an answer is looked up again."""
         self._answers: dict[str, tuple[str, ...]] = {}
-        """The last that was no failure, by name."""
+        """The last successful answer, by name."""
         self._resolved_at: float | None = None
 
     @property
     def is_static(self) -> bool:
-        """Whether the answer is always the same."""
+        """Whether no target is a name, so that the answer never changes."""
         return not any(map(_is_name, self._listed))
 
     async def targets(self) -> tuple[str, ...]:
-        """Return who is there, each once.
+        """Return the targets that are present, each once.
 
-        A name of which nobody can tell, or that has no address, stands for what it last stood for:
-        whoever runs DNS may fail, and the processes be well.
+        A name whose lookup fails or gives no address keeps its last answer: DNS may be down while
+        the processes are well.
         """
         now = asyncio.get_running_loop().time()
         if self._resolved_at is None or now - self._resolved_at >= self.interval_s:
@@ -103,3 +106,67 @@ def _split(name: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"has {name}, which must be dns:HOST:PORT")
     return host, int(port)
+
+
+class Member(Protocol):
+    """Runs for one process."""
+
+    target: str
+
+    async def run(self) -> None:
+        """Run until cancelled; any other end is a failure."""
+
+
+M = TypeVar("M", bound=Member)
+
+
+async def keep_members(
+    discovery: Discovery,
+    *,
+    join: Callable[[str], M],
+    may_leave: Callable[[M], bool],
+    left: Callable[[M], None],
+) -> None:
+    """Run a member for each target until cancelled, or until one fails; raise its error.
+
+    Args:
+        discovery: The targets.
+        join: Makes the member for a new target.
+        may_leave: Whether a member whose target is gone may end; asked again until it may.
+        left: Called with a member that has ended because its target is gone.
+    """
+    tasks: dict[asyncio.Task[None], M] = {}
+    try:
+        while True:
+            targets = await discovery.targets()
+            for target in targets:
+                if all(member.target != target for member in tasks.values()):
+                    joined = join(target)
+                    tasks[asyncio.create_task(joined.run(), name=target)] = joined
+            for task, member in tuple(tasks.items()):
+                if member.target not in targets and may_leave(member):
+                    log.info("gone from discovery", target=member.target)
+                    del tasks[task]
+                    await _end(task)
+                    left(member)
+            await _wait(discovery, tasks)
+    finally:
+        await _end(*tasks)
+
+
+async def _wait(discovery: Discovery, tasks: dict[asyncio.Task[None], M]) -> None:
+    """Wait until the next lookup is due; raise what a task raised."""
+    if not tasks:
+        await asyncio.sleep(discovery.interval_s)
+        return
+    timeout_s = None if discovery.is_static else discovery.interval_s
+    done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for failed in done:
+        log.critical("failed", target=failed.get_name(), exc_info=failed.exception())
+        await failed
+
+
+async def _end(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

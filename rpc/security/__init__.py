@@ -1,1 +1,1 @@
-"""TLS, and who may call whom."""
+"""TLS, and who may call which process."""

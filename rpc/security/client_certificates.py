@@ -1,7 +1,7 @@
-"""Who a caller is by its certificate, and whether it may call: over gRPC and HTTP.
+"""Checks the names in client certificates, over gRPC and HTTP.
 
-TLS itself lets in whoever an authority has signed. Which of those may call this process, be it that
-an authority signs routers, schedulers, workers and clients alike, the names say.
+TLS itself admits every certificate that an authority has signed. Where one authority signs those of
+routers, schedulers, workers and clients, the names decide which of them may call this process.
 """
 
 import contextlib
@@ -15,33 +15,33 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from contract.errors import PermissionDeniedError, QuireError, UnauthenticatedError
-from rpc.handlers import rewrapped
+from rpc.status import rewrapped
 
 _OPEN_PATHS: Final = frozenset(("/health", "/ready"))
-"""A kubelet has no certificate."""
+"""For probes, which have no certificate."""
 _SAN_KEY: Final = "x509_subject_alternative_name"
 _COMMON_NAME_KEY: Final = "x509_common_name"
 
 
 def check_names(names: Sequence[str], accepted: Collection[str]) -> None:
-    """Check that one of a certificate's names is accepted; if `accepted` is empty, all are.
+    """Check that one of a certificate's names is accepted; if `accepted` is empty, any is.
 
     Raises:
         UnauthenticatedError: There is no certificate.
-        PermissionDeniedError: It is another's.
+        PermissionDeniedError: None of its names is accepted.
     """
     if not accepted or not set(names).isdisjoint(accepted):
         return
     if not names:
         raise UnauthenticatedError("a client certificate with a name is required")
     raise PermissionDeniedError(
-        f"the client certificate is that of {', '.join(names)}; this process is for"
+        f"the client certificate is that of {', '.join(names)}; this process accepts"
         f" {', '.join(sorted(accepted))} (--tls-client-names)"
     )
 
 
 class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls of those whose certificate has none of the accepted names."""
+    """Refuses callers whose certificate has none of the accepted names."""
 
     def __init__(self, accepted: Collection[str]) -> None:
         self._accepted = frozenset(accepted)
@@ -51,7 +51,7 @@ class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Have the handler look at the caller first; here there is no telling who it is."""
+        """Make the handler check the caller first; here, the caller is not known yet."""
         handler = await continuation(handler_call_details)
         return None if handler is None else rewrapped(handler, self._guarded)
 
@@ -74,15 +74,15 @@ class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def _check(self, context: Any) -> None:
         said: Mapping[str, Sequence[bytes]] = context.auth_context()
-        # As for servers (RFC 6125): a common name counts only where there is no other.
+        # As for servers (RFC 6125): the common name counts only if there is no other name.
         names = said.get(_SAN_KEY) or said.get(_COMMON_NAME_KEY) or ()
         check_names([name.decode(errors="replace") for name in names], self._accepted)
 
 
 def certificate_middleware(accepted: Collection[str]) -> Middleware:
-    """Make what answers 401 to who has shown no certificate, and 403 if it has no accepted name.
+    """Make the middleware that answers 401 without a certificate, 403 without an accepted name.
 
-    TLS itself refuses one of another authority. Probes have none.
+    TLS itself refuses certificates of other authorities. Probes need none.
     """
 
     @web.middleware
@@ -104,7 +104,7 @@ def certificate_middleware(accepted: Collection[str]) -> Middleware:
 
 
 def _names_of(shown: Mapping[str, Any]) -> list[str]:
-    """The names of a certificate, as `ssl` gives it."""
+    """Return the names in a certificate that `ssl` has parsed."""
     alternatives = [value for _, value in shown.get("subjectAltName", ())]
     subject = (pair for part in shown.get("subject", ()) for pair in part)
     return alternatives or [value for kind, value in subject if kind == "commonName"]

@@ -1,4 +1,4 @@
-"""Who operates a process: whose calls it obeys that change it for everybody."""
+"""Which callers may operate a process, that is, change it for all its users."""
 
 from collections.abc import Callable
 from typing import Final
@@ -10,7 +10,7 @@ _LOOPBACK_PEERS: Final = ("ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
 
 
 class Operators:
-    """Tells operators from others, by what the process was told of its callers."""
+    """Decides whether a caller is an operator."""
 
     def __init__(
         self,
@@ -19,24 +19,25 @@ class Operators:
         has_client_certificates: bool,
         obeys_loopback: bool,
     ) -> None:
-        """`check_operator` raises unless the call is an operator's; None: calls have no keys.
+        """`check_operator` raises unless the call has an operator's key; None: calls have no keys.
 
-        Without keys and certificates a Unix socket is obeyed, which its permissions guard;
-        `obeys_loopback`: the loopback interface, too, which any proxy on the machine calls by.
+        Without keys and certificates, callers on the Unix socket are operators, since its
+        permissions protect it. With `obeys_loopback` callers on the loopback interface are, too,
+        which includes any proxy on this machine.
         """
         self._check_operator = check_operator
         self._has_client_certificates = has_client_certificates
         self._local_peers = ("unix:", *_LOOPBACK_PEERS) if obeys_loopback else ("unix:",)
 
     def check(self, peer: str, what: str) -> None:
-        """Check that a call may be obeyed.
+        """Check that the caller is an operator.
 
         Args:
-            peer: Where it is from, as gRPC has it: ipv4:127.0.0.1:52134, or unix:.
-            what: What is not to be done otherwise, and by what other means it is.
+            peer: The caller in gRPC's words: ipv4:127.0.0.1:52134, or unix:.
+            what: What is refused and how else it is done, for the error's message.
 
         Raises:
-            PermissionDeniedError: It may not.
+            PermissionDeniedError: It is not.
             UnauthenticatedError: It has no key.
         """
         if self._check_operator is not None:
@@ -49,7 +50,7 @@ class Operators:
 
 
 def operators(settings: ProcessSettings, check_operator: Callable[[], None] | None) -> Operators:
-    """Say who they are, as the settings have it. A Unix socket has no certificates."""
+    """Make `Operators` from the settings. A Unix socket has no certificates."""
     return Operators(
         check_operator,
         has_client_certificates=settings.tls_client_ca is not None and settings.uds is None,

@@ -1,6 +1,6 @@
-"""TLS of a process: the certificate that it shows, whom it believes, and files that are replaced.
+"""TLS of a process: its certificate, the authorities it trusts, and reloading of replaced files.
 
-Unix sockets have none: their permissions say who may connect.
+Unix sockets have no TLS: their permissions control access.
 """
 
 import ssl
@@ -21,43 +21,43 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """What a server shows, and whom it lets in. All are PEM files."""
+    """A server's certificate, and the clients it admits. All are PEM files."""
 
     cert: Path
-    """The certificate, followed by those between it and its authority."""
+    """The certificate, followed by the intermediate ones."""
     key: Path
     client_ca: Path | None = None
-    """Authorities of which each client must have a certificate; None: clients need none."""
+    """Authorities; each client must have a certificate of one. None: clients need none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """Whom a client believes, and what it shows. All are PEM files."""
+    """The authorities a client trusts, and its own certificate. All are PEM files."""
 
     ca: Path
-    """Authorities of which the server must have a certificate."""
+    """Authorities; the server must have a certificate of one."""
     cert: Path | None = None
-    """The client's own, for servers that ask for one."""
+    """The client's own certificate, for servers that ask for one."""
     key: Path | None = None
     server_name: str = ""
     """The name that the server's certificate must have; empty: the host that is dialled."""
 
 
 def is_local(target: str) -> bool:
-    """Say whether a gRPC target is a Unix socket, which has no TLS."""
+    """Whether a gRPC target is a Unix socket, which has no TLS."""
     return target.startswith(_LOCAL_PREFIXES)
 
 
 _SIGN_TO_HINT: Final = {
-    "WRONG_VERSION_NUMBER": "it speaks no TLS there; without --tls-ca it is called in the clear",
-    "Hostname Verification": "its certificate has another name; --tls-server-name says which",
+    "WRONG_VERSION_NUMBER": "the server does not use TLS; leave out --tls-ca to call it without",
+    "Hostname Verification": "its certificate has another name; give that with --tls-server-name",
     "CERTIFICATE_VERIFY_FAILED": "no authority in --tls-ca has signed its certificate",
-    "Socket closed": "perhaps it wants TLS (--tls-ca), or a certificate of a client (--tls-cert)",
+    "Socket closed": "perhaps it requires TLS (--tls-ca), or a client certificate (--tls-cert)",
 }
 
 
 def explain(details: str) -> str:
-    """Add to gRPC's words on a connection that failed what they mean, if that is known."""
+    """Add to gRPC's message on a failed connection what it means, if that is known."""
     for sign, hint in _SIGN_TO_HINT.items():
         if details.startswith("failed to connect") and sign in details:
             return f"{details} ({hint})"
@@ -65,11 +65,7 @@ def explain(details: str) -> str:
 
 
 def check_certificate(cert: Path, key: Path) -> None:
-    """Check that both files can be read and belong together.
-
-    Raises:
-        ValueError: They cannot, or do not.
-    """
+    """Raise ValueError unless both files can be read and belong together."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
     except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
@@ -77,11 +73,7 @@ def check_certificate(cert: Path, key: Path) -> None:
 
 
 def check_authorities(ca: Path) -> None:
-    """Check that the file can be read and has a certificate.
-
-    Raises:
-        ValueError: It cannot, or has none.
-    """
+    """Raise ValueError unless the file can be read and has a certificate."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca)
     except (OSError, ValueError) as error:
@@ -89,7 +81,7 @@ def check_authorities(ca: Path) -> None:
 
 
 def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """Read the files, once: a channel shows the same certificate for as long as it lives."""
+    """Read the files, once: a channel keeps its certificate as long as it lives."""
     return grpc.ssl_channel_credentials(
         root_certificates=tls.ca.read_bytes(),
         private_key=None if tls.key is None else tls.key.read_bytes(),
@@ -98,7 +90,7 @@ def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """Make what a gRPC server listens with; files that are replaced count from then on."""
+    """Make a gRPC server's credentials; replaced files are used from the next handshake on."""
 
     def read() -> grpc.ServerCertificateConfiguration:
         check_certificate(tls.cert, tls.key)
@@ -114,11 +106,10 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 def http_context(tls: ServerTls) -> ssl.SSLContext:
-    """Make what an HTTP server listens with; files that are replaced count from then on.
+    """Make an HTTP server's context; replaced files are used from the next handshake on.
 
-    A client's certificate is asked for but may be missing, so that probes, which have none, get
-    their answer: who needs one is the application's to say. One of a wrong authority ends the
-    handshake.
+    A client certificate may be missing, so that probes get their answer: the application decides
+    who needs one. A certificate of a wrong authority ends the handshake.
     """
 
     def read() -> ssl.SSLContext:
@@ -139,7 +130,7 @@ def http_context(tls: ServerTls) -> ssl.SSLContext:
 
 
 class _Newest(Generic[T]):
-    """What was made of the files as they are now. May be called from any thread."""
+    """Holds what `read` made of the files, and renews it when they change. Thread-safe."""
 
     def __init__(self, tls: ServerTls, read: Callable[[], T]) -> None:
         """Raises what `read` raises."""
@@ -149,10 +140,10 @@ class _Newest(Generic[T]):
         self._value = read()
 
     def get(self) -> T:
-        """Look at the files, and read them if they have changed.
+        """Return the value, made again if the files have changed; called at each handshake.
 
-        Called at each handshake. What cannot be read, perhaps because it is just being written,
-        changes nothing, and is tried again at the next one.
+        Files that cannot be read, perhaps because they are being written, are read again at the
+        next handshake; until then the old value is used.
         """
         try:
             stamps = self._look()
@@ -165,14 +156,14 @@ class _Newest(Generic[T]):
         return self._value
 
     def _look(self) -> list[tuple[int, int]]:
-        # A mounted secret is replaced by a symbolic link: the inode tells that, too.
+        # Kubernetes replaces a mounted secret by switching a link: the inode changes, too.
         stats = [file.stat() for file in self._files]
         return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]
 
 
 def _no_password() -> str:
-    # Else OpenSSL asks on the terminal.
-    raise ValueError("the key is encrypted; it must be in the clear")
+    # Otherwise OpenSSL asks on the terminal.
+    raise ValueError("the key is encrypted; it must not be")
 
 
 def _reason(error: Exception) -> str:

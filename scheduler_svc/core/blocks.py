@@ -1,26 +1,26 @@
-"""The blocks of one tier: who may write which, which are free, which are findable by content.
+"""The blocks of one tier: which are held, which are free, which are findable by content.
 
 A block is in one of three states, told by its reference count and whether it has a hash:
 
     ref_count > 0            held: by block tables, pins, steps in flight, swap-ins under way
-    ref_count = 0, a hash    cached: findable, and evicted in order when blank ones run out
-    ref_count = 0, no hash   blank
+    ref_count = 0, a hash    cached: findable, and evicted in order when no block is free
+    ref_count = 0, no hash   free
 
-Cached and blank blocks are both *free*. A held block may have a hash too; it is then shared by
-whoever finds it. Only a block with one holder and no hash is ever written.
+Free and cached blocks are *available*: they can be allocated. A held block may have a hash, too,
+and is then shared by all that find it. Only a block with one holder and no hash is ever written.
 
-Blank blocks at or beyond the *border* are given last, lowest first, so that what defragmentation
-has emptied stays empty. At first there are none.
+Free blocks at or beyond the *border* are allocated last, lowest first, so that what defragmentation
+has emptied stays empty. At first no block is beyond it.
 
-A pool can be resized. Before it shrinks, blocks from its *end to be* on are taken out of use: those
-that are free, or become so, are *retired*: with neither holder nor hash, and given to nobody.
+A pool can be resized. Before it shrinks, blocks from its new *end* on are taken out of use. Those
+that are available, or become so, are *retired*: with neither holder nor hash, and never allocated.
 """
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
-from typing import Generic, NewType, TypeVar, cast
+from typing import Generic, NamedTuple, NewType, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,20 @@ DiskBlockId = NewType("DiskBlockId", int)
 BlockIdT = TypeVar("BlockIdT", bound=int)
 
 
+class PoolBooks(NamedTuple, Generic[BlockIdT]):
+    """The tables of a pool, live; for reports and invariants, which only read them."""
+
+    hashes: Sequence[BlockHash | None]
+    """By block."""
+    hash_to_block: Mapping[BlockHash, BlockIdT]
+    cached: list[BlockIdT]
+    """Not live: in the order of eviction, or in none."""
+    free: Sequence[BlockIdT]
+    """Below the border; the last is next."""
+    free_beyond: Sequence[BlockIdT]
+    border: int
+
+
 class BlockPool(Generic[BlockIdT]):
     """Allocates, shares and takes back blocks; the one owner of their reference counts."""
 
@@ -48,9 +62,9 @@ class BlockPool(Generic[BlockIdT]):
         eviction: Eviction = Eviction.LRU,
         labels: NewLabels | None = None,
     ) -> None:
-        """`on_evict` hears of each cached block that `allocate` gives away, and of its hash.
+        """`on_evict` is called with each cached block that is allocated, and its hash.
 
-        `labels` hears of each content that is published, even if another block has it, too.
+        `labels` gets each content that is published, even if another block has it, too.
         """
         self.num_blocks = num_blocks
         self._labels = labels
@@ -63,48 +77,60 @@ class BlockPool(Generic[BlockIdT]):
         self._end = num_blocks
         self._block_id = block_id
         # A stack, so that low numbers are used first and again, and the pool's end stays empty.
-        self._blank = [block_id(b) for b in reversed(range(num_blocks))]
-        self._blank_beyond: list[BlockIdT] = []  # a heap
+        self._free = [block_id(b) for b in reversed(range(num_blocks))]
+        self._free_beyond: list[BlockIdT] = []  # a heap
 
     @property
-    def num_free(self) -> int:
-        """Blocks that may be taken: blank and cached.
+    def num_available(self) -> int:
+        """Blocks that may be allocated: free and cached.
 
-        Less those into which held blocks from the end to be on have to go; if these are too many it
-        is negative.
+        While the pool shrinks, less those that held blocks beyond the new end have to move to; it
+        is negative if there are too few of these.
         """
-        num_free = len(self._blank) + len(self._blank_beyond) + len(self._cached)
-        return num_free if self._end == self.num_blocks else num_free - self.num_leaving
+        num_available = len(self._free) + len(self._free_beyond) + len(self._cached)
+        return num_available if self._end == self.num_blocks else num_available - self.num_leaving
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and that can still be found by hash."""
+        """Blocks that are not held and can still be found by hash."""
         return len(self._cached)
 
     @property
-    def num_blank(self) -> int:
-        """Blocks that `allocate` can give without evicting one."""
-        return len(self._blank) + len(self._blank_beyond)
+    def num_free(self) -> int:
+        """Blocks that can be allocated without evicting one."""
+        return len(self._free) + len(self._free_beyond)
+
+    @property
+    def books(self) -> PoolBooks[BlockIdT]:
+        """Its tables; takes time in proportion to the cached blocks."""
+        return PoolBooks(
+            hashes=self._hashes,
+            hash_to_block=self._hash_to_block,
+            cached=[self._hash_to_block[block_hash] for block_hash in self._cached],
+            free=self._free,
+            free_beyond=self._free_beyond,
+            border=self._border,
+        )
 
     def ref_count(self, block: BlockIdT) -> int:
-        """Return how many hold `block`."""
+        """Return the number of holders of `block`."""
         return self._ref_counts[block]
 
     def allocate(self, count: int) -> list[BlockIdT]:
-        """Take `count` blocks, each with one holder and no hash: blank, then cached, in order.
+        """Take `count` blocks, each with one holder and no hash: free ones, then cached, in order.
 
         Raises:
-            BrokenInvariantError: There are not as many; the caller looks at `num_free` first.
+            BrokenInvariantError: Fewer are available; the caller looks at `num_available` first.
         """
-        num_free = self.num_blank + self.num_cached
-        if count > num_free:
-            raise BrokenInvariantError(f"allocate({count}) with {num_free} free blocks")
-        num_left = max(0, len(self._blank) - count)
-        blocks = self._blank[num_left:]
+        num_available = self.num_free + self.num_cached
+        if count > num_available:
+            raise BrokenInvariantError(f"allocate({count}) with {num_available} available blocks")
+        num_left = max(0, len(self._free) - count)
+        blocks = self._free[num_left:]
         blocks.reverse()
-        del self._blank[num_left:]
-        while len(blocks) < count and self._blank_beyond:
-            blocks.append(heappop(self._blank_beyond))
+        del self._free[num_left:]
+        while len(blocks) < count and self._free_beyond:
+            blocks.append(heappop(self._free_beyond))
         while len(blocks) < count:
             block_hash = self._cached.evict()
             block = self._hash_to_block.pop(block_hash)
@@ -122,7 +148,7 @@ class BlockPool(Generic[BlockIdT]):
             block_hash = self._hashes[block]
             if self._ref_counts[block] == 0:
                 if block_hash is None:
-                    raise BrokenInvariantError(f"share of blank block {block}")
+                    raise BrokenInvariantError(f"share of free block {block}")
                 self._cached.remove(block_hash)
             if block_hash is not None:
                 self._cached.hit(block_hash)
@@ -131,7 +157,7 @@ class BlockPool(Generic[BlockIdT]):
     def drop(self, blocks: Sequence[BlockIdT]) -> None:
         """Remove a holder from each block of a table, or of a table's end.
 
-        The table's last blocks become free first, so they are evicted before the prefixes they
+        The table's last blocks become available first, so they are evicted before the prefixes they
         continue, without which they could not be found.
         """
         if self._cached.minds_tables:
@@ -148,12 +174,12 @@ class BlockPool(Generic[BlockIdT]):
                 elif (block_hash := self._hashes[block]) is not None:
                     self._cached.add(block_hash)
                 elif block < self._border:
-                    self._blank.append(block)
+                    self._free.append(block)
                 else:
-                    heappush(self._blank_beyond, block)
+                    heappush(self._free_beyond, block)
 
     def publish(self, blocks: Sequence[BlockIdT], hashes: Sequence[BlockHash]) -> None:
-        """Make held, full blocks findable. If another block has one's content, that one stays."""
+        """Make held, full blocks findable; not those whose content another block has already."""
         known = self._hashes
         if any(map(known.__getitem__, blocks)):
             new = [i for i, block in enumerate(blocks) if known[block] is None]
@@ -175,9 +201,9 @@ class BlockPool(Generic[BlockIdT]):
             if self._ref_counts[block] == 0:
                 self._cached.remove(block_hash)
                 if block < self._border:
-                    self._blank.append(block)
+                    self._free.append(block)
                 else:
-                    heappush(self._blank_beyond, block)
+                    heappush(self._free_beyond, block)
             self._cached.forget(block_hash)
             del self._hash_to_block[block_hash]
             self._hashes[block] = None
@@ -196,49 +222,49 @@ class BlockPool(Generic[BlockIdT]):
 
     @property
     def ref_counts(self) -> npt.NDArray[np.int32]:
-        """int32[num_blocks]: how many hold each block; a view that follows what happens."""
+        """int32[num_blocks]: the number of holders of each block; a live view."""
         counts = np.frombuffer(self._ref_counts, np.int32)
         counts.flags.writeable = False
         return counts
 
     def is_cached(self, block: BlockIdT) -> bool:
-        """Whether nobody holds `block`, and it can still be found by hash."""
+        """Whether `block` is not held, and can still be found by hash."""
         return self._ref_counts[block] == 0 and self._hashes[block] is not None
 
     def set_border(self, border: BlockIdT) -> None:
-        """Give blank blocks below `border` first, lowest first, and those beyond it last."""
-        is_blank = np.zeros(self.num_blocks, np.bool_)
-        is_blank[self._blank + self._blank_beyond] = True
-        blank = cast("list[BlockIdT]", np.flatnonzero(is_blank).tolist())
-        num_below = bisect_left(blank, border)
+        """Allocate free blocks below `border` first, lowest first, and those beyond it last."""
+        is_free = np.zeros(self.num_blocks, np.bool_)
+        is_free[self._free + self._free_beyond] = True
+        free = cast("list[BlockIdT]", np.flatnonzero(is_free).tolist())
+        num_below = bisect_left(free, border)
         self._border = border
-        self._blank = blank[:num_below][::-1]
-        self._blank_beyond = blank[num_below:]
+        self._free = free[:num_below][::-1]
+        self._free_beyond = free[num_below:]
 
     def allocate_before(self, block: BlockIdT) -> BlockIdT | None:
-        """Take the next blank block, with one holder, if its number is lower; else None."""
-        if self._blank and self._blank[-1] < block:
-            found = self._blank.pop()
-        elif not self._blank and self._blank_beyond and self._blank_beyond[0] < block:
-            found = heappop(self._blank_beyond)
+        """Take the next free block, with one holder, if its number is lower; else None."""
+        if self._free and self._free[-1] < block:
+            found = self._free.pop()
+        elif not self._free and self._free_beyond and self._free_beyond[0] < block:
+            found = heappop(self._free_beyond)
         else:
             return None
         self._ref_counts[found] = 1
         return found
 
     def exchange(self, one: BlockIdT, other: BlockIdT) -> None:
-        """Let two blocks, neither of them blank, change numbers.
+        """Exchange the numbers of two blocks, neither of them free.
 
-        Holders, hash and place in the order of eviction go with the content, which the caller has
-        moved; so have the holders of each to learn its new number. What is cached, and goes beyond
-        the end to be, is lost.
+        Holders, hash and place in the order of eviction go with the content. The caller moves the
+        content, and tells the holders of each block its new number. A cached block that would go
+        beyond the new end is lost.
 
         Raises:
-            BrokenInvariantError: One is blank: there is no content to move.
+            BrokenInvariantError: One is free: there is no content to move.
         """
         for block in (one, other):
             if self._ref_counts[block] == 0 and self._hashes[block] is None:
-                raise BrokenInvariantError(f"exchange of blank block {block}")
+                raise BrokenInvariantError(f"exchange of free block {block}")
         counts, hashes = self._ref_counts, self._hashes
         counts[one], counts[other] = counts[other], counts[one]
         hashes[one], hashes[other] = hashes[other], hashes[one]
@@ -255,28 +281,28 @@ class BlockPool(Generic[BlockIdT]):
 
     @property
     def num_usable(self) -> int:
-        """Blocks that there are, without those that are being taken out of use."""
+        """Blocks in the pool, without those that are being taken out of use."""
         return self._end
 
     @property
     def usable_ref_counts(self) -> npt.NDArray[np.int32]:
-        """How many hold each of those, int32[num_usable]; a view, as `ref_counts`."""
+        """int32[num_usable]: the number of holders of each of these; a live view."""
         return self.ref_counts[: self._end]
 
     @property
     def num_leaving(self) -> int:
-        """Held blocks that are being taken out of use; takes time in proportion to what goes."""
+        """Held blocks that are being taken out of use; counted, block by block."""
         return int(np.count_nonzero(self.ref_counts[self._end :]))
 
     def retire_from(self, end: int) -> None:
-        """Take blocks from `end` on out of use; `on_evict` hears of those that are cached.
+        """Take blocks from `end` on out of use; `on_evict` is called with those that are cached.
 
-        Those that are held go on being so, and are retired when they become free; what they hold
-        is then lost.
+        Held ones stay held, and are retired when the last holder drops them; their content is lost
+        then.
         """
         self._end = end
-        self._blank = [block for block in self._blank if block < end]
-        self._blank_beyond = sorted(block for block in self._blank_beyond if block < end)
+        self._free = [block for block in self._free if block < end]
+        self._free_beyond = sorted(block for block in self._free_beyond if block < end)
         cached = [(block_hash, self._hash_to_block[block_hash]) for block_hash in self._cached]
         for block_hash, block in reversed(cached):  # there may be room for few on the host
             if block >= end:
@@ -286,26 +312,26 @@ class BlockPool(Generic[BlockIdT]):
                     self._on_evict(block, block_hash)
 
     def resize(self, num_blocks: int) -> None:
-        """Have `num_blocks` blocks, all of them in use; those that come, or come back, are blank.
+        """Set the number of blocks, all of them in use; those that come, or come back, are free.
 
         Raises:
-            BrokenInvariantError: One that would go is not retired.
+            BrokenInvariantError: A block that would go is not retired.
         """
         if self.ref_counts[num_blocks:].any() or num_blocks < self._end:
             raise BrokenInvariantError(f"resize({num_blocks}) with blocks in use beyond")
         num_new = max(0, num_blocks - self.num_blocks)
         was_whole = self._border >= self.num_blocks
-        # Not in place: views of the counts may be about.
+        # Not in place: there may be views of the counts.
         self._ref_counts = self._ref_counts[:num_blocks] + array("i", bytes(4 * num_new))
         self._hashes = self._hashes[:num_blocks] + [None] * num_new
         came = [b for b in range(self._end, num_blocks) if self._ref_counts[b] == 0]
         self.num_blocks = self._end = num_blocks
-        self._blank_beyond += map(self._block_id, came)
+        self._free_beyond += map(self._block_id, came)
         border = num_blocks if was_whole else min(self._border, num_blocks)
         self.set_border(self._block_id(border))
 
     def _forget(self, block: BlockIdT) -> None:
-        """Let nobody find a free block that is not cached."""
+        """Make a block that is neither held nor cached unfindable."""
         if (block_hash := self._hashes[block]) is not None:
             self._cached.forget(block_hash)
             del self._hash_to_block[block_hash]
@@ -321,13 +347,13 @@ class BlockPool(Generic[BlockIdT]):
     ) -> None:
         """Take over what a pool's blocks hold, before anything is allocated.
 
-        What was used last is not known. The content that became known last is evicted first: a
-        prefix was known before what continues it.
+        When each was used last is not known. So what was published last is evicted first: a prefix
+        was published before what continues it.
 
         Args:
-            tables: Distinct blocks each, of which somebody becomes a holder.
-            blocks: Those whose content is known; what became known first, first.
-            hashes: Parallel to it.
+            tables: Block tables, each of distinct blocks; each becomes a holder of its blocks.
+            blocks: Blocks whose content is known, in the order in which they were published.
+            hashes: Parallel to `blocks`.
         """
         for block in (block for table in tables for block in table):
             self._ref_counts[block] += 1
@@ -338,8 +364,8 @@ class BlockPool(Generic[BlockIdT]):
         for block in reversed(self._hash_to_block.values()):
             if self._ref_counts[block] == 0:
                 self._cached.add(cast("BlockHash", self._hashes[block]))
-        self._blank = [b for b in self._blank if self._ref_counts[b] == 0 and not self._hashes[b]]
+        self._free = [b for b in self._free if self._ref_counts[b] == 0 and not self._hashes[b]]
 
     def is_writable(self, block: BlockIdT) -> bool:
-        """Whether a held block has one holder and no hash, so that this one may write it."""
+        """Whether a held block has one holder and no hash, so that the holder may write it."""
         return self._ref_counts[block] == 1 and self._hashes[block] is None

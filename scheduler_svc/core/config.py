@@ -1,14 +1,14 @@
-"""The room that a scheduler core divides, and how it divides it."""
+"""A scheduler core's configuration, and its load."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
+from contract.info import MemoryLevel
 from scheduler_svc.core.cache.eviction import Eviction
-from scheduler_svc.core.pressure import MemoryLevel
 
 
 class PreemptionMode(StrEnum):
-    """What becomes of the KV of a sequence that is preempted."""
+    """What preemption does with a sequence's KV."""
 
     COST = "cost"
     """SWAP or RECOMPUTE, whichever takes less time, by the rates that the worker measured."""
@@ -38,9 +38,9 @@ class SchedulerConfig:
     """Most tokens that the worker guesses and verifies for a sequence beside its next one, so that
     a step may bring it one more than that; less than `block_size`."""
     max_num_blocks: int | None = None
-    """Most device blocks that there may come to be; None: their number is fixed."""
+    """Most device blocks that a resize may give; None: their number is fixed."""
     min_num_blocks: int = 1
-    """Fewest that there may come to be."""
+    """Fewest device blocks that a resize may leave."""
     max_waiting: int = 1024
     """Most sequences that may wait."""
     enable_prefix_caching: bool = True
@@ -84,7 +84,7 @@ class SchedulerConfig:
     long_prefill_threshold: int | None = None
     """A sequence with more known tokens to compute is long: it leaves half of a step to others, and
     others overtake it. 0: none is, so none is paced either. None: half of what keeps the device
-    busy. What fits there is computed in one step, and holds nobody up for longer."""
+    busy: a shorter prompt is computed in one step, and delays others no further."""
     max_long_prefills: int = 1
     """Most long sequences that compute their known tokens at the same time."""
     claim_s: float = 10.0
@@ -172,14 +172,14 @@ class SchedulerLoad:
     num_running: int
     num_waiting: int
     num_swapped: int
-    """Those of the waiting whose KV is on the host or the disk."""
+    """Waiting sequences with their KV on the host or the disk."""
     max_num_seqs: int
     num_blocks: int
     """Device blocks, at present."""
     num_free_blocks: int
-    """Blank blocks: they hold nothing."""
+    """Blocks that hold nothing."""
     num_cached_blocks: int
-    """Blocks that nobody holds and that the prefix cache can still find."""
+    """Blocks that are not held and that the prefix cache can still find."""
     num_pinned_blocks: int
     """Blocks that pins keep in the prefix cache; sequences may hold some of them, too."""
     block_size: int
@@ -194,12 +194,12 @@ class SchedulerLoad:
     """Tokens that sequences have to compute again, since the start: those that were preempted, and
     those that were live at another worker or scheduler before."""
     num_adopted_tokens: int
-    """Tokens of such whose KV the worker still had, since the start."""
+    """Tokens of resubmitted sequences with KV that the worker still had, since the start."""
     num_host_blocks: int
     num_free_host_blocks: int
-    """Blank host blocks: they hold nothing."""
+    """Host blocks that hold nothing."""
     num_cached_host_blocks: int
-    """Host blocks that nobody holds and that the prefix cache can still find."""
+    """Host blocks that are not held and that the prefix cache can still find."""
     num_swapped_out_blocks: int
     """Blocks copied from device to host, since the start, demoted ones included."""
     num_swapped_in_blocks: int
@@ -214,9 +214,9 @@ class SchedulerLoad:
     """Passes of defragmentation that have ended, since the start."""
     num_disk_blocks: int
     num_free_disk_blocks: int
-    """Blank disk blocks: they hold nothing."""
+    """Disk blocks that hold nothing."""
     num_cached_disk_blocks: int
-    """Disk blocks that nobody holds and that the prefix cache can still find."""
+    """Disk blocks that are not held and that the prefix cache can still find."""
     num_stored_blocks: int
     """Blocks stored on the disk, since the start, spilled ones included."""
     num_loaded_blocks: int
@@ -226,11 +226,11 @@ class SchedulerLoad:
     num_spilled_blocks: int
     """Blocks of swapped sequences moved to the disk, since the start."""
     memory_level: MemoryLevel = MemoryLevel.OK
-    """How short the worker's memory is, as it was last told."""
+    """How short the worker's memory is, by its last report."""
     num_memory_preemptions: int = 0
-    """Of the preemptions those because of that."""
+    """Preemptions because of that."""
 
     @property
     def is_memory_short(self) -> bool:
-        """Whether the worker has less run than it could."""
+        """Whether fewer sequences run than could if memory were not short."""
         return self.memory_level is not MemoryLevel.OK

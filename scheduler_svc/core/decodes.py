@@ -1,16 +1,23 @@
 """The sequences that decode: when each needs a block, and when it has reached its length.
 
-A sequence that gains one token in every step is filed under the steps at which that will be so, and
-not looked at before. If a step may bring several tokens it is another class, `DraftedDecodes`.
+This is why a steady step costs nothing for a steady sequence. Without guesses a decoding sequence
+gains one token in every step, so the steps at which it needs its next block, and at which it
+reaches its length, are known when it starts (`SteadyDecodes`). It is filed under them, and not
+looked at before. If a step may bring several tokens, all are looked at, as arrays
+(`DraftedDecodes`).
 """
 
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from contract.step import StepId
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepId
+from scheduler_svc.core.request import SeqId
+from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps_in_flight import StepsInFlight
-from scheduler_svc.core.structures.step_wheel import StepWheel
 
 
 class Decodes(Protocol):
@@ -21,7 +28,7 @@ class Decodes(Protocol):
         """How many compute in the next step."""
 
     def start(self, seq: Sequence, step: StepId) -> None:
-        """Let `seq`, whose last known token `step` computes, decode from then on."""
+        """Let `seq` decode after `step`, which computes its last known token."""
 
     def stop(self, seq: Sequence) -> None:
         """Forget a sequence, which still has its row."""
@@ -30,13 +37,13 @@ class Decodes(Protocol):
         """Return how many need a block at `step`."""
 
     def num_due_soon(self, step: StepId) -> int:
-        """Return how many blocks the two steps after `step` may need beyond that."""
+        """Return how many blocks the two steps after `step` may need, as far as is known."""
 
     def take_due(self, step: StepId) -> list[Sequence]:
         """Return those that need a block at `step`, which each of them gets."""
 
     def send(self, step: StepId) -> None:
-        """Note that `step` goes out."""
+        """Take a step that goes out."""
 
     def take_ended(self, step: StepId) -> list[Sequence]:
         """Return those that have their last token, now that the result of `step` is applied."""
@@ -60,7 +67,7 @@ class SteadyDecodes:
         return self._num_next
 
     def start(self, seq: Sequence, step: StepId) -> None:
-        """Let `seq`, whose last known token `step` computes, decode from then on."""
+        """Let `seq` decode after `step`, which computes its last known token."""
         num_known = len(seq.token_ids)
         seq.last_step = StepId(step + seq.max_total_tokens - num_known - 1)
         self._ends.add(seq.last_step, seq)
@@ -96,9 +103,119 @@ class SteadyDecodes:
         return due
 
     def send(self, step: StepId) -> None:
-        """Note that `step` goes out."""
+        """Take a step that goes out."""
         self._num_next -= self._ends.num_due(step)
 
     def take_ended(self, step: StepId) -> list[Sequence]:
-        """Return those whose last token `step` sampled."""
+        """Return those that got their last token from `step`."""
         return self._ends.pop(step)
+
+
+class DraftedDecodes:
+    """Sequences that gain one token or several in every step.
+
+    A worker that drafts verifies up to `K = num_draft_tokens` guesses with each sequence's next
+    token, and keeps those that were right: a step brings 1 to K + 1 tokens. How many is known with
+    its result, so blocks are given for what the steps in flight may bring at most. With `n` known
+    tokens and `f` steps in flight, a table has room, or gets it by one block in each step, for::
+
+        min(n + f * (K + 1) + K, length - 1)
+
+    tokens: those that may be known when the step computes, and its guesses; it computes the last
+    known one. The last token of all is not computed. Since K is less than a block, one block per
+    step is enough for at least one token per step; a worker guesses no more than the table has room
+    for. All sequences are looked at in each step, as arrays.
+    """
+
+    def __init__(self, config: SchedulerConfig, rows: Rows, steps: StepsInFlight) -> None:
+        self._block_size = config.block_size
+        self._num_draft_tokens = config.num_draft_tokens
+        self._rows = rows
+        self._steps = steps
+        # By row, valid for those that decode.
+        self._decodes = np.zeros(config.max_num_seqs, np.bool_)
+        self._num_slots = np.zeros(config.max_num_seqs, np.int64)
+        self._length = np.zeros(config.max_num_seqs, np.int64)
+        self._single = StepWheel()
+        """Sequences that get one token and end: they decode in no step."""
+
+    @property
+    def num_next(self) -> int:
+        """How many compute in the next step, those included that ended in a step in flight."""
+        return int(np.count_nonzero(self._decodes))
+
+    def start(self, seq: Sequence, step: StepId) -> None:
+        """Let `seq` decode after `step`, which computes its last known token."""
+        assert seq.row is not None
+        seq.last_step = None
+        if len(seq.token_ids) + 1 == seq.max_total_tokens:
+            seq.last_step = step
+            self._single.add(step, seq)
+            return
+        self._decodes[seq.row] = True
+        self._num_slots[seq.row] = len(seq.block_ids) * self._block_size
+        self._length[seq.row] = seq.max_total_tokens
+
+    def stop(self, seq: Sequence) -> None:
+        """Forget a sequence, which still has its row."""
+        if seq.last_step is not None:
+            self._single.discard(seq.last_step, seq)
+        else:
+            self._decodes[seq.row] = False
+
+    def num_due(self, step: StepId) -> int:
+        """Return how many need a block at `step`."""
+        return int(np.count_nonzero(self._is_due(step)))
+
+    def num_due_soon(self, step: StepId) -> int:
+        """Return how many blocks the two steps after `step` may need, as far as is known."""
+        return self.num_due(StepId(step + 2))
+
+    def take_due(self, step: StepId) -> list[Sequence]:
+        """Return those that need a block at `step`, which each of them gets."""
+        due = np.flatnonzero(self._is_due(step))
+        self._num_slots[due] += self._block_size
+        return self._owners(due)
+
+    def send(self, step: StepId) -> None:
+        """Take a step that goes out."""
+
+    def take_ended(self, step: StepId) -> list[Sequence]:
+        """Return those that have their last token, now that the result of `step` is applied."""
+        has_ended = self._decodes & (self._rows.num_tokens_by_row >= self._length)
+        return self._single.pop(step) + self._owners(np.flatnonzero(has_ended))
+
+    def _is_due(self, step: StepId) -> npt.NDArray[np.bool_]:
+        """bool[max_num_seqs]."""
+        num_unknown = step - 1 - self._steps.last_answered
+        num_drafts = self._num_draft_tokens
+        reach = self._rows.num_tokens_by_row + num_unknown * (num_drafts + 1) + num_drafts
+        due: npt.NDArray[np.bool_] = self._num_slots < np.minimum(reach, self._length - 1)
+        return self._decodes & due
+
+    def _owners(self, rows: npt.NDArray[np.intp]) -> list[Sequence]:
+        return [seq for seq in map(self._rows.owner, rows.tolist()) if seq is not None]
+
+
+class StepWheel:
+    """Sequences filed under the step at which something is due, in the order they were filed."""
+
+    def __init__(self) -> None:
+        self._due: dict[StepId, dict[SeqId, Sequence]] = {}
+
+    def add(self, step: StepId, seq: Sequence) -> None:
+        """File `seq` under `step`."""
+        self._due.setdefault(step, {})[seq.seq_id] = seq
+
+    def discard(self, step: StepId, seq: Sequence) -> None:
+        """Take `seq` out from under `step`, if it is there."""
+        if (due := self._due.get(step)) is not None:
+            due.pop(seq.seq_id, None)
+
+    def num_due(self, step: StepId) -> int:
+        """Return how many are filed under `step`."""
+        return len(self._due.get(step, ()))
+
+    def pop(self, step: StepId) -> list[Sequence]:
+        """Take out what is filed under `step`."""
+        return list(self._due.pop(step, {}).values())

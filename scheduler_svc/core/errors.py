@@ -2,31 +2,31 @@
 
 
 class RequestRefusedError(Exception):
-    """A request that is not accepted; nothing changed."""
+    """A request is not accepted; nothing changed."""
 
 
 class QueueFullError(RequestRefusedError):
-    """As many sequences wait as are allowed to; later there may be room."""
+    """The queue is full; later there may be room."""
 
 
 class RequestTooLongError(RequestRefusedError):
-    """A request that could never finish, whatever else runs."""
+    """A request could never finish, even alone."""
 
 
 class NoPrefixCacheError(RequestRefusedError):
-    """A request that wants its prompt pinned in a prefix cache that there is not."""
+    """A request that wants its prompt pinned, where prefix caching is off."""
 
 
 class DeadlineError(RequestRefusedError):
-    """A request whose deadline has passed, or cannot be met even if nothing else runs."""
+    """The deadline of a request has passed, or could not be met even if nothing else ran."""
 
 
 class ResizeRefusedError(Exception):
-    """A size that a pool cannot have as things are; nothing changed."""
+    """A pool size that is not possible now; nothing changed."""
 
 
 class MigrationRefusedError(Exception):
-    """A request that cannot be moved between cores as things are; nothing changed."""
+    """A request cannot be moved between cores now; nothing changed."""
 
 
 class BrokenInvariantError(AssertionError):

@@ -1,6 +1,7 @@
 """Which requests are taken on: limits of length, time and number, and what is switched off."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
@@ -10,7 +11,22 @@ from scheduler_svc.core.errors import (
     RequestTooLongError,
 )
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.tiers.rates import Rates
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast a worker is, measured at its best; when busy it is slower. None: not known yet."""
+
+    prefill_tokens_per_s: float | None = None
+    """Prompt tokens computed in a second."""
+    step_s: float | None = None
+    """Seconds of a step that computes one token for each sequence."""
+
+    def least_s(self, num_prompt_tokens: int, num_steps: int) -> float | None:
+        """Return the seconds that these take at least, one after the other; None: not known."""
+        if self.prefill_tokens_per_s is None or self.step_s is None:
+            return None
+        return num_prompt_tokens / self.prefill_tokens_per_s + num_steps * self.step_s
 
 
 def max_request_len(num_blocks: int, config: SchedulerConfig) -> int:
@@ -22,9 +38,9 @@ def check_length(request: Request, num_blocks: int, config: SchedulerConfig) -> 
     """Check that each sequence of a request, or its search, could finish if it ran alone.
 
     Args:
-        request: which.
-        num_blocks: device blocks that there are.
-        config: of the core.
+        request: The request.
+        num_blocks: Device blocks in the pool.
+        config: Of the core.
 
     Raises:
         RequestTooLongError: Naming what is too long, and the limit.

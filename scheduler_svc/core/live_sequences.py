@@ -6,9 +6,10 @@ from itertools import chain
 
 import numpy as np
 
+from contract.arrays import Int32Array
 from scheduler_svc.core.beams.group import BeamGroup
-from scheduler_svc.core.plan import Int32Array
-from scheduler_svc.core.policies.policy import Place
+from scheduler_svc.core.events import Admitted
+from scheduler_svc.core.policies.policy import Rank
 from scheduler_svc.core.request import OutputSoFar, Request, SeqId, SourceId
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 
@@ -18,7 +19,7 @@ class LiveSequences:
 
     The first sequence of a new request leads: it computes the prompt, and the others, its siblings,
     fork from it. Resubmitted sequences have diverged; what they share, the prefix cache finds. A
-    beam search has a sequence for each beam, of which the first `n` have the names of its outputs.
+    beam search has a sequence for each beam; the first `n` have the names of its outputs.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,7 @@ class LiveSequences:
         self._num_created = 0
         self.num_siblings = 0
         """Sequences that wait for their leader."""
+        self._admitted: list[Admitted] = []  # their sources have not heard of it yet
 
     def __iter__(self) -> Iterator[Sequence]:
         for by_key in self._by_source.values():
@@ -34,16 +36,16 @@ class LiveSequences:
                 if seq.group is not None and seq is seq.group.leader:
                     yield from seq.group.seqs[seq.request.n :]
 
-    def add(self, request: Request, place: Place, now: float) -> list[Sequence]:
+    def add(self, request: Request, rank: Rank, now: float) -> list[Sequence]:
         """Create the sequences of a request that are not finished.
 
         Returns:
             Those that can be queued; the others are siblings of the first.
         """
         if request.beam is not None:
-            return [self._add_search(request, request.beam.width, place, now)]
+            return [self._add_search(request, request.beam.width, rank, now)]
         seqs = [
-            self._create(request, index, place, now)
+            self._create(request, index, rank, now)
             for index in range(request.n)
             if not (request.outputs and request.outputs[index].finished)
         ]
@@ -72,6 +74,21 @@ class LiveSequences:
         siblings, leader.siblings = leader.siblings, []
         self.num_siblings -= len(siblings)
         return siblings
+
+    def record_admitted(self, seq: Sequence, num_cached_tokens: int, now: float) -> None:
+        """Record that a sequence left the queue, if it is for the first time; for its source."""
+        if not seq.was_admitted:
+            seq.was_admitted = True
+            seq.num_cached_tokens = num_cached_tokens
+            self._admitted += (
+                Admitted(seq.request.source, each.seq_key, num_cached_tokens, now - seq.arrived)
+                for each in seq.outputs
+            )
+
+    def take_admitted(self) -> tuple[Admitted, ...]:
+        """Return what was recorded since the last call."""
+        admitted, self._admitted = tuple(self._admitted), []
+        return admitted
 
     def remove(self, seq: Sequence) -> Sequence | None:
         """Forget a sequence that ends, and mark it as finished.
@@ -110,10 +127,10 @@ class LiveSequences:
         groups = sorted(by_request.values(), key=lambda seqs: min(seq.seq_id for seq in seqs))
         return tuple(resubmittable(seqs, known_tokens) for seqs in groups)
 
-    def _add_search(self, request: Request, width: int, place: Place, now: float) -> Sequence:
+    def _add_search(self, request: Request, width: int, rank: Rank, now: float) -> Sequence:
         """Create the sequences of a beam search; return the one that can be queued."""
         bare = replace(request, outputs=())  # they are empty
-        seqs = tuple(self._create(bare, index, place, now) for index in range(width))
+        seqs = tuple(self._create(bare, index, rank, now) for index in range(width))
         group = BeamGroup(bare, seqs)
         for seq in seqs:
             seq.group = group
@@ -125,7 +142,7 @@ class LiveSequences:
         by_key.update((seq.seq_key, seq) for seq in group.outputs)
         return group.leader
 
-    def _create(self, request: Request, index: int, place: Place, now: float) -> Sequence:
+    def _create(self, request: Request, index: int, rank: Rank, now: float) -> Sequence:
         self._num_created += 1
         known = request.prompt_token_ids
         if request.outputs:
@@ -135,7 +152,7 @@ class LiveSequences:
             request=request,
             output_index=index,
             arrived=now,
-            place=place,
+            rank=rank,
             token_ids=known,
             max_total_tokens=len(request.prompt_token_ids) + request.max_tokens,
             was_admitted=len(known) > len(request.prompt_token_ids),

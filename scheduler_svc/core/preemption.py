@@ -1,43 +1,126 @@
-"""Taking a running sequence's device blocks: what becomes of its KV, and of the sequence."""
+"""Preempts running sequences: when, which, and how.
 
+When and which, at the start of each step (`make_room`). First, if more run than the worker's memory
+allows (`pressure.py`); then, as long as the decoding sequences need more blocks in this step than
+are available. Each time it is the running sequence that is last in order. A sequence that runs
+alone is not preempted for blocks; pinned blocks are given up before. A swap-in that fails preempts
+the sequences that depend on it, and a request that moves to another core is preempted, too.
+
+How: a *swap* copies its computed blocks to the host and keeps them until it runs again; a
+*recompute* drops them. A swap is chosen if it takes less time and the host has, or can make, room
+(`tiers/host_room.py`). A sequence whose blocks are still being swapped in keeps its host blocks,
+and nothing is copied. Tokens of steps in flight are dropped; it will draw the same again.
+"""
+
+from collections.abc import Callable
+
+from contract.step import StepId
 from scheduler_svc.core.beams.live_searches import BeamGroups
+from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.cache.pins import Pins
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.pressure import Pressure
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import SeqStatus, Sequence
+from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_room import HostRoom
 
 
-class Preempting:
-    """Has running sequences wait; whom, and when, the scheduler says."""
+class Preemption:
+    """Takes device blocks from running sequences, and puts these back into the queue."""
 
     def __init__(
         self,
         config: SchedulerConfig,
+        *,
+        pool: BlockPool[DeviceBlockId],
+        pins: Pins,
         rows: Rows,
+        steps: StepsInFlight,
         running: RunningSet,
         beams: BeamGroups,
         host_room: HostRoom,
-        waiting: WaitingQueue,
+        queue: WaitingQueue,
+        pressure: Pressure,
     ) -> None:
         self.num_preemptions = 0
+        self.num_for_memory = 0
+        """Preemptions because the worker's memory was critical."""
+        self.observer: Callable[[Sequence, bool], Callable[[], None]] | None = None
+        """Called before each preemption with the sequence and whether it may swap; what it returns
+        is called after. For replays."""
         self._block_size = config.block_size
+        self._can_swap_for_memory = not config.host_is_device_memory
+        self._pool = pool
+        self._pins = pins
         self._rows = rows
+        self._steps = steps
         self._running = running
         self._beams = beams
         self._host_room = host_room
-        self._waiting = waiting
+        self._queue = queue
+        self._pressure = pressure
+
+    # --- when and which -------------------------------------------------------------------------
+
+    def make_room(self, step: StepId) -> bool:
+        """Preempt until every decoding sequence can have the block it needs at `step`.
+
+        Blocks that a shrinking pool still has to empty do not count as available.
+
+        Returns:
+            False if only answers to steps in flight will free enough blocks.
+        """
+        while self._pressure.max_running is not None and self.has_too_many:
+            self.num_for_memory += 1
+            self.preempt(self._last(), can_swap=self._can_swap_for_memory)
+        while self.num_blocks_due(step) > self._pool.num_available:
+            if self._steps.hold_blocks:
+                return False
+            if not self._running:  # pins, or rows that may be claimed, hold the blocks
+                if not self._pins.give_up(1):
+                    break
+            elif not self._running.is_alone or not self._pins.give_up(1):
+                self.preempt(self._last())
+        return True
+
+    @property
+    def has_too_many(self) -> bool:
+        """Whether more sequences run, or are about to, than the worker's memory allows."""
+        most = self._pressure.max_running
+        if most is None or len(self._running) + self._beams.num_spares <= most:
+            return False
+        return bool(self._running) and not self._running.is_alone
+
+    def num_blocks_due(self, step: StepId) -> int:
+        """Return how many blocks the decoding sequences and beams need at `step`."""
+        return self._running.num_blocks_due(step) + self._beams.num_blocks_due
+
+    def _last(self) -> Sequence:
+        return max(self._running, key=self._queue.sort_key)
+
+    # --- how ------------------------------------------------------------------------------------
 
     def preempt(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
-        """Take a running sequence's device blocks; it waits, and its KV with it or not at all.
+        """Take a running sequence's device blocks and queue it. A search is preempted as a whole.
 
-        Tokens of steps in flight are dropped: it will draw the same again. A search waits whole.
+        Args:
+            seq: The sequence, or a beam of the search.
+            can_swap: Whether its KV may go to the host; else it is recomputed.
+            must_swap: Swap whatever it costs; the caller has checked that the host has room.
         """
         self.num_preemptions += 1
+        done = None if self.observer is None else self.observer(seq, can_swap)
         if seq.group is not None:
-            self._waiting.push(self._beams.preempt(seq.group))
-            return
+            self._queue.push(self._beams.preempt(seq.group))
+        else:
+            self._preempt_one(seq, can_swap=can_swap, must_swap=must_swap)
+        if done is not None:
+            done()
+
+    def _preempt_one(self, seq: Sequence, *, can_swap: bool, must_swap: bool) -> None:
         assert seq.row is not None
         seq.token_ids = self._rows.tokens(seq.row).copy()
         num_computed = self._running.num_computed_tokens(seq)
@@ -56,7 +139,7 @@ class Preempting:
         ):
             self._running.swap_out(seq, blocks, num_computed)
             num_swapped_out = len(blocks)
-        self._running.note_preempted(seq, num_computed, num_swapped_out)
+        self._running.trace_preempted(seq, num_computed, num_swapped_out)
         seq.num_computed_tokens = num_computed
         seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
-        self._waiting.push(seq)
+        self._queue.push(seq)

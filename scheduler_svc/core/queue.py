@@ -1,15 +1,16 @@
-"""The sequences that wait for admission: which goes first, and whose deadline has passed.
+"""The sequences that wait for admission: which goes first, and which have missed their deadline.
 
-They stand in lines: one for each lane, band and account. Within a line the order is fixed, and the
-first of all is the first of some line of the first band, so that finding it costs O(accounts).
+They stand in lines: one for each lane, level and account. Within a line the order is fixed, and the
+first of all is the first of some line of the first level, so that finding it costs O(accounts).
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 
-from scheduler_svc.core.policies.policy import Key, Policy, Rank, rank
+from scheduler_svc.core.cache.marked_heap import MarkedHeap
+from scheduler_svc.core.policies.policy import Key, Policy, SortKey, sort_key
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.sequence import SeqStatus, Sequence
-from scheduler_svc.core.structures.marked_heap import MarkedHeap
 
 
 class WaitingQueue:
@@ -26,11 +27,11 @@ class WaitingQueue:
         """Sequences that have KV on the host or the disk."""
         self._seq_id_to_tokens: dict[SeqId, int] = {}
         self.num_tokens = 0
-        """Known tokens that they have to compute, as far as is known."""
+        """Known tokens that they have to compute, as far as the cache was looked up."""
         self.num_short_tokens = 0
-        """Those of them that are not of a long prompt."""
+        """Those of them that are of short prompts."""
         self.num_short = 0
-        """Sequences whose prompt is not long."""
+        """Sequences with a short prompt."""
         self._num_waiting: dict[str, int] = {}  # by account
         self._deadlines: MarkedHeap[Sequence] = MarkedHeap()
 
@@ -51,7 +52,7 @@ class WaitingQueue:
         self.num_short += not is_long
         self.num_swapped += seq.status is SeqStatus.SWAPPED
         self._seq_id_to_lane[seq.seq_id] = lane
-        account = seq.place.account
+        account = seq.rank.account
         count = self._num_waiting.get(account, 0)
         self._num_waiting[account] = count + 1
         if count == 0:
@@ -61,7 +62,7 @@ class WaitingQueue:
             self._deadlines.push((seq.request.deadline,), seq, seq.seq_id)
 
     def expect(self, seq: Sequence, num_cached_tokens: int) -> None:
-        """Note that the prefix cache has so many tokens of a waiting sequence, as things are."""
+        """Do not count tokens of a waiting sequence that the prefix cache has at present."""
         self._seq_id_to_tokens[seq.seq_id] -= num_cached_tokens
         self._count(self._seq_id_to_lane[seq.seq_id], -num_cached_tokens)
 
@@ -73,7 +74,7 @@ class WaitingQueue:
         self.num_short -= lane is self._short
         self._count(lane, -self._seq_id_to_tokens.pop(seq.seq_id))
         self._deadlines.discard(seq)
-        account = seq.place.account
+        account = seq.rank.account
         self._num_waiting[account] -= 1
         if self._num_waiting[account] == 0:
             del self._num_waiting[account]
@@ -85,10 +86,19 @@ class WaitingQueue:
             return None
         lanes = (self._short, self._long) if may_be_long else (self._short,)
         heads = [head for lane in lanes if (head := lane.first()) is not None]
-        return min(heads, key=_rank)[1] if heads else None
+        return min(heads, key=_head_key)[1] if heads else None
+
+    @property
+    def num_waiting_by_account(self) -> Mapping[str, int]:
+        """How many sequences of each account wait."""
+        return self._num_waiting
+
+    def sort_key(self, seq: Sequence) -> SortKey:
+        """Return the order of a sequence now, whether it waits or not; smaller goes first."""
+        return sort_key(self._policy, seq.rank, seq.seq_id)
 
     def first_expired(self, now: float) -> Sequence | None:
-        """Return the one whose deadline passed first, if one's has; it stays."""
+        """Return the sequence whose deadline passed first, if any has; it stays."""
         head = self._deadlines.first()
         return head[1] if head is not None and head[0][0] <= now else None
 
@@ -102,34 +112,34 @@ class _Lane:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._bands: list[Key] = []  # sorted: those that have lines
+        self._levels: list[Key] = []  # sorted: those that have lines
         self._lines: dict[Key, dict[str, MarkedHeap[Sequence]]] = {}
 
     def push(self, seq: Sequence) -> None:
-        place = seq.place
-        if place.band not in self._lines:
-            insort(self._bands, place.band)
-            self._lines[place.band] = {}
-        line = self._lines[place.band].setdefault(place.account, MarkedHeap())
-        line.push(place.key, seq, seq.seq_id)
+        rank = seq.rank
+        if rank.level not in self._lines:
+            insort(self._levels, rank.level)
+            self._lines[rank.level] = {}
+        line = self._lines[rank.level].setdefault(rank.account, MarkedHeap())
+        line.push(rank.key, seq, seq.seq_id)
 
     def remove(self, seq: Sequence) -> None:
-        place = seq.place
-        lines = self._lines[place.band]
-        lines[place.account].discard(seq)
-        if not lines[place.account]:
-            del lines[place.account]
+        rank = seq.rank
+        lines = self._lines[rank.level]
+        lines[rank.account].discard(seq)
+        if not lines[rank.account]:
+            del lines[rank.account]
         if not lines:
-            del self._lines[place.band]
-            del self._bands[bisect_left(self._bands, place.band)]
+            del self._lines[rank.level]
+            del self._levels[bisect_left(self._levels, rank.level)]
 
-    def first(self) -> tuple[Rank, Sequence] | None:
-        """Return the first in order, with its rank."""
-        if not self._bands:
+    def first(self) -> tuple[SortKey, Sequence] | None:
+        """Return the first in order, with its sort key."""
+        if not self._levels:
             return None
-        seqs = [head[1] for line in self._lines[self._bands[0]].values() if (head := line.first())]
-        return min(((rank(self._policy, s.place, s.seq_id), s) for s in seqs), key=_rank)
+        seqs = [head[1] for line in self._lines[self._levels[0]].values() if (head := line.first())]
+        return min(((sort_key(self._policy, s.rank, s.seq_id), s) for s in seqs), key=_head_key)
 
 
-def _rank(head: tuple[Rank, Sequence]) -> Rank:
+def _head_key(head: tuple[SortKey, Sequence]) -> SortKey:
     return head[0]

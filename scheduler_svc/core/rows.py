@@ -1,10 +1,11 @@
 """The running sequences as arrays, by row: what a step's result changes for all of them at once."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.plan import Int32Array
-from scheduler_svc.core.policies.accounts import RowAccounts
+from contract.arrays import Int32Array
 from scheduler_svc.core.sequence import Sequence
 
 
@@ -40,6 +41,11 @@ class Rows:
         """Rows that `occupy` can give to anyone."""
         return len(self._free) - self.num_reserved
 
+    @property
+    def free(self) -> tuple[int, ...]:
+        """The free rows, reserved ones included."""
+        return tuple(self._free)
+
     def occupy(self, seq: Sequence) -> int:
         """Give a free row to `seq`, which brings its known tokens; return it."""
         row = self._free.pop()
@@ -48,7 +54,7 @@ class Rows:
         self._source[row] = seq.request.source
         self._seq_key[row] = seq.seq_key
         self._alive[row] = seq.group is None  # which token a beam gets its search decides
-        self.accounts.open(row, seq.place.account)
+        self.accounts.open(row, seq.rank.account)
         return row
 
     def set_tokens(self, row: int, token_ids: Int32Array) -> None:
@@ -117,3 +123,40 @@ class Rows:
             self._tokens[live, num_tokens] = tokens
             self._num_tokens[live] = num_tokens + 1
         return self._source.take(live), self._seq_key.take(live), tokens, index.astype(np.int32)
+
+
+class RowAccounts:
+    """The account of each row's sequence, as a number, so that a step is counted as an array.
+
+    A number is used again when no row is of its account.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._row_to_number = np.zeros(max_num_seqs, np.intp)
+        self._account_to_number: dict[str, int] = {}
+        self._names = [""] * max_num_seqs  # by number, as the next two
+        self._num_rows = [0] * max_num_seqs
+        self._free = list(reversed(range(max_num_seqs)))
+
+    def open(self, row: int, account: str) -> None:
+        """Set the account of a row."""
+        number = self._account_to_number.get(account)
+        if number is None:
+            number = self._account_to_number[account] = self._free.pop()
+            self._names[number] = account
+        self._num_rows[number] += 1
+        self._row_to_number[row] = number
+
+    def close(self, row: int) -> None:
+        """Forget the account of a row."""
+        number = int(self._row_to_number[row])
+        self._num_rows[number] -= 1
+        if self._num_rows[number] == 0:
+            del self._account_to_number[self._names[number]]
+            self._free.append(number)
+
+    def count(self, rows: Int32Array) -> Iterator[tuple[str, int]]:
+        """Yield each account of `rows`, which all have sequences, and how many are of it."""
+        counts = np.bincount(self._row_to_number[rows])
+        for number in np.flatnonzero(counts).tolist():
+            yield self._names[number], int(counts[number])

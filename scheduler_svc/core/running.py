@@ -1,33 +1,27 @@
-"""The sequences that run: their rows, their block tables, and what is due for them when."""
+"""The sequences that run: their rows and block tables, from start to stop."""
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
 import numpy as np
 
+from contract.arrays import Int32Array
 from contract.hashing import extend_chain, tail_hash
+from contract.step import NewSequence, Plan, StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.cache.publisher import Publisher
+from scheduler_svc.core.budget import TokenBudget
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.decodes import Decodes, SteadyDecodes
-from scheduler_svc.core.handover.holdings import identity, swap_root
+from scheduler_svc.core.decodes import Decodes, DraftedDecodes, SteadyDecodes
+from scheduler_svc.core.events import Preempted, Started
+from scheduler_svc.core.handover.identity import identity, swap_root
 from scheduler_svc.core.handover.labels import NewLabels
-from scheduler_svc.core.plan import (
-    Int32Array,
-    NewSequence,
-    Preempted,
-    Started,
-    StepId,
-    StepPlan,
-)
-from scheduler_svc.core.plan_builder import PlanDraft
-from scheduler_svc.core.policies.policy import Rank
-from scheduler_svc.core.prefix import FoundKv
+from scheduler_svc.core.plan import PlanBuilder
+from scheduler_svc.core.policies.policy import Policy
+from scheduler_svc.core.prefix import FoundKv, Publisher
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
-from scheduler_svc.core.speculative.drafted_decodes import DraftedDecodes
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_tier import HostTier
 
@@ -38,11 +32,14 @@ class RunningSet:
     def __init__(
         self,
         config: SchedulerConfig,
+        *,
         pool: BlockPool[DeviceBlockId],
         tier: HostTier,
         rows: Rows,
         steps: StepsInFlight,
         labels: NewLabels,
+        budget: TokenBudget,
+        policy: Policy,
     ) -> None:
         self._config = config
         self._pool = pool
@@ -50,6 +47,8 @@ class RunningSet:
         self._rows = rows
         self._steps = steps
         self._labels = labels
+        self._budget = budget
+        self._policy = policy
         self._publisher = Publisher(config, pool, rows)
         self._seqs: dict[SeqId, Sequence] = {}
         self._loading: dict[SeqId, Sequence] = {}  # those with `loading_block_ids`
@@ -60,7 +59,7 @@ class RunningSet:
             else SteadyDecodes(config, steps)
         )
         self._released_rows: list[int] = []  # the worker does not know yet
-        self._turns: list[Started | Preempted] = []  # no plan has told yet
+        self._turns: list[Started | Preempted] = []  # for the next plan
 
     def __len__(self) -> int:
         return len(self._seqs)
@@ -88,10 +87,16 @@ class RunningSet:
         return tuple(self._prefilling)
 
     @property
+    def loading(self) -> tuple[Sequence, ...]:
+        """Sequences with `loading_block_ids`."""
+        return tuple(self._loading.values())
+
+    @property
     def must_send(self) -> bool:
         """Whether a plan must go out, even if it computes nothing.
 
-        The worker must be told what is gone or moves; or be there to tell what the disk has done.
+        The worker must learn of rows that are gone and blocks that move; or its answer is needed to
+        learn what the disk has done.
         """
         waits_for_disk = self._tier.disk.is_busy and not self._steps
         return bool(self._released_rows) or self._tier.has_moves or waits_for_disk
@@ -100,18 +105,14 @@ class RunningSet:
         """Return how many blocks the decoding sequences need at `step`."""
         return self._decodes.num_due(step)
 
-    def last(self, rank: Callable[[Sequence], Rank]) -> Sequence:
-        """Return the running sequence of the greatest rank."""
-        return max(self._seqs.values(), key=rank)
-
     def start(self, seq: Sequence, found: FoundKv, num_new_blocks: int) -> None:
         """Give a sequence a row and a block table, and put it among those with tokens to compute.
 
         Args:
             seq: Holds no device block yet.
             found: What its table begins with; it becomes a holder of the shared blocks.
-            num_new_blocks: Blocks of its own, of which the first are for `found.sources`; as many
-                are free, besides the shared ones.
+            num_new_blocks: Blocks of its own; the first are for `found.sources`. As many are
+                available, besides the shared ones.
         """
         seq.move(SeqStatus.PREFILL)
         shared = found.ready + found.loading
@@ -135,7 +136,7 @@ class RunningSet:
         insort(self._prefilling, seq, key=lambda other: other.order)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start `child`, whose tokens but the last the parent has computed; it computes the last.
+        """Start `child`; the parent has computed all its tokens but the last.
 
         That token's slot, and those after it in its block, are the child's own to write: it starts
         with a copy of that block, made in the first step that computes for it.
@@ -169,11 +170,11 @@ class RunningSet:
         insort(self._prefilling, beam, key=lambda other: other.order)
 
     def is_loaded(self, seq: Sequence) -> bool:
-        """Whether a sequence may compute in the step being planned: what it needs came before."""
+        """Whether a sequence may compute in the step being planned: its swap-ins have gone out."""
         return not any(map(self._tier.is_waiting, seq.loading_block_ids))
 
-    def compute_chunk(self, seq: Sequence, draft: PlanDraft, max_tokens: int) -> bool:
-        """Compute as many of its known tokens as the step has room for, at most `max_tokens`.
+    def compute_chunk(self, seq: Sequence, draft: PlanBuilder) -> bool:
+        """Compute as many of its known tokens as the budget grants; its account is charged.
 
         It may be called several times for one step.
 
@@ -183,25 +184,28 @@ class RunningSet:
         assert seq.row is not None
         if not seq.announced:
             self._announce(seq, draft)
-        num_known = len(seq.token_ids)
-        chunk = min(seq.num_tokens_left, draft.room_for(seq), max_tokens)
-        if (most := self._config.max_prefill_chunk) is not None:
-            chunk = min(chunk, most - draft.chunk_lens.get(seq.row, 0))
-        if chunk == 0:
+        num_granted = self._budget.grant(seq, draft.chunk_lens.get(seq.row, 0))
+        if num_granted == 0:
             return False
-        draft.add_chunk(seq, chunk)
-        seq.num_computed_tokens += chunk
-        # Found from now on: whoever finds it computes in this step or a later one, and in each
-        # layer a step stores all its KV before it reads any.
+        draft.add_chunk(seq.row, num_granted)
+        num_charged = max(seq.num_computed_tokens, seq.num_charged_tokens)
+        seq.num_computed_tokens += num_granted
+        if self._policy.has_accounts:
+            num_new = min(seq.num_computed_tokens, seq.num_prompt_tokens) - num_charged
+            if num_new > 0:
+                seq.num_charged_tokens = num_charged + num_new
+                self._policy.charge(seq.rank.account, num_new, 0)
+        # Findable from now on: a sequence that finds it computes in this step or a later one, and
+        # in each layer a step stores all its KV before it reads any.
         self._publisher.publish(seq, seq.num_computed_tokens)
-        if seq.num_computed_tokens < num_known:
+        if seq.num_tokens_left:
             return False
         self._prefilling.remove(seq)
         seq.move(SeqStatus.DECODE)
         self._decodes.start(seq, draft.step_id)
         return True
 
-    def grow_tables(self, draft: PlanDraft) -> None:
+    def grow_tables(self, draft: PlanBuilder) -> None:
         """Give a block to each sequence that crosses a block border in this step."""
         self._labels.begin_step()
         due = self._decodes.take_due(draft.step_id)
@@ -218,20 +222,20 @@ class RunningSet:
             seq.block_ids.append(block)
 
     def evict_ahead(self, step: StepId) -> None:
-        """Have blank blocks for what grows in the two steps after `step`.
+        """Free blocks for what grows in the two steps after `step`.
 
-        They may be steps that swap in, in which what is evicted is lost, and with it all that
-        continues it; now it is demoted.
+        These may swap in, and then what they evict is lost, with all that continues it; now it is
+        demoted.
         """
-        num_lacking = self._decodes.num_due_soon(step) - self._pool.num_blank
+        num_lacking = self._decodes.num_due_soon(step) - self._pool.num_free
         if num_lacking <= 0:
             return
         num_evicted = min(num_lacking, self._pool.num_cached, self._tier.num_demotions_left)
         if num_evicted:
-            self._pool.drop(self._pool.allocate(self._pool.num_blank + num_evicted))
+            self._pool.drop(self._pool.allocate(self._pool.num_free + num_evicted))
 
-    def send(self, draft: PlanDraft) -> StepPlan:
-        """Complete a plan and note that it goes out."""
+    def send(self, draft: PlanBuilder) -> Plan:
+        """Complete a plan, which goes out."""
         self._tier.send(draft)
         self._steps.send(draft.step_id)
         self._steps.hold(draft.copied)
@@ -245,10 +249,10 @@ class RunningSet:
         return self._decodes.take_ended(step)
 
     def confirm_loads(self, failed: Int32Array) -> list[Sequence]:
-        """Note that a step with swap-ins is answered.
+        """Take the answer to a step with swap-ins.
 
         Args:
-            failed: The device blocks whose content is not to be trusted.
+            failed: Device blocks with content that is not to be trusted.
 
         Returns:
             The sequences that depend on them, which must be stopped.
@@ -277,7 +281,7 @@ class RunningSet:
     def stop(self, seq: Sequence, *, is_idle: bool = False) -> None:
         """Take row and device blocks from a running sequence; the caller changes its status.
 
-        If it `is_idle`, no step in flight names it, and what it held is free at once.
+        If it `is_idle`, no step in flight names it, and what it held is dropped at once.
         """
         assert seq.row is not None
         del self._seqs[seq.seq_id]
@@ -302,8 +306,10 @@ class RunningSet:
             self._steps.hold(held, seq.row)
         seq.block_ids, seq.row, seq.copy_from, seq.loading_block_ids = [], None, None, ()
 
-    def note_preempted(self, seq: Sequence, num_computed: int, num_swapped_out_blocks: int) -> None:
-        """Let the next plan tell that a sequence was stopped, to start again, if it is traced."""
+    def trace_preempted(
+        self, seq: Sequence, num_computed: int, num_swapped_out_blocks: int
+    ) -> None:
+        """Have the next plan say that a sequence was preempted, if it is traced."""
         if seq.traceparent:
             source = seq.request.source
             told = Preempted(source, seq.seq_key, num_computed, num_swapped_out_blocks)
@@ -312,8 +318,8 @@ class RunningSet:
     def swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> None:
         """Copy the KV of a sequence that was just stopped to the host, a partial tail included.
 
-        A scheduler that has only the labels finds the tail by its name; and so the full blocks,
-        which have no names yet if there is no prefix cache.
+        A later scheduler finds the tail by its label, and without a prefix cache the full blocks,
+        too, which have no names otherwise.
         """
         size, has_cache = self._config.block_size, self._config.enable_prefix_caching
         num_full, num_in_tail = divmod(num_computed, size)
@@ -328,13 +334,13 @@ class RunningSet:
         seq.host_block_ids = tuple(self._tier.swap_out(blocks, seq.block_hashes[:num_full]))
 
     def distrust(self, seq: Sequence) -> None:
-        """Let nobody find the blocks of a running sequence whose KV is broken."""
+        """Make the blocks of a running sequence unfindable: its KV is broken."""
         self._pool.forget(seq.block_ids)
         self._tier.forget(seq.block_hashes)
         seq.num_published_blocks = len(seq.block_ids)
 
     def _wait_for(self, seq: Sequence, blocks: tuple[DeviceBlockId, ...]) -> None:
-        """Let a sequence that just started depend on swap-ins; if on none, the host's copy goes."""
+        """Let a sequence that just started depend on swap-ins; if on none, drop the host's copy."""
         if blocks:
             seq.loading_block_ids = blocks
             self._loading[seq.seq_id] = seq
@@ -342,8 +348,8 @@ class RunningSet:
             self._tier.pool.drop(seq.host_block_ids)
             seq.host_block_ids = ()
 
-    def _announce(self, seq: Sequence, draft: PlanDraft) -> None:
-        """Tell the worker all about a sequence."""
+    def _announce(self, seq: Sequence, draft: PlanBuilder) -> None:
+        """Put a sequence, in full, into the plan."""
         assert seq.row is not None
         seq.announced = True
         search = None if seq.group is None else seq.group.state_with(seq)

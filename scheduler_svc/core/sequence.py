@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.hashing import BlockHash
+from contract.step import StepId
 from scheduler_svc.core.blocks import DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.plan import StepId
-from scheduler_svc.core.policies.policy import Key, Place
+from scheduler_svc.core.policies.policy import Key, Rank
 from scheduler_svc.core.request import Request, SeqId, SeqKey
 
 if TYPE_CHECKING:  # it is made of sequences
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # it is made of sequences
 
 
 class SeqStatus(Enum):
-    """Where a sequence is in its life."""
+    """The states of a sequence."""
 
     WAITING = "waiting"
     """In the queue; holds no row, no device block, and no KV of its own."""
@@ -42,13 +42,14 @@ class SeqStatus(Enum):
     """Ended; what it held is free as soon as no step in flight can touch it."""
 
 
-_TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
+TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
     SeqStatus.WAITING: frozenset(
         {
             SeqStatus.PREFILL,
             SeqStatus.SIBLING,
             SeqStatus.SPARE,
             SeqStatus.FETCHING,
+            SeqStatus.SWAPPED,  # it comes with KV: from another core, or from the scheduler before
             SeqStatus.MIGRATING,
             SeqStatus.FINISHED,
         }
@@ -59,7 +60,7 @@ _TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
         {
             SeqStatus.PREFILL,
             SeqStatus.FETCHING,
-            SeqStatus.WAITING,
+            SeqStatus.WAITING,  # its KV is lost, or given up for another's
             SeqStatus.MIGRATING,
             SeqStatus.FINISHED,
         }
@@ -68,15 +69,15 @@ _TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
     SeqStatus.PREFILL: frozenset(
         {
             SeqStatus.DECODE,
-            SeqStatus.WAITING,
-            SeqStatus.SWAPPED,
+            SeqStatus.WAITING,  # preempted, its KV dropped
+            SeqStatus.SWAPPED,  # preempted, its KV kept
             SeqStatus.SPARE,
             SeqStatus.FINISHED,
         }
     ),
     SeqStatus.DECODE: frozenset(
         {
-            SeqStatus.PREFILL,
+            SeqStatus.PREFILL,  # a beam's next step
             SeqStatus.WAITING,
             SeqStatus.SWAPPED,
             SeqStatus.SPARE,
@@ -86,6 +87,7 @@ _TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
     SeqStatus.MIGRATING: frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}),
     SeqStatus.FINISHED: frozenset(),
 }
+"""The transitions that the core makes, and no other: `tests/property` compares."""
 
 QUEUED = frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED})
 """The states in which a sequence is in the queue."""
@@ -103,15 +105,15 @@ class Sequence:
     output_index: int
     arrived: float
     """When its request was submitted, in the caller's seconds."""
-    place: Place
-    """Where it stands, as the policy says."""
+    rank: Rank
+    """Its place in the policy's order."""
     token_ids: npt.NDArray[np.int32]
     """Its known tokens, while it does not run. A running one's are in its row (`Rows`)."""
     max_total_tokens: int
     """The length at which it ends."""
     status: SeqStatus = SeqStatus.WAITING
     was_admitted: bool = False
-    """Whether it has left the queue before, and its source heard of it."""
+    """Whether it has left the queue before, and its source was sent that."""
     row: int | None = None
     block_ids: list[DeviceBlockId] = field(default_factory=list)
     """Its block table. It only grows while it runs, but for blocks that the defragmenter moves."""
@@ -126,9 +128,9 @@ class Sequence:
     num_cached_tokens: int = 0
     """Tokens of its prompt that it found in the prefix cache when it was first admitted."""
     num_charged_tokens: int = 0
-    """First tokens of its prompt that the policy was told of; kept through preemption."""
+    """First tokens of its prompt that the policy has charged; kept through preemption."""
     announced: bool = False
-    """Whether the worker has heard of it since it got its row."""
+    """Whether the worker has been sent it since it got its row."""
     copy_from: DeviceBlockId | None = None
     """Until announced: the block that its last one starts as a copy of; it holds a reference."""
     host_block_ids: tuple[HostBlockId, ...] = ()
@@ -138,10 +140,10 @@ class Sequence:
     """In SWAPPED: where the rest of it is, past `host_block_ids`. In FETCHING: its copies there."""
     fetched_block_ids: tuple[HostBlockId, ...] = ()
     """In FETCHING and WAITING: blocks of the host's prefix cache that it will find at its turn, as
-    some were loaded for it; in no order. Whoever needs their room may take them."""
+    some were loaded for it; in no order. Another sequence that needs their room may take them."""
     loading_block_ids: tuple[DeviceBlockId, ...] = ()
-    """Blocks its KV is or comes from whose swap-in is not known to have succeeded. Nothing of its
-    own is published meanwhile."""
+    """Blocks with its KV that are still being swapped in, as far as is known. Until then nothing of
+    its own is published."""
     last_step: StepId | None = None
     """In DECODE: the step that samples its last token, unless a stop token comes first; None: what
     is drafted decides."""
@@ -178,8 +180,8 @@ class Sequence:
 
     @property
     def order(self) -> tuple[Key, Key, SeqId]:
-        """The part of its rank that is fixed: smaller goes first. Kept through preemption."""
-        return (self.place.band, self.place.key, self.seq_id)
+        """Its order without regard to accounts: smaller goes first. Kept through preemption."""
+        return (self.rank.level, self.rank.key, self.seq_id)
 
     def move(self, status: SeqStatus) -> None:
         """Change the status.
@@ -187,6 +189,6 @@ class Sequence:
         Raises:
             BrokenInvariantError: The life of a sequence has no such transition.
         """
-        if status not in _TRANSITIONS[self.status]:
+        if status not in TRANSITIONS[self.status]:
             raise BrokenInvariantError(f"sequence {self.seq_id}: {self.status} to {status}")
         self.status = status

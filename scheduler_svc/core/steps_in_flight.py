@@ -1,4 +1,4 @@
-"""The steps that were sent and not answered, and what they may still touch.
+"""The steps that were sent and not answered, and the blocks and rows that they may still touch.
 
 When a sequence ends, steps that were sent before may still write its blocks and name its row. Its
 references pass to the last of those steps, and are dropped when that step is acknowledged.
@@ -7,9 +7,9 @@ references pass to the last of those steps, and are dropped when that step is ac
 from collections import deque
 from collections.abc import Sequence
 
+from contract.step import StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.rows import Rows
 
 
@@ -48,7 +48,7 @@ class StepsInFlight:
         return bool(self._held)
 
     def send(self, step: StepId) -> None:
-        """Note that `step` goes out."""
+        """Take a step that goes out."""
         self.last = step
         self._unanswered.append(step)
 
@@ -62,7 +62,7 @@ class StepsInFlight:
             self._release(self.last)
 
     def answer(self, step: StepId) -> None:
-        """Note that the result of the oldest step is here; free what no later one can touch.
+        """Take the answer of the oldest step; free what no later one can touch.
 
         Raises:
             BrokenInvariantError: `step` is not the oldest.

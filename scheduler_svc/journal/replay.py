@@ -1,111 +1,88 @@
-"""Feeds a recording to a new core and checks that it plans the same; watches who is preempted."""
+"""Feeds a recording to a new core, checks that it plans the same, and describes preemptions."""
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
-from typing import BinaryIO
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
 
-from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.handover.takeover import Successor
-from scheduler_svc.core.plan import Finished, News, StepId, StepPlan
+from contract.step import Plan, StepId
+from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.request import FinishReason
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.journal.core_calls import (
-    BeginExport,
-    BeginImport,
-    Call,
-    Cancel,
-    CancelSource,
-    CoreOrigin,
-    Defragment,
-    End,
-    EndExport,
-    EndImport,
+from scheduler_svc.journal.entries import (
+    CutOff,
     Entry,
-    Inherit,
-    RecordedPlan,
-    Resize,
-    Schedule,
-    SetMemoryLevel,
-    Shrink,
-    Submit,
-    Update,
-    keep_plan,
+    Recording,
+    decode_arguments,
+    describe_plan,
+    read_recording,
 )
-from scheduler_svc.journal.frames import CutOff
-from scheduler_svc.journal.recording_wire import read_recording
 
 
 @dataclass(slots=True)
 class Preemption:
-    """A running sequence lost its blocks: who, when, why, and what it cost.
+    """A preemption: which sequence, at which step, why, and what it cost.
 
-    Of a beam search it says the same of the whole, under the sequence that leads it; tokens are
-    those of the best beam.
+    A beam search counts as a whole, under its leading sequence; tokens are those of the best beam.
     """
 
     step_id: int
-    """The step that was being planned."""
+    """The step that was planned."""
     num_beams: int
-    """Of a search, those that ran; 0: it was none."""
+    """Running beams, if it was a beam search; else 0."""
     seq_id: int
     request_id: str
     output_index: int
     arrived: float
     """In the recorder's seconds."""
     num_running: int
-    """Sequences that ran, itself included."""
+    """Running sequences, this one included."""
     num_later: int
-    """How many of them had been submitted after it."""
+    """Those submitted after it."""
     num_blocks_due: int
     """Blocks that the decoding sequences and the beams needed for the step."""
     num_free_blocks: int
     num_held_blocks: int
-    """Blocks of sequences that had gone, still held by steps in flight."""
+    """Blocks of ended sequences that steps in flight still held."""
     num_own_blocks: int
-    """The length of its block table; and the block that it, a fork, was to copy from."""
+    """The length of its block table, and the block that it would have copied as a fork."""
     num_freed_blocks: int
-    """How many of them became free; the others are shared."""
+    """Those that became free; the others are shared."""
     num_known_tokens: int
     has_failed_swap_in: bool
-    """Why: a block of it cannot be trusted, whatever is free."""
+    """Whether the reason was a block that came back corrupt."""
     is_for_memory: bool
-    """Why: fewer were to run, for the worker's memory was critical."""
+    """Whether the reason was the worker's memory, which allowed fewer sequences."""
     num_host_blocks: int
-    """Host blocks that keep its KV meanwhile; 0: it was dropped."""
+    """Host blocks that keep its KV; 0: it was dropped."""
     resumed_step_id: int | None = None
-    """The step in which it ran again; None: it did not, as far as the recording goes."""
+    """The step in which it ran again; None: it did not within the recording."""
     num_recomputed_tokens: int | None = None
-    """Known tokens that it had to compute again, which the prefix cache had not kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class FieldDifference:
-    """A field that should be the same."""
-
-    name: str
-    recorded: object
-    replayed: object
+    """Known tokens that were computed again; the others were still cached or swapped out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where replay and recording part."""
+    """The first call with another answer than was recorded."""
 
-    call_number: int
+    number: int
     """From 1, in the order of the recording."""
-    call: Call
-    fields: tuple[FieldDifference, ...]
-    replayed_plan: RecordedPlan | None
+    entry: Entry
+    arguments: dict[str, Any]
+    fields: dict[str, tuple[object, object]]
+    """What differs, by the name of the plan's field: recorded, replayed."""
+    replayed_plan: dict[str, Any] | None
     error: Exception | None
     """What the core raised now."""
 
 
 @dataclass(slots=True)
 class Replay:
-    """What a recording was found to be."""
+    """What a replay has found."""
 
-    origin: CoreOrigin
+    recording: Recording
     num_calls: int = 0
     num_requests: int = 0
     num_refused: int = 0
@@ -114,18 +91,19 @@ class Replay:
     num_sampled_tokens: int = 0
     max_running: int = 0
     first_now: float | None = None
+    """The first `now` that the core was given."""
     last_now: float = 0.0
     finish_reasons: Counter[FinishReason] = field(default_factory=Counter)
     queue_times_s: list[float] = field(default_factory=list)
     preemptions: list[Preemption] = field(default_factory=list)
-    kept_plan: RecordedPlan | None = None
-    """That of the step asked for."""
+    kept_plan: dict[str, Any] | None = None
+    """The plan of the step asked for."""
     load: SchedulerLoad | None = None
-    """Of the core after the last call."""
+    """The core's after the last call."""
     difference: Difference | None = None
     """The first; nothing after it was replayed."""
-    ending: End | CutOff | None = None
-    """None: the recording just stops, since its process was killed."""
+    ending: str | CutOff | None = None
+    """Why the recording ended; None: its process was killed between two frames."""
 
 
 def replay(file: BinaryIO, keep_step: int | None = None) -> Replay:
@@ -136,105 +114,85 @@ def replay(file: BinaryIO, keep_step: int | None = None) -> Replay:
         keep_step: The step whose plan is wanted.
 
     Raises:
-        RecordingError: It is no recording, damaged, or of another format.
+        RecordingError: It is not a recording, it is damaged, or it has another format.
     """
-    origin, entries = read_recording(file)
-    replayer = _Replayer(origin, keep_step)
-    replayer.run(entries)
-    return replayer.result
+    return _Replayer(read_recording(file), keep_step).run()
 
 
 class _Replayer:
-    def __init__(self, origin: CoreOrigin, keep_step: int | None) -> None:
-        self.result = Replay(origin)
+    def __init__(self, recording: Recording, keep_step: int | None) -> None:
+        self._result = Replay(recording)
         self._keep_step = keep_step
-        self._core = _WatchedScheduler(origin.config, self.result.preemptions)
-        self._waiting: dict[int, Preemption] = {}  # preempted, not resumed yet, by sequence
+        self._core = Scheduler(recording.config)
+        _PreemptionWatch(self._core, self._result.preemptions)
+        self._preempted: dict[int, Preemption] = {}  # not resumed yet, by sequence
         self._num_seen = 0  # preemptions
 
-    def run(self, entries: Iterable[Entry | End | CutOff]) -> None:
+    def run(self) -> Replay:
         """Make the calls until they end, or one has another answer."""
-        for entry in entries:
-            if not isinstance(entry, Entry):
-                self.result.ending = entry
+        result = self._result
+        for entry in result.recording.entries:
+            if isinstance(entry, CutOff) or not entry.call:
+                result.ending = entry if isinstance(entry, CutOff) else entry.raised
                 break
-            self.result.num_calls += 1
-            self.result.difference = self._compare(entry)
-            if self.result.difference is not None:
+            result.num_calls += 1
+            result.difference = self._compare(entry)
+            if result.difference is not None:
                 break
-        self.result.load = self._core.load()
+        result.load = self._core.load()
+        return result
 
     def _compare(self, entry: Entry) -> Difference | None:
-        plan: StepPlan | None = None
+        arguments = decode_arguments(entry)
+        plan: Plan | None = None
         error: Exception | None = None
         try:
-            plan = self._call(entry.call)
-        except Exception as caught:  # noqa: BLE001 - whatever it is, it is compared
+            plan = self._call(entry.call, arguments)
+        except Exception as caught:  # noqa: BLE001 - every error is compared with the recorded one
             error = caught
         raised = type(error).__name__ if error is not None else ""
-        kept = keep_plan(plan) if plan is not None else None
-        if entry.raised == raised and entry.plan == kept:
-            self._count(entry, kept)
-            return None
-        return Difference(
-            call_number=self.result.num_calls,
-            call=entry.call,
-            fields=(
-                *_differences(entry.plan, kept),
-                *([FieldDifference("raised", entry.raised, raised)] * (entry.raised != raised)),
-            ),
-            replayed_plan=kept,
-            error=error,
-        )
-
-    def _call(self, call: Call) -> StepPlan | None:
-        match call:
-            case Inherit(holdings, now):
-                self._core.inherit(holdings, now)
-            case Submit(request, now):
-                self._core.submit(request, now)
-                if (news := self._core.take_adopted()) is not None:
-                    self._hear(news)
-            case Cancel(source, seq_keys):
-                self._hear_finished(self._core.cancel(source, seq_keys))
-            case CancelSource(source):
-                self._core.cancel_source(source)
-            case Defragment():
-                self._core.defragment()
-            case Shrink(num_blocks):
-                self._core.shrink(num_blocks)
-            case Resize(num_blocks):
-                self._core.resize(num_blocks)
-            case SetMemoryLevel(level):
-                self._core.set_memory_level(level)
-            case Schedule(now, max_paced_tokens, max_prompt_tokens):
-                plan = self._core.schedule(now, max_paced_tokens, max_prompt_tokens)
-                self._hear_finished(self._core.take_expired())
-                self._core.take_reports()
-                return plan
-            case Update(outcome):
-                self._hear(self._core.update(outcome))
-            case BeginExport(source, first_seq_key):
-                self._core.begin_export(source, first_seq_key)
-            case EndExport(export_id, leaves):
-                self._core.end_export(export_id, leaves=leaves)
-            case BeginImport(moved):
-                self._core.begin_import(moved)
-            case EndImport(import_id, output_indices):
-                self._core.end_import(import_id, output_indices)
+        described = describe_plan(plan) if plan is not None else None
+        different = _differences(entry.plan, described)
+        if entry.raised != raised:
+            different["raised"] = (entry.raised, raised)
+        if different:
+            number = self._result.num_calls
+            return Difference(number, entry, arguments, different, described, error)
+        self._count(entry, arguments.get("now"), plan, described)
         return None
 
-    def _count(self, entry: Entry, plan: RecordedPlan | None) -> None:
-        result = self.result
-        match entry.call:
-            case Inherit(_, now) | Submit(_, now) | Schedule(now):
-                result.first_now = now if result.first_now is None else result.first_now
-                result.last_now = now
-        if isinstance(entry.call, Submit):
+    def _call(self, name: str, arguments: dict[str, Any]) -> Plan | None:
+        answer = getattr(self._core, name)(**arguments)
+        match name:
+            case "schedule":
+                self._count_finished(self._core.take_expired())
+                self._core.take_reports()
+                return answer if isinstance(answer, Plan) else None
+            case "submit":
+                if (events := self._core.take_adopted()) is not None:
+                    self._count_events(events)
+            case "update":
+                self._count_events(answer)
+            case "cancel":
+                self._count_finished(answer)
+        return None
+
+    def _count(
+        self,
+        entry: Entry,
+        now: float | None,
+        plan: Plan | None,
+        described: dict[str, Any] | None,
+    ) -> None:
+        result = self._result
+        if now is not None:
+            result.first_now = now if result.first_now is None else result.first_now
+            result.last_now = now
+        if entry.call == "submit":
             result.num_requests += 1
             result.num_refused += bool(entry.raised)
         for preemption in result.preemptions[self._num_seen :]:
-            self._waiting[preemption.seq_id] = preemption
+            self._preempted[preemption.seq_id] = preemption
         self._num_seen = len(result.preemptions)
         if plan is None:
             return
@@ -242,34 +200,39 @@ class _Replayer:
         result.num_scheduled_tokens += plan.num_scheduled_tokens
         result.max_running = max(result.max_running, self._core.load().num_running)
         if plan.step_id == self._keep_step:
-            result.kept_plan = plan
+            result.kept_plan = described
         for new in plan.new_sequences:
-            if (resumed := self._waiting.pop(new.seq_id, None)) is not None:
+            if (resumed := self._preempted.pop(new.seq_id, None)) is not None:
                 resumed.resumed_step_id = plan.step_id
-                resumed.num_recomputed_tokens = new.num_tokens - new.num_computed_tokens
+                resumed.num_recomputed_tokens = len(new.token_ids) - new.num_computed_tokens
 
-    def _hear(self, news: News) -> None:
-        self.result.num_sampled_tokens += len(news.token_ids)
-        self.result.queue_times_s += [admitted.queue_s for admitted in news.admitted]
-        self._hear_finished(news.finished)
+    def _count_events(self, events: StepEvents) -> None:
+        self._result.num_sampled_tokens += len(events.token_ids)
+        self._result.queue_times_s += [admitted.queue_s for admitted in events.admitted]
+        self._count_finished(events.finished)
 
-    def _hear_finished(self, finished: Iterable[Finished]) -> None:
-        self.result.finish_reasons.update(item.reason for item in finished)
+    def _count_finished(self, finished: Iterable[Finished]) -> None:
+        self._result.finish_reasons.update(item.reason for item in finished)
 
 
-class _WatchedScheduler(Successor):
-    """A core that notes what the moment was like when it preempted."""
+class _PreemptionWatch:
+    """Describes each preemption of a core, from before and after it."""
 
-    def __init__(self, config: SchedulerConfig, preemptions: list[Preemption]) -> None:
-        super().__init__(config)
+    def __init__(self, core: Scheduler, preemptions: list[Preemption]) -> None:
+        self._core = core
         self._preemptions = preemptions
+        core.preemption.observer = self._note
 
-    def _preempt(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
+    def _note(self, seq: Sequence, can_swap: bool) -> Callable[[], None]:
+        """Describe the moment before; the returned function adds the outcome."""
+        core = self._core
         assert seq.row is not None
-        step = StepId(self._steps.last + 1)
-        num_free = self._pool.num_free
-        running = [other for other in self._live if other.row is not None]
+        step = StepId(core.steps.last + 1)
+        num_available = core.pool.num_available
+        has_too_many = core.preemption.has_too_many
+        running = [other for other in core.live if other.row is not None]
         leader, own = (seq, [seq]) if seq.group is None else (seq.group.leader, seq.group.places)
+        own = list(own)
         later = [other for other in running if other.seq_id > seq.seq_id and other not in own]
         preemption = Preemption(
             step_id=step,
@@ -280,30 +243,34 @@ class _WatchedScheduler(Successor):
             arrived=seq.arrived,
             num_running=len(running),
             num_later=len(later),
-            num_blocks_due=self._running.num_blocks_due(step) + self._beams.num_blocks_due,
-            num_free_blocks=num_free,
-            num_held_blocks=len(set(self._steps.held_blocks)),
+            num_blocks_due=core.preemption.num_blocks_due(step),
+            num_free_blocks=num_available,
+            num_held_blocks=len(set(core.steps.held_blocks)),
             num_own_blocks=len({block for each in own for block in each.block_ids})
             + (seq.copy_from is not None),
             num_freed_blocks=0,
-            num_known_tokens=self._rows.num_tokens(seq.row),
-            has_failed_swap_in=not can_swap and not self.has_too_many,
-            is_for_memory=self.has_too_many,
+            num_known_tokens=core.rows.num_tokens(seq.row),
+            has_failed_swap_in=not can_swap and not has_too_many,
+            is_for_memory=has_too_many,
             num_host_blocks=0,
         )
-        super()._preempt(seq, can_swap=can_swap, must_swap=must_swap)
-        preemption.num_host_blocks = len(seq.host_block_ids)
-        preemption.num_freed_blocks = self._pool.num_free - num_free
-        self._preemptions.append(preemption)
+
+        def done() -> None:
+            preemption.num_host_blocks = len(seq.host_block_ids)
+            preemption.num_freed_blocks = core.pool.num_available - num_available
+            self._preemptions.append(preemption)
+
+        return done
 
 
 def _differences(
-    recorded: RecordedPlan | None, replayed: RecordedPlan | None
-) -> list[FieldDifference]:
+    recorded: dict[str, Any] | None, replayed: dict[str, Any] | None
+) -> dict[str, tuple[object, object]]:
     if recorded is None or replayed is None:
-        return [FieldDifference("plan", recorded, replayed)] * (recorded is not replayed)
-    return [
-        FieldDifference(each.name, before, now)
-        for each in fields(recorded)
-        if (before := getattr(recorded, each.name)) != (now := getattr(replayed, each.name))
-    ]
+        return {} if recorded is replayed else {"plan": (recorded, replayed)}
+    names = [*recorded, *(replayed.keys() - recorded.keys())]
+    return {
+        name: (recorded.get(name), replayed.get(name))
+        for name in names
+        if recorded.get(name) != replayed.get(name)
+    }

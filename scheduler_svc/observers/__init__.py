@@ -1,1 +1,1 @@
-"""Metrics, spans and logs of the steps."""
+"""What follows the workers' steps and sequences: metrics, spans, the step log, watches."""

@@ -1,15 +1,14 @@
-"""Spans of the traced sequences: what became of each at the scheduler, whichever worker had it.
+"""Spans of the traced sequences at the scheduler, each in its request's trace.
 
-In its request's trace:
-
-    queue        from its arrival until it leaves the queue for the first time
-    admission    a step that announces it to a worker is planned, encoded and sent
+    queue        from its arrival until it first leaves the queue
+    admission    planning, encoding and sending the step that announces it to a worker
     preempted    from losing its device blocks until it has some again, or ends
-    kv_transfer  its blocks move between tiers: up to the answer of the step that copies them out,
-                 or from when they are asked for up to the step before which they are in
-    finish       the result that ends it is applied, and its router told
+    kv_transfer  its blocks move between tiers: out, until the step that copies them is answered;
+                 in, from the request for them until the step before which they are there
+    finish       applying the result that ends it, and telling its router
 
-The worker adds what it computes (`gpu_worker/step/spans.py`); `quire.step_id` joins the two.
+The worker adds the steps that it computes (`gpu_worker/step/spans.py`); `quire.step_id` joins
+the two.
 """
 
 import time
@@ -20,15 +19,15 @@ from opentelemetry.context import Context
 from opentelemetry.util.types import AttributeValue
 
 from rpc.observe import telemetry
-from scheduler_svc.core.plan import Admitted, Finished, Preempted, Started, StepPlan
+from scheduler_svc.core.events import Admitted, Finished, Preempted, Started
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.workers.request_ends import live_seq_keys
+from scheduler_svc.domain import live_seq_keys
+from scheduler_svc.observers.steps import AnsweredStep, SentStep
 
 Attributes = Mapping[str, AttributeValue]
 
-
 _NAMES = {"preempted": "preempted", "swap_in": "kv_transfer", "swap_out": "kv_transfer"}
-"""The spans that last for several steps, by what a sequence has at most one of."""
+"""Names of the spans that last for several steps; a sequence has at most one open of each kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class _Open:
 
 
 class TracedSequence:
-    """A sequence whose trace is recorded; all times are wall-clock seconds."""
+    """A sequence whose trace is recorded; times are wall-clock seconds."""
 
     def __init__(self, request_id: str, seq_key: SeqKey, context: Context, now_s: float) -> None:
         self.arrived_s = now_s
@@ -50,59 +49,58 @@ class TracedSequence:
         self._open: dict[str, _Open] = {}
 
     def record(self, name: str, start_s: float, end_s: float, attributes: Attributes) -> None:
-        """Write a span."""
         attributes = {**self._names, **attributes}
         telemetry.record_span(name, self._context, start_s, end_s, attributes)
 
     def begin(self, what: str, start_s: float, attributes: Attributes) -> None:
-        """Begin a span that lasts; what is open of its kind ends."""
+        """Begin a lasting span; an open one of its kind ends."""
         self.end(what, start_s)
         self._open[what] = _Open(start_s, attributes)
 
     def end(self, what: str, end_s: float) -> None:
-        """End and write a span that lasts, if it has begun."""
+        """End and record a lasting span, if it is open."""
         if (span := self._open.pop(what, None)) is not None:
             self.record(_NAMES[what], span.start_s, end_s, span.attributes)
 
     def end_all(self, end_s: float) -> None:
-        """End what is open: nothing more is heard of the sequence."""
+        """End all open spans."""
         for what in tuple(self._open):
             self.end(what, end_s)
 
 
 class SequenceSpans:
-    """Remembers the live sequences whose trace is recorded. The others cost nothing."""
+    """The live sequences whose trace is recorded, at all workers. The others cost nothing."""
 
     def __init__(self) -> None:
         self._traced: dict[SourceId, dict[SeqKey, TracedSequence]] = {}
 
     def find(self, owner: tuple[SourceId, SeqKey] | None) -> TracedSequence | None:
-        """Return a sequence, if it is traced and live."""
+        """Return a traced live sequence, if it is one."""
         if owner is None or not self._traced:
             return None
         source, seq_key = owner
         return self._traced.get(source, {}).get(seq_key)
 
-    def submitted(self, request: Request) -> None:
-        """Remember a request's trace."""
+    def on_submitted(self, request: Request) -> None:
+        """A core has taken a request; again, if its worker was lost."""
         if (context := telemetry.sampled_context(request.traceparent)) is None:
             return
         now_s = time.time()
         of_source = self._traced.setdefault(request.source, {})
         for key in live_seq_keys(request):
-            if (before := of_source.get(key)) is not None:  # its worker is lost
+            if (before := of_source.get(key)) is not None:  # at a lost worker
                 before.end_all(now_s)
             of_source[key] = TracedSequence(request.request_id, key, context, now_s)
 
-    def admitted(self, admitted: Admitted) -> None:
-        """Write the wait of a sequence that left the queue, of which is heard a step later."""
+    def on_admitted(self, admitted: Admitted) -> None:
+        """A sequence has left the queue, one step ago."""
         if (traced := self.find((admitted.source, admitted.seq_key))) is not None:
             attributes = {"quire.num_cached_tokens": admitted.num_cached_tokens}
             end_s = traced.arrived_s + admitted.queue_s
             traced.record("queue", traced.arrived_s, end_s, attributes)
 
-    def finished(self, finished: Finished, took_s: float = 0.0) -> None:
-        """Write the end of a sequence, and forget it; that was `took_s` of work."""
+    def on_finished(self, finished: Finished, took_s: float = 0.0) -> None:
+        """A sequence has ended; applying that took `took_s`."""
         if not self._traced:
             return
         traced = self._traced.get(finished.source, {}).pop(finished.seq_key, None)
@@ -113,13 +111,13 @@ class SequenceSpans:
             traced.record("finish", now_s - took_s, now_s, attributes)
 
     def drop_source(self, source: SourceId) -> None:
-        """Forget all sequences of a source."""
+        """Forget the sequences of a router's stream that is gone."""
         for traced in self._traced.pop(source, {}).values():
             traced.end_all(time.time())
 
 
 class WorkerSpans:
-    """What one worker's steps do with the traced sequences."""
+    """What one worker's steps do with traced sequences; a `StepObserver`."""
 
     def __init__(
         self,
@@ -128,22 +126,20 @@ class WorkerSpans:
         block_bytes: int,
         owner: Callable[[int], tuple[SourceId, SeqKey] | None],
     ) -> None:
-        """`owner` says whose a row is, by the plan that was made last."""
+        """`owner` names the sequence in a row, as of the latest plan."""
         self._sequences = sequences
         self._worker = worker
         self._block_bytes = block_bytes
         self._owner = owner
         self._leaving: list[tuple[int, TracedSequence]] = []
-        """Those whose blocks a step, by its id on the wire, copies to the host."""
+        """Sequences whose blocks are being copied to the host, and the step that does it."""
 
-    def sent(self, plan: StepPlan, step_id: int, took_s: float) -> None:
-        """Write what a plan does, whose planning and sending took so long until now.
-
-        `step_id` is its id on the wire, by which the worker knows it.
-        """
-        if not plan.turns and not plan.new_sequences:  # as most
+    def on_sent(self, sent: SentStep) -> None:
+        plan, step_id = sent.plan, sent.step_id
+        if not plan.turns and not plan.new_sequences:  # most steps
             return
         now_s = time.time()
+        start_s = now_s - sent.took_s
         step: dict[str, AttributeValue] = {
             "quire.step_id": step_id,
             "quire.worker": self._worker,
@@ -152,26 +148,25 @@ class WorkerSpans:
             if (traced := self._sequences.find((turn.source, turn.seq_key))) is None:
                 continue
             if isinstance(turn, Preempted):
-                self._preempted(traced, turn, step, now_s - took_s)
+                self._preempted(traced, turn, step, start_s)
                 if turn.num_swapped_out_blocks:
                     self._leaving.append((step_id, traced))
             else:
-                self._started(traced, turn, step, now_s - took_s)
+                self._started(traced, turn, step, start_s)
         for new in plan.new_sequences:
             if not new.traceparent or not (traced := self._sequences.find(self._owner(new.row))):
                 continue
-            traced.end("swap_in", now_s - took_s)
+            traced.end("swap_in", start_s)
             attributes: Attributes = {
                 **step,
                 "quire.num_tokens": len(new.token_ids),
                 "quire.num_computed_tokens": new.num_computed_tokens,
                 "quire.num_blocks": len(new.block_ids),
             }
-            traced.record("admission", now_s - took_s, now_s, attributes)
+            traced.record("admission", start_s, now_s, attributes)
 
-    def answered(self, step_id: int) -> None:
-        """Write the moves to the host that steps up to this one have made."""
-        while self._leaving and self._leaving[0][0] <= step_id:
+    def on_answered(self, answered: AnsweredStep) -> None:
+        while self._leaving and self._leaving[0][0] <= answered.step_id:
             self._leaving.pop(0)[1].end("swap_out", time.time())
 
     def _preempted(

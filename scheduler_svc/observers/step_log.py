@@ -1,4 +1,4 @@
-"""Remembers the latest steps of a worker, and adds up all of them, for who watches it."""
+"""The latest steps of a worker, and totals over all of them; `DescribeActivity` reads them."""
 
 import time
 from collections import deque
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from scheduler_svc.core.plan import StepId, StepPlan
-from scheduler_svc.core.reports.load import Queues
+from contract.step import StepId
+from scheduler_svc.observers.steps import AnsweredStep, SentStep
 
 MAX_STEPS: Final = 1024
-"""How many are remembered: some seconds of a busy worker."""
+"""How many are kept: some seconds of a busy worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step that is done."""
+    """An answered step."""
 
     step_id: StepId
     answered_at_s: float
@@ -35,7 +35,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class StepTotals:
-    """Sums over all steps that are done."""
+    """Sums over all answered steps."""
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
@@ -43,56 +43,48 @@ class StepTotals:
     busy_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    plan: StepPlan
-    queues: Queues
-    num_preemptions: int
-
-
 class StepLog:
-    """The steps of one attachment. Constant work for a step, whatever is in it."""
+    """The steps of one attachment; a `StepObserver`."""
 
     def __init__(self) -> None:
         self.attached_at_s = time.time()
         self.totals = StepTotals()
-        self._in_flight: deque[_Planned] = deque()
+        self._in_flight: deque[tuple[SentStep, int]] = deque()
+        """With the number of preemptions that each step made."""
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._num_preemptions = 0
 
-    def sent(self, plan: StepPlan, queues: Queues) -> None:
-        """Note that a step goes out; `queues` is the core's right after planning it."""
-        num_preemptions = queues.num_preemptions - self._num_preemptions
-        self._num_preemptions = queues.num_preemptions
-        self._in_flight.append(_Planned(plan, queues, num_preemptions))
+    def on_sent(self, step: SentStep) -> None:
+        num_preemptions = step.queues.num_preemptions
+        self._in_flight.append((step, num_preemptions - self._num_preemptions))
+        self._num_preemptions = num_preemptions
 
-    def answered(self, execute_s: float, rpc_s: float, now_s: float) -> None:
-        """Note the result of the oldest step in flight; `now_s` is the wall clock's."""
-        planned = self._in_flight.popleft()
-        plan = planned.plan
+    def on_answered(self, step: AnsweredStep) -> None:
+        sent, num_preemptions = self._in_flight.popleft()
+        plan, queues = sent.plan, sent.queues
         num_prefill_tokens = plan.num_scheduled_tokens - plan.num_decodes
         self.totals.num_steps += 1
         self.totals.num_prefill_tokens += num_prefill_tokens
         self.totals.num_decode_tokens += plan.num_decodes
-        self.totals.busy_s += execute_s
+        self.totals.busy_s += step.execute_s
         self._steps.append(
             StepRecord(
                 step_id=plan.step_id,
-                answered_at_s=now_s,
-                execute_s=execute_s,
-                rpc_s=rpc_s,
+                answered_at_s=step.at_s,
+                execute_s=step.execute_s,
+                rpc_s=step.rpc_s,
                 num_prefill_tokens=num_prefill_tokens,
                 num_decode_tokens=plan.num_decodes,
-                num_running=planned.queues.num_running,
-                num_waiting=planned.queues.num_waiting,
-                num_preemptions=planned.num_preemptions,
+                num_running=queues.num_running,
+                num_waiting=queues.num_waiting,
+                num_preemptions=num_preemptions,
                 num_swapped_out_blocks=len(plan.swap_out_src_block_ids),
                 num_swapped_in_blocks=len(plan.swap_in_src_block_ids),
             )
         )
 
     def latest(self, max_steps: int, after: int) -> tuple[StepRecord, ...]:
-        """Return the last `max_steps` of the steps later than `after`, in order."""
+        """Return the last `max_steps` of the steps after step `after`, oldest first."""
         return tuple(islice(self._newest_first(after), max_steps))[::-1]
 
     def _newest_first(self, after: int) -> Iterator[StepRecord]:

@@ -1,1 +1,1 @@
-"""The streams of routers, and the requests that their clients may resume."""
+"""The streams to routers, and the requests that clients may resume."""

@@ -1,23 +1,29 @@
-"""The routers' streams by source, and who hears of which sequence."""
+"""Fans out to the routers: each sequence's outputs to its router's stream, service news to all."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from contract.errors import QuireError
 from contract.lora import LoraAdapter
 from quire.v1 import scheduler_pb2
 from scheduler_svc.core.request import Request, SourceId
-from scheduler_svc.routers.resumption import KeptRequests
+from scheduler_svc.domain import live_seq_keys
+from scheduler_svc.routers.resumable import ResumableRequests
 from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.router import adapters_to_proto, refused_to_proto
-from scheduler_svc.workers.request_ends import live_seq_keys
+
+_ROOM_INTERVAL_S: Final = 0.02
+"""How often the room in the queues is reported: about once per step."""
 
 
 class RouterStreams:
-    """All streams that are open, by source, and the requests that may move from one to another."""
+    """All open streams by source, and the requests that may move from one to another."""
 
-    def __init__(self, max_backlog_bytes: int, kept: KeptRequests | None = None) -> None:
-        """Without `kept`, no request outlives its stream."""
-        self.kept = KeptRequests(grace_s=0, max_bytes=0) if kept is None else kept
+    def __init__(self, max_backlog_bytes: int, resumables: ResumableRequests | None = None) -> None:
+        """Without `resumables`, no request outlives its stream."""
+        none = ResumableRequests(grace_s=0, max_bytes=0)
+        self.resumables = none if resumables is None else resumables
         self._max_backlog_bytes = max_backlog_bytes
         self._streams: dict[SourceId, RouterStream] = {}
         self._num_opened = 0
@@ -26,9 +32,9 @@ class RouterStreams:
         return len(self._streams)
 
     def open(self, router_id: str, max_model_len: int | None = None) -> RouterStream:
-        """Open a stream under a source of its own; the number is never used again.
+        """Open a stream under a new source id; the id is never used again.
 
-        `max_model_len` is what the router is told as a welcome.
+        `max_model_len` is the one in the router's welcome.
         """
         self._num_opened += 1
         source = SourceId(self._num_opened)
@@ -37,53 +43,93 @@ class RouterStreams:
         return stream
 
     def close(self, stream: RouterStream) -> None:
-        """Forget a stream; what is sent to it from now on is lost."""
+        """Forget a stream; later messages to it are dropped."""
         del self._streams[stream.source]
 
     def deliver(self, outputs: Mapping[SourceId, scheduler_pb2.StepOutput]) -> None:
-        """Send each source its news, of requests that were resumed to who did so.
+        """Send each source its outputs; those of resumed requests go to the resuming stream, too.
 
-        Of sources that are gone, nobody hears, but what is kept is kept up to date.
+        Outputs of a source that is gone only update its resumable requests.
         """
         for source, output in outputs.items():
             if (stream := self._streams.get(source)) is not None:
                 stream.deliver(output)
-            self.kept.hear(source, output)
+            self.resumables.on_output(source, output)
 
     def refuse(self, request: Request, error: QuireError) -> None:
-        """Tell a request's source that it is not accepted."""
-        self.kept.refuse(request, error)
+        """Send a request's refusal to its source."""
+        self.resumables.refuse(request, error)
         if (stream := self._streams.get(request.source)) is not None:
             stream.release(live_seq_keys(request))
             stream.refuse(refused_to_proto(request.first_seq_key, error))
 
-    def beat(self) -> None:
-        """Let each router hear something."""
+    def send_heartbeats(self) -> None:
+        """Send a heartbeat to each router."""
         for stream in self._streams.values():
-            stream.beat()
+            stream.send_heartbeat()
 
-    def tell_room(self, num_seqs: int | None) -> None:
-        """Tell each router how many sequences may be submitted; None: it need not count."""
+    def publish_room(self, num_seqs: int | None) -> None:
+        """Send each router how many sequences may be submitted; None: it need not count."""
         room = scheduler_pb2.QueueRoom(num_sequences=num_seqs)
         for stream in self._streams.values():
             stream.deliver(scheduler_pb2.StepOutput(room=room))
 
-    def tell_max_model_len(self, max_model_len: int) -> None:
-        """Tell each router how many tokens a request may have at most, unless it knows."""
+    def publish_max_model_len(self, max_model_len: int) -> None:
+        """Send each router the most tokens that a request may have, unless it knows."""
         for stream in self._streams.values():
-            stream.tell_max_model_len(max_model_len)
+            stream.publish_max_model_len(max_model_len)
 
-    def tell_unloaded(self, *, is_unloaded: bool) -> None:
-        """Tell each router whether no worker has its model, unless it knows."""
+    def publish_unloaded(self, *, is_unloaded: bool) -> None:
+        """Send each router whether no worker has its model, unless it knows."""
         for stream in self._streams.values():
-            stream.tell_unloaded(is_unloaded=is_unloaded)
+            stream.publish_unloaded(is_unloaded=is_unloaded)
 
-    def tell_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
-        """Tell each router which LoRA adapters requests may have from now on."""
+    def publish_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
+        """Send each router which LoRA adapters requests may have from now on."""
         for stream in self._streams.values():
             stream.deliver(adapters_to_proto(adapters))
 
     def end_all(self, error: QuireError) -> None:
-        """End all streams behind what is pending."""
+        """End all streams after their pending messages."""
         for stream in self._streams.values():
             stream.end(error)
+
+
+class QueueRoom:
+    """While queues are nearly full, reports remaining capacity to routers.
+
+    So an overloaded router refuses by itself, before it has tokenized anything, what would be
+    refused here. Its information is slightly old: this scheduler decides. Reports begin after a
+    refusal, and end when half of the queues is free.
+    """
+
+    def __init__(
+        self, room: Callable[[], int], publish: Callable[[int | None], None], max_waiting: int
+    ) -> None:
+        """`room` returns how many sequences may be submitted, at most `max_waiting`.
+
+        `publish` receives that, or None when routers need not count any more.
+        """
+        self._room = room
+        self._publish = publish
+        self._enough = max(1, max_waiting // 2)
+        self._refused = asyncio.Event()
+
+    def on_refusal(self) -> None:
+        """A request was refused because too many wait."""
+        self._refused.set()
+
+    async def run(self) -> None:
+        """Report until cancelled."""
+        while True:
+            await self._refused.wait()
+            last: int | None = None
+            while (room := self._room()) < self._enough:
+                # Repeated even if unchanged: routers count what they have submitted since.
+                if room or last != room:
+                    self._publish(room)
+                last = room
+                await asyncio.sleep(_ROOM_INTERVAL_S)
+            self._refused.clear()
+            if last is not None:
+                self._publish(None)

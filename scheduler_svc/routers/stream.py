@@ -1,4 +1,4 @@
-"""One router's stream: what is on its way to it, in bounded memory."""
+"""One router's stream: its pending messages, in bounded memory."""
 
 import asyncio
 from collections import deque
@@ -10,15 +10,15 @@ from scheduler_svc.core.request import SeqKey, SourceId
 from scheduler_svc.wire.router import merge_step_outputs
 
 _MESSAGE_OVERHEAD_BYTES = 256
-"""What a pending message costs beyond its own bytes, so that many tiny ones count as well."""
+"""Counted for each pending message beyond its own bytes, so that many tiny ones count as well."""
 
 
 class RouterStream:
-    """What one router has not been sent yet.
+    """The messages that one router has not been sent yet, and the keys of its live sequences.
 
-    A router that reads at the pace of the steps gets one message for each. For one that reads more
-    slowly the outputs of several steps become one message; one that lets more than
-    `max_backlog_bytes` pile up loses its stream.
+    A router that reads at the pace of the steps gets one message per step. For a slower one the
+    outputs of several steps are merged into one message. A router with a backlog of more than
+    `max_backlog_bytes` loses its stream.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class RouterStream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is sent."""
+        """Whether nothing more will be sent."""
         return self._ended
 
     @property
     def live_seq_keys(self) -> frozenset[SeqKey]:
-        """The keys that are taken."""
+        """The keys in use."""
         return frozenset(self._live_seq_keys)
 
     def claim(self, seq_keys: Iterable[SeqKey]) -> None:
-        """Take keys for sequences, each until it is finished or released.
+        """Reserve keys for sequences, each until it is finished or released.
 
         Raises:
-            InvalidArgumentError: A live sequence has such a key. The core would mix them up.
+            InvalidArgumentError: A live sequence has such a key; the core would mix them up.
         """
         keys = set(seq_keys)
         for key in keys & self._live_seq_keys:
@@ -66,29 +66,29 @@ class RouterStream:
         self._live_seq_keys |= keys
 
     def release(self, seq_keys: Iterable[SeqKey]) -> None:
-        """Give up keys, of a request that is not accepted or has become another stream's."""
+        """Free the keys of a request that was refused, or that another stream has resumed."""
         self._live_seq_keys.difference_update(seq_keys)
 
     def deliver(self, output: scheduler_pb2.StepOutput) -> None:
-        """Send the news of one step."""
+        """Send the outputs of one step."""
         self._live_seq_keys.difference_update(SeqKey(end.seq_key) for end in output.finished)
         if self._has_room(output):
             self._outputs.append(output)
 
-    def tell_max_model_len(self, max_model_len: int) -> None:
-        """Send how many tokens a request may have at most, if that is not as before."""
+    def publish_max_model_len(self, max_model_len: int) -> None:
+        """Send the most tokens that a request may have, if that has changed."""
         if max_model_len != self._max_model_len:
             self._max_model_len = max_model_len
             self.deliver(scheduler_pb2.StepOutput(max_model_len=max_model_len))
 
-    def tell_unloaded(self, *, is_unloaded: bool) -> None:
-        """Send whether no worker has its model, if that is not as before."""
+    def publish_unloaded(self, *, is_unloaded: bool) -> None:
+        """Send whether no worker has its model, if that has changed."""
         if is_unloaded != self._is_unloaded:
             self._is_unloaded = is_unloaded
             self.deliver(scheduler_pb2.StepOutput(is_unloaded=is_unloaded))
 
-    def beat(self) -> None:
-        """Send that there is no news, unless something is to be sent anyway."""
+    def send_heartbeat(self) -> None:
+        """Send an empty output, unless a message is pending anyway."""
         if not (self._replies or self._outputs):
             self.deliver(scheduler_pb2.StepOutput())
 
@@ -96,21 +96,21 @@ class RouterStream:
         """Send a refusal."""
         self._reply(scheduler_pb2.ConnectResponse(refused=refused))
 
-    def resumed(self, resumed: scheduler_pb2.Resumed) -> None:
-        """Send a request that is the router's from now on; ahead of all later news of it."""
+    def send_resumed(self, resumed: scheduler_pb2.Resumed) -> None:
+        """Send a request that the router owns from now on, ahead of its later outputs."""
         self._reply(scheduler_pb2.ConnectResponse(resumed=resumed))
 
     def end(self, error: Exception | None = None) -> None:
-        """End the stream behind what is pending, with `error` or well."""
+        """End the stream after its pending messages, with `error` or normally."""
         if not self._ended:
             self._ended, self._error = True, error
             self._wake.set()
 
     async def next_message(self) -> scheduler_pb2.ConnectResponse | None:
-        """Wait for the next message to send; None: the stream ends well.
+        """Wait for the next message to send; None: the stream ends normally.
 
         Raises:
-            Exception: The stream ends with this error; one that is no QuireError is a bug's.
+            Exception: The stream ends with this error. One that is no QuireError comes from a bug.
         """
         while not (self._replies or self._outputs or self._ended):
             self._wake.clear()

@@ -1,18 +1,20 @@
-"""A beam search as a router asks for it, and as a worker is told and keeps it."""
+"""A beam search: as a router asks for it, as a worker is told, and the candidates it reports."""
 
-from math import isnan
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 import numpy as np
-from google.protobuf.message import DecodeError
 
+from contract.arrays import ints
 from contract.codec.sampling import beam_from_proto
 from contract.errors import InvalidArgumentError
-from contract.packing import pack_int32, unpack_int32
-from contract.sampling import MAX_BEAM_WIDTH, EarlyStopping
+from contract.info import ModelInfo
+from contract.sampling import EarlyStopping
+from contract.step import Result
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from scheduler_svc.core.beams.search import BeamParams, OutputState, SearchState
-from scheduler_svc.domain import ModelInfo
-from scheduler_svc.wire.checks import check_at_most, check_below
+from scheduler_svc.core.beams.search import BeamParams
+
+_NO_LOGPROB = common_pb2.TokenLogprob()
 
 
 def beam_params_from_proto(message: scheduler_pb2.Submit, model: ModelInfo) -> BeamParams:
@@ -57,58 +59,26 @@ def beam_sampling(
     )
 
 
-def search_to_note(state: SearchState) -> bytes:
-    """Make what a worker keeps of a search for a later scheduler."""
-    note = worker_pb2.SearchNote(
-        beams=map(_output_to_proto, state.beams),
-        hypotheses=map(_output_to_proto, state.hypotheses),
-    )
-    return note.SerializeToString()
+def with_candidates(
+    result: Result, logprobs: Iterable[worker_pb2.SampledLogprob], beam_rows: Collection[int]
+) -> Result:
+    """Return the result with the likeliest tokens of the rows that are beams, if there are any.
 
-
-def search_from_note(note: bytes) -> SearchState | None:
-    """Take what a worker has kept; None: it was no search.
-
-    Raises:
-        InvalidArgumentError: It is not what a scheduler has written.
+    A beam that sampled and has no log-probabilities has no candidates.
     """
-    if not note:
-        return None
-    try:
-        message = worker_pb2.SearchNote.FromString(note)
-    except DecodeError:
-        raise InvalidArgumentError("rows.note", "is no SearchNote") from None
-    return SearchState(
-        tuple(map(_output_from_proto, message.beams)),
-        tuple(map(_output_from_proto, message.hypotheses)),
+    if not beam_rows:
+        return result
+    index_to_logprob = {item.index: item.logprob for item in logprobs}
+    candidates = [
+        (row, index_to_logprob.get(index, _NO_LOGPROB))
+        for index, row in enumerate(result.sampled_rows.tolist())
+        if row in beam_rows
+    ]
+    tops = [logprob for _, logprob in candidates]
+    return replace(
+        result,
+        candidate_rows=ints([row for row, _ in candidates]),
+        candidate_counts=ints([len(top.top_token_ids) for top in tops]),
+        candidate_token_ids=ints([id_ for top in tops for id_ in top.top_token_ids]),
+        candidate_logprobs=np.array([p for top in tops for p in top.top_logprobs], np.float32),
     )
-
-
-def check_search(state: SearchState, num_row_tokens: int, model: ModelInfo) -> None:
-    """Check that a worker can have been left this note with a row of so many tokens.
-
-    Raises:
-        InvalidArgumentError: No search is of this size, or the model lacks a token of it.
-    """
-    check_at_most("rows.note.beams", len(state.beams), MAX_BEAM_WIDTH)
-    check_at_most("rows.note.hypotheses", len(state.hypotheses), MAX_BEAM_WIDTH)
-    for output in (*state.beams, *state.hypotheses):
-        num_shared, token_ids = output.num_shared_tokens, output.token_ids
-        check_at_most("rows.note.num_shared_tokens", num_shared, num_row_tokens)
-        check_at_most("rows.note.token_ids", num_shared + len(token_ids), model.max_model_len)
-        check_below(token_ids, "rows.note.token_ids", model.vocab_size, "vocab_size")
-
-
-def _output_to_proto(output: OutputState) -> worker_pb2.NotedOutput:
-    return worker_pb2.NotedOutput(
-        num_shared_tokens=output.num_shared_tokens,
-        token_ids=pack_int32(output.token_ids),
-        logprob=float(output.logprob),
-    )
-
-
-def _output_from_proto(message: worker_pb2.NotedOutput) -> OutputState:
-    if isnan(message.logprob):
-        raise InvalidArgumentError("rows.note.logprob", "is nan; it must be a number")
-    token_ids = unpack_int32(message.token_ids, "rows.note.token_ids")
-    return OutputState(message.num_shared_tokens, token_ids, np.float32(message.logprob))

@@ -2,17 +2,17 @@
 
 from math import isfinite
 
+from contract.arrays import Int32Array
+from contract.codec.checks import check_values
 from contract.errors import InvalidArgumentError, NotFoundError
+from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from contract.packing import unpack_int32
 from contract.request import MAX_CACHE_PIN_S, MAX_N
 from quire.v1 import scheduler_pb2
-from scheduler_svc.core.plan import Int32Array
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
-from scheduler_svc.domain import ModelInfo
-from scheduler_svc.operations.adapter_salt import ADAPTERS_SALT, adapter_salt
+from scheduler_svc.domain import ADAPTERS_SALT, adapter_salt
 from scheduler_svc.wire.beam import beam_params_from_proto, beam_sampling
-from scheduler_svc.wire.checks import check_below
 
 _MAX_SEQ_KEY = 2**64 - 1
 _MAX_TENANT_BYTES = 128
@@ -113,5 +113,5 @@ def _check(message: scheduler_pb2.Submit) -> None:
 
 def _token_ids_from_proto(packed: bytes, field: str, vocab_size: int) -> Int32Array:
     token_ids = unpack_int32(packed, field)
-    check_below(token_ids, field, vocab_size, "the model's vocab_size")
+    check_values(field, token_ids, 0, vocab_size - 1)
     return token_ids

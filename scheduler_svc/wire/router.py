@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from contract.arrays import Int32Array
+from contract.codec.info import adapter_to_proto, model_info_to_proto
 from contract.codec.outputs import FINISH_REASON_TO_PROTO
+from contract.codec.step import token_logprob_to_proto
 from contract.errors import QuireError, TooBusyError
+from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
-from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from scheduler_svc.core.plan import Finished, Int32Array, News
+from quire.v1 import scheduler_pb2, worker_pb2
+from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.request import SeqKey, SourceId
-from scheduler_svc.domain import ModelInfo
-from scheduler_svc.wire.adapters import adapter_to_proto
 
 
 def welcome_to_proto(
@@ -28,15 +30,7 @@ def welcome_to_proto(
         welcome=scheduler_pb2.SchedulerWelcome(
             epoch=epoch,
             resume_grace_s=resume_grace_s,
-            model=common_pb2.ModelInfo(
-                id=model.id,
-                max_model_len=model.max_model_len,
-                vocab_size=model.vocab_size,
-                eos_token_ids=model.eos_token_ids,
-                structured_output=model.structured_output,
-                adapters=map(adapter_to_proto, model.adapters),
-                directory=model.directory,
-            ),
+            model=model_info_to_proto(model),
         )
     )
 
@@ -58,8 +52,8 @@ def refused_to_proto(first_seq_key: int, error: QuireError) -> scheduler_pb2.Ref
     return refused
 
 
-def news_to_proto(
-    step_id: int, news: News, logprobs: Sequence[worker_pb2.SampledLogprob]
+def events_to_proto(
+    step_id: int, news: StepEvents, logprobs: Sequence[worker_pb2.SampledLogprob]
 ) -> dict[SourceId, scheduler_pb2.StepOutput]:
     """Make one message for each source that `news` concerns."""
     outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
@@ -195,10 +189,10 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
     return message
 
 
-def held_logprobs_to_proto(news: News) -> list[worker_pb2.SampledLogprob]:
-    """Make log-probabilities that a worker has kept what they would be in a step's result."""
+def held_logprobs_to_proto(news: StepEvents) -> list[worker_pb2.SampledLogprob]:
+    """Make the messages for log-probabilities that a worker has kept, as in a step's result."""
     return [
-        worker_pb2.SampledLogprob(index=index, logprob=common_pb2.TokenLogprob.FromString(logprob))
+        worker_pb2.SampledLogprob(index=index, logprob=token_logprob_to_proto(logprob))
         for index, logprob in news.logprobs
     ]
 

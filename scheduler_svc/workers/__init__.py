@@ -1,1 +1,1 @@
-"""The workers: one engine and one scheduler core for each."""
+"""The workers: attaching them, one session of steps with each, and placing requests at them."""

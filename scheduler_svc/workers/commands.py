@@ -1,47 +1,49 @@
-"""What others have a worker's core do: queued as they post it, applied between two steps."""
+"""Queues commands for a worker's core, and applies them between two steps."""
 
 import time
 from collections import deque
 
-from scheduler_svc.core.errors import DeadlineError, RequestRefusedError
-from scheduler_svc.core.handover.takeover import Successor
+from contract.errors import DeadlineExceededError, InvalidArgumentError, QuireError, TooBusyError
+from scheduler_svc.core.errors import (
+    DeadlineError,
+    NoPrefixCacheError,
+    QueueFullError,
+    RequestRefusedError,
+)
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import (
     CancelSequences,
     Command,
     DefragmentBlocks,
     DropSource,
     SubmitRequest,
+    end_with_error,
+    num_live_seqs,
 )
 from scheduler_svc.observers.metrics import EngineMetrics
-from scheduler_svc.observers.space_watch import SpaceWatch
-from scheduler_svc.pacing.rate_meter import RateMeter
-from scheduler_svc.routers.refusal import refusal_from_core
-from scheduler_svc.routers.request_events import RequestNews
-from scheduler_svc.workers.crash_counter import Losses
-from scheduler_svc.workers.request_ends import end_with_error, num_live_seqs
+from scheduler_svc.observers.rate_meter import RateMeter
+from scheduler_svc.observers.watches import SpaceWatch
+from scheduler_svc.workers.request_events import RequestEvents
 
 
 class PostedCommands:
-    """A session's; the order is that of posting."""
+    """The commands of one session, in the order of posting."""
 
     def __init__(
         self,
-        core: Successor,
+        core: Scheduler,
         meter: RateMeter,
-        *,
-        news: RequestNews,
-        losses: Losses,
+        events: RequestEvents,
         space_watch: SpaceWatch,
         metrics: EngineMetrics,
     ) -> None:
         self.num_seqs = 0
-        """Sequences of requests that are posted and not applied."""
+        """Sequences of requests that are not applied yet."""
         self.num_tokens = 0
-        """Tokens there are to compute for them, as far as is known."""
+        """Tokens to compute for them, as far as is known."""
         self._core = core
         self._meter = meter
-        self._news = news
-        self._losses = losses
+        self._events = events
         self._space_watch = space_watch
         self._metrics = metrics
         self._commands: deque[Command] = deque()
@@ -54,21 +56,21 @@ class PostedCommands:
         self._commands.append(command)
 
     def apply(self) -> None:
-        """Apply all, and tell what comes of it."""
+        """Apply all, and publish what follows."""
         self.num_seqs = self.num_tokens = 0
         while self._commands:
             match self._commands.popleft():
                 case SubmitRequest() as command:
                     self._submit(command)
                 case CancelSequences(source, seq_keys):
-                    self._news.ended(self._core.cancel(source, seq_keys))
+                    self._events.on_ended(self._core.cancel(source, seq_keys))
                 case DefragmentBlocks(done):
                     self._core.defragment()
                     self._space_watch.answer_next(done)
                 case DropSource(source):
                     self._core.cancel_source(source)
-                    # Not before: a request of it may have been posted just ahead of this command.
-                    self._news.drop_source(source)
+                    # Only now: a request of it may have been posted just before this command.
+                    self._events.drop_source(source)
 
     def _submit(self, command: SubmitRequest) -> None:
         request = command.request
@@ -80,14 +82,24 @@ class PostedCommands:
         except RequestRefusedError as error:
             if isinstance(error, DeadlineError):
                 self._metrics.refused_late.inc()
-            if not command.was_accepted:
-                self._news.refused(request, refusal_from_core(error))
-                return
-            # Its worker is lost, and this one has less room.
-            self._news.ended(end_with_error(request, str(error)))
-        else:
-            self._news.submitted(request)
-            self._losses.note(request, command.num_losses)
-            # Tokens that the worker had sampled for the scheduler before.
-            if (news := self._core.take_adopted()) is not None:
-                self._news.adopted(news)
+            if command.was_accepted:  # its worker was lost, and this one has less room
+                self._events.on_ended(end_with_error(request, str(error)))
+            else:
+                self._events.on_refused(request, _refusal_from_core(error))
+            return
+        self._events.on_submitted(request, command.num_crashes)
+        if (adopted := self._core.take_adopted()) is not None:
+            self._events.on_adopted(adopted)
+
+
+def _refusal_from_core(error: RequestRefusedError) -> QuireError:
+    """Give a refusal the status that tells the client what to do."""
+    match error:
+        case QueueFullError():
+            return TooBusyError(str(error))
+        case DeadlineError():
+            return DeadlineExceededError(str(error))
+        case NoPrefixCacheError():
+            return InvalidArgumentError("cache_pin_s", str(error).removeprefix("cache_pin_s "))
+        case _:
+            return InvalidArgumentError("request", f"cannot be served: {error}")

@@ -1,49 +1,48 @@
-"""How many workers in a row were lost with a request that gained nothing at them."""
+"""Counts, per live request, consecutive worker losses without progress.
 
-from scheduler_svc.core.plan import Finished, StepPlan
+A request that ran at several lost workers in a row, and gained no token at any, may be what
+crashes them.
+"""
+
+from scheduler_svc.core.events import Finished
+from scheduler_svc.core.reports.progress import Progress
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.workers.progress import Progress, SequencesAtWorker
-from scheduler_svc.workers.request_ends import live_seq_keys
+from scheduler_svc.domain import live_seq_keys
 
 
-class Losses:
-    """Those of the requests at one worker. It forgets what ends there."""
+class CrashCounter:
+    """The counts of the requests at one worker."""
 
     def __init__(self) -> None:
-        self._at_worker = SequencesAtWorker()
-        self._key_to_num: dict[tuple[SourceId, SeqKey], int] = {}
-        """Only of live sequences that were lost before."""
+        self._key_to_count: dict[tuple[SourceId, SeqKey], int] = {}
+        """Only of live sequences with a count above 0."""
 
-    def sent(self, plan: StepPlan) -> None:
-        """Follow a plan that was sent."""
-        self._at_worker.sent(plan)
-
-    def note(self, request: Request, num_losses: int) -> None:
-        """Note how many there were before a live request came here."""
-        for key in live_seq_keys(request) if num_losses else ():
-            self._key_to_num[request.source, key] = num_losses
+    def set(self, request: Request, num_crashes: int) -> None:
+        """Set the count that a live request brings from the worker before."""
+        for key in live_seq_keys(request) if num_crashes else ():
+            self._key_to_count[request.source, key] = num_crashes
 
     def take(self, request: Request) -> int:
-        """Return what was noted of a request, and forget it."""
+        """Return a request's count, and forget it: it leaves this worker."""
         keys = live_seq_keys(request)
-        return max(self._key_to_num.pop((request.source, key), 0) for key in keys)
+        return max(self._key_to_count.pop((request.source, key), 0) for key in keys)
 
-    def take_after_loss(self, request: Request) -> int:
-        """Return how many there are now that this worker is lost, and forget it."""
-        num_losses = self.take(request)
-        match self._at_worker.find(request):
+    def take_after_loss(self, request: Request, progress: Progress) -> int:
+        """Return a request's count now that this worker is lost, and forget it."""
+        num_crashes = self.take(request)
+        match progress:
             case Progress.SOME:
                 return 0
             case Progress.NONE:
-                return num_losses + 1
+                return num_crashes + 1
             case Progress.WAITED:
-                return num_losses
+                return num_crashes
 
-    def finished(self, finished: tuple[Finished, ...]) -> None:
+    def on_finished(self, finished: tuple[Finished, ...]) -> None:
         """Forget sequences that have ended."""
         for item in finished:
-            self._key_to_num.pop((item.source, item.seq_key), None)
+            self._key_to_count.pop((item.source, item.seq_key), None)
 
     def drop_source(self, source: SourceId) -> None:
-        """Forget everything of `source`."""
-        self._key_to_num = {k: num for k, num in self._key_to_num.items() if k[0] != source}
+        """Forget the sequences of a router's stream that is gone."""
+        self._key_to_count = {k: n for k, n in self._key_to_count.items() if k[0] != source}

@@ -1,4 +1,4 @@
-"""One worker's engine: attaches it, keeps a session going, and attaches it anew after a loss."""
+"""One worker's engine: attaches it, runs a session, and attaches it again after a loss."""
 
 import asyncio
 import time
@@ -9,12 +9,9 @@ from typing import Protocol
 import structlog
 
 from contract.errors import UnavailableError
-from scheduler_svc.core.handover.takeover import Successor
-from scheduler_svc.domain import SubmitRequest, WorkerInfo
-from scheduler_svc.observers.metrics import EngineMetrics
-from scheduler_svc.observers.spans import SequenceSpans
-from scheduler_svc.pacing.pacer import Pace
-from scheduler_svc.routers.fan_out import RouterStreams
+from contract.info import WorkerInfo
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.domain import SubmitRequest
 from scheduler_svc.workers.attach import WorkerUnloadedError
 from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.stream import WorkerLink
@@ -25,46 +22,49 @@ _MAX_BACKOFF_S = 0.5
 log = structlog.get_logger()
 
 Attach = Callable[[asyncio.Event, int], Awaitable[WorkerLink]]
-"""Attaches to the engine's worker; takes `wake` and `step_id_base` of `worker_attach.attach`."""
+"""Attaches the engine's worker; takes `wake` and `step_id_base` as `attach.attach` does."""
 
-OpenCore = Callable[[WorkerInfo], AbstractContextManager[Successor]]
-"""Makes the core for a worker, which plans for it until the `with` ends."""
+MakeSession = Callable[[WorkerLink, Scheduler, asyncio.Event], Session]
+"""Creates a session; takes `wake` as `Session` does."""
+
+OpenCore = Callable[[WorkerInfo], AbstractContextManager[Scheduler]]
+"""Creates the core for a worker, which plans for it until the `with` ends."""
 
 
 class EngineOwner(Protocol):
-    """Who is told of an engine's worker. Called from the engine's task; only `settle` may wait."""
+    """Owns the engines. Called from an engine's task; only `settle` may wait."""
 
     def accept(self, engine: "Engine", info: WorkerInfo) -> None:
-        """Look at a worker before it is used.
+        """Check a worker before it is used.
 
         Raises:
             UnavailableError: It does not fit the others.
         """
 
     async def settle(self, engine: "Engine", link: WorkerLink) -> None:
-        """Have the worker hold what the others do, before it is used.
+        """Let the worker hold the same adapters as the others, before it is used.
 
-        When it returns, the engine has a session before anybody else has a turn.
+        When it returns, the engine starts a session before any other task runs.
 
         Raises:
-            UnavailableError: It does not.
+            UnavailableError: It cannot hold them.
         """
 
-    def attached(self, engine: "Engine") -> None:
-        """Learn that the engine has a session, which takes commands."""
+    def on_attached(self, engine: "Engine") -> None:
+        """The engine has a session, which takes commands."""
 
-    def draining(self, engine: "Engine") -> None:
-        """Learn that the engine's worker is about to end; `Session.let_go` lets it."""
+    def on_draining(self, engine: "Engine") -> None:
+        """The engine's worker is about to end; it waits for `Session.let_go`."""
 
-    def unavailable(self, engine: "Engine") -> None:
-        """Learn that `engine.loss` has changed."""
+    def on_unavailable(self, engine: "Engine") -> None:
+        """`engine.loss` has changed."""
 
-    def lost(self, engine: "Engine", commands: tuple[SubmitRequest, ...]) -> None:
-        """Take back every live request of a session that has ended."""
+    def on_lost(self, engine: "Engine", commands: tuple[SubmitRequest, ...]) -> None:
+        """A session has ended; the commands continue its live requests elsewhere."""
 
 
 class Engine:
-    """Keeps one worker busy for as long as it is there, and looks for it when it is not."""
+    """Keeps one worker attached and busy; while it is away, tries to attach it."""
 
     def __init__(
         self,
@@ -72,33 +72,27 @@ class Engine:
         *,
         attach: Attach,
         open_core: OpenCore,
+        make_session: MakeSession,
         owner: EngineOwner,
-        streams: RouterStreams,
-        spans: SequenceSpans,
-        metrics: EngineMetrics,
-        pace: Pace,
     ) -> None:
         self.target = target
         self.session: Session | None = None
-        """What takes commands; None: no worker is attached."""
+        """Takes commands; None: the worker is not attached."""
         self.loss: str | None = "not attached yet"
-        """Why no worker is attached; None: one is."""
+        """Why the worker is not attached; None: it is."""
         self.is_unloaded = False
-        """Whether that is because its model is unloaded, or on its way back."""
+        """Whether that is because its model is unloaded, or being loaded."""
         self.was_unloaded = False
-        """Whether it has been since it was attached last: it may come with another model."""
+        """Whether that has been so since it was last attached: it may return with another model."""
         self.is_settling = False
-        """Whether its worker is there, and comes to hold what the others do: that may take long."""
+        """Whether the worker is being given the others' adapters, which may take long."""
         self.lost_at_s: float | None = None
-        """When its session ended, of the monotonic clock; None: it has one, or had none yet."""
-        self._news = asyncio.Event()
+        """When its session ended, by the monotonic clock; None: it has one, or had none yet."""
+        self._changed = asyncio.Event()
         self._attach = attach
         self._open_core = open_core
+        self._make_session = make_session
         self._owner = owner
-        self._streams = streams
-        self._spans = spans
-        self._metrics = metrics
-        self._pace = pace
         self._last_step_id = 0
 
     async def run(self) -> None:
@@ -114,24 +108,34 @@ class Engine:
                 has_progressed = await self._attach_and_work()
             except UnavailableError as error:
                 has_progressed = False
-                self._note_loss(error)
-                self._news.set()
-            # A worker that is lost before it has done a step may be lost again at once.
+                self._publish_loss(error)
+                self._changed.set()
+            # A worker that is lost before its first step may be lost again at once.
             backoff_s = _FIRST_BACKOFF_S if has_progressed else backoff_s
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something is true of the engine; looked at at each step of attaching."""
+        """Wait until something is true of the engine; checked at each stage of attaching."""
         while not condition():
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
+
+    def attached_session(self) -> Session:
+        """Return the session.
+
+        Raises:
+            UnavailableError: The worker is not attached.
+        """
+        if self.session is None:
+            raise UnavailableError(f"worker {self.target} is not attached: {self.loss}")
+        return self.session
 
     async def _attach_and_work(self) -> bool:
         """Attach the worker, and work until it is lost.
 
         Returns:
-            Whether it has done a step.
+            Whether it has answered a step.
 
         Raises:
             UnavailableError: It cannot be attached.
@@ -156,36 +160,28 @@ class Engine:
 
     async def _settle(self, link: WorkerLink) -> None:
         self.is_settling = True
-        self._news.set()
+        self._changed.set()
         try:
             await self._owner.settle(self, link)
         finally:
             self.is_settling = False
-            self._news.set()
+            self._changed.set()
 
-    async def _work(self, link: WorkerLink, core: Successor, wake: asyncio.Event) -> bool:
-        session = Session(
-            link,
-            core,
-            wake=wake,
-            streams=self._streams,
-            spans=self._spans,
-            metrics=self._metrics,
-            pace=self._pace,
-        )
-        self._begin(session, link.info, len(core.unclaimed))
-        told = asyncio.create_task(self._tell_draining(session))
+    async def _work(self, link: WorkerLink, core: Scheduler, wake: asyncio.Event) -> bool:
+        session = self._make_session(link, core, wake)
+        self._begin(session, link.info, len(core.takeover.unclaimed))
+        drain = asyncio.create_task(self._await_drain(session))
         try:
             await session.work()
         except UnavailableError as error:
             self._end(session, error)
         finally:
-            told.cancel()
+            drain.cancel()
         return session.has_progressed
 
-    async def _tell_draining(self, session: Session) -> None:
+    async def _await_drain(self, session: Session) -> None:
         await session.wait_draining()
-        self._owner.draining(self)
+        self._owner.on_draining(self)
 
     def _begin(self, session: Session, info: WorkerInfo, num_held_rows: int) -> None:
         log.info(
@@ -194,27 +190,27 @@ class Engine:
             worker_id=info.worker_id,
             device=info.device,
             model=info.model.id,
-            num_blocks=info.num_blocks,
+            num_blocks=info.limits.num_blocks,
             num_held_rows=num_held_rows,
         )
         self.session = session
         self.loss = None
         self.was_unloaded = False
         self.lost_at_s = None
-        self._news.set()
-        self._owner.attached(self)
+        self._changed.set()
+        self._owner.on_attached(self)
 
     def _end(self, session: Session, why: UnavailableError) -> None:
         commands = session.end()
         self._last_step_id += session.load().num_steps
         self.session = None
         self.lost_at_s = time.monotonic()
-        self._note_loss(why)
-        self._owner.lost(self, commands)
+        self._publish_loss(why)
+        self._owner.on_lost(self, commands)
 
-    def _note_loss(self, why: UnavailableError) -> None:
-        """Say, once, why there is no worker."""
+    def _publish_loss(self, why: UnavailableError) -> None:
+        """Log and pass on, once for each reason, why the worker is not attached."""
         if self.loss != str(why):
             self.loss = str(why)
             log.warning("worker is not available", worker=self.target, reason=self.loss)
-            self._owner.unavailable(self)
+            self._owner.on_unavailable(self)

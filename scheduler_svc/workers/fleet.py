@@ -1,14 +1,16 @@
-"""All workers as one scheduler: places requests, takes back a lost worker's, hands over."""
+"""All workers as one: places requests, takes back those of lost workers, hands over at the end."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
 
 from contract.errors import QuireError, TooBusyError, UnavailableError
 from contract.heartbeat import TICK_S
-from rpc.health.state import Health
+from contract.info import ModelInfo, WorkerInfo
+from rpc.health import Health
+from rpc.peers.discovery import Discovery, keep_members
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import (
@@ -16,37 +18,33 @@ from scheduler_svc.domain import (
     Command,
     DefragmentBlocks,
     DropSource,
-    ModelInfo,
     SubmitRequest,
-    WorkerInfo,
+    end_with_error,
+    num_live_seqs,
 )
 from scheduler_svc.observers.spans import SequenceSpans
-from scheduler_svc.operations.adapter_use import AdapterUse, check_adapter
-from scheduler_svc.operations.adapters import Adapters
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.wire.router import finished_to_proto
+from scheduler_svc.workers.adapters import Adapters, AdapterUse, check_adapter
 from scheduler_svc.workers.engine import Engine
-from scheduler_svc.workers.placement import Placer
-from scheduler_svc.workers.request_ends import end_with_error, num_live_seqs
-from scheduler_svc.workers.roster import Roster
-from scheduler_svc.workers.served_model import ServedModel
+from scheduler_svc.workers.placement import Placer, UnplacedRequests
+from scheduler_svc.workers.roster import Roster, ServedModel, ask_all
 from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.stream import WorkerLink
-from scheduler_svc.workers.unplaced import UnplacedRequests
 
 _STALL_MARGIN_S = 5.0
 _HAND_OVER_S = 2.0
-"""Most that the steps in flight get to be answered, while every live request stands still."""
+"""Longest wait for the steps in flight at the end; every live request stands still meanwhile."""
 _REUNION_S = 2.0
-"""How long requests of the scheduler before wait for every worker to be there: one has their KV."""
-_MAX_LOSSES = 3
-"""After so many in a row a request is taken for what its workers are lost of."""
+"""How long requests from before wait for every worker to be attached: one has their KV."""
+_MAX_CRASHES = 3
+"""After so many consecutive crashes, a request is taken to be their cause."""
 
 log = structlog.get_logger()
 
 
 class Fleet:
-    """The engines of all workers. A router sees neither how many there are nor which are lost."""
+    """Hides from routers how many workers there are, and which are lost."""
 
     def __init__(
         self,
@@ -69,42 +67,38 @@ class Fleet:
         self._unplaced = UnplacedRequests()
         self._adapter_use = AdapterUse(self.roster, self._unplaced)
         self.adapters = Adapters(
-            self.roster, is_used=self._adapter_use.is_used, on_change=streams.tell_adapters
+            self.roster, is_used=self._adapter_use.is_used, on_change=streams.publish_adapters
         )
         """The LoRA adapters that the workers hold."""
         self._served = ServedModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
         self._awaited: set[Engine] = set()
-        """Those that have not been attached since the start, and are waited for."""
+        """Engines that have not been attached since the start, during the reunion."""
         self._draining_engines: asyncio.Queue[Engine] = asyncio.Queue()
         self._is_draining = False
         self._has_failed = False
 
-    # --- for the routers ------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------
 
     async def model(self) -> ModelInfo:
-        """Wait until a worker is attached.
-
-        Returns:
-            The model, its length the least of the workers'.
-        """
+        """Wait until a worker is attached; return the model, with the least of their lengths."""
         while (model := self.model_now()) is None:
             self._attached.clear()
             await self._attached.wait()
         return model
 
     def model_now(self) -> ModelInfo | None:
-        """Give the same, which changes as workers come, go and are resized; None: there is none."""
+        """Return the same, as of now; None: no worker is attached."""
         models = [session.model() for session in self._sessions()]
         model = min(models, key=lambda model: model.max_model_len, default=None)
         return None if model is None else replace(model, adapters=self.adapters.offered)
 
     def submit(self, request: Request) -> None:
-        """Take on a request. An engine may still refuse it, and tells its source.
+        """Accept a request. Its worker's core may still refuse it; then its source gets a refusal.
 
         Raises:
-            TooBusyError: As many sequences wait as are allowed to.
+            TooBusyError: As many sequences wait as may.
         """
         self._place(SubmitRequest(request))
 
@@ -115,34 +109,35 @@ class Fleet:
         self._streams.deliver(finished_to_proto(finished))
 
     def drop_source(self, source: SourceId) -> None:
-        """End all sequences of a source that is gone."""
+        """End all sequences of a router's stream that is gone."""
         self._post_to_all(DropSource(source))
         self._unplaced.drop_source(source)
-        self._spans.drop_source(source)  # of those unplaced; the sessions drop theirs
+        self._spans.drop_source(source)  # for unplaced ones; the sessions drop theirs
 
-    def router_left(self) -> None:
-        """Learn that a router's stream has ended; it may submit what it had to it again."""
+    def on_router_left(self) -> None:
+        """A router's stream has ended; the router may submit its requests again."""
         self._adapter_use.expect()
 
-    # --- for operators --------------------------------------------------------------------------
-
     async def defragment(self) -> Mapping[str, DefragmentationReport]:
-        """Move the held blocks together at each worker that is attached; wait until it is done.
+        """Move the held blocks together at each attached worker, and wait for it.
 
         Raises:
-            UnavailableError: None is attached, or one is lost meanwhile.
+            UnavailableError: No worker is attached, or one is lost before it is done.
         """
-        loop = asyncio.get_running_loop()
-        answers: dict[str, asyncio.Future[DefragmentationReport]] = {}
-        for worker, session in self.roster.sessions.items():
-            answers[worker] = loop.create_future()
-            session.post(DefragmentBlocks(answers[worker]))
-        if not answers:
-            raise UnavailableError("no worker is attached")
-        reports = await asyncio.gather(*answers.values())
-        return dict(zip(answers, reports, strict=True))
 
-    # --- how it is ------------------------------------------------------------------------------
+        def defragment(session: Session) -> asyncio.Future[DefragmentationReport]:
+            done = asyncio.get_running_loop().create_future()
+            session.post(DefragmentBlocks(done))
+            return done
+
+        reports, errors = await ask_all(self.roster.sessions, defragment)
+        for error in errors.values():
+            raise error
+        if not reports:
+            raise UnavailableError("no worker is attached")
+        return reports
+
+    # --- state ----------------------------------------------------------------------------------
 
     @property
     def num_unplaced_seqs(self) -> int:
@@ -151,7 +146,7 @@ class Fleet:
 
     @property
     def queue_room(self) -> int:
-        """How many sequences may be submitted to the worker with most room, or wait for one."""
+        """How many sequences may be submitted to the worker with the most room, or wait for one."""
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
             return max(0, self._max_waiting - self._unplaced.num_seqs)
@@ -160,45 +155,68 @@ class Fleet:
 
     @property
     def num_live_seqs(self) -> int:
-        """Sequences that run or wait, at a worker or for one."""
+        """Running and waiting sequences, placed or not."""
         loads = [session.load() for session in self._sessions()]
         return self._unplaced.num_seqs + sum(load.num_running + load.num_waiting for load in loads)
 
     def describe_stall(self) -> str | None:
-        """Say which step takes longer than any may; None: all is well."""
+        """Describe a step that takes longer than any may; None: there is none."""
         for worker, age_s in self.roster.oldest_step_ages_s().items():
-            # The link gives a worker up after as long; here its engine does not run any more.
+            # Its link gives a worker up sooner; if it has not, its engine does not run any more.
             if age_s > self._step_timeout_s + _STALL_MARGIN_S:
                 return f"worker {worker}: a step has been in flight for {age_s:.0f} s"
         return None
 
     # --- life -----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Wait a moment for the workers that are added first: some may have KV of before."""
-        asyncio.get_running_loop().call_later(_REUNION_S, self._await_no_more)
-        self._show_health()
+    async def run(
+        self,
+        discovery: Discovery,
+        make_engine: Callable[[str], Engine],
+        on_gone: Callable[[str], None],
+    ) -> None:
+        """Run an engine for each worker until cancelled.
 
-    def add(self, engine: Engine) -> None:
-        """Take on an engine that is about to run, with this fleet as owner."""
-        self.roster.add(engine)
-        if self._is_reunion:
-            self._awaited.add(engine)
-        self._show_health()
+        A worker is gone when it is neither discovered nor attached any more: one that only DNS has
+        lost keeps working, and one that has only died is waited for.
 
-    def remove(self, engine: Engine) -> None:
-        """Let go of an engine that has no session and will not run any more."""
-        self.roster.remove(engine)
-        self._awaited.discard(engine)
-        self._show_health()
-        self.place_unplaced()  # what waited for this one alone
+        Args:
+            discovery: Finds the workers.
+            make_engine: Creates the engine of a target, with this fleet as its owner.
+            on_gone: Called with each target that is gone.
 
-    def note_failure(self) -> None:
-        """Learn that an engine has failed, whose session answers no step any more."""
-        self._has_failed = True
+        Raises:
+            StaleEpochError: A newer scheduler has taken over.
+            BrokenInvariantError: An engine has a bug.
+        """
+
+        def join(target: str) -> Engine:
+            engine = make_engine(target)
+            self.roster.add(engine)
+            if self._is_reunion:
+                self._awaited.add(engine)
+            self._update_health()
+            return engine
+
+        def left(engine: Engine) -> None:
+            self.roster.remove(engine)
+            self._awaited.discard(engine)
+            self._update_health()
+            self.place_unplaced()  # some requests waited for this worker only
+            on_gone(engine.target)
+
+        asyncio.get_running_loop().call_later(_REUNION_S, self._end_reunion)
+        self._update_health()
+        try:
+            await keep_members(
+                discovery, join=join, may_leave=lambda engine: engine.session is None, left=left
+            )
+        except Exception:
+            self._has_failed = True
+            raise
 
     async def watch(self) -> None:
-        """Say when workers begin to hang, and when they go on."""
+        """Publish when workers begin to hang and when they recover, until cancelled."""
         hanging: set[str] = set()
         while True:
             await asyncio.sleep(TICK_S)
@@ -209,17 +227,16 @@ class Fleet:
                     if worker not in before:
                         log.warning("worker hangs", worker=worker, how=trouble)
             if hanging != before:
-                self._show_health()
+                self._update_health()
 
     async def drain(self) -> None:
-        """Let the steps in flight be answered, plan no more, and end the routers' streams.
+        """Wait for the steps in flight, plan no more, and end the routers' streams.
 
-        A router has a record of each live request, and submits it to the next scheduler. To finish
-        them here would keep the workers, and the next scheduler waiting, as long as the longest
-        takes.
+        The routers submit their live requests to the next scheduler. Finishing them here would
+        make the workers, and that scheduler, wait for the longest request.
         """
         self._is_draining = True
-        sessions = [] if self._has_failed else self._sessions()
+        sessions = [] if self._has_failed else self._sessions()  # a failed one answers no step
         try:
             async with asyncio.timeout(_HAND_OVER_S):
                 await asyncio.gather(*(session.hand_over() for session in sessions))
@@ -228,35 +245,8 @@ class Fleet:
         finally:
             self._streams.end_all(UnavailableError("the scheduler is shutting down"))
 
-    # --- for the engines (EngineOwner) ----------------------------------------------------------
-
-    def accept(self, engine: Engine, info: WorkerInfo) -> None:
-        """Check that a worker has the model that the routers were told of, or tell them anew."""
-        if self._served.accept(engine, info):
-            self._begin_anew(f"the service now has another model, {info.model.id!r}")
-
-    async def settle(self, engine: Engine, link: WorkerLink) -> None:
-        """Have the worker hold the adapters that the others hold, and they its."""
-        await self.adapters.settle(engine.target, link, link.info.model.adapters)
-        self.accept(engine, link.info)  # another may have come meanwhile, with another model
-
-    def attached(self, engine: Engine) -> None:
-        """Place what waited for a worker."""
-        if len(self._sessions()) == 1:  # routers that waited for one come now
-            self._adapter_use.expect()
-        self._attached.set()
-        self._awaited.discard(engine)
-        self._show_health()
-        self.place_unplaced()
-
-    def _await_no_more(self) -> None:
-        """Place what waited for workers that do not come."""
-        self._is_reunion = False
-        self._awaited.clear()
-        self.place_unplaced()
-
     def place_unplaced(self) -> None:
-        """Place what waited for a worker that takes requests, now that one does."""
+        """Place the requests that waited for a worker, now that one takes requests."""
         for command in self._unplaced.take_all():
             try:
                 check_adapter(command.request, self.adapters.held)
@@ -264,37 +254,59 @@ class Fleet:
             except QuireError as error:
                 self._streams.refuse(command.request, error)
 
-    def draining(self, engine: Engine) -> None:
-        """Place nothing more there, and have somebody empty it: see `next_draining`."""
-        self._draining_engines.put_nowait(engine)
-
     async def next_draining(self) -> Engine:
-        """Wait for a worker that is about to end, each once."""
+        """Wait for the next worker that announces its end."""
         return await self._draining_engines.get()
 
-    def unavailable(self, engine: Engine) -> None:  # noqa: ARG002
-        """Say what is missing."""
-        self._show_health()
+    # --- for the engines (EngineOwner) ----------------------------------------------------------
 
-    def lost(self, engine: Engine, commands: tuple[SubmitRequest, ...]) -> None:
-        """Place a lost worker's requests anew, or keep them until it, or another, is there.
+    def accept(self, engine: Engine, info: WorkerInfo) -> None:
+        """See `EngineOwner`. Switches to another model if no worker has the former one."""
+        if self._served.accept(engine, info):
+            self._switch_model(f"the service now has another model, {info.model.id!r}")
 
-        One that ran at each of the last workers lost, and gained nothing there, ends: it may well
-        be what they are lost of, and would take those beside it down again and again.
+    async def settle(self, engine: Engine, link: WorkerLink) -> None:
+        await self.adapters.settle(engine.target, link, link.info.model.adapters)
+        self.accept(engine, link.info)  # again: another may have joined with another model
+
+    def on_attached(self, engine: Engine) -> None:
+        if len(self._sessions()) == 1:  # routers that waited for a worker submit now
+            self._adapter_use.expect()
+        self._attached.set()
+        self._awaited.discard(engine)
+        self._update_health()
+        self.place_unplaced()
+
+    def on_draining(self, engine: Engine) -> None:
+        self._draining_engines.put_nowait(engine)
+
+    def on_unavailable(self, engine: Engine) -> None:  # noqa: ARG002
+        self._update_health()
+
+    def on_lost(self, engine: Engine, commands: tuple[SubmitRequest, ...]) -> None:
+        """See `EngineOwner`. Places the requests again, or keeps them until a worker is attached.
+
+        A request with too many crashes ends with an error: it may be what crashes the workers, and
+        would harm the requests beside it again and again.
         """
         for command in commands:
-            if command.num_losses < _MAX_LOSSES:
+            if command.num_crashes < _MAX_CRASHES:
                 self._place(command)
             else:
                 self._fail(command, engine)
 
     # --- parts ----------------------------------------------------------------------------------
 
+    def _end_reunion(self) -> None:
+        self._is_reunion = False
+        self._awaited.clear()
+        self.place_unplaced()
+
     def _place(self, command: SubmitRequest) -> None:
-        """Post a request to the engine where it goes best, or keep it if none is there.
+        """Post a request to the best worker, or keep it if there is none.
 
         Raises:
-            TooBusyError: There is no room; never for one that was accepted before.
+            TooBusyError: There is no room; never raised for a request that was accepted before.
         """
         if self._is_draining:
             return  # its router submits it to the next scheduler
@@ -307,11 +319,11 @@ class Fleet:
             self._unplaced.add(command)
             return
         num_held_tokens = [session.num_held_tokens(command.request) for session in sessions]
-        if most := max(num_held_tokens):  # it may have moved, and left something behind
+        if most := max(num_held_tokens):  # several may have some, if it was moved
             sessions[num_held_tokens.index(most)].post(command)
             return
         if self._awaited and command.request.outputs:
-            self._unplaced.add(command)  # its KV may be at a worker that is not attached yet
+            self._unplaced.add(command)  # a worker that is not attached yet may have its KV
             return
         sessions = [each for each in sessions if each.trouble() is None] or sessions
         choice = self._placer.choose(command.request, sessions, can_refuse=can_refuse)
@@ -320,29 +332,29 @@ class Fleet:
             raise self._too_busy(min(load.num_waiting for load in loads), n)
         sessions[choice.index].post(command, choice.num_tokens)
 
-    def _begin_anew(self, why: str) -> None:
-        """End what was asked of another model, and let the routers ask what this one is."""
+    def _switch_model(self, why: str) -> None:
+        """End the requests for the former model, and make the routers ask for the new one."""
         for command in self._unplaced.take_all():
             self._end_with_error(command.request, why)
-        self._streams.kept.forget_all()
+        self._streams.resumables.forget_all()
         self.adapters.forget()
         self._streams.end_all(UnavailableError(why))
 
     def _fail(self, command: SubmitRequest, engine: Engine) -> None:
         request = command.request
         error = (
-            f"its worker was lost {command.num_losses} times in a row while it ran, "
+            f"its worker was lost {command.num_crashes} times in a row while it ran, "
             f"and it gained no token in between: {engine.loss}"
         )
         log.error(
-            "a request is given up", request_id=request.request_id, num_losses=command.num_losses
+            "a request is given up", request_id=request.request_id, num_losses=command.num_crashes
         )
         self._end_with_error(request, error)
 
     def _end_with_error(self, request: Request, error: str) -> None:
         finished = end_with_error(request, error)
         for item in finished:
-            self._spans.finished(item)
+            self._spans.on_finished(item)
         self._streams.deliver(finished_to_proto(finished))
 
     def _too_busy(self, num_waiting: int, n: int) -> TooBusyError:
@@ -356,10 +368,10 @@ class Fleet:
             session.post(command)
 
     def _sessions(self) -> list[Session]:
-        """Return the sessions of the workers that are attached."""
+        """Return the sessions of the attached workers."""
         return list(self.roster.sessions.values())
 
-    def _show_health(self) -> None:
+    def _update_health(self) -> None:
         if self._is_draining:
             return
         troubles = self.roster.troubles()

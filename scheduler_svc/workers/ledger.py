@@ -1,44 +1,44 @@
-"""What a worker owes for the steps that it was sent: an answer that differs is wrong, or a lie.
+"""Checks a worker's results against the plans that it was sent.
 
-The core takes results for granted: a row too many, or twice, would break its books, and with them
-every worker's requests. Here they are held against the plans. Which tokens a row samples only the
-worker knows, and, if it drafts, how many of those that a decode may bring; which rows sample, and
-which blocks move, it has been told.
+The core trusts results: one row too many, or twice, would corrupt its books, and with them the
+requests at every worker. The worker alone knows which tokens a row samples and, if it drafts, how
+many of a decode's. Which rows sample and which blocks move follows from the plans.
 """
 
 import numpy as np
 
+from contract.arrays import Int32Array
+from contract.codec.checks import check_top_tokens, check_values
 from contract.errors import InvalidArgumentError
-from scheduler_svc.core.plan import Int32Array, StepId, StepPlan
-from scheduler_svc.domain import WorkerInfo
-from scheduler_svc.wire.checks import check_below, check_top_tokens
-from scheduler_svc.wire.worker import WorkerResult
+from contract.info import WorkerInfo
+from contract.step import Plan, Result, StepId
+from quire.v1 import worker_pb2
 
 _NEVER = np.iinfo(np.int64).max
 
 
 class WorkerLedger:
-    """Follows the plans sent on one link, and checks their outcomes; costs work per array."""
+    """Records the plans sent on one link, and checks their outcomes. Work per array, not row."""
 
     def __init__(self, info: WorkerInfo) -> None:
-        self._vocab_size = info.model.vocab_size
+        self._vocab_size = info.limits.vocab_size
         self._num_draft_tokens = info.num_draft_tokens
-        # A row samples in the steps [first, last]; with drafts it may end sooner.
-        self._first = np.full(info.max_num_seqs, _NEVER, np.int64)
-        self._last = np.zeros(info.max_num_seqs, np.int64)
-        self._num_left = np.zeros(info.max_num_seqs, np.int32)
-        """Known tokens that a row has to compute before it samples."""
-        self._num_samples = np.zeros(info.max_num_seqs, np.int32)
-        """Tokens that a row samples; with drafts, those that it has not yet."""
+        # A row samples in the steps [first, last]; with drafts it may end earlier.
+        self._first = np.full(info.limits.max_num_seqs, _NEVER, np.int64)
+        self._last = np.zeros(info.limits.max_num_seqs, np.int64)
+        self._num_left = np.zeros(info.limits.max_num_seqs, np.int32)
+        """Known tokens that a row must compute before it samples."""
+        self._num_samples = np.zeros(info.limits.max_num_seqs, np.int32)
+        """Tokens that a row samples; with drafts, those that are left."""
         self._swap_ins: dict[StepId, set[int]] = {}
-        """Device blocks, of the steps that have some."""
+        """Device blocks by the step that swaps them in."""
         self._stores: set[int] = set()
-        """Disk blocks that are being filled."""
+        """Disk blocks being written."""
         self._loads: set[int] = set()
-        """Host blocks that are being filled from the disk."""
+        """Host blocks being loaded from the disk."""
 
-    def sent(self, plan: StepPlan) -> None:
-        """Note a plan that goes out; plans come in the order of their steps."""
+    def on_sent(self, plan: Plan) -> None:
+        """A plan was sent; plans come in the order of their steps."""
         step, released = plan.step_id, plan.released_rows
         if released.size:
             self._last[released] = np.minimum(self._last[released], step - 1)
@@ -57,44 +57,42 @@ class WorkerLedger:
         self._stores.update(plan.disk_store_dst_block_ids.tolist())
         self._loads.update(plan.disk_load_dst_block_ids.tolist())
 
-    def check(self, result: WorkerResult) -> None:
-        """Take the result of the oldest plan that has none.
+    def check(self, result: Result, message: worker_pb2.StepResult) -> None:
+        """Check the result of the oldest unanswered plan.
 
         Raises:
-            InvalidArgumentError: It is not one of that plan. The worker is not to be used further.
+            InvalidArgumentError: It does not fit that plan. The worker must not be used any more.
         """
-        outcome = result.outcome
-        check_below(outcome.sampled_token_ids, "sampled_token_ids", self._vocab_size, "vocab_size")
-        ended = (outcome.failed_rows, outcome.stuck_rows)
-        rows = outcome.sampled_rows
+        check_values("sampled_token_ids", result.sampled_token_ids, 0, self._vocab_size - 1)
+        ended = (result.failed_rows, result.stuck_rows)
+        rows = result.sampled_rows
         if any(more.size for more in ended):
             rows = np.concatenate((rows, *ended))
-        self._check_rows(outcome.step_id, rows)
-        stopped = outcome.stopped_rows
-        if stopped.size and not _is_part(stopped, outcome.sampled_rows):
+        self._check_rows(result.step_id, rows)
+        stopped = result.stopped_rows
+        if stopped.size and not _is_part(stopped, result.sampled_rows):
             raise InvalidArgumentError(
                 "stopped_rows", "has a row twice, or one that did not sample"
             )
         for rows in (stopped, *ended):
             if rows.size:
-                self._last[rows] = outcome.step_id
-        self._check_logprobs(result)
-        swapped_in = self._swap_ins.pop(outcome.step_id, set())
-        _take(swapped_in, outcome.failed_swap_in_block_ids, "failed_swap_in_block_ids")
-        _take(self._stores, outcome.stored_disk_block_ids, "stored_disk_block_ids")
-        _take(self._stores, outcome.failed_disk_block_ids, "failed_disk_block_ids")
-        _take(self._loads, outcome.loaded_host_block_ids, "loaded_host_block_ids")
-        _take(self._loads, outcome.failed_host_block_ids, "failed_host_block_ids")
+                self._last[rows] = result.step_id
+        self._check_logprobs(message, result.sampled_rows.size)
+        swapped_in = self._swap_ins.pop(result.step_id, set())
+        _take(swapped_in, result.failed_swap_in_block_ids, "failed_swap_in_block_ids")
+        _take(self._stores, result.stored_disk_block_ids, "stored_disk_block_ids")
+        _take(self._stores, result.failed_disk_block_ids, "failed_disk_block_ids")
+        _take(self._loads, result.loaded_host_block_ids, "loaded_host_block_ids")
+        _take(self._loads, result.failed_host_block_ids, "failed_host_block_ids")
 
-    def _check_logprobs(self, result: WorkerResult) -> None:
-        num_sampled = result.outcome.sampled_rows.size
-        for item in result.logprobs:
+    def _check_logprobs(self, message: worker_pb2.StepResult, num_sampled: int) -> None:
+        for item in message.logprobs:
             if item.index >= num_sampled:
                 raise InvalidArgumentError(
                     "logprobs.index", f"is {item.index}; it must be in [0, {num_sampled})"
                 )
             check_top_tokens(item.logprob, "logprobs", self._vocab_size)
-        for scores in result.prompt_logprobs:
+        for scores in message.prompt_logprobs:
             if scores.row >= self._first.size:
                 raise InvalidArgumentError(
                     "prompt_logprobs.row", f"is {scores.row}; it must be in [0, {self._first.size})"
@@ -130,7 +128,7 @@ def _is_part(rows: Int32Array, of_rows: Int32Array) -> bool:
 
 
 def _take(expected: set[int], block_ids: Int32Array, field: str) -> None:
-    """Take blocks out of a set that must have them."""
+    """Remove blocks from a set that must have them."""
     for block in block_ids.tolist():
         if block not in expected:
             raise InvalidArgumentError(field, f"has block {block}; no such move is under way")

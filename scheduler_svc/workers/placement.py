@@ -1,96 +1,98 @@
-"""Which worker a request goes to.
+"""Chooses the worker for a request, and keeps requests for which there is none.
 
-By prefix, the default, it goes where it costs least, in tokens that must be computed::
+By prefix, the default, a request goes where it costs least, in tokens to be computed::
 
     cost(worker) =   tokens of its prompt that the worker's prefix cache lacks
                    + tokens of prompts that the worker has to compute before it
                    + SEQUENCE_TOKENS * sequences that the worker has
 
-The first two are what stands between the request and its first token; they are the time that
+The first two terms stand between the request and its first token. They are the time that
 Mooncake's Conductor estimates (queue + prefill; Qin et al., FAST 2025), in tokens because the
-workers are alike. The third is what decoding sequences cost those beside them; without it all that
-share a prefix would crowd on one worker as long as its queue is short (the load term of Preble,
-Srivatsa et al., ICLR 2025). Where nothing is cached and nothing is queued, it is least loaded.
+workers are alike. The third is what decoding sequences cost each other. Without it all requests
+that share a prefix would crowd one worker as long as its queue is short (the load term of Preble,
+Srivatsa et al., ICLR 2025). With nothing cached and nothing queued, the least loaded worker wins.
 
-However it is chosen, a worker whose memory is short comes last.
+With every method, a worker whose memory is short comes last.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Protocol
 
+import numpy as np
+
 from contract.hashing import BlockHash, extend_chain, root_hash
-from scheduler_svc.core.request import Request
-from scheduler_svc.workers.request_ends import num_live_seqs
+from scheduler_svc.core.events import Finished
+from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.domain import SubmitRequest, live_outputs, num_live_seqs
 
 SEQUENCE_TOKENS: Final = 64
-"""Prompt tokens that weigh as much as one more sequence: a 2,048-token prefix is worth going where
-32 more sequences are. `bench/placement.py --sweep` shows what other values do."""
+"""Prompt tokens that weigh as much as one sequence: a cached prefix of 2,048 tokens outweighs 32
+sequences. `bench/placement.py --sweep` shows that 16 to 256 do about as well."""
+_NOTHING_YET = OutputSoFar(token_ids=np.empty(0, dtype=np.int32), finished=False)
 
 
 class Placement(StrEnum):
     """How a worker is chosen."""
 
     PREFIX = "prefix"
-    """Where the least must be computed first; see the module."""
+    """Where it costs least; see above."""
     LEAST_LOADED = "least-loaded"
-    """Where the fewest sequences are."""
+    """The worker with the fewest sequences."""
     ROUND_ROBIN = "round-robin"
-    """One after another."""
+    """Each worker in turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """How busy one worker is, as far as placement cares."""
+    """How busy one worker is."""
 
     num_running: int
     num_waiting: int
-    """Sequences that wait, those that its engine has not looked at yet included."""
+    """Waiting sequences, including those posted and not yet applied."""
     max_waiting: int
     max_request_len: int
-    """Most tokens of one of its sequences."""
+    """Most tokens of one sequence."""
     num_queued_tokens: int = 0
-    """Known tokens that it has to compute, likewise."""
+    """Known tokens to compute, likewise."""
     is_memory_short: bool = False
-    """Whether it has less run than it could."""
+    """Whether it runs fewer sequences than it could, for lack of memory."""
 
     @property
     def num_seqs(self) -> int:
-        """Sequences, waiting or running."""
         return self.num_running + self.num_waiting
 
     def has_room(self, n: int) -> bool:
-        """Say whether `n` more sequences may wait here."""
+        """Return whether `n` more sequences may wait here."""
         return self.num_waiting + n <= self.max_waiting
 
 
 class Worker(Protocol):
-    """A worker that requests may be placed at."""
+    """A worker that can take requests."""
 
     @property
     def block_size(self) -> int:
         """Token slots of a block."""
 
     def placement_load(self) -> WorkerLoad:
-        """Say how busy it is."""
+        """Return how busy it is."""
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Say how many blocks of a prompt its prefix cache has; `hashes` from its beginning."""
+        """Return how many leading blocks of a prompt its prefix cache has; `hashes` names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where a request goes."""
+    """The worker for a request."""
 
     index: int
-    """Of the worker."""
     num_tokens: int
-    """Known tokens that it has to compute for it, at most."""
+    """Most known tokens that the worker has to compute for the request."""
 
 
 class Placer:
-    """Chooses; remembers only whose turn it is."""
+    """Chooses workers. Its only state is the turn of round-robin."""
 
     def __init__(
         self, placement: Placement = Placement.PREFIX, sequence_tokens: int = SEQUENCE_TOKENS
@@ -105,13 +107,13 @@ class Placer:
         """Choose the worker for a request.
 
         Args:
-            request: One that is too long for all workers goes to one of those that take the most,
-                which will refuse it and name the limit.
+            request: One that is too long for every worker goes to one of those that take the
+                longest, which will refuse it and name the limit.
             workers: At least one.
-            can_refuse: Whether only workers with room for it in their queue come into question.
+            can_refuse: Whether a worker without room in its queue is out of the question.
 
         Returns:
-            The first of equals; None: none has room.
+            The first among equals; None: no worker has room.
         """
         loads = [worker.placement_load() for worker in workers]
         candidates = _candidates(request, loads, can_refuse=can_refuse)
@@ -135,6 +137,53 @@ class Placer:
         return num_tokens + load.num_queued_tokens + self._sequence_tokens * load.num_seqs
 
 
+class UnplacedRequests:
+    """Requests that wait for a worker to be attached, new or from a lost worker, oldest first."""
+
+    def __init__(self) -> None:
+        self._commands: list[SubmitRequest] = []
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences of these requests that have not ended."""
+        return sum(num_live_seqs(command.request) for command in self._commands)
+
+    def has_with(self, salt: str) -> bool:
+        """Return whether one of them has a cache salt that begins with `salt`."""
+        return any(command.request.cache_salt.startswith(salt) for command in self._commands)
+
+    def add(self, command: SubmitRequest) -> None:
+        self._commands.append(command)
+
+    def take_all(self) -> list[SubmitRequest]:
+        """Remove and return all."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> tuple[Finished, ...]:
+        """End the sequences `seq_keys` if they wait here; others are ignored."""
+        keys = frozenset(seq_keys)
+        finished: list[Finished] = []
+        for command in self.take_all():
+            request = command.request
+            first = request.first_seq_key
+            ended = [i for i in live_outputs(request) if first + i in keys]
+            if ended and request.beam is not None:
+                ended = live_outputs(request)  # a search ends as a whole
+            if request.source != source or not ended:
+                self.add(command)
+                continue
+            finished += (Finished(source, SeqKey(first + i), FinishReason.CANCELLED) for i in ended)
+            rest = _without(request, ended)
+            if num_live_seqs(rest):
+                self.add(replace(command, request=rest))
+        return tuple(finished)
+
+    def drop_source(self, source: SourceId) -> None:
+        """Forget the requests of a router's stream that is gone."""
+        self._commands = [c for c in self._commands if c.request.source != source]
+
+
 def _num_tokens_left(request: Request, num_tokens: int, workers: Sequence[Worker]) -> list[int]:
     """Return how many of a request's known tokens each worker's prefix cache lacks."""
     size_to_hashes = {size: _hash(request, size) for size in {w.block_size for w in workers}}
@@ -154,7 +203,7 @@ def num_known_tokens(request: Request) -> int:
 
 
 def _hash(request: Request, block_size: int) -> list[BlockHash]:
-    """Hash what admission can find: all of the prompt but its last token, or nothing."""
+    """Hash the part of the prompt that admission looks up: all but its last token, or nothing."""
     hashes: list[BlockHash] = []
     if not request.reads_prefix_cache:
         return hashes
@@ -174,5 +223,12 @@ def _candidates(request: Request, loads: Sequence[WorkerLoad], *, can_refuse: bo
     ]
     short = {i for i in found if loads[i].is_memory_short}
     if all(loads[i].num_waiting for i in found if i not in short):
-        short = {i for i in short if loads[i].num_waiting}  # the others would run dry
+        short = {i for i in short if loads[i].num_waiting}  # else the others would idle
     return [i for i in found if i not in short] or found
+
+
+def _without(request: Request, output_indices: Iterable[int]) -> Request:
+    outputs = list(request.outputs) or [_NOTHING_YET] * request.n
+    for index in output_indices:
+        outputs[index] = replace(outputs[index], finished=True)
+    return replace(request, outputs=tuple(outputs))

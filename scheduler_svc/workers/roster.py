@@ -1,117 +1,191 @@
-"""The engines of all workers, and what can be read of those that are attached."""
+"""The engines of all workers: looking them up, asking all, and the model that they serve."""
 
+import asyncio
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Final, TypeVar
 
-from contract.errors import NotFoundError, UnavailableError
+import structlog
+
+from contract.errors import InvalidArgumentError, NotFoundError, QuireError, UnavailableError
+from contract.info import ModelInfo, WorkerInfo
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.session import Session
 
+_GRACE_S: Final = 30.0
+"""How long a lost worker may take to return before the others may switch to another model."""
+
+log = structlog.get_logger()
+
+_Worker = TypeVar("_Worker")
+_Answer = TypeVar("_Answer")
+
 
 class Roster:
-    """Engines in the order in which they came. Its owner adds and removes; others read."""
+    """Engines in the order in which they were added. The fleet changes it; others read."""
 
     def __init__(self) -> None:
-        self._engines: tuple[Engine, ...] = ()
-
-    @property
-    def engines(self) -> tuple[Engine, ...]:
+        self.engines: tuple[Engine, ...] = ()
         """Of all workers, attached or not."""
-        return self._engines
 
     def add(self, engine: Engine) -> None:
-        """Take on one more."""
-        self._engines = (*self._engines, engine)
+        self.engines = (*self.engines, engine)
 
     def remove(self, engine: Engine) -> None:
-        """Forget one."""
-        self._engines = tuple(each for each in self._engines if each is not engine)
+        self.engines = tuple(each for each in self.engines if each is not engine)
 
     def engine(self, worker: str) -> Engine:
-        """Return a worker's.
+        """Return the engine of a worker.
 
         Raises:
             NotFoundError: There is no such worker.
         """
-        for engine in self._engines:
+        for engine in self.engines:
             if engine.target == worker:
                 return engine
-        known = ", ".join(engine.target for engine in self._engines)
+        known = ", ".join(engine.target for engine in self.engines)
         raise NotFoundError(f"worker {worker!r} is not one of this scheduler's: {known}")
 
     def chosen(self, worker: str) -> tuple[Engine, ...]:
-        """Return the engine of `worker`, or all of them if that is empty.
+        """Return the engine of `worker`, or all engines if that is empty.
 
         Raises:
             NotFoundError: There is no such worker.
-            UnavailableError: There is none at all.
+            UnavailableError: There is no worker at all.
         """
         if worker:
             return (self.engine(worker),)
-        if not self._engines:
+        if not self.engines:
             raise UnavailableError("no worker is found")
-        return self._engines
+        return self.engines
 
     def unloaded(self, worker: str = "") -> tuple[str, ...]:
-        """Return which workers have no model, of `worker`, or of all if that is empty."""
+        """Return the workers without a model, of `worker`, or of all if that is empty."""
         return tuple(
             engine.target
-            for engine in self._engines
+            for engine in self.engines
             if engine.is_unloaded and worker in ("", engine.target)
         )
 
     @property
     def is_unloaded(self) -> bool:
-        """Whether nobody can run anything, because models are unloaded."""
+        """Whether no worker can run anything because models are unloaded."""
         return not self.sessions and bool(self.unloaded())
 
     @property
     def sessions(self) -> dict[str, Session]:
-        """Those of the workers that are attached, by worker."""
+        """The sessions of the attached workers, by worker."""
         return {
-            engine.target: engine.session for engine in self._engines if engine.session is not None
+            engine.target: engine.session for engine in self.engines if engine.session is not None
         }
 
     def attached(self, worker: str) -> Mapping[str, Session]:
-        """Return the session of `worker`, or all of them if that is empty.
+        """Return the session of `worker`, or all sessions if that is empty.
 
         Raises:
             NotFoundError: There is no such worker.
             UnavailableError: It is not attached.
         """
-        if not worker:
-            return self.sessions
-        engine = self.engine(worker)
-        if engine.session is None:
-            raise UnavailableError(f"worker {worker} is not attached: {engine.loss}")
-        return {worker: engine.session}
+        return {worker: self.engine(worker).attached_session()} if worker else self.sessions
 
     def loads(self) -> Mapping[str, SchedulerLoad | None]:
         """Snapshot each worker's core; None: not attached."""
         return {
             engine.target: engine.session.load() if engine.session is not None else None
-            for engine in self._engines
+            for engine in self.engines
         }
 
     def spaces(self) -> Mapping[str, SpaceReport]:
-        """Look at the blocks of each worker that is attached."""
+        """Inspect the blocks of each attached worker."""
         return {worker: session.space() for worker, session in self.sessions.items()}
 
     def queued_by_tenant(self) -> Counter[str]:
-        """Count the sequences that wait at an attached worker, by tenant."""
+        """Count the sequences that wait at attached workers, by tenant."""
         return sum((each.queued_by_tenant() for each in self.sessions.values()), Counter[str]())
 
     def oldest_step_ages_s(self) -> Mapping[str, float]:
-        """Say of each attached worker how long its oldest step has been in flight."""
+        """Return for each attached worker how long its oldest step has been in flight."""
         return {worker: session.oldest_step_age_s() for worker, session in self.sessions.items()}
 
     def troubles(self) -> dict[str, str]:
-        """Say of each worker that hangs or is lost what is wrong."""
+        """Describe what is wrong with each worker that hangs or is lost."""
         troubles = {}
-        for engine in self._engines:
+        for engine in self.engines:
             trouble = engine.loss if engine.session is None else engine.session.trouble()
             if trouble is not None:
                 troubles[engine.target] = trouble
         return troubles
+
+
+async def ask_all(
+    workers: Mapping[str, _Worker], ask: Callable[[_Worker], Awaitable[_Answer]]
+) -> tuple[dict[str, _Answer], dict[str, BaseException]]:
+    """Ask all workers at once, and wait for all of them.
+
+    Returns:
+        Answers and errors by worker, in the order of `workers`. Errors name their worker.
+    """
+    ends = await asyncio.gather(*map(ask, workers.values()), return_exceptions=True)
+    answers: dict[str, _Answer] = {}
+    errors: dict[str, BaseException] = {}
+    for worker, end in zip(workers, ends, strict=True):
+        if isinstance(end, BaseException):
+            errors[worker] = said_by(worker, end)
+        else:
+            answers[worker] = end
+    return answers, errors
+
+
+def said_by(worker: str, error: BaseException) -> BaseException:
+    """Return a worker's error with the worker's name in it, if it is a QuireError."""
+    if isinstance(error, InvalidArgumentError):
+        return InvalidArgumentError(error.field, f"{error.problem} (says worker {worker})")
+    return type(error)(f"worker {worker}: {error}") if isinstance(error, QuireError) else error
+
+
+class ServedModel:
+    """The model that all workers must have: the first worker's, until no worker has it any more."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._model: ModelInfo | None = None
+
+    def accept(self, engine: Engine, info: WorkerInfo) -> bool:
+        """Accept a worker; return whether the service has switched to another model.
+
+        A worker may return with another model, because an operator had it unload and load. It is
+        accepted if no worker has the former model: none is attached, or was lost a moment ago.
+
+        Raises:
+            UnavailableError: It has another model than this scheduler serves.
+        """
+        model = replace(info.model, max_model_len=0, adapters=())  # only these may differ
+        before = self._model
+        if model == before:
+            return False
+        if before is not None:
+            problem = f"worker {engine.target} holds {model}; this scheduler serves {before}"
+            if self._roster.sessions or not engine.was_unloaded:
+                raise UnavailableError(problem)
+            if awaited := self._awaited(engine):
+                raise UnavailableError(f"{problem}, and waits for {', '.join(awaited)}")
+        self._model = model
+        if before is not None:
+            log.warning("another model is served", model=str(model), before=str(before))
+        return before is not None
+
+    def _awaited(self, newcomer: Engine) -> list[str]:
+        """Return the lost workers that may soon return with the former model."""
+        since_s = time.monotonic() - _GRACE_S
+        return [
+            engine.target
+            for engine in self._roster.engines
+            if engine is not newcomer
+            and not engine.was_unloaded
+            and engine.lost_at_s is not None
+            and engine.lost_at_s > since_s
+        ]

@@ -1,7 +1,7 @@
-"""One attachment of a worker: the only caller of its scheduler core, a step ahead of the worker.
+"""One attachment of a worker: the only caller of its core, which plans a step ahead of the worker.
 
 Others `post` commands, which are applied between two steps. The session sleeps until there is a
-command, a result or a loss, or a step is due, so an idle one costs nothing.
+command, a result or a loss, or until a step is due; an idle session costs nothing.
 """
 
 import asyncio
@@ -9,16 +9,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from contract.errors import UnavailableError
 from contract.hashing import BlockHash
+from contract.info import MemoryLevel, ModelInfo, WorkerInfo
 from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.observe import timeline
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.handover.takeover import REUNION_S, Successor
+from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.reports.load import (
     count_queued,
     num_steps_answered,
@@ -27,95 +29,97 @@ from scheduler_svc.core.reports.load import (
     read_queues,
     read_space,
 )
+from scheduler_svc.core.reports.progress import read_progress
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT
-from scheduler_svc.domain import Command, ModelInfo, SubmitRequest, WorkerInfo
-from scheduler_svc.observers.memory_watch import MemoryWatch
+from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
+from scheduler_svc.domain import Command, SubmitRequest
 from scheduler_svc.observers.metrics import EngineMetrics
-from scheduler_svc.observers.space_watch import SpaceWatch
 from scheduler_svc.observers.spans import SequenceSpans, WorkerSpans
-from scheduler_svc.observers.step_observer import StepObserver
-from scheduler_svc.pacing.pacer import Pace
+from scheduler_svc.observers.step_log import StepLog
+from scheduler_svc.observers.steps import AnsweredStep, PacingObserver, SentStep, StepObserver
+from scheduler_svc.observers.watches import SpaceWatch, log_memory_level
 from scheduler_svc.routers.fan_out import RouterStreams
-from scheduler_svc.routers.request_events import RequestNews
-from scheduler_svc.wire.worker import with_candidates
+from scheduler_svc.wire.beam import with_candidates
 from scheduler_svc.workers.commands import PostedCommands
-from scheduler_svc.workers.core_waits import Condition, CoreWaits
-from scheduler_svc.workers.crash_counter import Losses
+from scheduler_svc.workers.crash_counter import CrashCounter
 from scheduler_svc.workers.placement import WorkerLoad
+from scheduler_svc.workers.request_events import RequestEvents
 from scheduler_svc.workers.stream import TimedResult, WorkerLink
 
 _TICK_S = 0.001
-"""Of the event loop's clock: less is not worth an alarm."""
+"""Resolution of the event loop's clock: a shorter wait is not worth a timer."""
 
 _T = TypeVar("_T")
 
+Condition: TypeAlias = Callable[[Scheduler], bool]
+"""Something that may become true of a core; it changes nothing."""
+
 
 class Session:
-    """A worker's link, and the core that plans for it."""
+    """A worker's link, the core that plans for it, and the observers of its steps."""
 
     def __init__(
         self,
         link: WorkerLink,
-        core: Successor,
-        *,
+        core: Scheduler,
         wake: asyncio.Event,
+        *,
         streams: RouterStreams,
         spans: SequenceSpans,
         metrics: EngineMetrics,
         pace: Pace,
     ) -> None:
         """`wake` is the one that `link` sets."""
+        self.link = link
+        self.step_log = StepLog()
+        self.crashes = CrashCounter()
         self.has_progressed = False
         """Whether the worker has answered a step."""
-        self.steps = StepObserver(metrics, core.config, pace)
-        """What it has done; for reading."""
-        self._link = link
         self._core = core
         self._wake = wake
-        self._worker_spans = WorkerSpans(
-            spans, link.info.worker_id, core.config.bytes_per_block, core.owner
-        )
         self._metrics = metrics
-        self._placement_load: WorkerLoad | None = None
-        """As of the last time that somebody asked; None: it may have changed."""
-        self._space_watch = SpaceWatch(link.info.worker_id)
-        self._memory_watch = MemoryWatch(link.info.worker_id, core)
-        self._losses = Losses()
-        self._news = RequestNews(streams, spans, metrics, self._losses)
-        self._commands = PostedCommands(
-            core,
-            self.steps.meter,
-            news=self._news,
-            losses=self._losses,
-            space_watch=self._space_watch,
-            metrics=metrics,
+        self._pacing = PacingObserver(core.config, pace)
+        worker_id, block_bytes = link.info.worker_id, core.config.bytes_per_block
+        self._observers: tuple[StepObserver, ...] = (
+            self._pacing,
+            self.step_log,
+            metrics,
+            WorkerSpans(spans, worker_id, block_bytes, core.owner),
         )
+        self._events = RequestEvents(streams, spans, metrics, self.crashes)
+        self._space_watch = SpaceWatch(worker_id)
+        self._memory_level = MemoryLevel.OK
+        self._commands = PostedCommands(
+            core, self._pacing.meter, self._events, self._space_watch, metrics
+        )
+        self._placement_load: WorkerLoad | None = None
+        """As last computed; None: it may have changed."""
         self._is_leaving = self._is_handing_over = self._has_ended = False
         self._settled = asyncio.Event()
+        """Set when a hand-over has no step in flight any more."""
         self._bug: BrokenInvariantError | None = None
-        """What a call from outside the engine's task has found."""
-        self._waits = CoreWaits()
+        """Found by a call from outside the engine's task."""
+        self._waits: list[tuple[Condition, asyncio.Future[None]]] = []
         self._alarm: asyncio.TimerHandle | None = None
         """Wakes the session when the next step is due."""
-        if core.unclaimed:  # what nobody claims is freed, even if nothing else happens
+        if core.takeover.unclaimed:  # unclaimed blocks are freed even if nothing else happens
             for after_s in (REUNION_S, core.config.claim_s):
-                # Some more, since a loop's timer counts from when its turn began.
+                # Slightly later, because a loop's timer counts from when its turn began.
                 asyncio.get_running_loop().call_later(after_s + 0.1, wake.set)
 
-    # --- for others -----------------------------------------------------------------------------
+    # --- commands and calls ---------------------------------------------------------------------
 
     def post(self, command: Command, num_tokens: int = 0) -> None:
-        """Have a command applied before the next step; commands apply in the order posted.
+        """Apply a command before the next step; commands apply in the order posted.
 
-        `num_tokens` says how many tokens there are to compute for it, as far as is known.
+        `num_tokens` is how many tokens it has to compute, as far as is known.
         """
         if isinstance(command, SubmitRequest):
             self._placement_load = None
         self._commands.post(command, num_tokens)
         self._wake.set()
 
-    def call(self, function: Callable[[Successor], _T]) -> _T:
+    def call(self, function: Callable[[Scheduler], _T]) -> _T:
         """Call the core between two steps, after the commands posted before.
 
         Raises:
@@ -132,71 +136,61 @@ class Session:
             raise
 
     def check_alive(self) -> None:
-        """Check that the session goes on.
+        """Check that the worker is not lost.
 
         Raises:
             UnavailableError: The worker is lost.
         """
         if self._has_ended:
-            raise UnavailableError(f"worker {self.info.worker_id} is lost: {self._link.lost}")
+            raise UnavailableError(f"worker {self.info.worker_id} is lost: {self.link.lost}")
 
-    async def until(self, condition: Condition) -> None:
-        """Wait until something is true of the core; looked at between two steps.
+    async def wait_until(self, condition: Condition) -> None:
+        """Wait until something is true of the core; checked between two steps.
 
         Raises:
             UnavailableError: The worker is lost before that.
         """
         self.check_alive()
         if not condition(self._core):
-            await self._waits.wait(condition)
-
-    async def resize_pool(self, num_blocks: int) -> None:
-        """See `WorkerLink`."""
-        await self._link.resize_pool(num_blocks)
+            holds = asyncio.get_running_loop().create_future()
+            self._waits.append((condition, holds))
+            await holds
 
     async def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
         """See `WorkerLink`."""
-        return await self._link.load_adapter(name, directory)
+        return await self.link.load_adapter(name, directory)
 
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
-        """See `WorkerLink`; not before the steps sent so far are answered, which may name it.
+        """See `WorkerLink`. Waits for the steps sent so far, which may use the adapter.
 
-        Batches and calls are on streams of their own, and one may overtake the other.
+        Steps and calls travel on different streams, so one may overtake the other.
         """
         num_sent = num_steps_sent(self._core)
-        await self.until(lambda core: num_steps_answered(core) >= num_sent)
-        await self._link.unload_adapter(adapter)
+        await self.wait_until(lambda core: num_steps_answered(core) >= num_sent)
+        await self.link.unload_adapter(adapter)
 
-    async def pull_kv(
-        self,
-        source_target: str,
-        source_instance_id: int,
-        sources: Sequence[int],
-        targets: Sequence[int],
-    ) -> None:
-        """See `WorkerLink`."""
-        await self._link.pull_kv(source_target, source_instance_id, sources, targets)
+    # --- reports --------------------------------------------------------------------------------
 
     @property
     def info(self) -> WorkerInfo:
-        """The worker, as it describes itself."""
-        return self._link.info
+        """How the worker describes itself."""
+        return self.link.info
 
     def load(self) -> SchedulerLoad:
         """Snapshot the core."""
         return self._core.load()
 
     def space(self) -> SpaceReport:
-        """Look at the core's blocks, which takes time in proportion to them."""
+        """Inspect the core's blocks; takes time in proportion to them."""
         return read_space(self._core)
 
     def queued_by_tenant(self) -> Counter[str]:
-        """Count the sequences that wait; see `count_queued`."""
+        """Count the waiting sequences by tenant."""
         return count_queued(self._core)
 
     def placement_load(self) -> WorkerLoad:
-        """Say how busy the worker is, commands that are not applied yet included."""
-        if self._placement_load is None:  # every worker is asked for every request
+        """Return how busy the worker is, including commands that are not applied yet."""
+        if self._placement_load is None:  # cached: every request asks every worker
             load = self._core.load()
             self._placement_load = WorkerLoad(
                 num_running=load.num_running,
@@ -214,30 +208,32 @@ class Session:
         return self._core.config.block_size
 
     def num_held_tokens(self, request: Request) -> int:
-        """Say how many tokens' KV of a request the worker has from before, for nobody else."""
-        return self._core.num_held_tokens(request)
+        """Return for how many tokens of a request the worker kept KV from an earlier scheduler."""
+        return self._core.takeover.num_held_tokens(request)
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Say how many blocks of a prompt the prefix cache has."""
-        return self._core.num_cached_blocks(hashes)
+        """Return how many blocks of a prompt the prefix cache has."""
+        return self._core.lookup.num_cached_blocks(hashes)
 
     def model(self) -> ModelInfo:
-        """Return the worker's model, its length as the block pool allows."""
-        return replace(self._link.info.model, max_model_len=self._core.max_request_len)
+        """Return the worker's model, with the length that the block pool allows."""
+        return replace(self.link.info.model, max_model_len=self._core.max_request_len)
 
     def oldest_step_age_s(self) -> float:
-        """Say how long the oldest step has been in flight; 0 if none is."""
-        return self._link.oldest_step_age_s()
+        """Return how long the oldest step has been in flight; 0 if none is."""
+        return self.link.oldest_step_age_s()
 
     def trouble(self) -> str | None:
-        """Say in what way the worker hangs, if it seems to; it may yet go on."""
-        silence = self._link.silence
-        if silence.is_hang:
-            return f"it has said nothing for {silence.seconds:g} s"
-        runs_s, limit_s = self._link.oldest_step_runs_s(), self.steps.pacer.is_late_after_s
+        """Describe how the worker hangs, if it seems to; it may recover."""
+        heartbeat = self.link.heartbeat
+        if heartbeat.is_hanging:
+            return f"it has said nothing for {heartbeat.silent_s:g} s"
+        runs_s, limit_s = self.link.oldest_step_runs_s(), self._pacing.pacer.is_late_after_s
         if limit_s is not None and runs_s > limit_s:
             return f"a step takes {runs_s:.1f} s so far; {limit_s:.1f} s would be very long for it"
         return None
+
+    # --- leaving --------------------------------------------------------------------------------
 
     async def hand_over(self) -> None:
         """Send no more steps; return when those in flight are answered, or the worker is lost."""
@@ -247,103 +243,102 @@ class Session:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the worker, or its model, is about to go: nothing new is for it."""
+        """Whether the worker or its model is about to go: it gets no new requests."""
         return self._is_leaving or self.is_ending
 
     @property
     def is_ending(self) -> bool:
-        """Whether the worker says that it is about to end."""
-        return self._link.draining.done()
+        """Whether the worker has announced its end."""
+        return self.link.draining.done()
 
     def leave(self) -> None:
-        """Let nothing new come here: the model is about to go."""
+        """Take no new requests: the model is about to go."""
         self._is_leaving = True
 
     def stay(self) -> None:
-        """Go on as before `leave`, and `hand_over`: the model stays."""
+        """Undo `leave` and `hand_over`: the model stays."""
         self._is_leaving = self._is_handing_over = False
         self._settled.clear()
         self._wake.set()
 
     async def wait_draining(self) -> None:
-        """Return when the worker says that it is about to end."""
-        await asyncio.shield(self._link.draining)
+        """Wait until the worker announces its end."""
+        await asyncio.shield(self.link.draining)
 
     async def let_go(self) -> None:
-        """Lose the worker in good order: when the steps in flight are answered."""
+        """Release the worker once the steps in flight are answered."""
         await self.hand_over()
-        self._link.let_go()
-
-    def note_losses(self, request: Request, num_losses: int) -> None:
-        """Note how many workers in a row were lost with a live request."""
-        self._losses.note(request, num_losses)
-
-    def take_losses(self, request: Request) -> int:
-        """Return what was noted of a request, and forget it."""
-        return self._losses.take(request)
+        self.link.let_go()
 
     # --- for the engine's task ------------------------------------------------------------------
 
     async def work(self) -> None:
-        """Schedule, send, take results, until the worker is lost.
+        """Schedule steps, send them and apply their results until the worker is lost.
+
+        The loop never waits for a particular step. Each turn applies posted commands and received
+        results, then sends steps as long as fewer than `MAX_STEPS_IN_FLIGHT` are in flight and the
+        pacer says that the next one is due; then it sleeps until `wake` is set.
 
         Raises:
-            UnavailableError: It is lost; `end` is what remains to be done.
+            UnavailableError: It is lost; call `end`.
             BrokenInvariantError: A bug; going on could corrupt an output.
         """
         while True:
             self._commands.apply()
-            for result in self._link.take_results():
+            for result in self.link.take_results():
                 self._apply_result(result)
-            self._memory_watch.hear(self._link.memory_level)
+            self._update_memory_level()
             if self._is_handing_over and not self._core.num_steps_in_flight:
                 self._settled.set()
             if self._bug is not None:
                 raise self._bug
-            if self._link.lost is not None:
-                raise self._link.lost
+            if self.link.lost is not None:
+                raise self.link.lost
             self._send_steps()
-            self._waits.look(self._core)
+            self._resolve_waits()
             self._placement_load = None
             await self._wake.wait()
             self._wake.clear()
 
     def end(self) -> tuple[SubmitRequest, ...]:
-        """Return every live request. What was posted before counts; nothing may be posted after."""
+        """Return every live request, including posted ones; nothing may be posted afterwards."""
         self._settled.set()
         if self._alarm is not None:
             self._alarm.cancel()
         self._commands.apply()
-        lost = self._link.lost
-        self._space_watch.end(lost or UnavailableError("the scheduler gives up the worker"))
+        lost = self.link.lost
+        self._space_watch.on_lost(lost or UnavailableError("the scheduler gives up the worker"))
         self._has_ended = True
-        self._waits.lost(UnavailableError(f"it is lost: {lost}"))
-        return tuple(self._lose(request) for request in self._core.drain())
+        for _, holds in self._waits:
+            if not holds.done():
+                holds.set_exception(UnavailableError(f"it is lost: {lost}"))
+        return tuple(self._resubmit(request) for request in self._core.drain())
 
     # --- parts of work --------------------------------------------------------------------------
 
     def _send_steps(self) -> None:
         while not self._is_handing_over and self._core.num_steps_in_flight < MAX_STEPS_IN_FLIGHT:
-            wait_s = self.steps.pacer.next_due_s - time.monotonic()
+            wait_s = self._pacing.pacer.next_due_s - time.monotonic()
             if wait_s > _TICK_S:
                 self._set_alarm(wait_s)
                 return
             started = time.perf_counter()
             with timeline.span("schedule"):
-                pacer, prompts = self.steps.pacer, read_prompts(self._core)
+                pacer, prompts = self._pacing.pacer, read_prompts(self._core)
                 bounds = (pacer.max_paced_tokens(prompts), pacer.max_prompt_tokens)
                 plan = self._core.schedule(time.monotonic(), *bounds)
             if expired := self._core.take_expired():
-                self._news.ended(expired)
+                self._events.on_ended(expired)
                 self._metrics.expired.inc(len(expired))
-            self._space_watch.hear(self._core.take_reports())
+            self._space_watch.on_reports(self._core.take_reports())
             if plan is None:
                 return
             with timeline.span("encode the batch"):
-                step_id = self._link.send(plan)
-            self._losses.sent(plan)
-            took_s = self.steps.sent(plan, read_queues(self._core), started)
-            self._worker_spans.sent(plan, step_id, took_s)
+                step_id = self.link.send(plan)
+            took_s = time.perf_counter() - started
+            sent = SentStep(plan, step_id, read_queues(self._core), took_s)
+            for observer in self._observers:
+                observer.on_sent(sent)
 
     def _set_alarm(self, wait_s: float) -> None:
         if self._alarm is not None:
@@ -351,22 +346,46 @@ class Session:
         self._alarm = asyncio.get_running_loop().call_later(wait_s, self._wake.set)
 
     def _apply_result(self, timed: TimedResult) -> None:
-        result = timed.result
+        result, message = timed.result, timed.message
         started = time.perf_counter()
-        self._worker_spans.answered(timed.step_id)
-        if result.prompt_logprobs:  # now: what the update ends has no row any more
-            self._news.scored(timed.step_id, result.prompt_logprobs, self._core.owner)
+        if message.prompt_logprobs:  # before the update: sequences that it ends lose their rows
+            scores = message.prompt_logprobs
+            self._events.publish_prompt_logprobs(timed.step_id, scores, self._core.owner)
         with timeline.span("update"):
-            news = self._core.update(with_candidates(result, self._core.beam_rows))
+            beam_rows = self._core.beam_rows
+            events = self._core.update(with_candidates(result, message.logprobs, beam_rows))
         with timeline.span("tell the routers"):
-            self._news.told(timed.step_id, news, result.logprobs)
-        took_s = time.perf_counter() - started
+            self._events.publish(timed.step_id, events, message.logprobs)
+        update_s = time.perf_counter() - started
         self.has_progressed = True
-        self.steps.answered(timed, took_s)
-        self._news.noted(news, took_s)
+        execute_s, rpc_s = result.execute_s, timed.rpc_s
+        answered = AnsweredStep(timed.step_id, execute_s, rpc_s, update_s, time.time())
+        for observer in self._observers:
+            observer.on_answered(answered)
+        self._events.record(events, update_s)
 
-    def _lose(self, request: Request) -> SubmitRequest:
-        """Say that a request was live when the worker was lost, and whether it ran in vain."""
-        # Of one that drains it is nobody's fault.
-        take = self._losses.take if self.is_draining else self._losses.take_after_loss
-        return SubmitRequest(request, was_accepted=True, num_losses=take(request))
+    def _update_memory_level(self) -> None:
+        level, before = self.link.memory_level, self._memory_level
+        if level is not before:
+            self._memory_level = level
+            self._core.set_memory_level(level)
+            log_memory_level(self.info.worker_id, level, before, self._core.load())
+
+    def _resolve_waits(self) -> None:
+        waits, self._waits = self._waits, []
+        for condition, holds in waits:
+            if holds.done():  # the caller was cancelled
+                continue
+            if condition(self._core):
+                holds.set_result(None)
+            else:
+                self._waits.append((condition, holds))
+
+    def _resubmit(self, request: Request) -> SubmitRequest:
+        """Make the command that continues a request elsewhere, and count the crash."""
+        if self.is_draining:  # its end is no crash
+            num_crashes = self.crashes.take(request)
+        else:
+            progress = read_progress(self._core, request)
+            num_crashes = self.crashes.take_after_loss(request, progress)
+        return SubmitRequest(request, was_accepted=True, num_crashes=num_crashes)

@@ -1,4 +1,4 @@
-"""The link to one worker: send steps, take results, notice when it is lost."""
+"""The link to one attached worker: sends steps, receives results, notices when it is lost."""
 
 import asyncio
 import contextlib
@@ -8,34 +8,28 @@ from dataclasses import dataclass
 
 import grpc.aio
 
+from contract.codec.info import adapter_from_worker, memory_level_from_proto
+from contract.codec.step import plan_to_proto, result_from_proto
 from contract.errors import InvalidArgumentError, UnavailableError
-from contract.heartbeat import BEAT_S, TICK_S, Silence
+from contract.heartbeat import BEAT_S, TICK_S, Heartbeat
+from contract.info import MemoryLevel, WorkerInfo
 from contract.lora import LoadedAdapter, LoraAdapter
 from contract.packing import pack_int32
+from contract.state import Holdings
+from contract.step import Plan, Result
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, worker_pb2, worker_pb2_grpc
 from rpc.observe import timeline
 from rpc.security.tls import ClientTls, explain
 from rpc.status import calling
-from scheduler_svc.core.handover.holdings import Holdings
-from scheduler_svc.core.plan import StepPlan
-from scheduler_svc.core.pressure import MemoryLevel
-from scheduler_svc.domain import WorkerInfo
-from scheduler_svc.wire.adapters import adapter_from_proto
-from scheduler_svc.wire.memory_level import memory_level_from_proto
-from scheduler_svc.wire.worker import (
-    WorkerResult,
-    plan_to_proto,
-    result_from_proto,
-)
 from scheduler_svc.workers.ledger import WorkerLedger
 
 ADAPTER_TIMEOUT_S = 300.0
-"""Of an adapter, from a slow disk."""
+"""For loading an adapter from a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerClientConfig:
-    """What every attachment to one worker has in common."""
+    """What all attachments of one worker have in common."""
 
     target: str
     """A gRPC target such as "127.0.0.1:50053" or "unix:/run/worker.sock"."""
@@ -49,12 +43,15 @@ class WorkerClientConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedResult:
-    """A step's result, and how long the step was in flight."""
+    """A step's result."""
 
     step_id: int
     """As on the wire."""
-    result: WorkerResult
+    result: Result
+    message: worker_pb2.StepResult
+    """The result as received; its log-probabilities pass through to the routers."""
     rpc_s: float
+    """How long the step was in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +61,10 @@ class _SentStep:
 
 
 class WorkerLink:
-    """An attached worker, until it is lost; then a new link is made.
+    """An attached worker, until it is lost; each attachment has its own link.
 
-    Nothing here waits: `send` queues, results are collected as they come, and `wake` is set
-    whenever there is a result to take, its memory's level has changed, or the worker is lost.
+    `send` and `take_results` never wait. `wake` is set when there is a result to take, when the
+    worker's memory level has changed, and when the worker is lost.
     """
 
     def __init__(
@@ -79,16 +76,18 @@ class WorkerLink:
         wake: asyncio.Event,
         step_id_base: int,
     ) -> None:
-        """Open the Execute stream on `channel`, which the link then owns. See `worker_attach`."""
+        """Open the Execute stream on `channel`, which the link then owns; see `attach`."""
         self.info = info
         self.holdings = holdings
         """What the worker held when it was attached."""
         self.lost: UnavailableError | None = None
         """Why the worker is lost; None: it is not."""
+        self.heartbeat = Heartbeat()
+        """How long the worker has been silent."""
         self.memory_level = MemoryLevel.OK
-        """How short its memory is, as of its last beat."""
+        """How short its memory is, as of its last heartbeat."""
         self.draining = asyncio.create_task(self._await_drain(), name=f"drain of {config.target}")
-        """Done when the worker is about to end, and its sequences should be elsewhere."""
+        """Done when the worker is about to end; its sequences should move elsewhere."""
         self._config = config
         self._channel = channel
         self._wake = wake
@@ -102,54 +101,49 @@ class WorkerLink:
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         self._adapters = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
         self._call = self._stub.Execute(self._sent_batches())
-        self._silence = Silence()
-        self._since_result = Silence()
+        self._since_result = Heartbeat()
+        """Counts since the oldest step in flight could begin."""
         self._tasks = [
             asyncio.create_task(work, name=f"{name} {config.target}")
             for work, name in (
                 (self._read(), "results of"),
-                (self._listen(), "beats of"),
-                (self._watch_silence(), "silence of"),
+                (self._poll(), "heartbeats of"),
+                (self._watch_heartbeat(), "silence of"),
             )
         ]
 
-    def send(self, plan: StepPlan) -> int:
+    def send(self, plan: Plan) -> int:
         """Send the batch for `plan`; at most two steps are in flight, so the queue is short.
 
         Returns:
             The step's id on the wire.
         """
         if not self._in_flight:
-            self._since_result.heard()  # there was nothing to say
+            self._since_result.on_message()  # there was nothing to answer before
         batch = plan_to_proto(plan, self._config.epoch, self._step_id_base)
         self._in_flight.append(_SentStep(batch.step_id, self._loop.time()))
-        self._ledger.sent(plan)
+        self._ledger.on_sent(plan)
         self._batches.put_nowait(batch)
         if self._watchdog is None:
-            self._watch()
+            self._arm_watchdog()
         return batch.step_id
 
     def take_results(self) -> list[TimedResult]:
-        """Take the results that came since the last call, in the order of their steps."""
+        """Take the results received since the last call, in the order of their steps."""
         results = list(self._results)
         self._results.clear()
         return results
 
     def oldest_step_age_s(self) -> float:
-        """Say how long the oldest step has been in flight; 0 if none is."""
+        """Return how long the oldest step has been in flight; 0 if none is."""
         return self._loop.time() - self._in_flight[0].sent_at if self._in_flight else 0.0
 
     def oldest_step_runs_s(self) -> float:
-        """Say how long the oldest step may have been computing: it waits for those before it.
+        """Return how long the oldest step may have been computing; it waits for those before it.
 
-        As `Silence` counts: not the time that this process was stopped.
+        Leaves out the time for which this process was stopped, as `Heartbeat` does.
         """
-        return self._since_result.seconds if self._in_flight else 0.0
-
-    @property
-    def silence(self) -> Silence:
-        """How long the worker has said nothing."""
-        return self._silence
+        return self._since_result.silent_s if self._in_flight else 0.0
 
     async def pull_kv(
         self,
@@ -158,17 +152,18 @@ class WorkerLink:
         sources: Sequence[int],
         targets: Sequence[int],
     ) -> None:
-        """Have the worker fill its host blocks with another worker's; returns when it has.
+        """Have the worker fill host blocks with the contents of another worker's; wait for it.
 
         Args:
-            source_target: The other worker, as this scheduler calls it.
-            source_instance_id: Who must answer there: the worker may know another by that name.
-            sources: Host blocks of that one.
-            targets: Host blocks of this one, as many.
+            source_target: The other worker's address, as this scheduler knows it.
+            source_instance_id: The instance that must answer there: at the worker, the same
+                address may lead elsewhere.
+            sources: Host blocks there.
+            targets: As many host blocks of this worker.
 
         Raises:
-            QuireError: It could not. Either nothing writes the blocks any more, or the worker is
-                lost; so there is no deadline, but the worker's own.
+            QuireError: It failed. Then nothing writes the blocks any more, or the worker is lost;
+                hence no deadline except the worker's own.
         """
         request = worker_pb2.PullKvRequest(
             epoch=self._config.epoch,
@@ -181,10 +176,10 @@ class WorkerLink:
             await self._stub.PullKv(request)
 
     async def resize_pool(self, num_blocks: int) -> None:
-        """Have the worker's device have so many blocks; see `WorkerService.ResizePool`.
+        """Resize the worker's device pool; see `WorkerService.ResizePool`.
 
         Raises:
-            QuireError: It has as many as before, or the worker is lost.
+            QuireError: The pool has its former size, or the worker is lost.
         """
         request = worker_pb2.ResizePoolRequest(epoch=self._config.epoch, num_blocks=num_blocks)
         with calling():
@@ -194,20 +189,20 @@ class WorkerLink:
         """Have the worker load a LoRA adapter; see `AdapterService.LoadAdapter`.
 
         Raises:
-            QuireError: It has not, or the worker is lost.
+            QuireError: It refused, or is lost.
         """
         request = adapters_pb2.LoadAdapterRequest(
             name=name, directory=directory, epoch=self._config.epoch
         )
         with calling():
             loaded = await self._adapters.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_S)
-        return LoadedAdapter(adapter_from_proto(loaded.adapter, "adapter"), loaded.was_there)
+        return LoadedAdapter(adapter_from_worker(loaded.adapter, "adapter"), loaded.was_there)
 
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
-        """Have the worker unload one; see `AdapterService.UnloadAdapter`.
+        """Have the worker unload an adapter; see `AdapterService.UnloadAdapter`.
 
         Raises:
-            QuireError: It has not, or the worker is lost.
+            QuireError: It refused, or is lost.
         """
         request = adapters_pb2.UnloadAdapterRequest(
             name=adapter.name, digest=adapter.digest, epoch=self._config.epoch
@@ -216,23 +211,23 @@ class WorkerLink:
             await self._adapters.UnloadAdapter(request, timeout=ADAPTER_TIMEOUT_S)
 
     def let_go(self) -> None:
-        """Take the worker for lost: it is about to end."""
+        """Treat the worker as lost: it is about to end."""
         self._lose(UnavailableError("it is draining"))
 
     async def close(self) -> None:
-        """Let the worker go."""
+        """Close the streams and the channel."""
         if self._watchdog is not None:
             self._watchdog.cancel()
         tasks = [*self._tasks, self.draining]
         for task in tasks:
             task.cancel()
         self._call.cancel()
-        self._batches.put_nowait(None)  # a call that has failed goes on waiting for the next one
+        self._batches.put_nowait(None)  # a failed call still waits for its next batch
         await asyncio.wait(tasks)
         await self._channel.close(None)
 
     async def _sent_batches(self) -> AsyncIterator[worker_pb2.StepBatch]:
-        """Yield what is to be sent; a None in the queue is the end."""
+        """Yield queued batches until a None ends the stream."""
         while (batch := await self._batches.get()) is not None:
             yield batch
 
@@ -240,48 +235,48 @@ class WorkerLink:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._stub.AwaitDrain(worker_pb2.AwaitDrainRequest())
             return
-        await asyncio.Event().wait()  # it does not tell, or is lost, as its other stream will say
+        await asyncio.Event().wait()  # no drain to wait for: it cannot tell, or it is lost
 
-    async def _listen(self) -> None:
-        """Ask for a sign of life again and again, which also is one."""
+    async def _poll(self) -> None:
+        """Poll the worker's state: its heartbeat for us, and the poll is ours for the worker."""
         request = worker_pb2.DescribeDeviceRequest(epoch=self._config.epoch)
         while True:
             try:
                 state = await self._stub.DescribeDevice(request)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    self._silence.heard()  # whatever it says, it answers
+                    self.heartbeat.on_message()  # an error is an answer, too
             else:
-                self._silence.heard()
+                self.heartbeat.on_message()
                 level = memory_level_from_proto(state.memory_level)
                 if level is not self.memory_level:
                     self.memory_level = level
                     self._wake.set()
             await asyncio.sleep(BEAT_S)
 
-    async def _watch_silence(self) -> None:
-        while not self._silence.is_loss:
+    async def _watch_heartbeat(self) -> None:
+        while not self.heartbeat.is_lost:
             await asyncio.sleep(TICK_S)
-            self._silence.tick()
-            self._since_result.tick()
-        self._lose(UnavailableError(f"it has said nothing for {self._silence.seconds:g} s"))
+            self.heartbeat.on_tick()
+            self._since_result.on_tick()
+        self._lose(UnavailableError(f"it has said nothing for {self.heartbeat.silent_s:g} s"))
 
     async def _read(self) -> None:
         try:
             async for message in self._call:
-                self._silence.heard()
+                self.heartbeat.on_message()
                 self._receive(message)
         except InvalidArgumentError as error:
             self._lose(UnavailableError(f"it sent a wrong result: {error}"))
         except grpc.aio.AioRpcError as error:
-            # Even if it says that our epoch is stale: a worker that restarted since it was attached
-            # may say so too. Attaching again tells.
+            # Even if it says that our epoch is stale: so may a worker that has restarted since it
+            # was attached. Attaching again shows which it is.
             self._lose(unavailable(error))
         finally:
             self._lose(UnavailableError("it ended the Execute stream"))
 
     def _receive(self, message: worker_pb2.StepResult | None) -> None:
-        if message is None:  # so gRPC says that the bytes are no message
+        if message is None:  # gRPC's way to say that the bytes are no message
             raise InvalidArgumentError("result", "cannot be parsed")
         expected = self._in_flight[0].step_id if self._in_flight else None
         if message.epoch != self._config.epoch:
@@ -293,10 +288,10 @@ class WorkerLink:
                 "step_id", f"is {message.step_id}; the oldest step in flight is {expected}"
             )
         with timeline.span("decode the result"):
-            result = result_from_proto(message, self._step_id_base, self.info.max_num_seqs)
-            self._ledger.check(result)
+            result = result_from_proto(message, self._step_id_base, self.info.limits.max_num_seqs)
+            self._ledger.check(result, message)
         sent = self._in_flight.popleft()
-        self._since_result.heard()
+        self._since_result.on_message()
         if timeline.is_on():
             timeline.add(
                 "a step, from sending to result",
@@ -305,13 +300,14 @@ class WorkerLink:
                 step_id=sent.step_id,
                 execute_ms=message.execute_s * 1e3,
             )
-        self._results.append(TimedResult(sent.step_id, result, self._loop.time() - sent.sent_at))
+        rpc_s = self._loop.time() - sent.sent_at
+        self._results.append(TimedResult(sent.step_id, result, message, rpc_s))
         self._wake.set()
 
-    def _watch(self) -> None:
-        """Arm the watchdog for the oldest step in flight; nothing in flight, nothing to watch.
+    def _arm_watchdog(self) -> None:
+        """Arm the watchdog for the oldest step in flight, if there is one.
 
-        It is not re-armed at each result: when it fires, it looks what is in flight by then.
+        Results do not re-arm it. When it fires, it checks what is in flight by then.
         """
         self._watchdog = None
         if not self._in_flight or self.lost is not None:
@@ -324,15 +320,17 @@ class WorkerLink:
                 )
             )
             return
-        self._watchdog = self._loop.call_at(self._in_flight[0].sent_at + timeout_s, self._watch)
+        self._watchdog = self._loop.call_at(
+            self._in_flight[0].sent_at + timeout_s, self._arm_watchdog
+        )
 
     def _lose(self, why: UnavailableError) -> None:
-        """Take the first reason for the loss; the others follow from it."""
+        """Keep the first reason of the loss; later ones follow from it."""
         if self.lost is None:
             self.lost = why
             self._wake.set()
 
 
 def unavailable(error: grpc.aio.AioRpcError) -> UnavailableError:
-    """Say why a call of a worker did not go through."""
+    """Convert the failure of a call to a worker."""
     return UnavailableError(f"{error.code().name}: {explain(error.details() or '')}")

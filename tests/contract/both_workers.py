@@ -8,8 +8,8 @@ from pathlib import Path
 
 from worker_calls import LIMITS, MAX_BLOCKS
 
+from contract.info import WorkerInfo
 from gpu_worker.service.api import WorkerService
-from gpu_worker.service.worker_info import WorkerInfo
 from tests.served_worker import served
 
 INFO = WorkerInfo("w0", "cpu", "fake", LIMITS, (96,), 64, "float32", max_num_blocks=MAX_BLOCKS)

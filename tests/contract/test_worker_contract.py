@@ -129,20 +129,20 @@ async def test_a_wrong_number_of_decodes_ends_the_stream_as_internal(worker):
     [
         (batch(1), "step_id is 1; it must be greater than 1"),
         (batch(2, epoch=2), "epoch is 2, which has not attached; 1 has"),
-        (batch(2, released_rows=[4]), "released_rows has 4; values must be in [0, 3]"),
+        (batch(2, released_rows=[4]), "released_rows[0] is 4; it must be in [0, 3]"),
         (batch(2, released_rows=[2]), "released_rows has 2, which is free"),
         (batch(2, new=[sequence(0)]), "new_sequences.row is 0, which is in use"),
         (
             batch(2, appended_rows=[0], appended_block_ids=[12]),
-            "appended_block_ids has 12; values must be in [0, 11]",
+            "appended_block_ids[0] is 12; it must be in [0, 11]",
         ),
         (
             with_moves(batch(2, 1), disk_store=([6], [0])),
-            "kv_commands.disk_store_src_block_ids has 6; values must be in [0, 5]",
+            "kv_commands.disk_store_src_block_ids[0] is 6; it must be in [0, 5]",
         ),
         (
             with_moves(batch(2, 1), disk_load=([5], [0])),
-            "kv_commands.disk_load_src_block_ids has 5; values must be in [0, 4]",
+            "kv_commands.disk_load_src_block_ids[0] is 5; it must be in [0, 4]",
         ),
         (
             batch(2, new=[sequence(1, tokens=[1] * 9, blocks=[1, 2])]),

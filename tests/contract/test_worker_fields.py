@@ -6,11 +6,14 @@ import tempfile
 import grpc
 import grpc.aio
 import pytest
+import router.grpc.adapters
+import router.grpc.loading
+import scheduler_svc.operations.adapter_service
+import scheduler_svc.operations.loading_service
 from google.protobuf import message_factory
 
 import router.grpc.operations
-import scheduler_svc.operations.adapter_service
-import scheduler_svc.operations.loading_service
+import scheduler_svc.operations.services
 from quire.v1 import adapters_pb2, loading_pb2
 from rpc.grpc_server import make_grpc_server
 from rpc.peers.channel import open_channel
@@ -27,8 +30,8 @@ METHODS = [
 SERVICES = {
     "router": router.grpc.operations.operator_services(None),
     "scheduler": (
-        scheduler_svc.operations.adapter_service.adapter_service(None),
-        scheduler_svc.operations.loading_service.loading_service(None),
+        scheduler_svc.operations.services.adapter_service(None),
+        scheduler_svc.operations.services.loading_service(None),
     ),
 }
 

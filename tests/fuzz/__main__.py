@@ -1,6 +1,6 @@
 """Fuzz for long: `python -m tests.fuzz --minutes 10`, each target its share of the time.
 
-Prints the cases that each took. A bad one is made small, printed, and kept in tests/fuzz/corpus;
+Prints how many cases each target took. A bad case is shrunk, printed and kept in tests/fuzz/corpus;
 then the process ends with 1, after the other targets.
 """
 
@@ -13,28 +13,33 @@ import traceback
 
 import structlog
 
-from tests.fuzz.corpus import write_case
-from tests.fuzz.hunt import hunt
-from tests.fuzz.registry import TARGETS
+from tests.fuzz import live_router, live_scheduler, live_worker, parsers
+from tests.fuzz.fuzzing import long_pass, write_case
+
+TARGETS = {
+    target.name: target
+    for module in (parsers, live_router, live_scheduler, live_worker)
+    for target in module.TARGETS
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("targets", nargs="*", help=f"all if none is given: {', '.join(TARGETS)}")
+    parser.add_argument("targets", nargs="*", help=f"all without it: {', '.join(TARGETS)}")
     parser.add_argument("--minutes", type=float, default=10, help="in all")
     parser.add_argument("--seed", type=int, default=random.getrandbits(32), help="of the drawing")
     options = parser.parse_args()
     if unknown := set(options.targets) - set(TARGETS):
-        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
+        parser.error(f"unknown target {', '.join(sorted(unknown))}; known: {', '.join(TARGETS)}")
     names = options.targets or list(TARGETS)
-    # What is refused is logged, and here nearly all is.
+    # refusals are logged, and here nearly all cases are refused
     logging.disable()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     print(f"seed {options.seed}", flush=True)
     num_found = 0
     for name in names:
         until = time.monotonic() + 60 * options.minutes / len(names)
-        num_cases, found = hunt(TARGETS[name], until, options.seed)
+        num_cases, found = long_pass(TARGETS[name], until, options.seed)
         print(f"{name:20} {num_cases:9,} cases", "" if found is None else "FOUND", flush=True)
         if found is not None:
             num_found += 1

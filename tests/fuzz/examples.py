@@ -1,7 +1,7 @@
-"""Well-formed messages of each kind, which fuzzing starts from."""
+"""Well-formed messages of each kind, from which fuzzing starts."""
 
 from contract.packing import pack_int32, pack_uint64
-from quire.v1 import common_pb2, inference_pb2, recording_pb2, scheduler_pb2, worker_pb2
+from quire.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2
 
 SAMPLING = common_pb2.SamplingParams(
     temperature=0.5, top_k=3, top_p=0.9, seed=1, max_tokens=4, logit_bias={3: 1.0}, logprobs=2
@@ -187,18 +187,3 @@ STEP_BATCHES = (
         ),
     ),
 )  # fmt: skip
-
-
-def recording_payloads(like: bytes) -> list[bytes]:
-    """Payloads of a recording that are whole messages, of members that are not what they ought."""
-    texts = ["[]", "null", "1", "{", '{"n":1}', '{"beam":1}', '{"beam":{"width":2}}', "[" * 3000]
-    entry = recording_pb2.RecordingEntry.FromString
-    header = recording_pb2.RecordingHeader(format_version=1)
-    payloads = [like]
-    for text in texts:
-        header.config_json = text
-        payloads.append(header.SerializeToString())
-        submit = recording_pb2.RecordedSubmit(n=1, more_json=text, prompt_token_ids=b"abc")
-        payloads.append(recording_pb2.RecordingEntry(submit=submit).SerializeToString())
-    assert entry(payloads[-1])
-    return payloads

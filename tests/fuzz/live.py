@@ -1,4 +1,4 @@
-"""A service in this process as a target: it runs in an event loop that only runs during a check."""
+"""A service in this process as a target; its event loop runs only during a check."""
 
 import asyncio
 import contextlib
@@ -7,17 +7,17 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from tests.fuzz.target import Case, Check
+from tests.fuzz.fuzzing import Case, Check
 
 Probe: TypeAlias = Callable[[Case], Awaitable[None]]
 
 _HANG_S = 10.0
-"""For a case and its aftermath, which take milliseconds."""
+"""For a case and the check after it, which take milliseconds."""
 
 
 @contextlib.contextmanager
 def in_event_loop(service: contextlib.AbstractAsyncContextManager[Probe]) -> Iterator[Check]:
-    """Run a service; each case is given to what the service yields."""
+    """Run a service; each case goes to the probe that it yields."""
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
 
@@ -37,12 +37,12 @@ def in_event_loop(service: contextlib.AbstractAsyncContextManager[Probe]) -> Ite
 
 
 def as_is(data: Any) -> bytes:
-    """A serializer for calls whose messages are bytes already."""
+    """A serializer for messages that may be bytes already."""
     return data if isinstance(data, bytes) else data.SerializeToString()
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
-    """Read a call to its end; how it ended must be something that the service meant."""
+    """Read a call to its end; its status must be one that the service chose, not a bug."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         if hasattr(call, "read"):
             while await call.read() is not grpc.aio.EOF:

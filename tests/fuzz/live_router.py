@@ -1,4 +1,4 @@
-"""A router between a client, or several faces of one, and a scheduler that this file plays."""
+"""A router between clients that send anything, by gRPC and HTTP, and a scripted scheduler."""
 
 import asyncio
 import contextlib
@@ -18,10 +18,10 @@ from router.app import run_router
 from router.settings import RouterSettings
 from rpc.peers.channel import open_channel
 from tests.fuzz import examples
-from tests.fuzz.http_requests import raw_requests
+from tests.fuzz.fuzzing import Case, Target
+from tests.fuzz.http import raw_requests
 from tests.fuzz.live import Probe, as_is, in_event_loop, status_of
 from tests.fuzz.messages import wire
-from tests.fuzz.target import Case, Target
 from tests.unit.router.router_tokenizers import byte_level_bpe
 
 _VOCAB_SIZE, _MAX_MODEL_LEN, _TOKENS = 500, 64, (50, 51)
@@ -31,8 +31,8 @@ _EXPECTED = inference_pb2.GenerateRequest(
 )
 
 
-class PlayedScheduler:
-    """Ends each request after two tokens; before that it says what it is told to, once."""
+class ScriptedScheduler:
+    """Ends each request after two tokens; before that it sends its script, once."""
 
     def __init__(self, target: str) -> None:
         self.target = target
@@ -71,17 +71,17 @@ class PlayedScheduler:
                     welcome = scheduler_pb2.SchedulerWelcome(epoch=1, model=model)
                     await context.write(scheduler_pb2.ConnectResponse(welcome=welcome))
                 case "submit":
-                    await self._say(context, request.submit.first_seq_key)
+                    await self._send_script(context, request.submit.first_seq_key)
                     await context.write(_answer(request.submit))
                 case "resume":
                     key = request.resume.first_seq_key
-                    await self._say(context, key)
+                    await self._send_script(context, key)
                     refused = scheduler_pb2.Refused(first_seq_key=key, code=5, message="no such")
                     await context.write(scheduler_pb2.ConnectResponse(refused=refused))
-                    # Had the script it resumed: then it ends here.
+                    # if the script resumed it, it ends here
                     await context.write(_end(range(key, key + 64), ()))
 
-    async def _say(self, context: Any, first_seq_key: int) -> None:
+    async def _send_script(self, context: Any, first_seq_key: int) -> None:
         script, self.script = self.script, ()
         for data in script:
             await context.write(_about(data, first_seq_key))
@@ -115,7 +115,7 @@ def _end(seq_keys: range, token_ids: Sequence[int]) -> scheduler_pb2.ConnectResp
 
 
 def _about(data: bytes, first_seq_key: int) -> bytes:
-    """The message with the request's own keys in place of 0, 1, 2, …; what is none is as it is."""
+    """The message with the request's keys instead of 0, 1, 2, …; other bytes are unchanged."""
     try:
         message = scheduler_pb2.ConnectResponse.FromString(data)
     except DecodeError:
@@ -146,11 +146,11 @@ def _about(data: bytes, first_seq_key: int) -> bytes:
 
 
 class LiveRouter:
-    """A router, its scheduler, and a client that wants what every client does."""
+    """A router, its scheduler, and a well-behaved client."""
 
     def __init__(
         self,
-        scheduler: PlayedScheduler,
+        scheduler: ScriptedScheduler,
         task: asyncio.Task[None],
         channel: grpc.aio.Channel,
         http: str,
@@ -162,13 +162,13 @@ class LiveRouter:
         self._stub = inference_pb2_grpc.InferenceServiceStub(channel)
 
     def call(self, method: str, *, streams: bool) -> Any:
-        """A method that takes bytes, and gives bytes."""
+        """A method that takes and returns bytes."""
         path = f"/quire.v1.InferenceService/{method}"
         make = self.channel.unary_stream if streams else self.channel.unary_unary
         return make(path, request_serializer=as_is, response_deserializer=lambda data: data)
 
     async def check_serves(self) -> None:
-        """It serves on, as soon as it has its scheduler again."""
+        """It serves, as soon as it has its scheduler again."""
         self.scheduler.script = ()
         while True:
             if self._task.done():
@@ -207,7 +207,7 @@ async def running_router() -> AsyncIterator[LiveRouter]:
         async def on_started(addresses: Any) -> None:
             started.set_result(addresses)
 
-        async with PlayedScheduler(settings.scheduler[0]) as scheduler:
+        async with ScriptedScheduler(settings.scheduler[0]) as scheduler:
             task = asyncio.create_task(run_router(settings, on_started=on_started, stop=stop))
             await asyncio.wait([started, task], return_when=asyncio.FIRST_COMPLETED)
             addresses = started.result()
@@ -216,7 +216,7 @@ async def running_router() -> AsyncIterator[LiveRouter]:
                 await router.check_serves()
                 yield router
             stop.set()
-            await asyncio.gather(task, return_exceptions=True)  # a check has raised it
+            await asyncio.gather(task, return_exceptions=True)  # a check has raised its error
 
 
 # --- targets -----------------------------------------------------------------------------------
@@ -264,10 +264,10 @@ async def _http() -> AsyncIterator[Probe]:
 
 
 async def _exchange(host: str, port: int, data: bytes) -> None:
-    """Send bytes, and no more; whatever is answered is HTTP, and no failure of the router's."""
+    """Send bytes and end; any answer must be HTTP, and not a 5xx."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
-        with contextlib.suppress(ConnectionError):  # it has heard enough
+        with contextlib.suppress(ConnectionError):  # it has closed
             writer.write(data)
             await writer.drain()
             writer.write_eof()
@@ -284,7 +284,7 @@ async def _exchange(host: str, port: int, data: bytes) -> None:
         assert code[:1] in (b"1", b"2", b"3", b"4"), answer[:2000]
 
 
-def _face(method: str, *known: Message, streams: bool = False) -> Target:
+def _method_target(method: str, *known: Message, streams: bool = False) -> Target:
     return Target(
         f"grpc-{method.lower()}",
         st.tuples(wire(*known)),
@@ -300,13 +300,15 @@ _CHAT = inference_pb2.TokenizeRequest(
 _ONCE = [inference_pb2.GenerateOnceRequest(request=request) for request in examples.GENERATE]
 
 TARGETS = (
-    _face("Generate", *examples.GENERATE, streams=True),
-    _face("GenerateOnce", *_ONCE),
-    _face("Resume", *examples.RESUME, streams=True),
-    _face("Cancel", inference_pb2.CancelRequest(request_id="r")),
-    _face("Tokenize", inference_pb2.TokenizeRequest(text="hello"), _CHAT),
-    _face("Detokenize", inference_pb2.DetokenizeRequest(token_ids=[5, 6])),
-    _face("DescribeKv", inference_pb2.DescribeKvRequest(query=kv_pb2.KvQuery(max_blocks=3))),
+    _method_target("Generate", *examples.GENERATE, streams=True),
+    _method_target("GenerateOnce", *_ONCE),
+    _method_target("Resume", *examples.RESUME, streams=True),
+    _method_target("Cancel", inference_pb2.CancelRequest(request_id="r")),
+    _method_target("Tokenize", inference_pb2.TokenizeRequest(text="hello"), _CHAT),
+    _method_target("Detokenize", inference_pb2.DetokenizeRequest(token_ids=[5, 6])),
+    _method_target(
+        "DescribeKv", inference_pb2.DescribeKvRequest(query=kv_pb2.KvQuery(max_blocks=3))
+    ),
     Target(
         "router-news",
         st.lists(wire(*examples.CONNECT_RESPONSES), min_size=1, max_size=3).map(tuple),

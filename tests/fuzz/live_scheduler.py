@@ -1,4 +1,4 @@
-"""A scheduler between a router that says anything, a worker that does, and two that behave."""
+"""A scheduler between a router that sends anything, a worker that does, and two that behave."""
 
 import asyncio
 import contextlib
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from quire.v1 import kv_pb2, scheduler_pb2, worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from tests.fuzz import examples
+from tests.fuzz.fuzzing import Case, Target
 from tests.fuzz.live import Probe, as_is, in_event_loop, status_of
 from tests.fuzz.messages import wire
-from tests.fuzz.target import Case, Target
 from tests.unit.scheduler_svc.scheduler_fake_worker import FakeWorker, expected_tokens
 from tests.unit.scheduler_svc.scheduler_harness import (
     FakeRouter,
@@ -28,7 +28,7 @@ _PROMPT, _NUM_TOKENS = [3, 1, 4], 4
 
 
 class HonestRouter:
-    """A router that wants what every router does, on a stream of its own."""
+    """A well-behaved router, on a stream of its own."""
 
     def __init__(self, scheduler: RunningScheduler) -> None:
         self._scheduler = scheduler
@@ -43,13 +43,13 @@ class HonestRouter:
         await self._router.disconnect()
 
     async def check_served(self) -> None:
-        """It is served what it asks for."""
+        """It gets the tokens that it asks for."""
         key = await self.check_answered()
         assert key not in self._router.refused, self._router.refused[key]
         assert self._router.tokens[key] == expected_tokens(_PROMPT, _NUM_TOKENS)
 
     async def check_answered(self) -> int:
-        """It gets a token or another, and an end; returns the sequence's key."""
+        """It gets an end or a refusal, whatever the tokens; returns the sequence's key."""
         if self._scheduler.task.done():
             self._scheduler.task.result()
         key, self._next_key = self._next_key, self._next_key + 1
@@ -87,14 +87,14 @@ async def _routers() -> AsyncIterator[Probe]:
         await worker.die()
 
 
-class SayingWorker(FakeWorker):
-    """A worker some of whose results are replaced; the rest are as they should be."""
+class ScriptedWorker(FakeWorker):
+    """A worker; its script replaces its next results."""
 
     def __init__(self, target: str) -> None:
         super().__init__(target)
         self.script: list[bytes] = []
 
-    async def start(self) -> "SayingWorker":
+    async def start(self) -> "ScriptedWorker":
         self._server = grpc.aio.server()
         execute = grpc.stream_stream_rpc_method_handler(
             self.Execute, worker_pb2.StepBatch.FromString, as_is
@@ -102,7 +102,7 @@ class SayingWorker(FakeWorker):
         handler = grpc.method_handlers_generic_handler(
             "quire.v1.WorkerService", {"Execute": execute}
         )
-        self._server.add_generic_rpc_handlers([handler])  # before those that do all the rest
+        self._server.add_generic_rpc_handlers([handler])  # before the servicer's other methods
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         self._server.add_insecure_port(self.target)
         await self._server.start()
@@ -114,7 +114,7 @@ class SayingWorker(FakeWorker):
 
 
 def _merged(data: bytes, result: worker_pb2.StepResult) -> bytes | Message:
-    """What the case says of a result, in the place of that; of the step that is waited for."""
+    """The result of the current step, with the fields that the case sets."""
     try:
         said = worker_pb2.StepResult.FromString(data)
     except DecodeError:
@@ -134,7 +134,7 @@ def _merged(data: bytes, result: worker_pb2.StepResult) -> bytes | Message:
 async def _results() -> AsyncIterator[Probe]:
     with tempfile.TemporaryDirectory(prefix="q-") as name:
         folder = Path(name)
-        worker = await SayingWorker(f"unix:{folder}/w0").start()
+        worker = await ScriptedWorker(f"unix:{folder}/w0").start()
         async with (
             running_scheduler(folder, [worker.target], drain_s=0, step_timeout_s=5) as scheduler,
             HonestRouter(scheduler) as honest,
@@ -173,11 +173,11 @@ async def _method(name: str) -> AsyncIterator[Probe]:
 
 
 _HELLO = scheduler_pb2.ConnectRequest(hello=scheduler_pb2.RouterHello(router_id="r"))
-_SAID = wire(*examples.CONNECT_REQUESTS)
+_REQUESTS = wire(*examples.CONNECT_REQUESTS)
 _STREAMS = st.builds(
     lambda first, rest: (first, *rest),
-    st.just(_HELLO.SerializeToString()) | st.just(_HELLO.SerializeToString()) | _SAID,
-    st.lists(_SAID, max_size=5),
+    st.just(_HELLO.SerializeToString()) | st.just(_HELLO.SerializeToString()) | _REQUESTS,
+    st.lists(_REQUESTS, max_size=5),
 )
 
 TARGETS = (
@@ -193,7 +193,7 @@ TARGETS = (
         st.lists(wire(*examples.STEP_RESULTS), min_size=1, max_size=3).map(tuple),
         lambda: in_event_loop(_results()),
         worker_pb2.StepResult,
-        num_examples=4,  # a link that is lost takes a tenth of a second to be made anew
+        num_examples=4,  # a lost link takes a tenth of a second to reconnect
     ),
     Target(
         "scheduler-kv",

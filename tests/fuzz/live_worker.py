@@ -1,4 +1,4 @@
-"""A worker, behind its socket, of which a scheduler wants anything."""
+"""A worker behind its socket, and a scheduler that sends any batches."""
 
 import asyncio
 import contextlib
@@ -9,19 +9,19 @@ import grpc.aio
 import torch
 from hypothesis import strategies as st
 
+from contract.info import WorkerInfo
+from contract.limits import Limits
 from contract.packing import unpack_int32
 from gpu_worker.loop import StepLoop
 from gpu_worker.service.api import WorkerService
-from gpu_worker.service.worker_info import WorkerInfo
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.status import ErrorInterceptor
 from tests.fuzz import examples
+from tests.fuzz.fuzzing import Case, Target
 from tests.fuzz.live import Probe, as_is, in_event_loop
 from tests.fuzz.messages import wire
-from tests.fuzz.target import Case, Target
 from tests.unit.gpu_worker.fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
 _LIMITS = Limits(
@@ -44,7 +44,7 @@ _REFUSALS = {
 
 
 class LiveWorker:
-    """A worker and its channel; each attachment has a newer epoch."""
+    """A worker's channel; each attachment has a newer epoch."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -69,7 +69,7 @@ class LiveWorker:
         assert code in _REFUSALS, (code, await call.details())
 
     async def check_serves(self) -> None:
-        """It takes a new scheduler, and gives it the right token."""
+        """It serves a new scheduler with the right token."""
         await self._attach()
         call = self._stub.Execute()
         batch = worker_pb2.StepBatch()
@@ -88,7 +88,7 @@ class LiveWorker:
 
 
 def _of_epoch(data: bytes, epoch: int) -> bytes:
-    """The batch as one of this epoch, if it says to be of the first; appended, the last counts."""
+    """The batch with this epoch, if it claims the first; appended, since the last value counts."""
     with contextlib.suppress(Exception):
         if worker_pb2.StepBatch.FromString(data).epoch == 1:
             return data + worker_pb2.StepBatch(epoch=epoch).SerializeToString()

@@ -1,4 +1,7 @@
-"""Strategies over protobuf descriptors: any message of a kind, a known one changed, torn bytes."""
+"""Strategies from protobuf descriptors: new messages, known ones changed, torn bytes.
+
+A field that is added to a message is fuzzed at once.
+"""
 
 from collections.abc import Sequence
 from functools import cache
@@ -32,7 +35,7 @@ def _ints(least: int, most: int) -> st.SearchStrategy[int]:
 
 
 def _packed() -> st.SearchStrategy[bytes]:
-    """Packed integers as our `bytes` fields have them: whole, out of range, torn; and anything."""
+    """Packed integers as `bytes` fields hold them: whole, out of range, torn; or any bytes."""
     int32s = st.lists(_ints(-(2**31), 2**31 - 1), max_size=6).map(pack_int32)
     uint64s = st.lists(_ints(0, 2**64 - 1), max_size=4).map(pack_uint64)
     torn = st.tuples(int32s, st.binary(min_size=1, max_size=3)).map(b"".join)
@@ -71,7 +74,7 @@ def _is_map(field: FieldDescriptor) -> bool:
 
 
 def _set(draw: st.DrawFn, message: Message, field: FieldDescriptor) -> None:
-    """Give a field some value; what it had may be part of it."""
+    """Give a field a value; a repeated field or a message keeps what it has."""
     value = getattr(message, field.name)
     if _is_map(field):
         key_field, value_field = field.message_type.fields
@@ -117,7 +120,7 @@ def _change(draw: st.DrawFn, message: Message) -> None:
 
 @st.composite
 def messages(draw: st.DrawFn, known: Sequence[Message]) -> Message:
-    """Any message of a kind: one of those `known`, with changes, or a new one."""
+    """One of the `known` messages with changes, or a new one of their type."""
     like = draw(st.sampled_from(known))
     message = type(like)()
     if draw(st.integers(0, 3)) == 0:
@@ -131,7 +134,7 @@ def messages(draw: st.DrawFn, known: Sequence[Message]) -> Message:
 
 _UNKNOWN_FIELDS = (
     b"\xfa\xff\x03\x00",  # an unknown field, empty
-    b"\x0a\xff\xff\xff\xff\x0f",  # 4 GiB are announced, and do not come
+    b"\x0a\xff\xff\xff\xff\x0f",  # announces 4 GiB that do not follow
     b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01",
     b"\x0b" * 200,  # groups within groups
     b"\x08\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff",  # a varint without an end
@@ -142,7 +145,7 @@ _UNKNOWN_FIELDS = (
 
 @st.composite
 def torn(draw: st.DrawFn, known: Sequence[Message]) -> bytes:
-    """What is on the wire: a message as it is, or cut, changed or joined to something."""
+    """Bytes of a message: whole, cut, changed, or joined to others."""
     data = draw(messages(known)).SerializeToString()
     place = draw(st.integers(0, len(data)))
     match draw(st.integers(0, 7)):
@@ -159,6 +162,6 @@ def torn(draw: st.DrawFn, known: Sequence[Message]) -> bytes:
 
 
 def wire(*known: Message) -> st.SearchStrategy[bytes]:
-    """Serialized messages of the kind of `known`, and what is left of some."""
+    """Serialized messages of the type of `known`; some are torn."""
     assert len({type(message) for message in known}) == 1, "all of one kind"
     return torn(known)

@@ -1,12 +1,15 @@
-"""The parsers of everything that comes from another process: a value, or an error that says why."""
+"""Every parser of data from another process: it returns a value, or an error that says why."""
 
 import contextlib
 import io
+import struct
 import tempfile
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -15,16 +18,22 @@ from google.rpc import error_details_pb2, status_pb2
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from contract.arrays import ints
+from contract.codec.info import worker_info_from_proto
 from contract.codec.request import generate_request_from_proto, resume_request_from_proto
 from contract.codec.sampling import sampling_to_proto
+from contract.codec.state import check_holdings, holdings_from_proto
+from contract.codec.step import result_from_proto
 from contract.errors import InvalidArgumentError, QuireError
+from contract.info import MemoryLevel, ModelInfo
+from contract.limits import Limits
 from contract.request import Model as RouterModelInfo
+from contract.step import Plan, Result
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
-    step_input_from_proto,
+    plan_of,
 )
-from gpu_worker.step.messages import Limits
 from quire.v1 import inference_pb2, kv_pb2, scheduler_pb2, worker_pb2
 from router.access.api_keys import ApiKeysError, read_keys_file
 from router.http.errors import error_from_validation, error_response
@@ -38,43 +47,29 @@ from router.text.grammar import to_grammar
 from rpc.status import DETAILS_KEY, error_to_status, status_to_error
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError
-from scheduler_svc.core.handover.moves import Replica
-from scheduler_svc.core.plan import StepOutcome, StepPlan, ints
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
-from scheduler_svc.domain import ModelInfo
-from scheduler_svc.journal.core_calls import (
-    Cancel,
-    CoreOrigin,
-    Defragment,
-    End,
-    Resize,
-    Schedule,
-    SetMemoryLevel,
-    Shrink,
-    Submit,
-    Update,
-)
-from scheduler_svc.journal.frames import MAGIC, RecordingError, to_frame
-from scheduler_svc.journal.recording_wire import (
-    call_to_payload,
-    end_to_payload,
-    origin_to_payload,
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.journal.entries import (
+    FORMAT_VERSION,
+    MAGIC,
+    Entry,
+    Origin,
+    RecordingError,
+    decode_arguments,
+    encode_entry,
+    encode_origin,
     read_recording,
 )
-from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto
-from scheduler_svc.wire.kv import query_from_proto
+from scheduler_svc.wire.reports import kv_query_from_proto
 from scheduler_svc.wire.request import request_from_proto
-from scheduler_svc.wire.worker import result_from_proto
-from scheduler_svc.wire.worker_info import worker_info_from_proto
 from tests.fuzz import examples
-from tests.fuzz.json_bodies import bodies
+from tests.fuzz.fuzzing import Case, Check, Target
+from tests.fuzz.http import bodies
 from tests.fuzz.messages import wire
-from tests.fuzz.target import Case, Check, Target
 
 _MAX_BYTES_PER_BYTE = 300
 _MAX_BYTES = 4 * 2**20
-"""What a parser may take for a case besides: more is memory that a peer can have us waste."""
+"""Memory that a parser may take for any case; more is memory that a peer can make us waste."""
 
 MODEL = ModelInfo("fake", 64, 1000, (0,), structured_output=True)
 ROUTER_MODEL = RouterModelInfo("fake", 64, 1000, (0,), structured_output=True)
@@ -91,7 +86,7 @@ LIMITS = Limits(
 
 
 def _checked(parse: Callable[[bytes], object], *errors: type[Exception]) -> Check:
-    """Whatever `parse` raises but `errors`, or an error that names its field, is a finding."""
+    """All that `parse` raises is a finding, except `errors` and errors that name their field."""
 
     def check(case: Case) -> None:
         tracemalloc.start()
@@ -129,7 +124,7 @@ def _opened(
 
 
 def _of_messages(name: str, parse: Callable[[Any], object], *known: Message) -> Target:
-    """A parser of messages; bytes that are none are refused before, by gRPC."""
+    """A target that parses messages; gRPC refuses other bytes before."""
     kind = type(known[0])
 
     def parse_data(data: bytes) -> object:
@@ -157,12 +152,12 @@ def _generate(message: inference_pb2.GenerateRequest) -> None:
 def _news(message: scheduler_pb2.ConnectResponse) -> None:
     news = news_from_proto(message)
     if isinstance(news, Refusal):
-        error_to_status(news.error)  # it is the client's
+        error_to_status(news.error)  # clients see it
         error_response(news.error)
 
 
 def _status(message: status_pb2.Status) -> None:
-    """A peer's error, whose details are whatever it put there."""
+    """A peer's error; its details may be anything."""
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     trailing = grpc.aio.Metadata((DETAILS_KEY, message.SerializeToString()))
     error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=message.message)
@@ -225,7 +220,7 @@ _TOML_PARTS = [
 
 @st.composite
 def _patched(draw: st.DrawFn, whole: bytes, parts: list[bytes]) -> bytes:
-    """A file with some places replaced."""
+    """A file with some parts replaced."""
     data = whole
     for _ in range(draw(st.integers(0, 4))):
         start = draw(st.integers(0, len(data)))
@@ -242,16 +237,16 @@ _CORE = SchedulerConfig(
 
 
 def _submit(message: scheduler_pb2.Submit) -> None:
-    """Parse a request, and have it planned."""
+    """Parse a request and plan it."""
     request = request_from_proto(message, SourceId(0), MODEL, 1.0)
-    core = Replica(_CORE)
+    core = Scheduler(_CORE)
     with contextlib.suppress(RequestRefusedError):
         core.submit(request, 1.0)
         core.schedule(1.0)
 
 
 def _recording_payloads() -> list[bytes]:
-    core = Replica(_CORE)
+    core = Scheduler(_CORE)
     request = Request(
         source=SourceId(0),
         first_seq_key=SeqKey(1),
@@ -264,50 +259,53 @@ def _recording_payloads() -> list[bytes]:
     )
     core.submit(request, 1.0)
     plan = core.schedule(1.0)
-    assert isinstance(plan, StepPlan)
-    outcome = StepOutcome(plan.step_id, ints([0]), ints([7]), ints([]), ints([]), ints([]))
-    return [
-        origin_to_payload(CoreOrigin("0", "w", 1, 1.0, _CORE)),
-        call_to_payload(Submit(request, 1.0), None, ""),
-        call_to_payload(Schedule(1.0, None), plan, ""),
-        call_to_payload(Update(outcome, 2.0), None, ""),
-        call_to_payload(Cancel(SourceId(0), (SeqKey(1),)), None, ""),
-        call_to_payload(Defragment(), None, ""),
-        call_to_payload(Shrink(4), None, ""),
-        call_to_payload(Resize(4), None, ""),
-        call_to_payload(SetMemoryLevel(MemoryLevel.WARNING), None, ""),
-        end_to_payload(End("over")),
+    assert isinstance(plan, Plan)
+    result = Result(plan.step_id, ints([0]), ints([7]))
+    frames = [
+        encode_origin(Origin(FORMAT_VERSION, "0", "w", 1, 1.0, asdict(_CORE)))[len(MAGIC) :],
+        encode_entry("submit", {"request": request, "now": 1.0}, 1.0),
+        encode_entry("schedule", {"now": 1.0}, 1.0, plan),
+        encode_entry("update", {"outcome": result}, 2.0),
+        encode_entry("cancel", {"source": 0, "seq_keys": (1,)}, 2.0),
+        encode_entry("defragment", {}, 2.0),
+        encode_entry("shrink", {"num_blocks": 4}, 2.0),
+        encode_entry("set_memory_level", {"level": MemoryLevel.WARNING}, 2.0),
+        encode_entry("", {}, 0.0, raised="over"),
     ]
+    return [frame[_FRAME_HEAD:] for frame in frames]
 
 
 def _holdings(message: worker_pb2.ReadHoldingsResponse) -> None:
-    """Parse what a worker holds, and hold it against what it said that it is."""
+    """Parse a worker's holdings and check them against its info."""
     info = worker_info_from_proto(examples.WORKER_INFOS[0])
     check_holdings(holdings_from_proto([message, message]), info)
 
 
+_FRAME_HEAD = 8
 _PAYLOADS = _recording_payloads()
-_JSON_PARTS = [b"[]", b"null", b"{}", b'{"a":1}', b"1", b'"x"', b"[" * 3000, b"", b"nonsense"]
+_PARTS = [b"\x90", b"\xc0", b"\x80", b"\xa3|O8", b"\xdd\xff\xff\xff\xff", b"\x91" * 3000, b""]
+"""MessagePack: an array, nil, a map, a dtype of objects, an array that announces too much, ..."""
+
+
+def _frame(payload: bytes) -> bytes:
+    return struct.pack("<II", len(payload), crc32(payload)) + payload
 
 
 @st.composite
 def _recordings(draw: st.DrawFn) -> bytes:
-    """Files: of frames that are whole, of some that are not, or no recordings at all."""
+    """Recordings: whole, with bad frames, or patched anywhere."""
     payloads = [_PAYLOADS[0], *draw(st.lists(st.sampled_from(_PAYLOADS[1:]), max_size=4))]
     if draw(st.booleans()):
         place = draw(st.integers(0, len(payloads) - 1))
-        payloads[place] = draw(st.sampled_from(examples.recording_payloads(payloads[place])))
-    if draw(st.booleans()):
-        place = draw(st.integers(0, len(payloads) - 1))
-        payloads[place] = draw(_patched(payloads[place], _JSON_PARTS))
-    data = MAGIC + b"".join(map(to_frame, payloads))
+        payloads[place] = draw(_patched(payloads[place], _PARTS))
+    data = MAGIC + b"".join(map(_frame, payloads))
     return draw(_patched(data, [b"\xff\xff\xff\xff"])) if draw(st.booleans()) else data
 
 
 def _recording(data: bytes) -> None:
-    _, entries = read_recording(io.BufferedReader(io.BytesIO(data)))
-    for _ in entries:
-        pass
+    for entry in read_recording(io.BufferedReader(io.BytesIO(data))).entries:
+        if isinstance(entry, Entry) and entry.call:
+            decode_arguments(entry)
 
 
 TARGETS = (
@@ -327,7 +325,7 @@ TARGETS = (
         _opened(_keys_file, ApiKeysError),
     ),
     _of_messages("submit", _submit, *examples.SUBMITS),
-    _of_messages("kv-query", query_from_proto, kv_pb2.KvQuery(max_sequences=3, ref_counts=True)),
+    _of_messages("kv-query", kv_query_from_proto, kv_pb2.KvQuery(max_sequences=3, ref_counts=True)),
     _of_messages("worker-info", worker_info_from_proto, *examples.WORKER_INFOS),
     _of_messages(
         "step-result", lambda message: result_from_proto(message, 0, 4), *examples.STEP_RESULTS
@@ -336,7 +334,7 @@ TARGETS = (
     Target("recording", st.tuples(_recordings()), _opened(_recording, RecordingError)),
     _of_messages(
         "step-batch",
-        lambda message: step_input_from_proto(message, LIMITS),
+        lambda message: plan_of(message, LIMITS),
         *examples.STEP_BATCHES,
     ),
     _of_messages(

@@ -9,6 +9,7 @@ machine code.
 
 import json
 import sys
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -16,9 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
-from kernels.triton import ops as triton_ops
+from kernels import ops, reference
 from kernels.tuning import configs as tuned
 from tests.kernels.tensors import make_paged, make_quantized
+
+launchers = SimpleNamespace(
+    **{name: ops.launcher(getattr(reference, name)) for name in reference.__all__}
+)
 
 
 def compile_launch(kernel, *args, grid, warmup, **constants):
@@ -67,12 +72,12 @@ def launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size)
     elif kind != "plain":
         paged = make_quantized(*shape, getattr(torch, kind), "cpu")
     caches = paged.key_cache, paged.value_cache
-    triton_ops.store_kv(key, key, *caches, ids, **paged.scales)
+    launchers.store_kv(key, key, *caches, ids, **paged.scales)
     cos_sin = torch.zeros(8, head_dim)
-    triton_ops.rotary_store_kv(query, key, key, cos_sin, ids, *caches, ids, **paged.scales)
+    launchers.rotary_store_kv(query, key, key, cos_sin, ids, *caches, ids, **paged.scales)
     options |= paged.scales
-    triton_ops.paged_attention_decode(query[:2], *paged.args, 0.1, **options)
-    triton_ops.paged_attention_prefill(query, *paged.args, starts, 3, 0.1, **options)
+    launchers.paged_attention_decode(query[:2], *paged.args, 0.1, **options)
+    launchers.paged_attention_prefill(query, *paged.args, starts, 3, 0.1, **options)
 
 
 def launch_others(dtype, num_heads, num_kv_heads, head_dim):
@@ -82,15 +87,15 @@ def launch_others(dtype, num_heads, num_kv_heads, head_dim):
     key = torch.zeros(4, num_kv_heads, head_dim, dtype=dtype)
     x, weight = torch.zeros(4, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
     ids = torch.zeros(4, dtype=torch.int64)
-    triton_ops.copy_blocks(x, ids, ids)
-    triton_ops.rms_norm(x, weight, 1e-5)
-    triton_ops.rms_norm(query, weight[:head_dim], 1e-5)
-    triton_ops.add_rms_norm(x, x, weight, 1e-5)
-    triton_ops.rotary(query, key, torch.zeros(8, head_dim), ids)
-    triton_ops.silu_mul(x)
-    triton_ops.suppress(torch.zeros(4, 4096), ids, torch.zeros(4, 128, dtype=torch.int32))
+    launchers.copy_blocks(x, ids, ids)
+    launchers.rms_norm(x, weight, 1e-5)
+    launchers.rms_norm(query, weight[:head_dim], 1e-5)
+    launchers.add_rms_norm(x, x, weight, 1e-5)
+    launchers.rotary(query, key, torch.zeros(8, head_dim), ids)
+    launchers.silu_mul(x)
+    launchers.suppress(torch.zeros(4, 4096), ids, torch.zeros(4, 128, dtype=torch.int32))
     numbers = torch.ones(4)
-    triton_ops.sample(torch.zeros(4, 150_000), numbers, ids, numbers.double(), numbers, ids, ids)
+    launchers.sample(torch.zeros(4, 150_000), numbers, ids, numbers.double(), numbers, ids, ids)
 
 
 def main():

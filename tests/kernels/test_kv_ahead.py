@@ -1,4 +1,4 @@
-"""What linear maps fetch for the attention after them: its keys and values, each once."""
+"""Linear maps fetch the keys and values of the attention after them, each once."""
 
 import ctypes
 import itertools

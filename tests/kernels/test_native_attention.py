@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.cpu import ops as in_c
+from kernels.cpu.fields import num_partials
 from kernels.cpu.library import native
-from kernels.cpu.ops import attention
-from kernels.cpu.ops.attention import paged_attention_decode, paged_attention_prefill
+from kernels.ops import paged_attention_decode, paged_attention_prefill
 from tests.kernels.tensors import (
     dense_attention,
     far_apart,
@@ -116,7 +117,7 @@ class InShares:
         _, _, num_seqs, num_tokens, num_heads, _, head_dim, block_size = fields[:8]
         out, partials = fields[18:20]
         max_len = fields[-3] * block_size
-        num_floats = attention.num_partials(num_heads, head_dim, num_seqs, max_len)
+        num_floats = num_partials(num_heads, head_dim, num_seqs, max_len)
         ctypes.memset(out, 0xFF, 2 * num_tokens * num_heads * head_dim)  # NaN
         ctypes.memset(partials, 0xFF, 4 * num_floats)
         for kernel in (native().attention, native().merge_splits):
@@ -129,15 +130,15 @@ class InShares:
 @pytest.mark.skipif(native() is None, reason="needs native code")
 @pytest.mark.parametrize("num_shares", [2, 5, 64, 256])
 @pytest.mark.parametrize("window", [None, 600])
-def test_any_number_of_shares_does_all_of_it(window, num_shares, monkeypatch):
+def test_any_number_of_shares_does_all_of_it(window, num_shares):
     chunks = [*CHUNKS, (1, 513), (1, 3), (0, 0), (1, 1600)]
     query_lens, seq_lens = zip(*chunks, strict=True)
     paged = make_paged(seq_lens, 2, 32, 16, torch.bfloat16, "cpu")
     query = torch.randn(sum(query_lens) + 3, 6, 32).bfloat16()
     args = query, *paged.args, starts_of(query_lens), max(query_lens), 0.2
     whole = paged_attention_prefill(*args, window=window)
-    monkeypatch.setattr(attention, "native", lambda: InShares(num_shares))
-    assert torch.equal(paged_attention_prefill(*args, window=window), whole)
+    in_shares = in_c.paged_attention_prefill(InShares(num_shares), *args, window=window)
+    assert torch.equal(in_shares, whole)
 
 
 @native_dtypes

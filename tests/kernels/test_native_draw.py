@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.ops.draw import draw
+from kernels.cpu.ops import draw
 from kernels.reference.draw import draw as twin
 from tests.kernels.tensors import far_apart, strided
 
@@ -92,9 +92,9 @@ def test_rows_that_lie_far_apart():
     assert draw(logits, *given) == twin(logits, *given)
 
 
-def test_nothing_is_drawn_for_nobody():
-    nobody = torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0).double()
-    assert draw(torch.zeros(2, 5), *nobody).tolist() == []
+def test_no_row_draws_no_token():
+    none = torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(0).double()
+    assert draw(torch.zeros(2, 5), *none).tolist() == []
 
 
 def test_what_does_not_fit_is_named():

@@ -1,11 +1,11 @@
-"""What adapters add to a map in C, against the same maps one after another."""
+"""Adapters added to a map in C, against the same maps one after another."""
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import linear
 
-from kernels.cpu import native_ops as ops
+from kernels import ops
 from kernels.cpu.library import Program, native
 from kernels.cpu.linear import pack
 from kernels.cpu.program.low_rank import NativeAdapter, RowAdapters, low_rank_calls

@@ -1,4 +1,4 @@
-"""What runs the calls of a program: all shares, in the order of the calls, whoever is late."""
+"""Programs run all shares of their calls, in the order of the calls, even if a thread is late."""
 
 import ctypes
 import struct

@@ -6,7 +6,7 @@ from kernels.cpu.quantized import can_pack, pack
 from tests.kernels.tolerance import assert_close
 
 needs_kernel = pytest.mark.skipif(
-    (library := native()) is None or not library.has_quantized,
+    (library := native()) is None or not library.has_linear,
     reason="this CPU has no dot product of bfloat16",
 )
 EVERY_FORM = [(8, None), (4, 32), (4, 64), (4, 128)]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kernels import reference
-from kernels.cpu import native_ops as ops
+from kernels import ops, reference
 from tests.kernels.tensors import far_apart, strided
 from tests.kernels.tolerance import assert_close
 

@@ -4,15 +4,13 @@ import pytest
 import torch
 
 from kernels import PAD_SLOT, reference
-from kernels.cpu.ops.store import store_kv
+from kernels.ops import store_kv
 from tests.kernels.tensors import far_apart, strided
 
 FORMATS = [None, torch.int8, torch.float8_e4m3fn]
 
 every_format = pytest.mark.parametrize("stored", FORMATS, ids=str)
-every_dtype = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str
-)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 class Blocks:
@@ -78,7 +76,7 @@ def test_tokens_are_shared_out_over_threads(stored, num_threads):
 
 
 @pytest.mark.parametrize("stored", FORMATS[1:], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_dtype
 def test_rows_of_any_bits_are_stored_as_the_twin_stores_them(dtype, stored):
     """Infinities, NaNs and what is below the smallest normal number among them."""
     bits = torch.randint(2**16, (500, 3, 33)) << 16

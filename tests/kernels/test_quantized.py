@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kernels import PAD_SLOT, ops, reference
-from kernels.cpu.ops.store import store_kv as native_store_kv
 from kernels.reference.quantize import dequantize
 from kernels.triton.decode import paged_attention_decode
 from kernels.triton.prefill import paged_attention_prefill
@@ -18,7 +17,7 @@ every_store = pytest.mark.parametrize(
     [
         pytest.param(store_kv, id="triton"),
         pytest.param(
-            native_store_kv,
+            ops.store_kv,
             id="native",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it stores on a CPU"),
         ),

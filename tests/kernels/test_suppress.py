@@ -2,22 +2,21 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import reference
-from kernels.cpu import native_ops as native
-from kernels.triton import ops as triton_ops
+from kernels import ops, reference
+from kernels.triton.suppress import suppress as launcher
 from tests.kernels.tensors import far_apart, strided
 
 FIRST_64 = [-1, -1]  # the words that admit tokens 0 to 63
 
 
 def each_op(test):
-    return pytest.mark.parametrize(
-        "op", [reference.suppress, native.suppress, triton_ops.suppress], ids=str
-    )(test)
+    return pytest.mark.parametrize("op", [reference.suppress, ops.suppress, launcher], ids=str)(
+        test
+    )
 
 
 def where(op, device):
-    return "cpu" if op is native.suppress else device
+    return "cpu" if op is ops.suppress else device
 
 
 def int32(*words):
@@ -70,7 +69,7 @@ def test_masks_of_far_apart_rows(op, device):
     assert torch.equal(logits[:2], kept)
 
 
-@pytest.mark.parametrize("op", [native.suppress, triton_ops.suppress], ids=str)
+@pytest.mark.parametrize("op", [ops.suppress, launcher], ids=str)
 def test_what_does_not_fit_is_named(op):
     logits, places, admitted = torch.zeros(2, 64), torch.tensor([1]), int32(FIRST_64)
     with pytest.raises(ValueError, match=r"logits has 1 dimensions, required are 2"):

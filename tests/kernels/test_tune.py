@@ -144,7 +144,7 @@ def test_no_rule_is_an_error_that_names_the_shape():
 
 
 @pytest.mark.parametrize("stored", [None, torch.int8])
-def test_a_configuration_is_timed_on_whatever_device_there_is(stored, device):
+def test_a_configuration_is_timed_on_the_present_device(stored, device):
     model = Model(4, 2, 16, 8, torch.float16, stored)
     decode = DecodeConfig(16, 32, 8, 4, 1, 1)
     assert decode_seconds(model, decode, [40, 3], device, 1) > 0

@@ -1,7 +1,7 @@
 """Do the tests of the block space see a fault? `python -m tests.mutation --mutants 200 --seed 0`.
 
-Draws faults in `scheduler_svc/core`, one at a time, and runs the core's tests on each. Prints each
-that survives; ends with 1 if the tests see fewer than `--goal` percent.
+Draws faults in `scheduler_svc/core` and `contract/hashing.py`, one at a time, and runs the core's
+tests on each. Prints each that survives; ends with 1 if the tests see fewer than `--goal` percent.
 """
 
 import argparse
@@ -16,12 +16,11 @@ from tests.mutation.mutants import Mutant, mutants_of
 from tests.mutation.trial import Trial, Verdict
 
 ROOT = Path(__file__).parents[2]
-CORE = Path("scheduler_svc/core")
-NOT_BLOCK_SPACE = {"limits", "accounts", "config", "errors", "invariants", "rates", "request"}
-"""What the core is told and tells, what it is tested with, and what it counts for others."""
-FOLDERS = ("contract", "scheduler_svc", "quire", "rpc", "tests")
+NOT_BLOCK_SPACE = {"limits", "config", "errors", "invariants", "pacing", "request"}
+"""Inputs and outputs of the core, what tests it, and what does not decide over blocks."""
+FOLDERS = ("contract", "scheduler_svc", "sim_worker", "quire", "rpc", "tests")
 TESTS = (
-    *("--noconftest", "-p", "tests.conftest"),  # those below start services; the core needs none
+    *("--noconftest", "-p", "tests.conftest"),  # the others start services; the core needs none
     "tests/unit/scheduler_svc/core",
     "tests/property/test_histories.py",
     "tests/property/test_scheduler.py",
@@ -30,23 +29,31 @@ TESTS = (
 
 def candidates(names: Sequence[str] = ()) -> list[Mutant]:
     """Return all mutants of the named files, or of all, but those known to be no faults."""
+    core = ROOT / "scheduler_svc" / "core"
+    files = [ROOT / "contract" / "hashing.py", *sorted(core.rglob("*.py"))]
     listed = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())
-    equivalent = {(m["file"], m["function"], m["old"], m["new"]) for m in listed["mutant"]}
+    equivalent = {(m["at"], m["old"], m["new"]) for m in listed["mutant"]}
     return [
         mutant
-        for file in sorted((ROOT / CORE).rglob("*.py"))
-        if "policies" not in file.parts
+        for file in files
+        if core / "policies" not in file.parents
         and (file.stem in names if names else file.stem not in NOT_BLOCK_SPACE)
         for mutant in mutants_of(file.relative_to(ROOT), file.read_text())
-        if (file.name, mutant.function, mutant.removed, mutant.added) not in equivalent
+        if key(mutant) not in equivalent
     ]
+
+
+def key(mutant: Mutant) -> tuple[str, str, str]:
+    """How equivalent.toml names a mutant."""
+    at = f"{mutant.path.name} {mutant.function}".strip()
+    return at, mutant.removed, mutant.added
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
-    parser.add_argument("files", nargs="*", help="such as blocks; all if none is given")
+    parser.add_argument("files", nargs="*", help="such as blocks; all without it")
     parser.add_argument("--mutants", type=int, default=200, help="how many to draw")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawing")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the drawing")
     parser.add_argument("--goal", type=float, default=95.0, help="percent that must not survive")
     options = parser.parse_args()
     if not (mutants := candidates(options.files)):
@@ -54,7 +61,7 @@ def main() -> int:
     drawn = random.Random(options.seed).sample(mutants, min(options.mutants, len(mutants)))
     verdicts: Counter[Verdict] = Counter()
     with tempfile.TemporaryDirectory() as copy:
-        trial = Trial.of_tree(ROOT, FOLDERS, Path(copy), TESTS)
+        trial = Trial(ROOT, FOLDERS, Path(copy), TESTS)
         print(f"{len(drawn)} of {len(mutants)} mutants; without any, the tests take", end=" ")
         print(f"{trial.prove():.0f} s", flush=True)
         for mutant in drawn:

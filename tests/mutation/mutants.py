@@ -1,4 +1,4 @@
-"""Small faults in a source text: each is one edit, as a slip of the hand would make it."""
+"""Small faults in a source text: each is one edit, such as a typing slip would make."""
 
 import ast
 import difflib
@@ -29,32 +29,30 @@ _FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
 _RENAMED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _TRANSPARENT = {"reversed", "sorted"}
 _NO_TARGETS = ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom
-"""Tests of the code, as `strict=` is, texts for people, and what fails when it is imported."""
+"""Not mutated: checks of the code itself, messages, and what would fail at import."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One edit of one file."""
-
     path: Path
-    """Below the root of the tree."""
+    """Relative to the root of the tree."""
     function: str
-    """The one it is in; empty if none."""
+    """The function it is in; empty outside functions."""
     before: str
     after: str
 
     @property
     def removed(self) -> str:
-        """The lines that the edit changes, as they were, in one."""
+        """The lines that the edit changes, as they were, joined into one."""
         return _lines_not_in(self.before, self.after)
 
     @property
     def added(self) -> str:
-        """The same lines as they are now."""
+        """The same lines with the fault."""
         return _lines_not_in(self.after, self.before)
 
     def diff(self) -> str:
-        """Return the edit for a person."""
+        """Return the edit as a unified diff."""
         name = str(self.path)
         texts = self.before.splitlines(), self.after.splitlines()
         return "\n".join(difflib.unified_diff(*texts, name, name, n=2, lineterm=""))
@@ -72,7 +70,6 @@ def _lines_not_in(text: str, other: str) -> str:
 
 
 def mutants_of(path: Path, source: str) -> Iterator[Mutant]:
-    """Yield every mutant of a file."""
     text = source.encode()
     starts = [0]
     for line in text.splitlines(keepends=True):
@@ -84,7 +81,7 @@ def mutants_of(path: Path, source: str) -> Iterator[Mutant]:
 
 
 def _edits(node: ast.AST, function: str) -> Iterator[tuple[ast.stmt | ast.expr, str, str]]:
-    """Yield parts of a tree, the text that each is to be replaced with, and their function."""
+    """Yield parts of a tree, each with the text that replaces it, and its function."""
     if isinstance(node, ast.FunctionDef):
         function = node.name
     if isinstance(node, ast.stmt) and function != "__init__" and _can_go(node):
@@ -103,7 +100,7 @@ def _edits(node: ast.AST, function: str) -> Iterator[tuple[ast.stmt | ast.expr, 
 
 
 def _can_go(node: ast.stmt) -> bool:
-    """Whether to drop a statement; without a first assignment all breaks, which shows nothing."""
+    """Whether to drop a statement; a name's assignment stays, since without it all fails."""
     match node:
         case ast.Assign(targets=[ast.Name()]):
             return False
@@ -116,7 +113,7 @@ def _can_go(node: ast.stmt) -> bool:
 
 
 def _variants(node: ast.expr) -> Iterator[ast.expr]:
-    """Yield what a slip might write for an expression."""
+    """Yield what a slip might write instead of an expression."""
     match node:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _FLIPPED:
             yield ast.Compare(left, [_FLIPPED[type(op)]()], [right])

@@ -1,4 +1,4 @@
-"""The mutation run sees a mutant that the tests see, and one that they do not."""
+"""The mutation run tells mutants that the tests see from those that they do not."""
 
 import tomllib
 from concurrent.futures import ProcessPoolExecutor
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.__main__ import candidates
+from tests.mutation.__main__ import candidates, key
 from tests.mutation.mutants import mutants_of
 from tests.mutation.trial import Trial, Verdict
 
@@ -34,7 +34,7 @@ def expressions(source):
 
 def verdicts(root):
     """Return the verdict on each mutant of what is in `root`, by the line it has instead."""
-    trial = Trial.of_tree(root, ["src", "t"], root / "copy", ["t"])
+    trial = Trial(root, ["src", "t"], root / "copy", ["t"])
     trial.prove()
     return {
         mutant.added: trial.judge(mutant)
@@ -86,7 +86,6 @@ def test_what_is_listed_as_no_fault_is_not_drawn(monkeypatch):
     drawn = candidates()
     assert len(drawn) > 500
     one = drawn[0]
-    names = {"file": one.path.name, "function": one.function}
-    entry = names | {"old": one.removed, "new": one.added}
+    entry = dict(zip(("at", "old", "new"), key(one), strict=True))
     monkeypatch.setattr(tomllib, "loads", lambda _: {"mutant": [entry]})
     assert one not in candidates()

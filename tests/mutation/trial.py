@@ -1,7 +1,7 @@
-"""Tries mutants: a copy of the tree with one fault in it, and the tests that should see it.
+"""Tries mutants: runs the tests on a copy of the tree with one fault in it.
 
-Most are seen at once, so what counts is how soon the tests begin: each trial is a fork of this
-process, which has imported what is large, and the copy is compiled.
+Most faults are seen at once, so what counts is how soon the tests begin: each trial is a fork of
+this process, which has imported the large libraries, and the copy is compiled.
 """
 
 import compileall
@@ -23,11 +23,11 @@ import pytest
 from tests.mutation.mutants import Mutant
 
 _MAX_BYTES = 4 << 30
-"""What hangs may fill lists meanwhile."""
+"""A mutant that hangs may fill lists."""
 
 
 class Verdict(Enum):
-    """What the tests made of a mutant."""
+    """What the tests say of a mutant."""
 
     KILLED = "killed"
     TIMED_OUT = "timed out"  # it hangs, which the tests would report as well
@@ -37,30 +37,28 @@ class Verdict(Enum):
 class Trial:
     """A copy of a tree, and how to test it."""
 
-    def __init__(self, copy: Path, folders: Sequence[str], tests: Sequence[str]) -> None:
-        """`tests` are pytest's arguments; those that see most the soonest first."""
+    def __init__(
+        self, root: Path, folders: Sequence[str], copy: Path, tests: Sequence[str]
+    ) -> None:
+        """Copy the folders of `root` that the tests need.
+
+        `tests` are arguments of pytest; the tests that see most faults soonest come first.
+        """
         self.root = copy
         self._folders = frozenset(folders)
         self._output = copy / "output"
         self._tests = tests
         self._max_cpu_s = 600
-
-    @classmethod
-    def of_tree(
-        cls, root: Path, folders: Sequence[str], copy: Path, tests: Sequence[str]
-    ) -> "Trial":
-        """Copy what the tests need of the tree at `root`."""
         ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
         for folder in folders:
             shutil.copytree(root / folder, copy / folder, ignore=ignored)
-            # By time and size, byte code may be taken for that of another mutant.
+            # by time and size, byte code may be taken for that of another mutant
             by_hash = PycInvalidationMode.CHECKED_HASH
             compileall.compile_dir(copy / folder, quiet=1, invalidation_mode=by_hash)
         shutil.copy(root / "pyproject.toml", copy)
-        return cls(copy, folders, tests)
 
     def prove(self) -> float:
-        """See that the tests pass as it is; a mutant may take twice the time.
+        """See that the tests pass without a mutant; a mutant may take twice the time.
 
         Returns:
             How long they take, in seconds of one processor.
@@ -68,10 +66,10 @@ class Trial:
         Raises:
             RuntimeError: They do not pass.
         """
-        before_s = _cpu_s_of_trials()
+        before_s = _cpu_s_of_children()
         if self._run() != 0:
             raise RuntimeError(f"the tests fail without any mutant:\n{self._output.read_text()}")
-        taken_s = _cpu_s_of_trials() - before_s
+        taken_s = _cpu_s_of_children() - before_s
         self._max_cpu_s = 5 + int(2 * taken_s)
         return taken_s
 
@@ -88,15 +86,15 @@ class Trial:
         return Verdict.KILLED if exit_code else Verdict.SURVIVED
 
     def _run(self) -> int:
-        """Run the tests; return what pytest exits with, or what signal ends it, negative."""
+        """Run the tests; return pytest's exit code, or minus the signal that ended it."""
         tests = get_context("fork").Process(target=self._test)
         tests.start()
         tests.join()
         return tests.exitcode
 
     def _test(self) -> None:
-        """Become a process that is in the copy and has imported nothing of the tree."""
-        # Not of the clock's time: the machine may have other things to do.
+        """In the forked process: enter the copy, forget what was imported of the tree, run."""
+        # processor time, not the clock's: the machine may do other things
         resource.setrlimit(resource.RLIMIT_CPU, (self._max_cpu_s, self._max_cpu_s + 5))
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
         with self._output.open("wb") as output:
@@ -107,19 +105,19 @@ class Trial:
         sys.dont_write_bytecode = True
         for name in [name for name in sys.modules if name.partition(".")[0] in self._folders]:
             del sys.modules[name]
-        # Without shrinking and the like: that it fails is all we want to know.
+        # only whether it fails counts: no shrinking, no tracebacks
         options = "-x -q --tb=no --assert=plain -p no:randomly -p no:cacheprovider"
         profile = "--hypothesis-profile=mutation"
         os._exit(pytest.main([*options.split(), profile, *self._tests], [_ExamplesFirst()]))
 
 
 class _ExamplesFirst:
-    """Else in the order given: what Hypothesis draws takes longer than all else together."""
+    """Runs Hypothesis's tests last: they take longer than all others together."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: hasattr(getattr(item, "obj", None), "hypothesis"))
 
 
-def _cpu_s_of_trials() -> float:
+def _cpu_s_of_children() -> float:
     times = resource.getrusage(resource.RUSAGE_CHILDREN)
     return times.ru_utime + times.ru_stime

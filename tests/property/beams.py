@@ -12,7 +12,7 @@ import numpy as np
 
 from contract.sampling import EarlyStopping
 from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.plan import Finished
+from scheduler_svc.core.events import Finished
 from scheduler_svc.core.request import FinishReason
 
 VOCABULARY = (0, 1)

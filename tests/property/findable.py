@@ -11,10 +11,10 @@ from tests.property.worker import VOID, FakeWorker
 
 def check_findable(core: Scheduler, worker: FakeWorker) -> None:
     """Compare names with contents; `worker` has executed all plans that have gone out."""
-    tier = core._tier
-    device = {block: worker.content(block) for block in core._pool._hash_to_block.values()}
+    tier = core.tier
+    device = {block: worker.content(block) for block in core.pool._hash_to_block.values()}
     for where, pool, contents in (
-        ("device", core._pool, device),
+        ("device", core.pool, device),
         ("host", tier.pool, worker.host),
         ("disk", tier.disk.pool, worker.disk.blocks),
     ):

@@ -12,7 +12,7 @@ from zlib import crc32
 
 import numpy as np
 
-from scheduler_svc.core.plan import Finished, News
+from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
 from tests.property.beams import Found, expected_search, judge_search
 
@@ -85,7 +85,7 @@ class Oracle:
             output = [] if beam else expected_output(salt, index, prompt, request.max_tokens)
             self.live[place] = Expectation(request, output, found=search[index])
 
-    def hear(self, news: News) -> None:
+    def hear(self, news: StepEvents) -> None:
         """Judge new tokens, then ends."""
         for source, key, token in zip(news.sources, news.seq_keys, news.token_ids, strict=True):
             seq = self.live[int(source), int(key)]

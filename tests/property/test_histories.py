@@ -8,12 +8,13 @@ from random import Random
 
 from hypothesis import settings
 
+from contract.info import MemoryLevel
 from contract.sampling import EarlyStopping
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.pressure import MemoryLevel
 from tests.property.test_scheduler import SchedulerMachine
+from tests.property.transitions import ALL, OF_MOVES, Transition, recorded_transitions
 
 NUM_RULES = 250
 MAX_LIVE = 6
@@ -97,7 +98,7 @@ def search(machine: SchedulerMachine, draw: Random) -> None:
 
 def resize(machine: SchedulerMachine, draw: Random, reached: Counter[str]) -> None:
     if machine.shrinks_to:
-        if machine.core.is_shrunk and draw.random() < 0.5:
+        if machine.core.resizing.is_shrunk and draw.random() < 0.5:
             reached["num_shrunk_under_load"] += bool(machine.oracle.live)
             machine.end_shrinking(can_shrink=draw.random() < 0.8)
     elif machine.config.max_num_blocks and not machine.to_resubmit and draw.random() < 0.03:
@@ -155,12 +156,15 @@ def live_through(seed: int, reached: Counter[str]) -> SchedulerMachine:
 
 def test_long_histories():
     reached: Counter[str] = Counter()
+    taken: set[Transition] = set()
     for seed in range(settings().max_examples):
         try:
-            machine = live_through(seed, reached)
+            with recorded_transitions() as in_history:
+                machine = live_through(seed, reached)
         except Exception as error:
             error.add_note(f"in the history of seed {seed}")
             raise
+        taken |= in_history
         load = machine.core.load()
         reached.update({name: getattr(load, name) > 0 for name in COUNTERS})
         reached["num_failed_swap_ins"] += machine.worker.failed_in > 0
@@ -168,3 +172,4 @@ def test_long_histories():
             assert load.num_swapped_out_blocks == load.num_swapped_in_blocks == 0
     for name in (*COUNTERS, "num_failed_swap_ins", "num_shrunk_under_load"):
         assert reached[name] >= 5, f"the histories seldom have {name}"
+    assert taken == ALL - OF_MOVES, "the table of transitions is not what the core does"

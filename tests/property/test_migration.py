@@ -5,15 +5,19 @@ One core gives to itself: it is in both roles at once, and all its other histori
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import MigrationRefusedError
 from scheduler_svc.core.handover.moved_request import Export, Import
-from scheduler_svc.core.handover.moves import Replica
+from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus
 from tests.property.disk import BROKEN
 from tests.property.test_scheduler import SchedulerMachine
+from tests.property.transitions import OF_MOVES, recorded_transitions
 
 
 @dataclass
@@ -27,7 +31,6 @@ class MigrationMachine(SchedulerMachine):
     def start_core(self):
         self.config = replace(self.config, num_host_blocks=self.config.num_host_blocks + 8)
         super().start_core()
-        self.core = Replica(self.config)
         self.moves: list[Move] = []
 
     def forget_moves(self):
@@ -35,7 +38,8 @@ class MigrationMachine(SchedulerMachine):
 
     @property
     def must_go_on(self):
-        return any(seq.status is not SeqStatus.MIGRATING for seq in self.core._live)
+        stays = any(seq.status is not SeqStatus.MIGRATING for seq in self.core.live)
+        return super().must_go_on and stays
 
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data())
@@ -56,7 +60,7 @@ class MigrationMachine(SchedulerMachine):
     @rule()
     def copy_contents(self):
         """As soon as both sides say so, and not before: until then anything may be there."""
-        answered = self.core._steps.last - self.core.num_steps_in_flight
+        answered = self.core.steps.last - self.core.num_steps_in_flight
         for move in self.moves:
             if max(move.export.ready_step, move.room.ready_step) > answered:
                 continue
@@ -108,3 +112,20 @@ class MigrationMachine(SchedulerMachine):
 
 
 TestMigration = MigrationMachine.TestCase
+
+
+def test_a_move_makes_each_of_its_transitions():
+    room = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 2, "max_model_len": 24}
+    core = Scheduler(SchedulerConfig(**room, max_num_batched_tokens=16, num_host_blocks=8))
+    prompt = np.zeros(6, np.int32)
+    source, key = SourceId(0), SeqKey(0)
+    with recorded_transitions() as taken:
+        core.submit(Request(source, key, "r", prompt, 1, 8, b""), 0.0)
+        core.end_export(core.begin_export(source, key).export_id, leaves=False)
+        plan = core.schedule(0.0)
+        assert plan is not None
+        running = core.begin_export(source, key)
+        core.end_export(running.export_id, leaves=False)
+        swapped = core.begin_export(source, key)
+        core.end_export(swapped.export_id, leaves=True)
+    assert taken >= OF_MOVES

@@ -11,15 +11,16 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from contract.info import MemoryLevel
 from contract.sampling import EarlyStopping
+from contract.step import Result
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.errors import QueueFullError, RequestTooLongError, ResizeRefusedError
-from scheduler_svc.core.handover.holdings import identity
-from scheduler_svc.core.handover.takeover import REUNION_S, Successor
+from scheduler_svc.core.handover.identity import identity
+from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import StepOutcome
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
 from tests.property.configs import CHOICES, tiny_config
 from tests.property.findable import check_findable
 from tests.property.oracle import END, Oracle
@@ -54,12 +55,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.start_core()
 
     def start_core(self):
-        self.core = Successor(self.config)
+        self.core = Scheduler(self.config)
         self.worker = FakeWorker(self.config)
         self.worker.identities = self.identities
         self.shrinks_to = None
         self.worker.disk.failure_rate = self.disk_failures
-        self.unanswered: deque[StepOutcome] = deque()
+        self.unanswered: deque[Result] = deque()
         self.to_resubmit: list[Request] = []
         self.reunion_until = self.now
 
@@ -170,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.oracle.expire(self.core.take_expired(), self.now)
         if plan is not None:
             self.unanswered.append(self.worker.execute(plan))
-            assert not self.core.has_too_many
+            assert not self.core.preemption.has_too_many
         elif in_flight == 0:
             assert not self.must_go_on, (
                 "nothing is in flight, nothing is planned, and not all is done"
@@ -179,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @property
     def must_go_on(self):
         """Whether there is something to plan, or to wait for."""
-        is_kept = self.core.unclaimed and self.now < self.reunion_until
+        is_kept = self.core.takeover.unclaimed and self.now < self.reunion_until
         return bool(self.oracle.live) and not self.to_resubmit and not is_kept
 
     @precondition(lambda self: self.unanswered)
@@ -226,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = self.worker.num_blocks
         num_blocks = round(1 + share * (self.config.max_num_blocks - 1))
         try:
-            self.core.check_resize(num_blocks)
+            self.core.resizing.check(num_blocks)
         except ResizeRefusedError:
             assert num_blocks < before
             return
@@ -237,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.core.shrink(num_blocks)
             self.shrinks_to = num_blocks
 
-    @precondition(lambda self: self.shrinks_to and self.core.is_shrunk)
+    @precondition(lambda self: self.shrinks_to and self.core.resizing.is_shrunk)
     @rule(can_shrink=st.booleans())
     def end_shrinking(self, can_shrink):
         """The worker does it, or cannot."""
@@ -304,7 +305,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.oracle.lose(lost_source)
         self.resubmit_all()  # of the restart before
         self.config = replace(self.config, num_blocks=self.worker.num_blocks)
-        self.core = Successor(self.config)
+        self.core = Scheduler(self.config)
         self.shrinks_to = None
         self.forget_moves()
         self.core.inherit(self.worker.hand_over(), self.now)
@@ -365,7 +366,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.core.update(self.worker.execute(plan))
         assert not self.worker.rows
         if self.shrinks_to:
-            assert self.core.is_shrunk, "nothing is to do, and blocks are still on their way out"
+            assert self.core.resizing.is_shrunk, (
+                "nothing is to do, and blocks are still on their way out"
+            )
             self.end_shrinking(can_shrink=True)
         load = self.core.load()
         num_free = load.num_free_blocks + load.num_cached_blocks

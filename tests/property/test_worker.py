@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from contract.arrays import ints
+from contract.step import NewSequence, Plan
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import NewSequence, StepPlan, ints
 from tests.property.disk import BROKEN
 from tests.property.oracle import expected_output
 from tests.property.worker import FakeWorker
@@ -21,19 +22,7 @@ CONFIG = SchedulerConfig(
     num_disk_blocks=3,
 )
 PROMPT = [0, 1, 0]  # what follows it is known not to stop at once
-NOTHING = StepPlan(
-    step_id=1,
-    released_rows=ints([]),
-    new_sequences=(),
-    appended_rows=ints([]),
-    appended_block_ids=ints([]),
-    copy_src_block_ids=ints([]),
-    copy_dst_block_ids=ints([]),
-    chunk_rows=ints([]),
-    chunk_lens=ints([]),
-    num_decodes=0,
-    num_scheduled_tokens=0,
-)
+NOTHING = Plan(step_id=1, num_decodes=0)
 
 
 def make_worker():
@@ -52,7 +41,7 @@ def make_worker():
         max_total_tokens=6,
         traceparent="",
     )
-    plan = step(new_sequences=(new,), chunk_rows=[0], chunk_lens=[3], num_scheduled_tokens=3)
+    plan = step(new_sequences=(new,), chunk_rows=[0], chunk_lens=[3])
     outcome = worker.execute(plan)
     assert outcome.sampled_token_ids.tolist() == expected_output("", 0, PROMPT, 3)[:1]
     assert not worker.rows[0].ended
@@ -65,7 +54,7 @@ def step(**changes):
 
 
 def decode(**changes):
-    return step(num_decodes=1, num_scheduled_tokens=1, **changes)
+    return step(num_decodes=1, **changes)
 
 
 def swap_out(sources, targets):
@@ -198,7 +187,7 @@ def test_moves_fail_by_chance(stored):
     ],
 )
 def test_what_the_contract_forbids_is_seen(stored, first, then, error):
-    new = NewSequence(1, 1, np.array([0], np.int32), 1, 0, np.array([5], np.int32), b"", 0, 9, "")
+    new = NewSequence(1, 1, np.array([0], np.int32), 1, 0, np.array([5], np.int32), b"", 9)
     stored.execute(step(released_rows=[0], new_sequences=(new,), **decodes(1, chunk=True), **first))
     with pytest.raises(AssertionError, match=error):
         stored.execute(step(**decodes(1), **then))
@@ -206,5 +195,4 @@ def test_what_the_contract_forbids_is_seen(stored, first, then, error):
 
 def decodes(row, *, chunk=False):
     """Compute one token, so that no disk move must end."""
-    named = {"chunk_rows": [row], "chunk_lens": [1]} if chunk else {"num_decodes": 1}
-    return {"num_scheduled_tokens": 1, **named}
+    return {"chunk_rows": [row], "chunk_lens": [1]} if chunk else {"num_decodes": 1}

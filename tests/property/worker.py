@@ -4,17 +4,18 @@ It executes plans exactly as worker.proto says, at the worst moment that it allo
 first wrong slot, in the step that reads it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from zlib import crc32
 
 import numpy as np
 
-from contract.hashing import BlockHash
-from scheduler_svc.core.blocks import BlockIdT, DeviceBlockId, DiskBlockId, HostBlockId
+from contract.arrays import Int32Array, ints
+from contract.hashing import HASH_BYTES, BlockHash
+from contract.state import HeldBlocks, HeldRow, Holdings
+from contract.step import NewSequence, Plan, Result, TokenLogprob
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.holdings import HeldBlocks, HeldRow, Holdings
-from scheduler_svc.core.plan import Int32Array, NewSequence, StepOutcome, StepPlan, ints
 from tests.property.beams import logprobs
 from tests.property.disk import BROKEN, Content, FakeDisk
 from tests.property.names import is_name_of
@@ -67,7 +68,7 @@ class FakeWorker:
         self.num_computed_tokens = 0
         self.touched: dict[int, set[int]] = {}  # device blocks, by step
 
-    def execute(self, plan: StepPlan) -> StepOutcome:
+    def execute(self, plan: Plan) -> Result:
         self._label(plan)
         self.pins.update(plan.pins)
         self._change_rows(plan)
@@ -114,9 +115,9 @@ class FakeWorker:
         rows, self.rows = self.rows, {}
         return Holdings(
             tuple(self._held(row) for row in rows.values() if self._is_held(row)),
-            _held_blocks(self.labels, DeviceBlockId),
-            _held_blocks(self.host_labels, HostBlockId),
-            _held_blocks(self.disk.labels, DiskBlockId),
+            _held_blocks(self.labels),
+            _held_blocks(self.host_labels),
+            _held_blocks(self.disk.labels),
             tuple(self.pins.items()),
         )
 
@@ -130,7 +131,7 @@ class FakeWorker:
             identity=row.new.identity,
             token_ids=np.array(row.tokens, np.int32),
             num_computed_tokens=min(row.computed, len(row.tokens) - 1),
-            block_ids=tuple(map(DeviceBlockId, row.blocks)),
+            block_ids=ints(row.blocks),
             has_stopped=row.ended,
             had_logprobs=luck % 4 == 0,  # as good as any
             logprobs=tuple(map(log_of, range(len(row.tokens))[len(row.tokens) - luck // 4 % 4 :])),
@@ -144,7 +145,7 @@ class FakeWorker:
 
     # --- rows -----------------------------------------------------------------------------------
 
-    def _change_rows(self, plan: StepPlan) -> None:
+    def _change_rows(self, plan: Plan) -> None:
         for r in plan.released_rows.tolist():
             del self.rows[r]
         void = [r for r, row in self.rows.items() if row.is_void]
@@ -175,7 +176,7 @@ class FakeWorker:
             row.blocks = [src_to_dst.get(block, block) for block in row.blocks]
             assert all(0 <= block < self.num_blocks for block in row.blocks)
 
-    def _work(self, plan: StepPlan) -> dict[Row, int]:
+    def _work(self, plan: Plan) -> dict[Row, int]:
         """Return how many tokens each row computes."""
         drafts = self.config.num_draft_tokens > 0
         decoding = {r: 1 for r, row in self.rows.items() if row.decodes(drafts=drafts)}
@@ -212,7 +213,7 @@ class FakeWorker:
 
     # --- labels ---------------------------------------------------------------------------------
 
-    def _label(self, plan: StepPlan) -> None:
+    def _label(self, plan: Plan) -> None:
         for block, label in zip(plan.labelled_block_ids.tolist(), plan.labels, strict=True):
             if BROKEN not in self.slots[self._block(block)]:
                 self.labels[block] = label.tobytes()
@@ -232,7 +233,7 @@ class FakeWorker:
         size = self.config.block_size
         return slice(block * size, (block + 1) * size)
 
-    def _swap(self, plan: StepPlan) -> dict[int, Content]:
+    def _swap(self, plan: Plan) -> dict[int, Content]:
         """Swap out; return what is in which device block when the step is done."""
         outs = _pairs(plan.swap_out_src_block_ids, plan.swap_out_dst_block_ids)
         ins = _pairs(plan.swap_in_src_block_ids, plan.swap_in_dst_block_ids)
@@ -251,7 +252,7 @@ class FakeWorker:
             self.slots[self._block(block)] = [ARRIVING] * self.config.block_size
         return arriving
 
-    def _arrive(self, plan: StepPlan, arriving: Mapping[int, Content]) -> list[int]:
+    def _arrive(self, plan: Plan, arriving: Mapping[int, Content]) -> list[int]:
         """Complete the swap-ins; return those that failed."""
         for block, content in arriving.items():
             there = {*self.slots[self._block(block)]}
@@ -302,7 +303,7 @@ class FakeWorker:
             is_right = row.is_void or self.slots[slot] == row.content(position)
             assert is_right, f"wrong KV at position {position}: {self.slots[slot]}"
 
-    def _sample(self, plan: StepPlan, work: Mapping[Row, int], failed: list[int]) -> StepOutcome:
+    def _sample(self, plan: Plan, work: Mapping[Row, int], failed: list[int]) -> Result:
         sampled, tokens, stopped, beams = [], [], [], []
         for row in work:
             if row.computed == len(row.tokens) and not row.ended:
@@ -322,7 +323,7 @@ class FakeWorker:
             row.num_told = len(row.tokens)
         must_report = plan.num_scheduled_tokens == 0  # and may wait for it
         ends = self.disk.end(at_least=int(must_report))
-        return StepOutcome(
+        return Result(
             step_id=plan.step_id,
             sampled_rows=ints(sampled),
             sampled_token_ids=ints(tokens),
@@ -337,9 +338,10 @@ class FakeWorker:
         )
 
 
-def log_of(position: int) -> bytes:
+@cache
+def log_of(position: int) -> TokenLogprob:
     """Stand for the log-probability of the token at a position."""
-    return f"log-probability of token {position}".encode()
+    return TokenLogprob(0, -float(position), ints([]), np.empty(0, np.float32))
 
 
 def _copy_label(label: bytes | None, labels: dict[int, bytes], target: int) -> None:
@@ -348,9 +350,9 @@ def _copy_label(label: bytes | None, labels: dict[int, bytes], target: int) -> N
         labels[target] = label
 
 
-def _held_blocks(labels: dict[int, bytes], block_id: Callable[[int], BlockIdT]) -> HeldBlocks:
-    hashes = [BlockHash(label) for label in labels.values()]
-    return HeldBlocks([block_id(block) for block in labels], hashes)
+def _held_blocks(labels: dict[int, bytes]) -> HeldBlocks:
+    packed = np.frombuffer(b"".join(labels.values()), np.uint8)
+    return HeldBlocks(ints([*labels]), packed.reshape(-1, HASH_BYTES))
 
 
 def _pairs(sources: Int32Array, targets: Int32Array) -> list[tuple[int, int]]:

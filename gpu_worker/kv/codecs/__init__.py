@@ -1,1 +1,1 @@
-"""How the lower tiers hold KV: as it is, compressed, or in fewer bits."""
+"""How the lower tiers encode KV: as it is, compressed, or quantized."""

@@ -1,10 +1,10 @@
-"""Makes the record of a KV block smaller, and gives back the same bits.
+"""Compresses KV blocks without loss.
 
-Only the exponents of floating-point KV repeat; what is below them is noise. So a number is rotated
-left by one bit, which puts its exponent into its highest byte and its sign into its lowest bit; the
-highest bytes of all numbers are compressed, and the rest is kept as it is. On bfloat16 KV of a
-small trained model zstd finds a ratio of 1.47 this way, which is what the exponents' entropy
-allows, and 1.27 in the bytes as they are, at half the speed (`bench/swap.py`).
+Only the exponents of floating-point KV repeat; the other bits are noise. So each number is rotated
+left by one bit, which puts its exponent into the highest byte and its sign into the lowest bit. The
+highest bytes of all numbers are compressed, the rest is kept as it is. On bfloat16 KV of a small
+trained model zstd reaches a ratio of 1.47 this way, which is what the exponents' entropy allows; on
+the plain bytes it reaches 1.27, at half the speed (`bench/swap.py`).
 """
 
 import threading
@@ -23,25 +23,25 @@ _Function: TypeAlias = Callable[[memoryview], bytes]
 
 
 class LosslessCodec:
-    """Encodes one block at a time; any thread may call it."""
+    """Encodes one block at a time. Thread-safe."""
 
     def __init__(self, spec: CodecSpec, block_bytes: int, itemsize: int) -> None:
-        """Make it for blocks of `block_bytes` bytes, of numbers of `itemsize` bytes each.
+        """Set up for blocks of `block_bytes` bytes, numbers of `itemsize` bytes.
 
         Args:
-            spec: A lossless one.
+            spec: A lossless codec.
             block_bytes: A multiple of `itemsize`.
-            itemsize: 2 or 4; 1 if the numbers have no exponent worth setting apart.
+            itemsize: 2 or 4; 1 if the numbers have no exponent worth separating.
         """
         self.record_bytes = block_bytes
-        """The most bytes of a record; one that has as many is the block itself."""
+        """Most bytes of a record. A record of this size is the block itself."""
         self._itemsize = itemsize
         self._num_numbers = block_bytes // itemsize
         self._number = np.dtype(f"<u{itemsize}")
         self._compress, self._decompress = _functions(spec, self._num_numbers)
 
     def encode(self, block: Bytes) -> Record:
-        """Give the record of uint8[block_bytes]: the block itself if that is no larger."""
+        """Encode uint8[block_bytes]; the block itself if compression does not help."""
         rest, exponents = self._split(block)
         compressed = self._compress(exponents.data)
         if len(compressed) >= self._num_numbers:
@@ -49,7 +49,7 @@ class LosslessCodec:
         return rest.data, memoryview(compressed)
 
     def decode(self, record: Bytes, out: Bytes) -> None:
-        """Write the block of a record that is smaller than a block to uint8[block_bytes]."""
+        """Decode a record smaller than a block to uint8[block_bytes]."""
         num_rest = self.record_bytes - self._num_numbers
         exponents = np.frombuffer(self._decompress(record[num_rest:].data), np.uint8)
         if self._itemsize == 1:
@@ -70,7 +70,7 @@ class LosslessCodec:
         numbers |= signs
 
     def _split(self, block: Bytes) -> tuple[Bytes, Bytes]:
-        """Give the lower bytes and the highest byte of each number, rotated left by one."""
+        """The lower bytes, and the highest byte, of each number rotated left by one."""
         if self._itemsize == 1:
             return block[:0], block
         numbers = block.view(self._number)
@@ -82,7 +82,7 @@ class LosslessCodec:
 
 
 def _functions(spec: CodecSpec, num_bytes: int) -> tuple[_Function, _Function]:
-    """Give compression and decompression of `num_bytes` bytes."""
+    """Functions that compress and decompress `num_bytes` bytes."""
     match spec.codec:
         case Codec.LZ4:
             mode: dict[str, Any] = {"mode": "default"}
@@ -106,12 +106,12 @@ def _functions(spec: CodecSpec, num_bytes: int) -> tuple[_Function, _Function]:
 
 
 class _Zstd(threading.local):
-    """A compressor and a decompressor for each thread: neither may be shared."""
+    """A compressor and a decompressor per thread: neither may be shared."""
 
     def __init__(self, level: int | None, num_bytes: int) -> None:
         if level is None:
-            # Matches among exponents are chance; looking for few and long ones leaves the work to
-            # the entropy coder: twice as fast as level 1, and a little smaller.
+            # Matches among exponents are chance. Looking only for few, long ones leaves the work to
+            # the entropy coder: twice as fast as level 1, and slightly smaller.
             parameters = zstandard.ZstdCompressionParameters.from_level(
                 1, min_match=7, hash_log=6, strategy=zstandard.STRATEGY_FAST
             )

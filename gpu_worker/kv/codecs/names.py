@@ -1,11 +1,11 @@
-"""Names the ways in which the lower tiers may hold KV: as it is, smaller, or less precise."""
+"""Names the codecs of the lower KV tiers, and parses the flags that select them."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class Codec(StrEnum):
-    """How a tier holds a block."""
+    """How a tier encodes a block."""
 
     NONE = "none"
     LZ4 = "lz4"
@@ -16,29 +16,29 @@ class Codec(StrEnum):
 
 
 _LEVELS = {Codec.LZ4: (1, 12), Codec.ZSTD: (1, 22), Codec.GZIP: (0, 3)}
-"""Least and most: lz4's high compression, zstd's, and those of igzip, Intel's fast gzip."""
+"""Lowest and highest level: of lz4's high compression, zstd, and igzip (Intel's fast gzip)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecSpec:
-    """A codec as a flag names it."""
+    """A codec with its level."""
 
     codec: Codec
     level: int | None = None
-    """How hard it tries; None: its default. Only lossless ones have levels."""
+    """Compression level; None: the default. Only lossless codecs have levels."""
 
     @property
     def is_lossless(self) -> bool:
-        """Whether it makes blocks smaller by as much as their content allows."""
+        """Whether it compresses by as much as the content allows."""
         return self.codec in _LEVELS
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it makes blocks smaller by a fixed ratio, and what comes back less precise."""
+        """Whether it quantizes: a fixed ratio, with loss of precision."""
         return self.codec in (Codec.INT8, Codec.FP8)
 
     def __str__(self) -> str:
-        """As `parse_codec` takes it."""
+        """The form that `parse_codec` takes."""
         return self.codec.value if self.level is None else f"{self.codec.value}:{self.level}"
 
 
@@ -46,7 +46,7 @@ def parse_codec(text: str) -> CodecSpec:
     """Parse a codec's name, with an optional level: `zstd:3`.
 
     Raises:
-        ValueError: says what it must be.
+        ValueError: The message says what it must be.
     """
     name, has_level, level = text.partition(":")
     try:

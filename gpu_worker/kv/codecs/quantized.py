@@ -1,4 +1,4 @@
-"""Holds KV in eight bits a number, with a scale for each slot and kv head: lossy, half the size.
+"""Quantizes KV to eight bits per number, with a scale per slot and kv head: half the size.
 
 Symbols: `N` blocks, `Y` bytes of a block, `R` rows of a block (layers x 2 x slots x kv heads), `D`
 head dim, `E` bytes of an encoded block: R scales in bfloat16, then R x D numbers.
@@ -9,26 +9,26 @@ import torch
 from gpu_worker.kv.codecs.names import Codec, CodecSpec
 
 _SCALE = torch.bfloat16
-"""Has float32's range. That it is rounded costs little: numbers are divided by the rounded one."""
+"""Has float32's range. Rounding the scale costs little: numbers are divided by the rounded one."""
 _FP8_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-"""What each byte stands for."""
+"""The value of each byte."""
 _LARGEST = {Codec.INT8: 127.0, Codec.FP8: 448.0}
 
 
 class QuantizedCodec:
-    """Encodes blocks on whatever device they are.
+    """Encodes blocks on the device where they are.
 
-    A number's error is at most 1/120 (int8) or 1/25 (fp8) of the largest in its row; with fp8 a
-    small one's is less. A row with an infinity or NaN comes back as a row of such.
+    A number's error is at most 1/120 (int8) or 1/25 (fp8) of the largest in its row; less for small
+    numbers in fp8. A row with an infinity or NaN decodes to a row of such.
     """
 
     def __init__(
         self, spec: CodecSpec, block_bytes: int, head_dim: int, dtype: torch.dtype
     ) -> None:
-        """Make it for blocks of `block_bytes` bytes that hold `dtype`.
+        """Set up for blocks of `block_bytes` bytes that hold `dtype`.
 
         Args:
-            spec: A quantized one.
+            spec: A quantizing codec.
             block_bytes: Y.
             head_dim: D.
             dtype: bfloat16, float16 or float32.
@@ -46,10 +46,10 @@ class QuantizedCodec:
         """Encode uint8[N, Y], contiguous, as uint8[N, E]."""
         numbers = blocks.view(self._dtype).view(-1, self._num_rows, self._head_dim).float()
         largest = _LARGEST[self._codec]
-        # Not aminmax: on a CPU it takes eight times as long.
+        # `aminmax` takes eight times as long on a CPU.
         scales = (numbers.abs().amax(-1, keepdim=True) / largest).to(_SCALE)  # [N, R, 1]
         divisors = scales.float().masked_fill_(scales == 0, 1.0)
-        quotients = (numbers / divisors).clamp_(-largest, largest)  # may be the blocks' own: kept
+        quotients = (numbers / divisors).clamp_(-largest, largest)  # the input is kept
         if self._codec is Codec.INT8:
             small = quotients.round_().to(torch.int8)
         else:
@@ -70,7 +70,7 @@ class QuantizedCodec:
         elif small.is_cuda:
             numbers = small.view(torch.float8_e4m3fn).float()
         else:
-            numbers = torch.take(_FP8_NUMBERS, small.long())  # three times as fast there
+            numbers = torch.take(_FP8_NUMBERS, small.long())  # three times as fast
         numbers = numbers.view(-1, self._num_rows, self._head_dim)
         decoded = numbers.mul_(scales.float()).to(self._dtype)
         return decoded.view(len(encoded), -1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What the disk pool asks of a codec, and the codecs as it uses them."""
+"""The codec interface of the disk pool, and its wrappers for quantized codecs and metrics."""
 
 import time
 from typing import Protocol, TypeAlias
@@ -13,42 +13,40 @@ from gpu_worker.kv.codecs.quantized import QuantizedCodec
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Record: TypeAlias = tuple[memoryview, ...]
-"""What is written one after another, as bytes."""
+"""Buffers that are written one after another."""
 
 
 class RecordCodec(Protocol):
-    """Turns a block into what is written to the disk, and back; any thread may call it."""
+    """Encodes a block for the disk, and decodes it. Thread-safe."""
 
     @property
     def record_bytes(self) -> int:
-        """The most bytes of a record."""
+        """Most bytes of a record."""
 
     def encode(self, block: Bytes) -> Record:
-        """Give the record of a block; one as long as the block is the block itself."""
+        """The record of a block. A record as long as the block is the block itself."""
 
     def decode(self, record: Bytes, out: Bytes) -> None:
-        """Write the block to `out` of a record that is shorter than a block."""
+        """Decode a record that is shorter than a block to `out`."""
 
 
 class QuantizedRecords:
-    """A quantized codec on the CPU, one part of a block after another.
+    """A quantized codec on the CPU, applied to a block part by part.
 
-    In small parts, torch does not divide the work among threads: the step's threads need the cores.
+    Parts are so small that torch does not use several threads: the step needs the cores.
     """
 
     def __init__(self, codec: QuantizedCodec, num_parts: int) -> None:
-        """`codec` is one for blocks of a `num_parts`-th of the size."""
+        """`codec` encodes a `num_parts`-th of a block."""
         self._codec = codec
         self._num_parts = num_parts
         self.record_bytes = num_parts * codec.record_bytes
 
     def encode(self, block: Bytes) -> Record:
-        """Give uint8[record_bytes] of uint8[block_bytes]."""
         parts = torch.from_numpy(block).view(self._num_parts, 1, -1)
         return tuple(self._codec.encode(part).numpy()[0].data for part in parts)
 
     def decode(self, record: Bytes, out: Bytes) -> None:
-        """Write uint8[block_bytes]."""
         parts = torch.from_numpy(record).view(self._num_parts, 1, -1)
         decoded = torch.from_numpy(out).view(self._num_parts, 1, -1)
         for part, target in zip(parts, decoded, strict=True):
@@ -56,7 +54,7 @@ class QuantizedRecords:
 
 
 class MeteredRecords:
-    """Another codec, whose ratio and cost are counted."""
+    """Counts the ratio and time of a codec in metrics."""
 
     def __init__(self, codec: RecordCodec, spec: CodecSpec) -> None:
         self._codec = codec
@@ -64,7 +62,6 @@ class MeteredRecords:
         self.record_bytes = codec.record_bytes
 
     def encode(self, block: Bytes) -> Record:
-        """As the other does."""
         start_s = time.perf_counter()
         record = self._codec.encode(block)
         seconds = time.perf_counter() - start_s
@@ -74,7 +71,6 @@ class MeteredRecords:
         return record
 
     def decode(self, record: Bytes, out: Bytes) -> None:
-        """As the other does."""
         start_s = time.perf_counter()
         self._codec.decode(record, out)
         seconds = time.perf_counter() - start_s

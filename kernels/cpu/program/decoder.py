@@ -1,12 +1,11 @@
 """A Llama-shaped decoder's layers as one native program: a whole step in one call.
 
-Called op by op, a step of one token spends a third of its time between the ops: in Python, and in
-waking threads. A program takes as long to make as a small step, so it serves all steps of about
-its size: it is told their counts and addresses.
+Called op by op, a step of one token spends a third of its time between the ops, in Python and in
+waking threads. Making a program takes as long as a small step, so a program serves all steps of
+about its size: each run tells it the counts and addresses of its step.
 
-Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
-heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `B` blocks, `P` block
-size, `M` blocks of the longest block table.
+Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `D` head dim, `E` hidden
+size.
 """
 
 import itertools
@@ -16,19 +15,18 @@ from typing import Final, NamedTuple
 
 import torch
 
+from kernels.cpu.fields import LayerCaches, num_partials
 from kernels.cpu.library import Call, Program, native
 from kernels.cpu.linear import PackedLinear
-from kernels.cpu.ops.attention import num_partials
-from kernels.cpu.program.caches import LayerCaches
 from kernels.cpu.program.inputs import NativeInputs, StepField
 from kernels.cpu.program.kv_ahead import KvAhead, share_out
-from kernels.cpu.program.layer_calls import LayerCalls, NativeLayer
+from kernels.cpu.program.layer_calls import ALL, WANTED, LayerCalls, NativeLayer
 from kernels.cpu.program.workspace import NativeShape, Workspace
 
 _APART_BYTES: Final = 8 << 20
-"""As many layers' workspaces lie apart as this has room for, and two in any case."""
+"""A program has as many workspaces as fit in this, and at least two, for its layers in turn."""
 _LARGE_TOKENS: Final = 512
-"""Of more tokens than this, so many are the most that a program has too much room for."""
+"""Programs for more tokens than this have room for a multiple of it."""
 _DTYPE: Final = torch.bfloat16
 
 
@@ -46,13 +44,13 @@ class _Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """A program and what it works in."""
+    """A program and its memory."""
 
     run: Program
     partials: tuple[str, ...]
-    """Names of the addresses of attention's partial results; some layers share one."""
+    """Names of the addresses of attention's partial results; layers take turns with them."""
     memory: tuple[torch.Tensor, ...]
-    """What must live as long."""
+    """What must live as long as the program."""
 
 
 class NativeDecoder:
@@ -86,18 +84,20 @@ class NativeDecoder:
         """Compute one step's tokens, storing their K and V in the caches.
 
         Returns:
-            The final hidden states of the wanted tokens, normalized: bfloat16 `[N, E]`.
+            The final hidden states of the wanted tokens, normalised: bfloat16 `[N, E]`.
 
         Raises:
             ValueError: a tensor's shape, dtype or strides do not fit.
         """
         inputs.check(self._shape.hidden_size)
         num_tokens, num_wanted = len(inputs.hidden), inputs.num_wanted
-        num_partials = self._num_partials(inputs)
+        num_seqs, table_width = inputs.block_tables.shape
+        max_len = table_width * self._caches[0].keys.shape[1]
+        num_floats = num_partials(self._shape.num_heads, self._shape.head_dim, num_seqs, max_len)
         size = _Size(
             num_tokens=_rounded_up(num_tokens),
             num_wanted=None if num_wanted is None else _rounded_up(num_wanted),
-            has_partials=num_partials > 0,
+            has_partials=num_floats > 0,
             num_ranks=_rounded_up(inputs.max_ranks),
         )
         if (step := self._steps.get(size)) is None:
@@ -108,68 +108,69 @@ class NativeDecoder:
         )
         numbers = inputs.numbers
         numbers[StepField.OUT] = out.data_ptr()
-        numbers.update(self._partials_for(step.partials, num_partials))
+        numbers.update(self._partials_for(step.partials, num_floats))
         step.run(numbers)
         return out
 
     def _make(self, size: _Size) -> _Step:
+        """Make a program for steps of up to this size.
+
+        Layer i writes to workspace i modulo their number. If some tokens are not wanted, the last
+        layer goes on in a workspace of its own with the wanted ones, after it has stored all keys
+        and values. The calls of each attention are made first: the maps of the layer before point
+        at them, to fetch what they will read.
+        """
         shape = replace(self._shape, num_ranks=size.num_ranks)
+        num_layers = len(self._layers)
         num_elements = Workspace.num_elements(shape, size.num_tokens)
-        num_works = min(max(2, _APART_BYTES // (num_elements * _DTYPE.itemsize)), len(self._layers))
+        num_works = min(max(2, _APART_BYTES // (num_elements * _DTYPE.itemsize)), num_layers)
         num_wanted = size.num_wanted or 0
         memory = self._memory_for(
             num_works * num_elements + Workspace.num_elements(shape, num_wanted)
         )
         parts = memory[: num_works * num_elements].view(num_works, num_elements)
-        works = [Workspace.of(shape, size.num_tokens, part) for part in parts]
+        in_turn = [Workspace.of(shape, size.num_tokens, part) for part in parts]
+        works = [in_turn[i % num_works] for i in range(num_layers)]
+        ends, rows = works.copy(), [ALL] * num_layers
         wanted = None
         if size.num_wanted is not None:
             wanted = Workspace.of(shape, num_wanted, memory[num_works * num_elements :])
+            ends[-1], rows[-1] = wanted, WANTED
         partials = tuple(f"partials_{i}" for i in range(num_works if size.has_partials else 0))
+
         layer_calls = LayerCalls(self._library, shape, self._cos_sin)
-        ends = [works[i % num_works] for i in range(len(self._layers))]
-        if wanted is not None:
-            ends[-1] = wanted
         attentions = [
             layer_calls.attend(
-                layer, caches, end, partials[i % num_works] if partials else None,
-                of_wanted=end is wanted,
+                layer, self._caches[i], ends[i], rows[i],
+                partials[i % num_works] if partials else None,
             )
-            for i, (layer, caches, end) in enumerate(
-                zip(self._layers, self._caches, ends, strict=True)
-            )
+            for i, layer in enumerate(self._layers)
         ]  # fmt: skip
         aheads = self._aheads(attentions)
-
         calls: list[Call] = []
         firsts: list[int] = []  # of each layer's calls
-        before: Workspace | None = None
-        for i, (layer, caches) in enumerate(zip(self._layers, self._caches, strict=True)):
+        for i, layer in enumerate(self._layers):
             firsts.append(len(calls))
             calls += layer_calls.of(
-                i, layer, caches, before, works[i % num_works], attentions[i], aheads[i],
-                wanted if ends[i] is wanted else None,
+                i, layer, self._caches[i], ends[i - 1] if i else None, works[i], attentions[i],
+                aheads[i], wanted if ends[i] is wanted else None,
             )  # fmt: skip
-            before = ends[i]
-        assert before is not None, "a decoder has at least one layer"
-        total = torch.empty_like(before.output)
+        total = torch.empty_like(ends[-1].output)
         if len(total):
-            num_rows = StepField.NUM_TOKENS if wanted is None else StepField.NUM_WANTED
+            norm = self._final_norm
             calls.append(
-                layer_calls.add_norm(
-                    before, total.data_ptr(), self._final_norm, StepField.OUT, num_rows
-                )
+                layer_calls.add_norm(ends[-1], total.data_ptr(), norm, StepField.OUT, rows[-1].num)
             )
-        # A layer reads what the one before wrote, until that one's memory is another's.
-        again = itertools.islice(firsts, num_works, None)
+        # A layer reads what the one before wrote, until that one's memory is used again.
+        reused = itertools.islice(firsts, num_works, None)
         num_apart = min(
-            (there - here for here, there in zip(firsts[1:], again, strict=False)),
+            (there - here for here, there in zip(firsts[1:], reused, strict=False)),
             default=len(calls) + 1,
         )
         return _Step(Program(self._library, calls, num_apart), partials, (memory, total))
 
     def _aheads(self, attentions: Sequence[Sequence[Call]]) -> list[dict[str, KvAhead]]:
-        """What each layer's maps fetch for later, given each layer's attention."""
+        """Return what each layer's maps fetch for later, given each layer's attention."""
         aheads: list[dict[str, KvAhead]] = [{} for _ in attentions]
         for i, attention in enumerate(attentions):
             if not attention:
@@ -191,31 +192,25 @@ class NativeDecoder:
         return aheads
 
     def _memory_for(self, num_elements: int) -> torch.Tensor:
-        """bfloat16, at least so many: programs share it, as no two run at once.
+        """Return bfloat16[num_elements] or more, which programs share: no two run at once.
 
-        It stays: the system clears pages that it gives anew, which would take some hundredths of
-        the time of a step of 2,048 tokens.
+        It is kept: the system clears pages that it gives out again, which would take some
+        hundredths of the time of a step of 2,048 tokens.
         """
         if self._memory.numel() < num_elements:
-            self._steps.clear()  # they would keep what there was before
+            self._steps.clear()  # they would keep the memory before
             self._memory = torch.empty(num_elements, dtype=_DTYPE)
         return self._memory
 
-    def _num_partials(self, inputs: NativeInputs) -> int:
-        """How many numbers partial results of attention have at most, in one layer."""
-        num_seqs, width = inputs.block_tables.shape
-        max_len = width * self._caches[0].keys.shape[1]
-        return num_partials(self._shape.num_heads, self._shape.head_dim, num_seqs, max_len)
-
-    def _partials_for(self, names: Sequence[str], num_partials: int) -> dict[str, int]:
-        """The addresses of `num_partials` float32 each; the memory stays for other steps."""
-        if self._partials.numel() < len(names) * num_partials:
-            self._partials = torch.empty(len(names) * num_partials, dtype=torch.float32)
-        num_bytes = num_partials * self._partials.itemsize
+    def _partials_for(self, names: Sequence[str], num_floats: int) -> dict[str, int]:
+        """Return addresses of `num_floats` float32 each; the memory is kept for other steps."""
+        if self._partials.numel() < len(names) * num_floats:
+            self._partials = torch.empty(len(names) * num_floats, dtype=torch.float32)
+        num_bytes = num_floats * self._partials.itemsize
         return {name: self._partials.data_ptr() + i * num_bytes for i, name in enumerate(names)}
 
 
 def _rounded_up(count: int) -> int:
-    """So that few sizes occur: to a power of two, or a multiple of a large one."""
+    """Round up to a power of two, or a multiple of a large one, so that few sizes occur."""
     power = 1 << (count - 1).bit_length() if count else 0
     return power if power <= _LARGE_TOKENS else -(-count // _LARGE_TOKENS) * _LARGE_TOKENS

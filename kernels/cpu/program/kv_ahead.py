@@ -1,50 +1,45 @@
-"""Which keys and values each linear map of a native program asks of memory while it computes.
+"""Which keys and values each linear map of a native program fetches while it computes.
 
-With many rows a linear map leaves memory idle, and attention of many short sequences waits for
-little else. So the maps between two attentions fetch what the second one will read, while they
-compute their rows but the first few (`src/kv_ahead.h`). No result depends on it.
+With many rows a linear map leaves memory idle, while attention of many short sequences waits for
+little else. So the maps between two attentions fetch what the second one will read: each product
+of a tile of rows, but the first tile, fetches some *runs*, which are parts of a block's keys or
+values (`src/kv_ahead.h`). No result depends on it.
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
-from kernels.cpu.library import Call, Field
+from kernels.cpu.library import Call
 
 _Place = TypeVar("_Place", bound=Hashable)
 
 RUN_STEPS: Final = 128
-"""Pairs of input features that a product multiplies, at least, while it fetches a run; as in C."""
+"""A product fetches one run for each so many pairs of input features, rounded down; as in C."""
 MAX_RUNS: Final = 256
-"""A product that would fetch more fetches none; as in C."""
+"""A product that would fetch more runs fetches none; as in C."""
 PANEL: Final = 32
 """Output features that lie together in a packed weight, and of a product; as in C."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KvAhead:
-    """What one map fetches of what `attention` reads."""
+class KvAhead(NamedTuple):
+    """What one map fetches of what `attention` reads: the fields of C's `struct kv_part`."""
 
-    attention: Call
+    attention: Call | int
+    """0: it fetches nothing."""
     num_runs: int
     """At most, with each tile of rows but the first."""
     num_runs_after: int
-    """Of the maps between this one and the attention: theirs come later, so they go first."""
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """As C knows it."""
-        return self.attention, self.num_runs, self.num_runs_after
+    """Runs of the maps between this one and the attention, which this one leaves to them."""
 
 
-NO_FIELDS: Final = (0, 0, 0)
-"""Of a map that fetches nothing for later."""
+NOTHING_AHEAD: Final = KvAhead(0, 0, 0)
 
 
 def share_out(attention: Call, maps: Mapping[_Place, tuple[int, int]]) -> dict[_Place, KvAhead]:
-    """What each of the maps before `attention`, in their order, fetches of what that reads.
+    """Return what each of the maps before `attention` fetches of what that reads.
 
-    Of a map its input and output features are given.
+    `maps` are in the order in which they run, each with its number of input and output features.
+    The last ones fetch as much as they can: what is fetched late is likelier to be in a cache yet.
     """
     aheads: dict[_Place, KvAhead] = {}
     num_after = 0

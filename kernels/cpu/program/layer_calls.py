@@ -1,8 +1,7 @@
 """The native calls of one layer of a decoder, for steps of any size that their memory has room for.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
-heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `B` blocks, `P` block
-size, `M` blocks of the longest block table.
+heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +10,11 @@ from typing import Final, NamedTuple, TypeAlias
 
 import torch
 
+from kernels.cpu.fields import LayerCaches, attention_fields, store_fields
 from kernels.cpu.library import DTYPES, Call, Field, Library
 from kernels.cpu.linear import PackedLinear
-from kernels.cpu.ops.store import store_fields
-from kernels.cpu.program.caches import LayerCaches, address, kv_format, scale_strides
 from kernels.cpu.program.inputs import StepField
-from kernels.cpu.program.kv_ahead import KvAhead
+from kernels.cpu.program.kv_ahead import NOTHING_AHEAD, KvAhead
 from kernels.cpu.program.low_rank import MAPS, low_rank_calls
 from kernels.cpu.program.workspace import NativeShape, Workspace
 from kernels.cpu.quantized import QuantizedLinear
@@ -24,19 +22,19 @@ from kernels.cpu.quantized import QuantizedLinear
 NativeLinear: TypeAlias = PackedLinear | QuantizedLinear
 """A linear map that a program can call."""
 
-_DTYPE: Final = torch.bfloat16
+_DTYPE: Final = DTYPES[torch.bfloat16]
 
 
-class _Rows(NamedTuple):
-    """What a step says of the rows that calls are for."""
+class Rows(NamedTuple):
+    """The tokens that calls are for, by the names of what each step says of them."""
 
     num: Field
-    starts: str
+    starts: Field
     adapters: Field
 
 
-_ALL: Final = _Rows(StepField.NUM_TOKENS, StepField.QUERY_START_LOC, StepField.ADAPTERS)
-_WANTED: Final = _Rows(StepField.NUM_WANTED, StepField.WANTED_START_LOC, StepField.WANTED_ADAPTERS)
+ALL: Final = Rows(StepField.NUM_TOKENS, StepField.QUERY_START_LOC, StepField.ADAPTERS)
+WANTED: Final = Rows(StepField.NUM_WANTED, StepField.WANTED_START_LOC, StepField.WANTED_ADAPTERS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,13 +60,13 @@ class NativeLayer:
 
 
 def can_gate(gate_up: NativeLinear) -> bool:
-    """Whether a map to gate and up can give their product."""
+    """Return whether a map to gate and up can give `silu(gate) * up` itself."""
     return isinstance(gate_up, PackedLinear) and gate_up.can_gate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCalls:
-    """Makes the calls of a program's layers; `StepField` names what a step must give them."""
+    """Makes the calls of a program's layers; `StepField` names what each step must give them."""
 
     _library: Library
     _shape: NativeShape
@@ -86,29 +84,36 @@ class LayerCalls:
         ahead: Mapping[str, KvAhead],
         wanted: Workspace | None = None,
     ) -> Iterator[Call]:
-        """The calls of layer `index`, from what the one `before` wrote (None: the first) to `work`.
+        """Yield the calls of layer `index`, which read what the layer before wrote to `before`.
 
-        `attention` are those among them that `attend` gives; `ahead` is what its maps fetch for
-        later, by their names in MAPS. Of the last layer `wanted` is where it ends if not all
-        tokens' final hidden states are wanted: all are stored, and what comes after that is for
-        these alone.
+        Args:
+            index: of the layer.
+            layer: its weights.
+            caches: its keys and values.
+            before: None for the first layer.
+            work: where its calls write.
+            attention: the calls that `attend` gave for this layer.
+            ahead: what its maps fetch for later, by their names in MAPS.
+            wanted: of the last layer, if not all tokens' final hidden states are wanted: where the
+                calls for the wanted tokens write. All tokens' keys and values are stored; what
+                comes after that is computed for the wanted ones alone.
         """
-        rows = _ALL
-        residual: Field = StepField.HIDDEN
+        residual: Field
         if before is None:
-            yield self._norm(residual, 0, 0, layer.input_norm, work.normed.data_ptr(), rows.num)
+            residual = StepField.HIDDEN
+            yield self._norm(residual, 0, 0, layer.input_norm, work.normed.data_ptr(), ALL.num)
         else:
             residual = work.residual.data_ptr()
-            yield self.add_norm(
-                before, residual, layer.input_norm, work.normed.data_ptr(), rows.num
-            )
-        maps = _Maps(self._library, index, work, rows, ahead)
+            out = work.normed.data_ptr()
+            yield self.add_norm(before, residual, layer.input_norm, out, ALL.num)
+        maps = _Maps(self._library, index, work, ALL, ahead)
         yield from maps.calls("qkv", layer.qkv, work.normed, work.qkv.flatten(1))
         yield from self._store(layer, caches, work)
+        rows = ALL
         if wanted is not None:
             if not len(wanted.query):
                 return
-            rows = _WANTED
+            rows = WANTED
             yield self._gather(work.query.data_ptr(), wanted.query.flatten(1))
             yield self._gather(residual, wanted.residual, joins=True)
             residual, work = wanted.residual.data_ptr(), wanted
@@ -121,15 +126,49 @@ class LayerCalls:
             work.attention_output.data_ptr(), residual, work.mlp_residual.data_ptr(),
             layer.mlp_norm, work.mlp_normed.data_ptr(), rows.num,
         )  # fmt: skip
-        yield from self._gate(layer, work, maps)
+        if self._shape.is_gated:
+            yield from maps.calls(
+                "gate_up", layer.gate_up, work.mlp_normed, work.gated, is_gated=True
+            )
+        else:
+            yield from maps.calls("gate_up", layer.gate_up, work.mlp_normed, work.gate_up)
+            yield Call(self._library.silu_mul, (
+                _DTYPE, rows.num, work.gated.shape[1],
+                work.gate_up.data_ptr(), work.gated.data_ptr(), work.gate_up.stride(0),
+            ))  # fmt: skip
         yield from maps.calls("down", layer.down, work.gated, work.output)
+
+    def attend(
+        self,
+        layer: NativeLayer,
+        caches: LayerCaches,
+        work: Workspace,
+        rows: Rows,
+        partials: str | None,
+    ) -> tuple[Call, ...]:
+        """Return the calls from `work.query` to `work.attended`.
+
+        `partials` names the address where partial results go; None: there are none.
+        """
+        if not len(work.query):
+            return ()
+        fields = attention_fields(
+            work.query, caches, work.attended, work.query.shape[2] ** -0.5,
+            num_seqs=StepField.NUM_SEQS, num_tokens=rows.num,
+            block_tables=StepField.BLOCK_TABLES, table_stride=StepField.TABLE_STRIDE,
+            seq_lens=StepField.SEQ_LENS, query_start_loc=rows.starts,
+            partials=partials or 0, window=layer.window,
+        )  # fmt: skip
+        calls = Call(self._library.attention, fields), Call(self._library.merge_splits, fields)
+        return calls[:1] if partials is None else calls
 
     def add_norm(
         self, before: Workspace, total: int, weight: torch.Tensor, out: Field, num_rows: Field
     ) -> Call:
-        """The call that adds up what the layer `before` wrote, to `total`, and norms it to `out`.
+        """Return the call that adds up what the layer `before` wrote, and normalises the sum.
 
-        Both are addresses of bfloat16 `[num_rows, E]`; `weight` is `[E]`.
+        The sum goes to the address `total`, what is normalised to `out`: bfloat16 `[num_rows, E]`
+        both. `weight` is `[E]`.
         """
         output, residual = before.output.data_ptr(), before.mlp_residual.data_ptr()
         return self._norm(output, residual, total, weight, out, num_rows)
@@ -137,7 +176,7 @@ class LayerCalls:
     def _norm(
         self,
         x: Field,
-        residual: Field,  # 0: none; it and x are added to give `total`
+        residual: Field,  # 0: none; else it is added to x, which gives `total`
         total: Field,
         weight: torch.Tensor,
         out: Field,
@@ -145,7 +184,7 @@ class LayerCalls:
     ) -> Call:
         width = self._shape.hidden_size
         return Call(self._library.rms_norm, (
-            DTYPES[_DTYPE], num_rows, 1, width, x, residual, weight.data_ptr(), out, total,
+            _DTYPE, num_rows, 1, width, x, residual, weight.data_ptr(), out, total,
             width, 0, width, self._shape.rms_norm_eps,
         ))  # fmt: skip
 
@@ -156,16 +195,15 @@ class LayerCalls:
         *,
         joins: bool = False,
     ) -> Call:
-        """The call that copies the rows of the wanted tokens."""
+        """Copy the rows of the wanted tokens."""
         row_bytes = out.shape[1] * out.element_size()
         return Call(self._library.gather, (
             StepField.NUM_WANTED, row_bytes, row_bytes, x, StepField.PLACES, out.data_ptr(),
         ), joins)  # fmt: skip
 
     def _store(self, layer: NativeLayer, caches: LayerCaches, work: Workspace) -> Iterator[Call]:
-        """From `work.qkv` to `work.query` and the caches."""
+        """Go from `work.qkv` to `work.query`, rotated, and to the caches."""
         library, shape = self._library, self._shape
-        dtype, num_tokens = DTYPES[_DTYPE], StepField.NUM_TOKENS
         num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         query, key, value = torch.split(work.qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         joins = False
@@ -173,74 +211,32 @@ class LayerCalls:
             normed = work.normed_query, work.normed_key
             for x, weight, out in zip((query, key), layer.qk_norm, normed, strict=True):
                 yield Call(library.rms_norm, (
-                    dtype, num_tokens, x.shape[1], head_dim,
+                    _DTYPE, StepField.NUM_TOKENS, x.shape[1], head_dim,
                     x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
                     x.stride(0), x.stride(1), 0, shape.rms_norm_eps,
                 ), joins)  # fmt: skip
                 joins = True
             query, key = normed
         yield Call(library.rotary, (
-            dtype, num_tokens, num_heads, num_kv_heads, head_dim // 2,
-            query.data_ptr(), key.data_ptr(), self._cos_sin.data_ptr(),
-            StepField.POSITIONS, work.query.data_ptr(), work.key.data_ptr(),
-            query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-            self._cos_sin.stride(0),
+            _DTYPE, StepField.NUM_TOKENS, num_heads, num_kv_heads, head_dim // 2,
+            query.data_ptr(), key.data_ptr(), self._cos_sin.data_ptr(), StepField.POSITIONS,
+            work.query.data_ptr(), work.key.data_ptr(),
+            *query.stride()[:2], *key.stride()[:2], self._cos_sin.stride(0),
         ), joins)  # fmt: skip
-        fields = store_fields(work.key, value, caches, str(num_tokens), str(StepField.SLOT_MAPPING))
+        fields = store_fields(
+            work.key, value, caches,
+            num_tokens=StepField.NUM_TOKENS, slot_mapping=StepField.SLOT_MAPPING,
+        )  # fmt: skip
         yield Call(library.store_kv, fields, joins=True)
 
-    def attend(
-        self,
-        layer: NativeLayer,
-        caches: LayerCaches,
-        work: Workspace,
-        partials: str | None,
-        *,
-        of_wanted: bool,
-    ) -> tuple[Call, ...]:
-        """From `work.query` to `work.attended`: of all tokens or the wanted ones.
 
-        `partials` names where partial results go; None: there are none.
-        """
-        if not len(work.query):
-            return ()
-        library, rows = self._library, _WANTED if of_wanted else _ALL
-        keys, values = caches.keys, caches.values
-        _, num_heads, head_dim = work.query.shape
-        fields: tuple[Field, ...] = (
-            DTYPES[_DTYPE], kv_format(keys, caches.key_scales), StepField.NUM_SEQS,
-            rows.num, num_heads, keys.shape[2], head_dim, keys.shape[1], layer.window or 0,
-            work.query.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            address(caches.key_scales), address(caches.value_scales),
-            StepField.BLOCK_TABLES, StepField.SEQ_LENS, rows.starts, 0,
-            work.attended.data_ptr(), 0 if partials is None else partials,
-            *work.query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
-            *scale_strides(caches.key_scales), *scale_strides(caches.value_scales),
-            StepField.TABLE_STRIDE, head_dim**-0.5, 0.0,
-        )  # fmt: skip
-        attention = Call(library.attention, fields)
-        return (attention,) if partials is None else (attention, Call(library.merge_splits, fields))
-
-    def _gate(self, layer: NativeLayer, work: Workspace, maps: "_Maps") -> Iterator[Call]:
-        """From `work.mlp_normed` to `work.gated`."""
-        if self._shape.is_gated:
-            yield from maps.gated_calls("gate_up", layer.gate_up, work.mlp_normed, work.gated)
-            return
-        yield from maps.calls("gate_up", layer.gate_up, work.mlp_normed, work.gate_up)
-        yield Call(self._library.silu_mul, (
-            DTYPES[_DTYPE], maps.rows.num, work.gated.shape[1],
-            work.gate_up.data_ptr(), work.gated.data_ptr(), work.gate_up.stride(0),
-        ))  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Maps:
-    """Makes the calls of the linear maps of some rows in one layer."""
+class _Maps(NamedTuple):
+    """Makes the calls of one layer's linear maps for some rows."""
 
     library: Library
     layer: int
     work: Workspace
-    rows: _Rows
+    rows: Rows
     ahead: Mapping[str, KvAhead]
 
     def calls(
@@ -248,39 +244,26 @@ class _Maps:
         name: str,  # in MAPS
         linear: NativeLinear,
         x: torch.Tensor,  # [T, K]
-        out: torch.Tensor,  # [T, N]
+        out: torch.Tensor,  # [T, N], or [T, N / 2] if it is gated
+        *,
+        is_gated: bool = False,
     ) -> Iterator[Call]:
-        """From `x` to `out`, with what adapters add if there are any."""
-        if name not in self.work.adapted:
-            yield self._alone(name, linear, x, out)
-            return
-        yield from self._adapted(name, linear, x, out, is_gated=False)
+        """Yield the calls from `x` to `out`, with what adapters add if there are any.
 
-    def gated_calls(
-        self,
-        name: str,
-        linear: NativeLinear,
-        x: torch.Tensor,  # [T, K]
-        out: torch.Tensor,  # [T, N / 2]
-    ) -> Iterator[Call]:
-        """As `calls`, but the map gives `[gate, up]`, and `silu(gate) * up` goes to `out`."""
-        if name not in self.work.adapted:
-            assert isinstance(linear, PackedLinear), "the shape says that all layers can"
-            yield linear.call_gated(x, out, self.rows.num, self.ahead.get(name))
-            return
-        yield from self._adapted(name, linear, x, out, is_gated=True)
-
-    def _adapted(
-        self, name: str, linear: NativeLinear, x: torch.Tensor, out: torch.Tensor, *, is_gated: bool
-    ) -> Iterator[Call]:
-        alone, ranks = self.work.adapted[name].alone, self.work.adapted[name].ranks
-        yield self._alone(name, linear, x, alone)
-        place = self.layer * len(MAPS) + MAPS.index(name)
-        yield from low_rank_calls(
-            self.library, self.rows.adapters, place, x, alone, ranks, out, is_gated=is_gated
-        )
-
-    def _alone(self, name: str, linear: NativeLinear, x: torch.Tensor, out: torch.Tensor) -> Call:
+        If `is_gated`, the map gives `[gate, up]`, and `silu(gate) * up` goes to `out`.
+        """
+        adapted = self.work.adapted.get(name)
+        alone = out if adapted is None else adapted.alone
         if isinstance(linear, PackedLinear):
-            return linear.call(x, out, self.rows.num, self.ahead.get(name))
-        return linear.call(x, out, self.rows.num)
+            ahead = self.ahead.get(name, NOTHING_AHEAD)
+            gates_itself = is_gated and adapted is None
+            yield linear.call(x, alone, self.rows.num, ahead, is_gated=gates_itself)
+        else:
+            assert not is_gated, "the shape says that all layers can gate"
+            yield linear.call(x, alone, self.rows.num)
+        if adapted is not None:
+            place = self.layer * len(MAPS) + MAPS.index(name)
+            yield from low_rank_calls(
+                self.library, self.rows.adapters, place, x, alone, adapted.ranks, out,
+                is_gated=is_gated,
+            )  # fmt: skip

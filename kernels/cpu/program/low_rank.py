@@ -1,4 +1,4 @@
-"""What LoRA adapters add to the linear maps of a native decoder's layers, in C.
+"""LoRA adapters of a native decoder: what they add to the linear maps of its layers, in C.
 
 Symbols: `T` tokens, `L` layers, `K` input features of a map, `N` its output features, `R` ranks of
 an adapter's pair of maps, `G` groups of tokens of one adapter each.
@@ -22,10 +22,10 @@ PackedPair: TypeAlias = tuple[PackedLinear, PackedLinear]
 
 
 class NativeAdapter:
-    """An adapter as C finds it: the addresses of its weights. It never changes."""
+    """An adapter as C reads it: the addresses of its weights. It never changes."""
 
     def __init__(self, layers: Sequence[Mapping[str, PackedPair]]) -> None:
-        """`layers` has of each layer, by the names in `MAPS`, the maps that it adds to."""
+        """`layers` has, for each layer, the maps it adds to, by their names in `MAPS`."""
         self._layers = tuple(layers)  # C reads them
         self._spans: list[torch.Tensor] = []
         self._table = np.zeros((len(layers) * len(MAPS), 4), np.int64)  # C's `low_rank`
@@ -39,19 +39,20 @@ class NativeAdapter:
 
     @property
     def max_ranks(self) -> int:
-        """The most R that it has."""
+        """The largest R of its pairs."""
         return int(self._table[:, 3].max())
 
     @property
     def address(self) -> int:
-        """Of what it adds to the first map of the first layer."""
+        """The address of its first map of the first layer, C's `low_rank`."""
         return self._table.ctypes.data
 
 
 def _spans(panels: torch.Tensor) -> torch.Tensor:
-    """int32[ceil(N / 32), 2]: the first and the end of those steps where a panel is not all zero.
+    """Return the steps, of R / 2, in which each panel of B is not zero: int32[ceil(N / 32), 2].
 
-    Of maps that are fused into one, each reads the ranks of its own alone.
+    They are half-open intervals. If several maps are fused into one, the outputs of each depend
+    only on its own ranks.
     """
     is_used = panels.ne(0).flatten(2).any(2)  # [ceil(N / 32), R / 2]
     num_steps = is_used.shape[1]
@@ -67,11 +68,14 @@ class RowAdapters:
     def __init__(
         self, numbers: npt.NDArray[np.int64], adapters: Mapping[int, NativeAdapter]
     ) -> None:
-        """`numbers[t]`, int64[T], is that of token t's adapter; what `adapters` lacks is none."""
+        """`numbers`, int64[T], has each token's adapter; one not in `adapters` is none.
+
+        No number is negative.
+        """
         num_tokens = len(numbers)
         self._places = np.argsort(numbers, kind="stable")
         ordered = numbers[self._places]
-        firsts = np.flatnonzero(np.diff(ordered, prepend=-1))  # [G]; no number is below 0
+        firsts = np.flatnonzero(np.diff(ordered, prepend=-1))  # [G]
         used = [adapters.get(number) for number in ordered[firsts].tolist()]
         self._adapters = [adapter for adapter in used if adapter is not None]  # C reads them
         groups = np.empty((len(firsts), 3), np.int64)
@@ -84,12 +88,12 @@ class RowAdapters:
 
     @property
     def max_ranks(self) -> int:
-        """The most R of the adapters."""
+        """The largest R of the step's adapters."""
         return max((adapter.max_ranks for adapter in self._adapters), default=0)
 
     @property
     def address(self) -> int:
-        """Of C's `row_adapters`; it lives as long as this."""
+        """The address of C's `row_adapters`, which lives as long as this object."""
         return self._table.ctypes.data
 
 
@@ -104,20 +108,21 @@ def low_rank_calls(
     *,
     is_gated: bool = False,
 ) -> Iterator[Call]:
-    """The calls that write to `out` what a map gave `alone`, and what adapters make of `x` besides.
+    """Yield the calls that write `alone` plus what adapters make of `x` to `out`.
 
-    They follow the call of that map. All tensors are bfloat16; rows may lie apart.
+    They follow the call of the map from `x` to `alone`. All tensors are bfloat16; rows may lie
+    apart.
 
     Args:
         library: the native code.
         rows: the address of the step's `RowAdapters`.
-        place: of the map among all of an adapter's: `layer * len(MAPS)` and that in `MAPS`.
+        place: the map's index among all of an adapter's: `layer * len(MAPS) + MAPS.index(name)`.
         x: [T, K].
-        alone: [T, N].
-        ranks: [T, R], of the most R in a step: memory for A x.
+        alone: [T, N]: what the model's map gives.
+        ranks: [T, R], R the step's largest: memory for A x.
         out: [T, N], other memory than `alone`.
-        is_gated: whether it is `silu(gate) * up` [T, N / 2] that goes to `out`, where the map's
-            output is `[gate, up]`; a map that `can_gate`.
+        is_gated: the map gives `[gate, up]`, and `silu(gate) * up` [T, N / 2] goes to `out`; its
+            `can_gate` must hold.
     """
     yield Call(library.low_rank_down, (
         rows, place, x.shape[1], x.data_ptr(), ranks.data_ptr(), x.stride(0), ranks.stride(0),

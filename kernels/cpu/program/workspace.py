@@ -1,6 +1,7 @@
-"""What the calls of a native decoder's layers pass on to one another, and where it lies.
+"""Memory for what the calls of a native decoder's layers pass on to one another.
 
-Nothing is written twice while a thread that is late may still be at it: see `Program`.
+Each call writes to a tensor of its own, and layers take turns with a few workspaces: nothing is
+written twice while a late thread may still be at it (`kernels.cpu.library.Program`).
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
 `I` intermediate size, `N` outputs of a linear map, `R` ranks of adapters.
@@ -17,7 +18,6 @@ from kernels.cpu.program.low_rank import MAPS
 
 _LINE: Final = 32
 """Elements of a line of the cache."""
-_DTYPE: Final = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,16 +31,16 @@ class NativeShape:
     intermediate_size: int
     rms_norm_eps: float
     has_qk_norm: bool
-    """Whether heads of queries and keys are normed."""
+    """Whether heads of queries and keys are normalised."""
     is_gated: bool
-    """Whether the map to gate and up, or what adapters add to it, gives their product."""
+    """Whether the map to gate and up, or what adds adapters to it, gives their product."""
     num_ranks: int = 0
     """R, at most; 0: there are no adapters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedWork:
-    """What a map's calls write where there are adapters, before its output; both bfloat16."""
+    """Where a map's calls write before its output, if there are adapters; both bfloat16."""
 
     alone: torch.Tensor
     """[T, N]: what the model's map gives."""
@@ -50,46 +50,34 @@ class AdaptedWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
-    """What the calls of a layer write, each a tensor of its own; all bfloat16."""
+    """Where the calls of one layer write, in their order; all bfloat16."""
 
-    residual: torch.Tensor
-    """[T, E]: what all layers before add up to; the first has it from elsewhere."""
-    normed: torch.Tensor
-    """[T, E]: for attention."""
-    qkv: torch.Tensor
-    """[T, H + 2 * HKV, D]."""
-    normed_query: torch.Tensor
-    normed_key: torch.Tensor
-    query: torch.Tensor
-    """[T, H, D], rotated."""
-    key: torch.Tensor
-    """[T, HKV, D], rotated."""
-    attended: torch.Tensor
-    """[T, H * D]."""
-    attention_output: torch.Tensor
-    """[T, E]."""
-    mlp_residual: torch.Tensor
-    """[T, E]: `residual` and `attention_output`."""
-    mlp_normed: torch.Tensor
-    """[T, E]: for the feed-forward part."""
-    gate_up: torch.Tensor
-    """[T, 2 * I]."""
-    gated: torch.Tensor
-    """[T, I]."""
-    output: torch.Tensor
-    """[T, E]: of the feed-forward part."""
+    residual: torch.Tensor  # [T, E]: the sum of all layers before; unused in the first layer
+    normed: torch.Tensor  # [T, E]
+    qkv: torch.Tensor  # [T, H + 2 * HKV, D]
+    normed_query: torch.Tensor  # [T, H, D], or empty without norms
+    normed_key: torch.Tensor  # [T, HKV, D], or empty without norms
+    query: torch.Tensor  # [T, H, D], rotated
+    key: torch.Tensor  # [T, HKV, D], rotated
+    attended: torch.Tensor  # [T, H * D]
+    attention_output: torch.Tensor  # [T, E]
+    mlp_residual: torch.Tensor  # [T, E]: `residual` plus `attention_output`
+    mlp_normed: torch.Tensor  # [T, E]
+    gate_up: torch.Tensor  # [T, 2 * I], or empty if the map gives the product itself
+    gated: torch.Tensor  # [T, I]
+    output: torch.Tensor  # [T, E]: of the feed-forward part
     adapted: Mapping[str, AdaptedWork]
     """By the names in `MAPS`; empty where there are no adapters."""
 
     @staticmethod
     def num_elements(shape: NativeShape, num_tokens: int) -> int:
-        """What `of` needs for so many tokens."""
+        """Return how many elements `of` needs."""
         sizes = (_rounded_up(num_tokens * math.prod(size)) for size in _sizes(shape).values())
         return sum(sizes)
 
     @classmethod
     def of(cls, shape: NativeShape, num_tokens: int, memory: torch.Tensor) -> "Workspace":
-        """In `memory`, bfloat16[num_elements]."""
+        """Lay it out in `memory`, bfloat16[num_elements]."""
         parts, at = {}, 0
         for name, size in _sizes(shape).items():
             length = num_tokens * math.prod(size)
@@ -104,7 +92,7 @@ class Workspace:
 
 
 def _sizes(shape: NativeShape) -> dict[str, tuple[int, ...]]:
-    """Of each part of a workspace, for one token."""
+    """The shape of each part for one token."""
     hidden, size, dim = (shape.hidden_size,), shape.head_dim, shape.intermediate_size
     query, key = (shape.num_heads, size), (shape.num_kv_heads, size)
     num_heads = shape.num_heads + 2 * shape.num_kv_heads
@@ -126,7 +114,7 @@ def _sizes(shape: NativeShape) -> dict[str, tuple[int, ...]]:
         "mlp_residual": hidden,
         "mlp_normed": hidden,
         "gate_up": (0 if shape.is_gated else 2 * dim,),
-        # An odd number of lines: rows that lie so fall on different ones of a cache.
+        # An odd number of lines, so that rows fall on different lines of a cache.
         "gated": (dim + _LINE * (dim // _LINE % 2 == 0) if shape.is_gated else dim,),
         "output": hidden,
     }

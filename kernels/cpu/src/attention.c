@@ -1,21 +1,23 @@
-/* Causal attention over the paged cache, read where it lies: decodes and chunks alike.
+/* Causal attention over the paged cache, read in place, for decodes and chunks of prompts.
  *
- * A row (one head of one token) sees its keys in tiles of COLUMNS positions at multiples of it,
- * in ascending order, and in splits of SPLIT positions that are merged in ascending order. So its
- * result depends on its own sequence alone: not on the batch, on how the prompt was cut into
- * chunks, or on the number of threads. The sums are fp32; the products take the cache's dtype.
+ * A row is one head of one token. It attends to its keys in tiles of COLUMNS positions, at multiples of
+ * COLUMNS, in ascending order, and in splits of SPLIT positions, which are merged in ascending order. So
+ * its result depends on its own sequence only: not on the batch, on how the prompt was cut into chunks,
+ * or on the number of threads. Sums are fp32; products take the dtype of the queries.
  *
- * Work is divided into items: a tile of query tokens of one sequence, for one kv head, and, where
- * a lone token looks back far, for one split. */
+ * Work is divided into items (attention_walk.h): some query tokens of one sequence, for one kv head,
+ * and, if a lone token attends to more than one split, for one split. A share is the items that start
+ * within its part of the total cost. Splits leave partial results, maximum, sum and accumulator, which a
+ * second kernel, merge_splits, merges and writes to `out`. */
 #include "attention_few.h"
 #include "attention_walk.h"
 #include "thread_memory.h"
 #include "threads.h"
 
 enum {
-    SHARE_COST = 2048, /* some microseconds */
-    PASSING_COST = 64, /* that a share needs for each sequence, since it may have to pass it */
-    MERGED_HEADS = 32, /* of a share */
+    SHARE_COST = 2048, /* of a share: some microseconds */
+    PASSING_COST = 64, /* of a share for each sequence, which it may have to skip */
+    MERGED_HEADS = 32, /* of a share of merge_splits */
 };
 
 static const float NOTHING_SEEN = -1e30f; /* the running maximum before the first key */
@@ -62,8 +64,8 @@ INLINE vf softcapped(vf x, float cap)
     return cap - 2.0f * cap / (vf_exp2(power) + 1.0f);
 }
 
-/* One row's scores to weights, given what it may see of this tile: columns [from, to). Updates its
- * maximum and sum, and scales what it has accumulated. */
+/* Turns one row's scores into weights; it sees columns [from, to) of this tile. Updates the row's
+ * maximum and sum, and rescales what it has accumulated. */
 INLINE void weigh_row(dtype type, const struct attention *a, const struct scratch *s, int64_t row,
                       const float *scores, char *weights, int64_t from, int64_t to)
 {
@@ -99,7 +101,8 @@ INLINE void weigh_row(dtype type, const struct attention *a, const struct scratc
     s->sum[row] += vf_reduce_add(sum);
 }
 
-/* The rows of an item over one tile, from its first position `start` on, of which `seen` count. */
+/* Weighs some rows of an item over one tile, whose first position is `start` and which has `seen`
+ * positions. */
 INLINE void weigh_tile(dtype type, const struct attention *a, const struct scratch *s,
                        const struct item *item, int64_t start, int64_t seen, int64_t first_row,
                        int rows)
@@ -114,7 +117,7 @@ INLINE void weigh_tile(dtype type, const struct attention *a, const struct scrat
     }
 }
 
-/* All rows of an item over one tile, laid out for them. */
+/* Attends with all rows of an item to one tile, laid out for the product. */
 INLINE void attend_many(dtype type, const struct attention *a, const struct scratch *s,
                         const struct item *item, const struct kv_tile *tile, int64_t start,
                         int64_t seen)
@@ -142,7 +145,7 @@ INLINE void attend_many(dtype type, const struct attention *a, const struct scra
     }
 }
 
-/* All rows of an item over the positions [start, end) of one split, from nothing. */
+/* Attends with all rows of an item to the positions [start, end) of one split, from empty sums. */
 INLINE void attend_split(dtype type, const struct attention *a,
                          const struct scratch *s, const struct item *item, int64_t start,
                          int64_t end)
@@ -165,7 +168,7 @@ INLINE void attend_split(dtype type, const struct attention *a,
     }
 }
 
-/* Adds one row's result over a split to that over the splits before it. */
+/* Merges one row's result over a split into that over the splits before it. */
 INLINE void merge_row(int64_t width, float *all_max, float *all_sum, float *all_acc, float max,
                       float sum, const float *acc)
 {
@@ -250,7 +253,8 @@ INLINE void attend_item(dtype type, const struct attention *a, const struct scra
     }
 }
 
-/* The splits of a lone token, merged in order into `all`; `partials` are those of its kv head. */
+/* Merges the splits of a lone token in order, for the heads of one kv head, and writes the result.
+ * `partials` are theirs; `all` is memory for one row. */
 INLINE void merge_splits(dtype type, const struct attention *a, int64_t width, int64_t token,
                          int64_t kv_head, const float *partials, int64_t num_splits, float *all)
 {
@@ -265,7 +269,7 @@ INLINE void merge_splits(dtype type, const struct attention *a, int64_t width, i
     }
 }
 
-/* The items that start within a share of the cost. */
+/* Computes the items that start within this share of the cost. */
 INLINE void attend_share(dtype type, const struct attention *a, int64_t total_cost, int64_t share,
                          int64_t num_shares)
 {
@@ -304,7 +308,7 @@ INLINE void merge_share(dtype type, const struct attention *a, int64_t share, in
     }
 }
 
-/* Tokens that belong to no sequence, or to one of length 0, give zeros. */
+/* Writes zeros for tokens that belong to no sequence, or to one of length 0. */
 static void clear_unowned(const struct attention *a)
 {
     int64_t token_bytes = a->num_heads * a->head_dim * size_of((dtype)a->type), done = 0;

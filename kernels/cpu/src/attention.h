@@ -1,4 +1,7 @@
-/* Attention's arguments, its pieces of work, and where a sequence's keys and values lie. */
+/* Attention's arguments, its units of work, and where a sequence's keys and values lie.
+ *
+ * Symbols: T tokens, S sequences, H query heads, HKV kv heads, D head dim, B blocks, P block size,
+ * M max blocks per sequence. Strides are in elements. */
 #ifndef QUIRE_ATTENTION_H
 #define QUIRE_ATTENTION_H
 
@@ -7,8 +10,8 @@
 
 enum {
     COLUMNS = 64,      /* positions of a tile */
-    SPLIT = 512,       /* a multiple of COLUMNS */
-    ITEM_ROWS = 96,    /* pay for laying out keys and values */
+    SPLIT = 512,       /* positions of a split; a multiple of COLUMNS */
+    ITEM_ROWS = 96,    /* rows that share one layout of keys and values */
 };
 
 struct attention {
@@ -24,7 +27,7 @@ struct attention {
     const int32_t *query_start_loc; /* [S + 1], or NULL: one token each */
     const float *sinks;           /* [H], or NULL */
     char *out;                    /* [T, H, D], contiguous */
-    float *partials; /* room for what splits of lone tokens give: [splits * H][D + 2] for each */
+    float *partials; /* memory for results of splits, [splits * H][D + 2] of each lone token */
     int64_t query_stride_t, query_stride_h;
     int64_t key_stride_b, key_stride_p, key_stride_h;
     int64_t value_stride_b, value_stride_p, value_stride_h;
@@ -34,15 +37,17 @@ struct attention {
     double scale, softcap; /* softcap 0: none */
 };
 
+/* A unit of work: some tokens of a sequence, the query heads of one kv head. Its rows are pairs of
+ * token and head. */
 struct item {
     int64_t seq, kv_head;
-    int64_t token, num_tokens;        /* of the batch */
+    int64_t token, num_tokens;        /* token is an index in the batch */
     int64_t position;                 /* of the first token */
     int64_t start, end;               /* positions to look at, [start, end); start at a tile */
-    float *partial;                   /* where a split's result goes; NULL: to `out` */
+    float *partial;                   /* where the result goes if it is a split's; else NULL */
 };
 
-/* What a thread works with; rows are padded to whole vectors. */
+/* A thread's working memory, in thread_memory; rows are padded to whole vectors. */
 struct scratch {
     int64_t width; /* D in whole vectors */
     int64_t steps; /* D in steps of the product with keys */
@@ -53,12 +58,13 @@ struct scratch {
     char *weights; /* [TILE_ROWS][COLUMNS] */
     char *dequantized; /* [2 COLUMNS][D], in whole vectors, of the model's format */
     char *zeros;   /* [D] of 4 bytes: what is read past the last position */
-    float *sum, *max;            /* [rows]: of the present split */
+    float *sum, *max;            /* [rows]: softmax's sum and maximum in the present split */
     float *acc;                  /* [rows][width] */
-    float *all_sum, *all_max, *all_acc; /* of the splits so far */
+    float *all_sum, *all_max, *all_acc; /* the same over all splits so far */
 };
 
-/* Keys and values of a tile, to the next whole vector of positions: those past the end are zeros. */
+/* Where the keys and values of a tile's positions are. Those past the end, up to a whole vector of
+ * positions, point at zeros. */
 struct kv_tile {
     const char *keys[COLUMNS], *values[COLUMNS]; /* [D] each */
     int64_t columns; /* a multiple of LANES */
@@ -72,19 +78,19 @@ INLINE int64_t query_start(const struct attention *a, int64_t seq)
     return a->query_start_loc ? a->query_start_loc[seq] : seq;
 }
 
-/* The first position that a token sees, down to a tile's start. */
+/* The first position that a token sees, rounded down to the start of a tile. */
 INLINE int64_t first_seen(const struct attention *a, int64_t position)
 {
     int64_t first = a->window ? max64(0, position - a->window + 1) : 0;
     return first / COLUMNS * COLUMNS;
 }
 
-/* Where the positions of a sequence lie in one head's caches, one after the other. */
+/* Iterates over the slots of a sequence's positions, in the caches of one kv head. */
 struct slots {
     const struct attention *a;
-    const int32_t *block; /* in the table: of the next position */
-    int64_t kv_head, num_left; /* of that block's slots */
-    struct kv_row key, value;  /* of the next position */
+    const int32_t *block; /* the present position's entry in the block table */
+    int64_t kv_head, num_left; /* num_left: slots of the block from the present one on */
+    struct kv_row key, value;  /* of the present position */
     int64_t key_step, value_step; /* bytes to the next slot */
 };
 
@@ -104,7 +110,7 @@ INLINE void enter_block(dtype type, struct slots *s, int64_t offset)
                      offset * a->value_scale_stride_p + s->kv_head * a->value_scale_stride_h;
 }
 
-/* From a position that the sequence has. */
+/* Starts at a position, which the sequence must have. */
 INLINE struct slots slots_from(dtype type, const struct attention *a, const struct item *item,
                                int64_t position)
 {
@@ -117,7 +123,7 @@ INLINE struct slots slots_from(dtype type, const struct attention *a, const stru
     return s;
 }
 
-/* To the next position, which the sequence has. */
+/* Goes to the next position, which the sequence must have. */
 INLINE void next_slot(dtype type, struct slots *s)
 {
     if (--s->num_left == 0) {
@@ -132,7 +138,7 @@ INLINE void next_slot(dtype type, struct slots *s)
     s->value.scale += s->a->value_scale_stride_p;
 }
 
-/* The positions [start, end), at most COLUMNS, in the model's format. */
+/* Finds the keys and values of positions [start, end), at most COLUMNS, in the model's format. */
 INLINE void find_tile(dtype type, const struct attention *a, const struct scratch *s,
                       const struct item *item, int64_t start, int64_t end, struct kv_tile *tile)
 {
@@ -154,7 +160,7 @@ INLINE void find_tile(dtype type, const struct attention *a, const struct scratc
     for (int64_t c = seen; c < tile->columns; c++) tile->keys[c] = tile->values[c] = s->zeros;
 }
 
-/* Asks memory for a tile that is needed soon: rows lie too far apart for the CPU to guess them. */
+/* Prefetches a tile that is needed soon: rows lie too far apart for the CPU to predict them. */
 INLINE void prefetch(dtype type, const struct attention *a, const struct item *item, int64_t start,
                      int64_t end)
 {

@@ -1,7 +1,8 @@
-/* A tile for few rows: keys and values go from where they lie to registers, and not back to memory.
+/* Attention of few rows over one tile: keys and values go from the cache to registers, and are not
+ * laid out in memory first.
  *
- * For bf16 and whole vectors of it alone. The sums are those of `product` over what `lay_out` gives,
- * in the same order. */
+ * Only for bf16 and head dims of whole vectors. The sums are those that `product` gives for the layout
+ * of `lay_out`, in the same order, so the results are the same to the bit. */
 #ifndef QUIRE_ATTENTION_FEW_H
 #define QUIRE_ATTENTION_FEW_H
 
@@ -69,7 +70,7 @@ INLINE void add_rows(int rows, const struct scratch *s, const struct kv_tile *ti
     for (; d < s->width; d += 2 * LANES) add_vectors(rows, 2, s, tile, d);
 }
 
-/* Each number of rows is its own code, so that the sums stay in registers. */
+/* Compiles each number of rows on its own, so that the sums stay in registers. */
 #define BY_FEW_ROWS(rows, function, ...)              \
     switch (rows) {                                   \
     case 1: function(1, __VA_ARGS__); break;          \
@@ -82,7 +83,7 @@ INLINE void add_rows(int rows, const struct scratch *s, const struct kv_tile *ti
     case 8: function(8, __VA_ARGS__); break;          \
     }
 
-/* The scores of all rows of an item. */
+/* Computes the scores of all rows of an item. */
 static void score_few(int64_t rows, const struct scratch *s, const struct kv_tile *tile)
 {
     if (HAS_BF16_DOT) BY_FEW_ROWS(rows, score_rows, s, tile)

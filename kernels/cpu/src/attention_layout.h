@@ -1,4 +1,4 @@
-/* Keys and values of a tile, laid out as the product of many rows reads them. */
+/* Lays out the keys and values of a tile as the product of many rows (tile.h) reads them. */
 #ifndef QUIRE_ATTENTION_LAYOUT_H
 #define QUIRE_ATTENTION_LAYOUT_H
 
@@ -35,7 +35,7 @@ INLINE void transpose(const vi rows[LANES], vi out[LANES])
 #endif
 }
 
-/* Two rows of 32 halves to 32 pairs of one of each: those of the first 16 and of the others. */
+/* Pairs up the halves of two rows of 32: pairs[0] has the first 16 pairs, pairs[1] the others. */
 INLINE void interleave(vi first, vi second, vi pairs[2])
 {
 #if defined(__AVX512BW__)
@@ -56,7 +56,7 @@ INLINE void interleave(vi first, vi second, vi pairs[2])
 #endif
 }
 
-/* The 16 steps of 4 bytes from number d of a row on, as a product reads them; zeros past its end. */
+/* Loads 16 steps of 4 bytes of a row from number d on, as a product reads them; zeros past its end. */
 INLINE vi load_steps(dtype type, const char *row, int64_t d, int64_t head_dim)
 {
     const int64_t count = step_kind_of(type) == PAIRS ? 2 * LANES : LANES;
@@ -69,8 +69,8 @@ INLINE vi load_steps(dtype type, const char *row, int64_t d, int64_t head_dim)
     return steps;
 }
 
-/* The values of a step of the product with weights, from number d of their rows on: of one position
- * 16, or of two positions 32 pairs. */
+/* Loads the values of one step of the product with weights, from number d of their rows on: 16 numbers
+ * of one position, or 32 pairs of numbers of two positions. */
 INLINE void load_values(dtype type, const char *const *values, int64_t d,
                         int64_t head_dim, vi out[2])
 {

@@ -1,4 +1,4 @@
-/* A batch's attention as items of work, in a fixed order. */
+/* Divides a batch's attention into items of work, in a fixed order, and says what each costs. */
 #ifndef QUIRE_ATTENTION_WALK_H
 #define QUIRE_ATTENTION_WALK_H
 
@@ -9,7 +9,7 @@ INLINE int64_t tokens_per_item(const struct attention *a)
     return max64(1, ITEM_ROWS / group_of(a));
 }
 
-/* Goes through the items of a batch in a fixed order. */
+/* Iterates over the items of a batch in a fixed order. */
 struct walk {
     int64_t seq, token, kv_head, start; /* the next item */
     int64_t num_partials;               /* rows of split results so far */
@@ -24,7 +24,7 @@ INLINE int64_t num_splits_of(const struct attention *a, int64_t seq)
     return (len - 1) / SPLIT - first_seen(a, len - 1) / SPLIT + 1;
 }
 
-/* The cost of so many tokens with one kv head over so many positions. */
+/* The cost of an item: tokens with the heads of one kv head over some positions. */
 INLINE int64_t cost_of(const struct attention *a, int64_t num_tokens, int64_t num_positions)
 {
     return (num_tokens * group_of(a) + 4) * num_positions; /* 4: to lay out a position */
@@ -43,7 +43,7 @@ static int64_t cost_of_seq(const struct attention *a, int64_t seq)
     return cost * a->num_kv_heads;
 }
 
-/* To where `next_item` would be past all sequences that end by `cost`. */
+/* Skips whole sequences, as long as the cost of all items so far stays at most `cost`. */
 static void skip_seqs(const struct attention *a, struct walk *w, int64_t cost)
 {
     for (int64_t of_seq, num_splits; w->seq < a->num_seqs; w->seq++, w->cost += of_seq) {
@@ -54,7 +54,7 @@ static void skip_seqs(const struct attention *a, struct walk *w, int64_t cost)
     }
 }
 
-/* The next item; false when there is none. */
+/* Gives the next item. Returns false if there is none. */
 static bool next_item(const struct attention *a, struct walk *w, struct item *item)
 {
     for (; w->seq < a->num_seqs; w->seq++, w->token = 0) {

@@ -1,16 +1,18 @@
-/* Draws from logits: a share is some rows, and each row is computed alone. */
+/* Draws tokens from logits. Symbols: S sequences, N of them that draw, V vocabulary.
+ *
+ * A share is some rows, and each row is computed alone. */
 #include "simd.h"
 #include "threads.h"
 
 enum {
-    LOGITS_WORTH_IT = 262144, /* that pay for waking a second thread */
+    LOGITS_WORTH_IT = 262144, /* more of them pay for waking a second thread */
     LEAST_TILE = 256,         /* tokens; a multiple of LANES */
     MAX_TILES = 1024,
 };
 
-/* The weight of row places[i]'s token t is exp((logits[t] - the largest) / temperature[i]). Drawn is
- * the token at which the running sum of weights, in token order, first exceeds uniform[i] of it all.
- * A row without a finite maximum gives token 0. */
+/* In row places[i], token t has the weight exp((logits[t] - the largest) / temperature[i]). Drawn is
+ * the token at which the running sum of weights, in token order, first exceeds uniform[i] times their
+ * total. A row without a finite maximum gives token 0. */
 struct draw {
     int64_t num_draws, num_tokens;
     const float *logits;      /* [S, V] */
@@ -36,7 +38,7 @@ INLINE vf exp_of(vf x)
     return (vf)((vi)exp2_of(power, f) & in_range);
 }
 
-/* LANES logits from i on; what is past the end is -inf. */
+/* LANES logits from i on; those past the end are -inf. */
 INLINE vf load_logits(const float *logits, int64_t i, int64_t end)
 {
     if (i + LANES <= end) return vf_load(logits + i);
@@ -50,7 +52,7 @@ INLINE vf weights_of(const float *logits, int64_t i, int64_t end, vf most, vf te
     return exp_of((load_logits(logits, i, end) - most) / temperature);
 }
 
-/* In one fixed order on every CPU. */
+/* The sum of weights of [start, end), in the same order on every CPU. */
 static double sum_of(const float *logits, int64_t start, int64_t end, vf most, vf temperature)
 {
     vd sums = {0};
@@ -61,8 +63,8 @@ static double sum_of(const float *logits, int64_t start, int64_t end, vf most, v
     return sum;
 }
 
-/* The first token of the tile at which the sum of weights exceeds `target`; the last that has any
- * weight if none does, since two ways to add the same numbers differ in the last bits. */
+/* The first token of the tile at which the running sum of weights exceeds `target`. If none does, the
+ * last one with any weight: adding the same numbers in two orders differs in the last bits. */
 static int64_t find(const float *logits, int64_t start, int64_t end, vf most, vf temperature,
                     double target)
 {

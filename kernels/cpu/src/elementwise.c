@@ -1,10 +1,13 @@
-/* Norms, rotation, gating and gathering: one token is one row, and each row is computed alone. */
+/* Norms, rotation, gating and gathering of rows.
+ *
+ * Symbols: T tokens, H heads, HKV kv heads, N width of a norm, D head dim, I intermediate size. A share
+ * is some tokens or rows, and each is computed alone. Strides are in elements. */
 #include "simd.h"
 #include "threads.h"
 
 enum {
-    SHARE_ELEMS = 2048,    /* half a microsecond */
-    ROWS_WORTH_IT = 16384, /* elements that pay for waking a second thread */
+    SHARE_ELEMS = 2048,    /* of a share: half a microsecond */
+    ROWS_WORTH_IT = 16384, /* more elements pay for waking a second thread */
 };
 
 /* out[t, h] = weight * x[t, h] / sqrt(mean(x[t, h]^2) + eps), after x += residual if there is one.

@@ -1,11 +1,13 @@
-/* The keys and values that attention reads next, fetched from memory while a linear map computes.
+/* Fetches the keys and values that attention reads next, while a linear map computes.
  *
- * A map of many rows reads its weights once, for the first tile of rows, and memory rests while it
- * computes the others; attention of many short sequences waits for little else. What is fetched goes to
- * the second-level cache, and from there to the third: so not more than MOST_BYTES of a layer, and of a
- * prompt nothing that is stored in this step (but in a last layer that computes wanted tokens alone).
+ * A map of many rows reads its weights from memory once, for the first tile of rows. While it computes
+ * the other tiles memory is idle, and attention of many short sequences waits for little else. So each
+ * product of those tiles prefetches some runs. A run is a part of a block's keys or values in one layer,
+ * at most RUN_BYTES; a block is some runs of keys, then as many of values.
  *
- * Of a block its keys are some runs of at most RUN_BYTES, then its values as many. */
+ * What is fetched goes to the second-level cache, and from there to the third. So no more than
+ * MOST_BYTES are fetched for a layer, and nothing of a prompt that this step stores (except in a last
+ * layer that computes wanted tokens only). */
 #ifndef QUIRE_KV_AHEAD_H
 #define QUIRE_KV_AHEAD_H
 
@@ -13,23 +15,24 @@
 #include "threads.h"
 
 enum {
-    MAX_RUNS = 256, /* of one product: none are fetched by one of more steps */
+    MAX_RUNS = 256, /* of one product; one that would fetch more fetches none */
     MOST_BYTES = 16 << 20,
 };
 
-/* What a map fetches. The last ones before the attention fetch as much as they can, and those before
- * them the rest: what is fetched later is likelier to be in a cache still. */
+/* What one map fetches. The last map before the attention fetches the end of all runs, as many as it
+ * can, the map before it those before them, and so on: what is fetched late is likelier to be in a cache
+ * yet. */
 struct kv_part {
     const struct attention *attention; /* NULL: nothing */
-    int64_t num_runs, num_runs_after;  /* with each tile of rows but the first: of this map, and of the
-                                          maps between it and the attention */
+    int64_t num_runs, num_runs_after;  /* with each tile of rows but the first: by this map, and by
+                                          the maps between it and the attention */
 };
 
-/* Goes through runs: of a sequence's blocks in order, of all sequences in order. */
+/* Iterates over runs: all sequences in order, the blocks of each in order. */
 struct kv_ahead {
     const struct attention *attention;
     int64_t num_left;
-    int64_t num_of_side, run_bytes; /* runs of a block's keys, and of its values; of each */
+    int64_t num_of_side, run_bytes; /* runs of a block's keys, and as many of its values; bytes of one */
     int64_t seq, block, run;        /* the next one; `block` in the sequence's table */
 };
 
@@ -55,7 +58,7 @@ INLINE int64_t num_blocks_of(const struct attention *a, int64_t seq)
     return max64(0, end_block(a, seq) - first_block(a, seq));
 }
 
-/* To the first block of the next sequence that has one, from `seq` on; there is one. */
+/* Goes to the first block of the next sequence that has one, from `seq` on; one must have one. */
 INLINE void enter_seq(struct kv_ahead *ahead, int64_t seq)
 {
     while (!num_blocks_of(ahead->attention, seq)) seq++;
@@ -63,7 +66,8 @@ INLINE void enter_seq(struct kv_ahead *ahead, int64_t seq)
     ahead->block = first_block(ahead->attention, seq);
 }
 
-/* A share of a map's part, given how many tiles of rows it has but the first ones. */
+/* Which runs a share of a map fetches. The map has `num_tiles` tiles of rows besides the first one of
+ * each panel. */
 static struct kv_ahead kv_ahead_of(const struct kv_part *part, int64_t num_tiles, int64_t share,
                                    int64_t num_shares)
 {
@@ -93,7 +97,8 @@ static struct kv_ahead kv_ahead_of(const struct kv_part *part, int64_t num_tiles
     return ahead;
 }
 
-/* The next `count` runs, or, if they are fewer, the last of them again and again; whether there is any. */
+/* Gives the next `count` runs; if there are fewer, the last one repeatedly. Returns false if there is
+ * none. */
 static bool next_runs(struct kv_ahead *ahead, int64_t count, const char *runs[])
 {
     const struct attention *a = ahead->attention;

@@ -1,7 +1,7 @@
-/* A row of keys or values as a cache holds it: in the model's own format, or with fewer bits.
+/* A row of keys or values in a cache: in the model's format, or quantized to 8 bits with a scale.
  *
- * `kernels/kv_formats.py` defines these: a quantized row's numbers are to be multiplied by its
- * scale, and then rounded to the model's format. */
+ * `kernels/kv_formats.py` defines the formats. A number of a quantized row, times the row's scale and
+ * rounded to the model's format, is the number that the model uses. */
 #ifndef QUIRE_KV_ROW_H
 #define QUIRE_KV_ROW_H
 
@@ -23,8 +23,8 @@ INLINE vf dequantized(kv_format format, const char *numbers, float scale)
 #ifdef __AVX512F__
     __m128i bytes = _mm_loadu_si128((const __m128i *)numbers);
     if (format == INT8) return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)) * scale;
-    /* As fp16, with exponents of five bits whose bias is 15, not 7, the bits are 2^8 times less;
-     * the shift leaves a copy of the sign in the exponent. */
+    /* Read as fp16, whose exponent has five bits and a bias of 15, not 7, the bits mean a number
+     * 2^8 times smaller. The shift leaves a copy of the sign in the exponent. */
     __m256i halves = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
     halves = _mm256_and_si256(halves, _mm256_set1_epi16((short)0xbfff));
     return (vf)_mm512_cvtph_ps(halves) * (256.0f * scale);
@@ -40,7 +40,8 @@ INLINE vf dequantized(kv_format format, const char *numbers, float scale)
 #endif
 }
 
-/* A quantized row in the model's format: into `room`, which is moved on; where it begins. */
+/* Writes a quantized row to `room` in the model's format. Returns where it begins, and moves `room`
+ * past it. */
 INLINE const char *dequantize_row(dtype type, kv_format format, struct kv_row row, int64_t head_dim,
                                   char **room)
 {
@@ -57,8 +58,8 @@ INLINE const char *dequantize_row(dtype type, kv_format format, struct kv_row ro
     return out;
 }
 
-/* Sixteen quotients, none above the largest number of the format but in a row whose scale is
- * infinite, to the nearest number of the format, ties to even; NaN is 0 as int8. */
+/* Rounds sixteen quotients to the nearest number of the format, ties to even; NaN is 0 as int8. None
+ * is above the format's largest number, except in a row whose scale is infinite. */
 INLINE vb quantized(kv_format format, vf x)
 {
     if (format == INT8) {
@@ -66,21 +67,21 @@ INLINE vb quantized(kv_format format, vf x)
         return __builtin_convertvector((vu)(x + round) & (vu)(x == x), vb);
     }
     vu bits = (vu)x, size = bits & 0x7fffffff;
-    /* 3 of 23 bits of the mantissa stay, rounded; then the exponent's bias is 7, not 127. */
+    /* 3 of 23 bits of the mantissa stay, rounded; the exponent's bias becomes 7, not 127. */
     vu normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-    /* Below 2^-6, multiples of 2^-9: of which a number of 2^14 has its last bit. */
+    /* Numbers below 2^-6 are multiples of 2^-9, the last bit of a float near 2^14. */
     vu tiny = (vu)((vf)size + 0x1p14f) - 0x46800000;
     vu is_tiny = (vu)(size < 0x3c800000), is_nan = (vu)(size > 0x7f800000);
     vu magnitude = (tiny & is_tiny) | (normal & ~is_tiny & ~is_nan) | (0x7f & is_nan);
     return __builtin_convertvector(magnitude | (bits >> 24 & 0x80), vb);
 }
 
-/* A row of the model's format as a cache holds it. Nothing but the results is written, each once:
- * another thread may be reading them already. */
+/* Quantizes a row of the model's format. It stores only final results, each once: another thread may
+ * be reading them already. */
 INLINE void quantize_row(dtype type, kv_format format, const char *row, int64_t head_dim,
                          char *numbers, bf16 *scale)
 {
-    vu sizes = {0}; /* as bits; those of NaN are above infinity's */
+    vu sizes = {0}; /* absolute values as bits; NaN is above infinity */
     for (int64_t d = 0, n; d < head_dim; d += n) {
         n = min64(LANES, head_dim - d);
         vu size = (vu)(n == LANES ? load(type, row, d) : load_part(type, row, d, n)) & 0x7fffffff;
@@ -93,7 +94,7 @@ INLINE void quantize_row(dtype type, kv_format format, const char *row, int64_t 
     if (bits < 0x7f800000) memcpy(&factor, &bits, sizeof bits);
     factor /= format == INT8 ? 127.0f : 448.0f;
     memcpy(&bits, &factor, sizeof bits);
-    const bf16 kept = (bf16)((bits + 0xffff) >> 16); /* up: no quotient is above the largest */
+    const bf16 kept = (bf16)((bits + 0xffff) >> 16); /* rounded up, so that no quotient is too large */
     *scale = kept;
     factor = kept ? bf16_to_float(kept) : 1.0f; /* a row of zeros */
     for (int64_t d = 0, n; d < head_dim; d += n) {

@@ -1,18 +1,19 @@
-/* Linear maps with bf16 weights, packed once: x @ weight.T + bias, and SwiGLU's first half.
+/* Linear maps with packed bf16 weights: x @ weight.T + bias; gated, also silu(gate) * up of the result.
  *
- * Packed, a weight [N, K] is [ceil(N / 32)][K / 2][32] pairs (k, k + 1) of bf16: what a thread
- * reads is contiguous. The sums are fp32, each over k in ascending order whatever the number of
- * rows, so a row's result does not depend on its company. */
+ * Symbols: m rows, K input features, N output features. A weight [N, K] is packed once, when it is
+ * loaded, to panels [ceil(N / 32)][K / 2][32] of pairs (k, k + 1), so that what a thread reads is
+ * contiguous. The sums are fp32, each over k in ascending order for any number of rows, so a row's result
+ * depends on no other row. A unit of work is one panel for one part of the rows; a share is some units. */
 #include "kv_ahead.h"
 #include "thread_memory.h"
 
 enum {
     CACHED_ROWS = 96,     /* of x at a time, so that they stay in the second-level cache */
-    L1_WAYS = 8,
+    L1_WAYS = 8,          /* a first-level cache of 32 KiB: a guess, on which only copies depend */
     L1_SETS = 64,
     SHARE_BYTES = 49152,  /* of weights, about: two microseconds from memory */
-    COPY_PANELS = 4,      /* pay for copying rows */
-    MIN_SHARES = 16,      /* of many rows */
+    COPY_PANELS = 4,      /* fewer do not pay for copying rows */
+    MIN_SHARES = 16,      /* of a map of many rows */
 };
 
 struct linear {
@@ -24,7 +25,7 @@ struct linear {
     int64_t out_type; /* F32: rounded to bf16 all the same */
     int64_t x_stride, out_stride;
     int64_t is_gated; /* the weight is [gate; up], 2 * num_out; out = silu(gate) * up */
-    struct kv_part next; /* what it asks of memory meanwhile */
+    struct kv_part next; /* what it fetches for the next attention */
 };
 
 INLINE vf biased(const struct linear *a, const float *sums, int64_t column, int64_t n)
@@ -52,8 +53,8 @@ INLINE void finish_row(dtype out_type, const struct linear *a, int64_t row, int6
     }
 }
 
-/* Rows [row, end), at most CACHED_ROWS, of `panel`; x is at `rows`. Their first tile fetches the
- * panel, the others what is needed next. */
+/* Computes rows [row, end), at most CACHED_ROWS, of `panel`; `rows` is their x. The first tile of rows
+ * prefetches the panel, the others what attention needs next. */
 static void multiply_panel(const struct linear *a, int64_t row, int64_t end, const char *rows,
                            int64_t row_bytes, int64_t panel, struct kv_ahead *next)
 {
@@ -86,7 +87,7 @@ static void multiply_panel(const struct linear *a, int64_t row, int64_t end, con
     }
 }
 
-/* How many lines, each `bytes` after the other, the first-level cache holds at once. */
+/* How many lines, each `bytes` after the one before, the first-level cache can hold at once. */
 INLINE int64_t lines_that_fit(int64_t bytes)
 {
     int64_t sets = L1_SETS;
@@ -94,7 +95,7 @@ INLINE int64_t lines_that_fit(int64_t bytes)
     return bytes % 64 ? L1_SETS : sets * L1_WAYS;
 }
 
-/* Whether rows fall on the same few lines of the cache; then they are copied to where they do not. */
+/* Whether rows fall on the same few lines of the cache. Then they are copied to where they do not. */
 INLINE bool needs_copy(const struct linear *a)
 {
     return a->num_rows > L1_WAYS && lines_that_fit(a->x_stride * 2) < TILE_ROWS;

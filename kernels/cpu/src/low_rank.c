@@ -1,28 +1,29 @@
-/* What LoRA adapters add to a linear map: to the rows of each adapter B A x, scaled as B is.
+/* What LoRA adapters add to a linear map: B A x to the rows of each adapter; B is already scaled.
  *
- * A and B are packed as the weights of linear.c are. Two calls: the first computes A x, beside the
- * model's own map of the same x; the second adds B A x to what that map gave, and writes the sum to
- * a place of its own: it may be done twice. Rows are taken by adapter, so that each weight is read
- * for several of them. Every sum is over k in ascending order, and A x, B A x and the sum are each
- * rounded to bf16, so a row's result does not depend on its company. */
+ * Symbols: T rows, K input features, N output features, R ranks. A and B are packed like the weights of
+ * linear.c. There are two kernels: low_rank_down computes A x, and may run beside the model's own map of
+ * the same x; low_rank_up adds B A x to what that map gave, and writes the sum to other memory, since a
+ * share may be done twice. Rows are taken in the order by adapter, so that each weight is read for
+ * several rows. Every sum is over k in ascending order, and A x, B A x and the sum are each rounded to
+ * bf16, so a row's result depends on no other row. */
 #include "thread_memory.h"
 #include "threads.h"
 #include "tile.h"
 
 enum {
-    BLOCK_ROWS = 96,     /* are added to at a time, so that B stays in a cache */
+    BLOCK_ROWS = 96,     /* rows at a time, so that B stays in a cache */
     SHARE_BYTES = 16384, /* of B, about: a microsecond from memory */
-    ROW_BYTES = 256,     /* what adding to 32 columns of a row costs, in such bytes */
-    L1_WAYS = 8,
-    L1_SET_BYTES = 4096, /* rows so far apart fall on the same lines of the first-level cache */
+    ROW_BYTES = 256,     /* adding to 32 columns of a row costs as much as reading these bytes of B */
+    L1_WAYS = 8,         /* a guess, on which only copies depend */
+    L1_SET_BYTES = 4096, /* rows this far apart fall on the same lines of the first-level cache */
 };
 
 /* An adapter's part of one map of a layer. */
 struct low_rank {
     const uint32_t *down; /* A: [ceil(R / 32)][K / 2][32] pairs */
     const uint32_t *up;   /* B: [ceil(N / 32)][R / 2][32] pairs */
-    const int32_t *spans; /* [ceil(N / 32)][2]: of R / 2 those steps, a half-open interval, outside
-                             of which a panel of B is zero */
+    const int32_t *spans; /* [ceil(N / 32)][2]: the steps [first, end), of R / 2, outside which a
+                             panel of B is zero */
     int64_t num_ranks;    /* R, even; 0: it adds nothing to this map */
 };
 
@@ -34,22 +35,22 @@ struct group {
 
 struct row_adapters {
     int64_t num_rows, num_groups;
-    const int64_t *places; /* [T]: of each row in the order by adapter that in the step; NULL: the
-                              same */
+    const int64_t *places; /* [T]: for each row in the order by adapter, its index in the step; NULL:
+                              the orders are the same */
     struct group groups[];
 };
 
 /* ranks[i] = A x[places[i]] */
 struct low_rank_down {
     const struct row_adapters *rows;
-    int64_t map; /* its place in `maps` */
+    int64_t map; /* index in `maps` */
     int64_t num_in;
     const bf16 *x; /* [T, K] */
     bf16 *ranks;   /* [T, most R], in the order by adapter */
     int64_t x_stride, ranks_stride;
 };
 
-/* out[places[i]] = alone[places[i]] + B ranks[i]; of a map to gate and up, silu(gate) * up of it. */
+/* out[places[i]] = y, or gated silu(gate) * up of y = [gate, up]; y = alone[places[i]] + B ranks[i] */
 struct low_rank_up {
     const struct row_adapters *rows;
     int64_t map, num_out; /* num_out: columns of `out` */
@@ -73,8 +74,8 @@ static int64_t most_ranks(const struct row_adapters *rows, int64_t map)
     return most;
 }
 
-/* Rows [first, end) of x in the order by adapter, at most TILE_ROWS: where they are, if they lie
- * one after another, else a copy. */
+/* Rows [first, end) of x in the order by adapter, at most TILE_ROWS: in place if they lie one after
+ * another, else a copy. */
 static const char *tile_of_x(const struct low_rank_down *a, int64_t first, int64_t end,
                              int64_t *row_bytes)
 {
@@ -91,7 +92,7 @@ static const char *tile_of_x(const struct low_rank_down *a, int64_t first, int64
     return copy;
 }
 
-/* Of rows [first, end) of one group, at most TILE_ROWS, the ranks of some vectors. */
+/* Computes vectors [vector, last) of the ranks of rows [first, end) of one group, at most TILE_ROWS. */
 static void down_tile(const struct low_rank_down *a, const struct low_rank *weights, int64_t first,
                       int64_t end, int64_t vector, int64_t last)
 {
@@ -117,7 +118,7 @@ static void down_tile(const struct low_rank_down *a, const struct low_rank *weig
     }
 }
 
-/* Vectors of ranks of each tile of rows are units of work. */
+/* A unit of work is one vector of ranks for one tile of rows. */
 static int64_t down_units(const struct low_rank_down *a, int64_t num_vectors)
 {
     return ceil_div(a->rows->num_rows, TILE_ROWS) * num_vectors;
@@ -135,8 +136,8 @@ void quire_low_rank_down_share(const void *args, int64_t share, int64_t num_shar
     const struct row_adapters *rows = a->rows;
     int64_t num_vectors = ceil_div(most_ranks(rows, a->map), LANES);
     int64_t num_units = down_units(a, num_vectors);
-    share = num_shares - 1 - share; /* of fewer units than shares the first of some shares are one:
-                                       what is begun early can be made up for */
+    share = num_shares - 1 - share; /* if units are fewer than shares, the first shares have them: other
+                                       threads can make up for work that begins early */
     int64_t unit = share_start(num_units, share, num_shares);
     int64_t last_unit = share_start(num_units, share + 1, num_shares);
     while (unit < last_unit) {
@@ -154,14 +155,14 @@ void quire_low_rank_down_share(const void *args, int64_t share, int64_t num_shar
     }
 }
 
-/* n columns of a row from `at` on: what the map gave and what is added, if something is. */
+/* n columns of a row from `at` on: what the map gave, plus what is added unless that is NULL. */
 INLINE vf adapted(const bf16 *alone, int64_t at, int64_t n, const float *added)
 {
     vf y = n == LANES ? load(BF16, alone, at) : load_part(BF16, alone, at, n);
     return added ? rounded(BF16, y + rounded(BF16, vf_load(added))) : y;
 }
 
-/* One panel of a row. */
+/* Writes one panel of a row. */
 INLINE void finish_row(const struct low_rank_up *a, int64_t place, int64_t panel,
                        const float *added, const float *up_added)
 {
@@ -180,7 +181,7 @@ INLINE void finish_row(const struct low_rank_up *a, int64_t place, int64_t panel
     }
 }
 
-/* B of one panel times n rows of A x, from row `first` on. */
+/* Multiplies one panel of B with n rows of A x, from row `first` on. */
 static void up_panel(const struct low_rank_up *a, const struct low_rank *weights, int64_t first,
                      int64_t n, int64_t panel, float *sums)
 {
@@ -193,12 +194,12 @@ static void up_panel(const struct low_rank_up *a, const struct low_rank *weights
                              .fresh = true, .ahead_bytes = PREFETCH_BYTES / 4});
 }
 
-/* Rows [first, end) of one adapter, or of none (NULL): some panels of their outputs. A few rows
- * at a time, so that what is read and written of each lies side by side. */
+/* Computes panels [panel, last) of rows [first, end) of one adapter, or of none (NULL). A few rows at a
+ * time, so that what is read and written of each lies side by side. */
 static void up_rows(const struct low_rank_up *given, const struct low_rank *weights, int64_t first,
                     int64_t end, int64_t panel, int64_t last)
 {
-    const struct low_rank_up a = *given; /* which no store can change */
+    const struct low_rank_up a = *given; /* a copy, so that the compiler knows no store changes it */
     float sums[2][TILE_ROWS * PANEL] __attribute__((aligned(64)));
     int64_t num_panels = ceil_div(a.num_out, PANEL);
     for (; first < end; first += TILE_ROWS) {
@@ -215,7 +216,7 @@ static void up_rows(const struct low_rank_up *given, const struct low_rank *weig
     }
 }
 
-/* Panels of each block of rows are units of work. */
+/* A unit of work is one panel for one block of rows. */
 static int64_t num_blocks(const struct low_rank_up *a)
 {
     return max64(1, ceil_div(a->rows->num_rows, BLOCK_ROWS));

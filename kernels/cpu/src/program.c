@@ -1,11 +1,18 @@
 /* Runs the calls of a program in one parallel region, and waits for no thread that lost its core.
  *
- * Waking a sleeping thread takes as long as a small kernel; a decode step of one token has more
- * than a hundred. And other processes take a core for hundreds of microseconds, as long as a layer
- * takes. So each worker begins a call with shares that lie side by side, which memory likes, then
- * takes what others have not begun, and then waits; but where it takes too long, it does the others'
- * shares again. Whoever had them will write once more what is there, and find the call that is the
- * present one by then. There is nothing that only one of them could do. */
+ * Waking a sleeping thread takes as long as a small kernel, and a decode step of one token has more
+ * than a hundred kernels. Other processes take a core for hundreds of microseconds, as long as a
+ * layer takes. So all threads stay in one parallel region, and each does the same for every call:
+ *
+ *   1. It does its own part, shares that lie side by side in memory.
+ *   2. It takes shares of other parts that no thread has begun.
+ *   3. It waits until all shares are done. If one takes too long, it does that share itself.
+ *
+ * A thread that lost its core writes once more, late, what is there already; then it goes on at the
+ * present call. No step can be done by one thread only, so none is waited for.
+ *
+ * A late thread may still be at an early call, so a call that reuses memory of that one must not
+ * begin: `num_apart` says how far apart such calls are, and `place` where each thread is. */
 #include <limits.h>
 #include <omp.h>
 #include <stdatomic.h>
@@ -20,14 +27,14 @@ enum {
     SPINS_PER_LOOK = 16, /* at the clock */
     FAR_TOO_LONG = 16,   /* times what is too long */
     NO_SHARE = -1,
-    NOWHERE = INT_MAX,
+    NOWHERE = INT_MAX, /* later than any call */
 };
 
 struct worker {
-    /* The shares of its part of a call that nobody has: (1 + call) << 32 | first << 16 | end. If that
-     * is an earlier call: all of its part. */
+    /* Which shares of its part are not taken, [first, end) of call `call`, packed as
+     * (1 + call) << 32 | first << 16 | end. If that is an earlier call, none is taken yet. */
     _Atomic uint64_t left __attribute__((aligned(64)));
-    /* It writes to nothing of a call before this one; NOWHERE: to nothing. */
+    /* The earliest call that it may still write for; NOWHERE: none. */
     _Atomic int place __attribute__((aligned(64)));
 };
 
@@ -36,7 +43,8 @@ struct run {
     int num_workers;
     struct worker *workers;
     _Atomic int present __attribute__((aligned(64))); /* all calls before this one are done */
-    /* By share: 1 + the last call of which it is done, and of which somebody does it again. */
+    /* For each share: 1 + the last call of which it is done, and of which some waiting thread has
+     * begun to do it again. */
     _Atomic int done[MAX_SHARES] __attribute__((aligned(64)));
     _Atomic int redone[MAX_SHARES];
 };
@@ -48,13 +56,13 @@ static int64_t now_ns(void)
     return t.tv_sec * 1000000000ll + t.tv_nsec;
 }
 
-/* Leaves the core to who is being waited for. */
+/* Gives up the core, so that the late thread can have it. */
 static void rest(void)
 {
     nanosleep(&(struct timespec){.tv_nsec = REST_NS}, NULL);
 }
 
-/* The first call that does not join `call`. */
+/* The first call after `call` that does not join it. */
 static int next_call(const struct program *program, int call)
 {
     do call++;
@@ -62,13 +70,14 @@ static int next_call(const struct program *program, int call)
     return call;
 }
 
-/* Takes a share of one worker's part of a call; its owner from the front, others from the end. */
+/* Takes a share of the part of worker `owner`: from the front if it is the caller's own, else from
+ * the end. */
 static int take(struct run *run, int call, int num_shares, int owner, int num_parts, bool is_own)
 {
     const uint64_t name = (uint64_t)call + 1;
     uint64_t left = atomic_load(&run->workers[owner].left), first, end, others;
     do {
-        if (left >> 32 > name) return NO_SHARE; /* all of the call is done, long ago */
+        if (left >> 32 > name) return NO_SHARE; /* the whole call is done already */
         if (left >> 32 == name) {
             first = left >> 16 & 0xffff, end = left & 0xffff;
         } else {
@@ -81,7 +90,7 @@ static int take(struct run *run, int call, int num_shares, int owner, int num_pa
     return (int)(is_own ? first : end - 1);
 }
 
-/* Does a share, perhaps not as the only one; how long that took. */
+/* Does a share, perhaps as the second one to do it. Returns how many nanoseconds that took. */
 static int64_t do_share(struct run *run, int call, int share, int num_shares)
 {
     const struct program *program = run->program;
@@ -93,7 +102,7 @@ static int64_t do_share(struct run *run, int call, int share, int num_shares)
     return now_ns() - began;
 }
 
-/* Waits for so long, or until a share is done; whether it is. */
+/* Waits until a share is done, but no longer than `patience_ns`. Returns whether it is done. */
 static bool is_done_within(struct run *run, int call, int share, int64_t patience_ns)
 {
     if (atomic_load(&run->done[share]) > call) return true;
@@ -107,8 +116,8 @@ static bool is_done_within(struct run *run, int call, int share, int64_t patienc
     return false;
 }
 
-/* Waits until a share is done; if that takes too long, does it. Of those who wait, the first does
- * it, and the others only if that takes far too long: they would take its owner's bandwidth. */
+/* Waits until a share is done; if that takes too long, does it. Of several waiting threads the first
+ * does it, the others only if that takes far too long: they would cost the first one bandwidth. */
 static void await(struct run *run, int call, int share, int num_shares, int64_t patience_ns)
 {
     if (is_done_within(run, call, share, patience_ns)) return;
@@ -119,7 +128,8 @@ static void await(struct run *run, int call, int share, int num_shares, int64_t 
     do_share(run, call, share, num_shares);
 }
 
-/* Works until a call is done. `patience_ns` is for a share of another, and is updated. */
+/* Works until a call, and those that join it, are done. `patience_ns` is how long to wait for another
+ * worker's share: twice what the last own share took. */
 static void work_on(struct run *run, int call, int worker, int64_t *patience_ns)
 {
     const struct call *first = run->program->calls + call;
@@ -142,10 +152,10 @@ static void work(struct run *run, int worker)
     int64_t patience_ns = MIN_PATIENCE_NS;
     _Atomic int *place = &run->workers[worker].place;
     for (int call; (call = atomic_load(&run->present)) < program->num_calls;) {
-        /* Said before it takes a share: nobody passes the call until that is done. */
+        /* Stored before it takes a share: no thread goes on to memory that this call uses. */
         atomic_store(place, call);
         int next = next_call(program, call);
-        /* The last of those that join it must be as far from the late ones as the first. */
+        /* The last call of the group must be as far from late threads as the first. */
         for (int i = 0; i < run->num_workers && program->num_apart < next; i++)
             while (atomic_load(&run->workers[i].place) < next - program->num_apart) rest();
         work_on(run, call, worker, &patience_ns);

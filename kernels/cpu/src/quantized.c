@@ -1,25 +1,27 @@
 /* Linear maps whose weights are integers of 8 or 4 bits: x @ weight.T + bias, x in bf16.
  *
- * A group of input features of one output feature shares a scale and, of 4 bits, an offset: weight =
- * q * scale + offset. bf16 holds each q exactly, so the products are those of integers, and scale
- * and offset come to a group's fp32 sums. Every sum is over k in ascending order whatever the
- * number of rows, so a row's result does not depend on its company.
+ * A group of input features of one output feature shares a scale and perhaps an offset: weight =
+ * q * scale + offset. bf16 holds each q exactly, so the products are those of the integers; scale and
+ * offset are applied to a group's fp32 sums. Every sum is over k in ascending order for any number of
+ * rows, so a row's result depends on no other row.
  *
- * Panels and steps are those of linear.c. A panel of 8 bits is [K / 2][32] pairs of bytes; one of 4
- * bits [K / 8][2][16] pairs of 16-bit words, whose nibbles, lowest first, belong to four steps. */
+ * Symbols, panels, units of work and shares are those of linear.c. A panel of 8 bits is [K / 2][32]
+ * pairs of bytes; one of 4 bits [K / 8][2][16] pairs of 16-bit words, whose four nibbles, lowest first,
+ * belong to four steps. It needs the CPU's dot product of bf16; without it the functions do nothing, and
+ * Python does not call them (quire_has_linear). */
 #include "thread_memory.h"
 #include "threads.h"
 #include "tile.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) /* as HAS_BF16_DOT */
 
 enum {
     CACHED_ROWS = 96, /* of x at a time, so that they stay in the second-level cache */
     CHUNK = 128,      /* most k of a panel that are unpacked at a time, into the first-level cache */
     SHARE_BYTES = 49152, /* of weights, about */
-    MIN_SHARES = 16,  /* of many rows */
-    FUSED_ROWS = 36,  /* up to so many rows unpack as they multiply, each tile of them anew */
-    UNROLL = 4,       /* steps; K is a multiple of their k */
+    MIN_SHARES = 16,  /* of a map of many rows */
+    FUSED_ROWS = 36,  /* up to so many rows, each tile of them unpacks the weights as it multiplies */
+    UNROLL = 4,       /* steps at a time; K is a multiple of their 8 input features */
 };
 
 struct quantized {
@@ -197,16 +199,12 @@ void quire_quantized_share(const void *args, int64_t share, int64_t num_shares)
     }
 }
 
-int64_t quire_has_quantized(void) { return 1; }
-
 void quire_quantized(const struct quantized *a)
 {
     run_call(true, quire_quantized_share, quire_quantized_count, a);
 }
 
 #else
-
-int64_t quire_has_quantized(void) { return 0; }
 
 int64_t quire_quantized_count(const void *args)
 {

@@ -1,6 +1,7 @@
-/* Sixteen floats at a time, and the number formats that memory holds.
+/* Sixteen floats at a time, and conversion from and to the number formats in memory.
  *
- * Written with the compiler's vector types, so any CPU runs it; AVX-512 where it says more. */
+ * Written with the compiler's vector types, so any CPU runs it; with AVX-512 intrinsics where the
+ * compiler does not find the instruction itself. */
 #ifndef QUIRE_SIMD_H
 #define QUIRE_SIMD_H
 
@@ -46,7 +47,7 @@ INLINE float vf_reduce_max(vf v)
 #endif
 }
 
-/* In one fixed order on every CPU. */
+/* The sum of all lanes, in the same order on every CPU. */
 INLINE float vf_reduce_add(vf v)
 {
     float x[LANES];
@@ -126,7 +127,7 @@ INLINE vh vf_to_bf16(vf v)
 #endif
 }
 
-/* What a tensor of a number format holds, as floats. */
+/* Number formats of tensors; load and store convert from and to floats. */
 typedef enum { F32 = 0, BF16 = 1 } dtype;
 
 INLINE vf load(dtype type, const void *base, int64_t i)
@@ -162,7 +163,7 @@ INLINE void store_part(dtype type, void *base, int64_t i, int64_t n, vf v)
     }
 }
 
-/* v as memory of this format would give it back. */
+/* v, rounded to the format. */
 INLINE vf rounded(dtype type, vf v)
 {
     return type == BF16 ? (vf)(__builtin_convertvector(vf_to_bf16(v), vu) << 16) : v;

@@ -1,13 +1,16 @@
-/* Storing: each head of a new token's keys and values goes to the token's slot, alone. */
+/* Stores the keys and values of new tokens in the paged cache, each head in its token's slot.
+ *
+ * Symbols: T tokens, HKV kv heads, D head dim, B blocks, P block size. A share is some tokens; no two
+ * tokens of a call have the same slot. */
 #include "kv_row.h"
 #include "threads.h"
 
 enum {
-    SHARE_ELEMS = 2048,     /* half a microsecond */
-    ELEMS_WORTH_IT = 16384, /* that pay for waking a second thread */
+    SHARE_ELEMS = 2048,     /* of a share: half a microsecond */
+    ELEMS_WORTH_IT = 16384, /* more of them pay for waking a second thread */
 };
 
-/* The keys, or the values. Strides in elements. */
+/* The keys, or the values; strides are in elements. */
 struct side {
     int64_t format;  /* of the cache */
     const char *new; /* [T, HKV, D] */
@@ -20,7 +23,7 @@ struct side {
 
 /* cache[slot / P, slot % P, h] = new[t, h] where slot = slot_mapping[t] >= 0. */
 struct store_kv {
-    int64_t elem_bytes; /* of `new`; where a cache is quantized, 4 are F32 and 2 BF16 */
+    int64_t elem_bytes; /* of `new`; for a quantized cache 4 means F32 and 2 BF16 */
     int64_t num_tokens, num_kv_heads, head_dim, block_size;
     const int64_t *slot_mapping; /* [T] */
     struct side key, value;

@@ -1,9 +1,12 @@
-/* Suppression of tokens: what a bit mask does not admit becomes -inf. One mask is one row. */
+/* Suppresses tokens: logits that a bit mask does not admit become -inf, in place.
+ *
+ * Symbols: S sequences, G of them with a mask, V vocabulary, W words of a mask. A share is some masks,
+ * and each mask is one row of logits. */
 #include "simd.h"
 #include "threads.h"
 
 enum {
-    LOGITS_WORTH_IT = 131072, /* that pay for waking a second thread */
+    LOGITS_WORTH_IT = 131072, /* more of them pay for waking a second thread */
     WORD_BITS = 32,
 };
 

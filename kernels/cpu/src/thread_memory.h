@@ -1,14 +1,14 @@
-/* Memory of a thread's own, to work in: kept from one share to the next.
+/* Scratch memory of each thread, kept from one share to the next.
  *
- * Given back, it would come as new pages the next time, each of which costs a microsecond. */
+ * If it were freed, it would come back as new pages, each of which costs a microsecond. */
 #ifndef QUIRE_THREAD_MEMORY_H
 #define QUIRE_THREAD_MEMORY_H
 
 #include <stdint.h>
 #include <stdlib.h>
 
-/* At least so many bytes, at a line's start; what was given to this thread before is gone. A thread
- * of a pool lives as long as the process, so nobody frees it. */
+/* Returns at least `bytes` bytes, aligned to a cache line; what this thread had before is lost. It is
+ * never freed: the threads of a pool live as long as the process. */
 static char *thread_memory(int64_t bytes)
 {
     static _Thread_local char *memory;

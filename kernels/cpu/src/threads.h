@@ -1,10 +1,14 @@
-/* What a kernel is to the threads of OpenMP, whose pool is torch's: shares that any of them can do.
+/* The interface between kernels and threads: work is cut into shares, which any thread can do.
  *
- * A share never changes a result: no sum is cut by it. It may be done twice, even at once, and
- * writes the same both times: nothing that a kernel writes is among what it reads, and it writes
- * results alone, so that who reads them sees no others. Two threads' plain stores to one place are a
- * data race in C, whatever they store, and ThreadSanitizer would say so. Here they are what CPUs make
- * of them: each byte is one or the other of two that are equal. */
+ * Threads are those of OpenMP, whose pool is torch's. Every kernel has three functions: quire_NAME
+ * computes all of it, quire_NAME_count says into how many shares to cut it, quire_NAME_share does
+ * one. The caller owns the structure of arguments and all memory that it points to.
+ *
+ * How work is cut never changes a result: no sum crosses the border of a share. A share may be done
+ * twice, even by two threads at once, and writes the same both times: a kernel reads nothing that it
+ * writes, and stores only final results, each in one place. Two such stores are a data race in C,
+ * whatever they store, and ThreadSanitizer would report them. CPUs make of them what is needed here:
+ * each byte is one of two that are equal. */
 #ifndef QUIRE_THREADS_H
 #define QUIRE_THREADS_H
 
@@ -13,19 +17,19 @@
 
 /* Does share number `share` of `num_shares`. */
 typedef void share_function(const void *args, int64_t share, int64_t num_shares);
-/* How many shares, from 1 to MAX_SHARES, there should be: of some microseconds each. */
+/* Returns how many shares there should be, from 1 to MAX_SHARES: of some microseconds each. */
 typedef int64_t count_function(const void *args);
 
 enum { MAX_SHARES = 256 };
 
-/* The first of `count` things that are share number `share`'s; its last ends where the next one's
- * start. */
+/* The first of `count` things that belong to share `share`: it has [share_start(share),
+ * share_start(share + 1)). */
 static inline int64_t share_start(int64_t count, int64_t share, int64_t num_shares)
 {
     return count * share / num_shares;
 }
 
-/* As many shares as `count` things of which `least` pay for being one. */
+/* The number of shares for `count` things, if a share of fewer than `least` does not pay. */
 static inline int64_t shares_of(int64_t count, int64_t least)
 {
     int64_t shares = count / least;
@@ -36,22 +40,22 @@ struct call {
     share_function *share;
     count_function *count;
     const void *args;
-    int64_t joins; /* its shares follow those of the call before, which has as many: they need no
-                      other ones of that call */
+    int64_t joins; /* whether it is cut like the call before, and each share of it needs only the
+                      same share of that call */
 };
 
-/* Calls, each of which may need all that the ones before it did. */
+/* Calls in order. Unless it joins, a call begins when the ones before it are done. */
 struct program {
     const struct call *calls;
     int64_t num_calls;
-    int64_t num_apart; /* what a call reads or writes is changed by no call earlier than so many
-                          after it; no fewer than join one another */
+    int64_t num_apart; /* no call changes what another reads or writes unless it is so many calls
+                          later, or more; not less than the number of calls that join one another */
 };
 
 void quire_run(const struct program *program);
 
-/* Does one call, on as many threads as the calling thread may use; on it alone if there is little
- * to do, since waking others takes microseconds. */
+/* Does one call on as many threads as the calling thread may use; on it alone if there is little
+ * work, since waking other threads takes microseconds. */
 static inline void run_call(bool is_worth_it, share_function *share, count_function *count,
                             const void *args)
 {

@@ -1,13 +1,13 @@
-/* The product that all matrix work is made of: a few rows times 16 or 32 columns, in registers.
+/* The matrix product that linear maps and attention use: a few rows times 16 or 32 columns.
  *
- * Each element is one sum over k in ascending order, started from what C holds: it depends on no
- * other row or column, nor on how many there are. */
+ * The sums stay in registers. Each element is one sum over k in ascending order, starting from what c
+ * holds: it depends on no other row or column, nor on how many there are. */
 #ifndef QUIRE_TILE_H
 #define QUIRE_TILE_H
 
 #include "simd.h"
 
-/* As many accumulators as there are registers for. */
+/* As many sums as there are registers for. Without AVX-512 it is a guess: never timed there. */
 #ifdef __AVX512F__
 enum { TILE_ROWS = 12, TILE_VECTORS = 2 };
 #else
@@ -15,9 +15,9 @@ enum { TILE_ROWS = 6, TILE_VECTORS = 1 };
 #endif
 enum { ROW_BASES = TILE_ROWS / 3 }; /* a row's address is one of these, plus 0, 1 or 2 strides */
 enum { PANEL = 32 }; /* columns of a panel: what `tile_product` takes at most */
-enum { RUN_STEPS = 128, RUN_BYTES = 64 * RUN_STEPS }; /* what is fetched for later: at most a line a
-                                                         step */
-enum { PREFETCH_BYTES = 8192 }; /* as measured: the best for several rows; a quarter of it for one */
+enum { RUN_STEPS = 128, RUN_BYTES = 64 * RUN_STEPS }; /* a run is memory that is fetched for later,
+                                                         at most a cache line in a step */
+enum { PREFETCH_BYTES = 8192 }; /* measured best for several rows; a quarter of it for one row */
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 enum { HAS_BF16_DOT = 1 };
@@ -57,7 +57,7 @@ struct product {
     bool fresh;         /* c is written, not added to */
     int64_t ahead_bytes; /* how far ahead b is fetched from memory; 0: it is in a cache */
     const char *const *later; /* runs that are fetched instead, one after the other; or NULL */
-    int64_t later_steps, later_bytes; /* that each is fetched in, and what a step fetches of it */
+    int64_t later_steps, later_bytes; /* steps that fetch one run, and bytes that a step fetches */
 };
 
 INLINE void tile_product(step_kind kind, int rows, int vectors, bool is_later,
@@ -97,7 +97,7 @@ INLINE void tile_product(step_kind kind, int rows, int vectors, bool is_later,
         for (int v = 0; v < vectors; v++) vf_store(p->c + r * p->ldc + v * LANES, sum[r][v]);
 }
 
-/* Each number of rows is its own code, so that the sums stay in registers. */
+/* Compiles each number of rows on its own, so that the sums stay in registers. */
 INLINE void any_rows(step_kind kind, int rows, int vectors, bool is_later, const struct product *p)
 {
 #define TILE_CASE(n) \

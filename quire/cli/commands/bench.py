@@ -1,4 +1,4 @@
-"""`quire bench`: loads a service with streams and shows what clients feel, and where time goes."""
+"""`quire bench`: measures a service under load, and shows where its time goes."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,6 @@ _POLL_S: Final = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire bench`; give the exit code."""
     settings = parse_settings(BenchSettings, "quire bench", argv)
     console = Console(highlight=False)
     if settings.profile is not None:
@@ -54,10 +53,10 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What a load was like, in seconds."""
+    """One measurement; times are in seconds."""
 
     began_ns: int
-    """On the clock of `time.monotonic_ns`, which all processes here share."""
+    """On the clock of `time.monotonic_ns`, which all processes of this machine share."""
     took_s: float
     num_tokens: int
     to_first_token: list[float]
@@ -76,7 +75,7 @@ async def _load(target: str, settings: BenchSettings) -> _Result:
                 f" {model.max_model_len} tokens"
             )
         sampling = SamplingParams(temperature=0.0, max_tokens=settings.output_len, ignore_eos=True)
-        # All different, and apart from those of other runs, so that no prefix cache helps.
+        # All different, and with a salt of this run, so that the prefix cache never helps.
         salt = secrets.token_hex(8)
         prompts = [
             [(7919 * i + 104729 * j) % model.vocab_size for j in range(settings.input_len)]
@@ -129,7 +128,7 @@ async def _models(client: AsyncClient) -> Sequence[Model]:
 
 @contextlib.contextmanager
 def _service(settings: BenchSettings, directory: Path) -> Iterator[str]:
-    """Start a service for the time of the block; give its target."""
+    """Run a service during the block; yield its target."""
     timeline_dir = None if settings.profile is None else directory / "timeline"
     try:
         service = PrivateService({"model": settings.model, "timeline_dir": timeline_dir})
@@ -150,7 +149,7 @@ def _show_load(console: Console, result: _Result) -> None:
 
 
 def _show_time(console: Console, trace: dict[str, Any], result: _Result) -> None:
-    """Sum up the spans of the measured part, by process."""
+    """Sum up the spans of the measured part by process."""
     names: dict[int, str] = {}
     spans: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     began_us = result.began_ns / 1e3

@@ -15,7 +15,6 @@ from rpc.settings import parse_settings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire chat`; give the exit code."""
     settings = parse_settings(ChatSettings, "quire chat", argv)
     beginning = [ChatMessage("system", settings.system)] if settings.system else []
     messages = list(beginning)
@@ -46,14 +45,14 @@ def main(argv: Sequence[str]) -> int:
             except (KeyboardInterrupt, QuireError, CommandError) as error:
                 if not is_terminal:
                     raise
-                # The conversation goes on as if this had not been said.
+                # Continue as if this message had not been sent.
                 print(f"\nquire: {error}" if str(error) else "")
             else:
                 messages = [*asked, ChatMessage("assistant", answer)]
 
 
 def _answer(client: Client, settings: ChatSettings, messages: Sequence[ChatMessage]) -> str:
-    """Stream the assistant's answer; give its text."""
+    """Stream the assistant's answer; return its text."""
     prompt_token_ids = client.tokenize(
         messages, model=settings.served_model_name, timeout_s=settings.timeout_s
     )

@@ -15,14 +15,12 @@ _POLL_S = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire down`; give the exit code."""
     settings = parse_settings(DownSettings, "quire down", argv)
-    services = list(running_services())
-    chosen = _choose(settings, services)
+    chosen = _choose(settings)
     for service in chosen:
         with contextlib.suppress(ProcessLookupError):
             os.kill(service.pid, signal.SIGTERM)
-    # The supervisor ends within its drain time; Ctrl-C here leaves it to that.
+    # The supervisors end within their drain time, even if Ctrl-C ends this wait.
     pids = {service.pid for service in chosen}
     while pids & {service.pid for service in running_services()}:
         time.sleep(_POLL_S)
@@ -31,16 +29,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _choose(settings: DownSettings, services: Sequence[ServiceInfo]) -> list[ServiceInfo]:
-    if settings.http_port is not None:
-        ending = f":{settings.http_port}"
-        chosen = [service for service in services if service.http_address.endswith(ending)]
-        if not chosen:
-            raise CommandError(f"--http-port: {settings.http_port}: no service of yours is there")
-        return chosen
+def _choose(settings: DownSettings) -> list[ServiceInfo]:
+    services = [each for each in running_services() if each.is_at(settings.http_port)]
+    if settings.http_port is not None and not services:
+        raise CommandError(f"--http-port: {settings.http_port}: no service of yours is there")
     if len(services) > 1 and not settings.all:
         addresses = ", ".join(sorted(service.http_address for service in services))
         raise CommandError(f"several services are up ({addresses}); give --http-port or --all")
     if not services:
         print("no service of yours is up on this machine")
-    return list(services)
+    return services

@@ -1,4 +1,4 @@
-"""`quire drain`: has one process drain and end."""
+"""`quire drain`: drains and ends one process."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -15,11 +15,10 @@ from rpc.status import status_to_error
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire drain`; give the exit code."""
     settings = parse_settings(DrainSettings, "quire drain", argv)
     with connection_errors(settings.target):
         _drain(settings)
-    print(f"{settings.worker or settings.target} has drained, and ends")
+    print(f"{settings.worker or settings.target} has drained and ends")
     return 0
 
 
@@ -36,5 +35,5 @@ def _drain(settings: DrainSettings) -> None:
                 has_begun = True
                 print(f"{name} drains: {told.num_live} live", flush=True)
         except grpc.RpcError as error:
-            if not has_begun:  # else it has ended before it could say so
+            if not has_begun:  # otherwise it has ended, as it should
                 raise status_to_error(cast("grpc.aio.AioRpcError", error)) from None

@@ -12,7 +12,6 @@ from rpc.settings import parse_settings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire generate`; give the exit code."""
     settings = parse_settings(GenerateSettings, "quire generate", argv)
     prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
     target = find_target(settings.target)
@@ -37,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def beam_from(settings: GenerateSettings) -> BeamSearch | None:
-    """Take what the flags say of a beam search."""
+    """Return the beam search that the flags ask for."""
     if settings.beam_width is None:
         return None
     stopping: dict[str, bool | Literal["never"]] = {"false": False, "true": True, "never": "never"}
@@ -47,7 +46,7 @@ def beam_from(settings: GenerateSettings) -> BeamSearch | None:
 
 
 def sampling_from(settings: ClientSettings, *, ignore_eos: bool = False) -> SamplingParams:
-    """Take what the flags say of sampling."""
+    """Return the sampling parameters that the flags ask for."""
     return SamplingParams(
         temperature=1.0 if settings.temperature is None else settings.temperature,
         top_p=1.0 if settings.top_p is None else settings.top_p,

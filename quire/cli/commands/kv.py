@@ -35,7 +35,6 @@ _NUMBER_WIDTH: Final = 9
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire kv`; give the exit code."""
     settings = parse_settings(KvSettings, "quire kv", argv)
     target = find_target(settings.target)
     with connection_errors(target), open_client(target, settings) as client:

@@ -1,4 +1,4 @@
-"""`quire load`: has a worker, or all, load the model again, or another one."""
+"""`quire load`: loads the model of an unloaded worker, or of all, or another model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,6 @@ from rpc.settings import parse_settings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire load`; give the exit code."""
     settings = parse_settings(LoadSettings, "quire load", argv)
     display = make_display()
     ends: list[str] = []
@@ -34,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _request(settings: LoadSettings) -> loading_pb2.LoadRequest:
-    # Relative to where the user is, not to where a worker happens to run.
+    # Relative to the user's directory, not to a worker's.
     model = settings.model
     directory = "" if model is None else str(Path(model).expanduser().absolute())
     return loading_pb2.LoadRequest(worker=settings.worker, directory=directory)

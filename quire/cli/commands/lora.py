@@ -1,4 +1,4 @@
-"""`quire lora`: loads and unloads LoRA adapters of a service that works, and lists them."""
+"""`quire lora`: lists, loads and unloads the LoRA adapters of a running service."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,6 @@ from rpc.settings import parse_settings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire lora`; give the exit code."""
     settings = parse_settings(LoraSettings, "quire lora", argv)
     with scheduler_channel(settings) as channel:
         stub = AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -28,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def describe(adapters: Sequence[adapters_pb2.LoadedAdapter]) -> str:
-    """Say in a table which there are."""
+    """Format them as a table."""
     if not adapters:
         return "no adapters are loaded"
     width = max(len(each.adapter.name) for each in adapters)
@@ -41,7 +40,7 @@ def describe(adapters: Sequence[adapters_pb2.LoadedAdapter]) -> str:
 
 def _load(stub: AdapterServiceStub, adapter: str) -> str:
     name, _, directory = adapter.partition("=")
-    # Relative to where the user is, not to where a worker happens to run.
+    # Relative to the user's directory, not to a worker's.
     path = Path(directory).expanduser().absolute()
     request = adapters_pb2.LoadAdapterRequest(name=name, directory=str(path))
     loaded = stub.LoadAdapter(request)

@@ -10,7 +10,6 @@ from rpc.settings import parse_settings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire migrate`; give the exit code."""
     settings = parse_settings(MigrateSettings, "quire migrate", argv)
     request = scheduler_pb2.MigrateRequest(request_id=settings.request_id, worker=settings.to)
     with scheduler_channel(settings) as channel:

@@ -1,4 +1,4 @@
-"""`quire probe`, and what else asks a process over HTTP whether it is ready."""
+"""`quire probe`, and other code that asks a process over HTTP whether it is ready."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -17,21 +17,21 @@ _TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """What `/ready` answered."""
+    """The answer of `/ready`."""
 
     ready: bool
     status: str
     """For a person, such as "loading weights"."""
     progress: float | None = None
-    """Part of the status that is done, in [0, 1]."""
+    """How far that is, in [0, 1]."""
 
 
 STARTING = Readiness(ready=False, status="starting")
-"""Of a process that does not listen yet."""
+"""For a process that does not listen yet."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire probe`; give the exit code: 0 if the process is ready."""
+    """Run `quire probe`; return the exit code: 0 if the process is ready."""
     settings = parse_settings(ProbeSettings, "quire probe", argv)
     address = join(reachable(settings.host), settings.http_port)
     answer = asyncio.run(_probe_once(address, tls=settings.tls_cert is not None))
@@ -53,7 +53,7 @@ async def probe(
 ) -> Readiness | None:
     """Ask the process at `address`, "host:port"; None if nothing answers in time.
 
-    A certificate is not looked at, as kubelets do not: nothing is told to who answers.
+    Certificates are not verified, as by kubelets: nothing secret is sent.
     """
     url = f"{'https' if tls else 'http'}://{address}/ready"
     try:
@@ -72,12 +72,12 @@ async def probe(
 
 async def wait_until_ready(
     name_to_address: Mapping[str, str],
-    show: Callable[[Mapping[str, Readiness]], None],
+    show: Callable[[Mapping[str, Readiness]], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
     *,
     tls: bool = False,
 ) -> None:
-    """Poll until every process is ready, showing each turn; `check` may raise to give up."""
+    """Poll until every process is ready, and show each round; `check` may raise to give up."""
     readiness = dict.fromkeys(name_to_address, STARTING)
     async with aiohttp.ClientSession() as session:
         while not all(each.ready for each in readiness.values()):

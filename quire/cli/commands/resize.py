@@ -1,4 +1,4 @@
-"""`quire resize`: has a worker's KV pool grow or shrink, and says how far it is."""
+"""`quire resize`: resizes a worker's KV pool, and shows the progress."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -13,7 +13,6 @@ _GIB: Final = 1024**3
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire resize`; give the exit code."""
     settings = parse_settings(ResizeSettings, "quire resize", argv)
     last_line = ""
     with scheduler_channel(settings) as channel:
@@ -27,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def describe(answer: scheduler_pb2.ResizeKvResponse) -> str:
-    """Say in a line how far it is."""
+    """Describe the progress in one line."""
     before, after = (
         _size(count, answer.block_bytes) for count in (answer.num_blocks_before, answer.num_blocks)
     )

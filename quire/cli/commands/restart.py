@@ -1,14 +1,14 @@
-"""`quire restart`: replaces the processes of what `quire up` started, one after another."""
+"""`quire restart`: restarts the processes of a service, one after another."""
 
 import asyncio
 import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from quire.cli.command_error import CommandError
-from quire.cli.commands.probe import Readiness, wait_until_ready
+from quire.cli.commands.probe import wait_until_ready
 from quire.cli.settings import RestartSettings
 from quire.cli.up.service_dir import ServiceInfo, ServiceProcess, running_services
 from rpc.settings import parse_settings
@@ -17,7 +17,6 @@ _POLL_S = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire restart`; give the exit code."""
     settings = parse_settings(RestartSettings, "quire restart", argv)
     service = _choose(settings)
     for process in _chosen(service, settings.names):
@@ -28,8 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _choose(settings: RestartSettings) -> ServiceInfo:
-    ending = "" if settings.http_port is None else f":{settings.http_port}"
-    found = [each for each in running_services() if each.http_address.endswith(ending)]
+    found = [each for each in running_services() if each.is_at(settings.http_port)]
     if len(found) != 1:
         raise CommandError(
             f"--http-port: {settings.http_port or 'is not given'}: {len(found)} services of yours"
@@ -39,7 +37,7 @@ def _choose(settings: RestartSettings) -> ServiceInfo:
 
 
 def _chosen(service: ServiceInfo, names: Sequence[str]) -> list[ServiceProcess]:
-    """Give the processes in the order in which they were started: workers first."""
+    """Return the processes in the order in which they were started: workers first."""
     known = [process.name for process in service.processes]
     if unknown := sorted({*names} - {*known}):
         raise CommandError(f"{', '.join(unknown)}: no such process; there are {', '.join(known)}")
@@ -47,7 +45,7 @@ def _chosen(service: ServiceInfo, names: Sequence[str]) -> list[ServiceProcess]:
 
 
 def _restart(service: ServiceInfo, process: ServiceProcess) -> None:
-    """End it in good order; the supervisor starts it again."""
+    """Let it drain and end, and wait until the one that the supervisor starts instead is ready."""
     if process.pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)
@@ -58,11 +56,8 @@ def _restart(service: ServiceInfo, process: ServiceProcess) -> None:
         if _find(service, process.name).pid != new:
             raise CommandError(f"{process.name} ended while starting; logs: {service.log_dir}")
 
-    def show(_: Mapping[str, Readiness]) -> None:
-        """Say nothing: how far a start is, `quire status` tells."""
-
     addresses = {process.name: process.http_address}
-    asyncio.run(wait_until_ready(addresses, show, check, tls=service.has_tls))
+    asyncio.run(wait_until_ready(addresses, check=check, tls=service.has_tls))
 
 
 def _find(service: ServiceInfo, name: str) -> ServiceProcess:

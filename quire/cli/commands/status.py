@@ -1,4 +1,4 @@
-"""`quire status`: what runs, whether it is well, how busy it is."""
+"""`quire status`: what runs, whether it is healthy, how busy it is."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,11 +19,10 @@ from rpc.settings import parse_settings
 
 _TIMEOUT_S = 3.0
 _PROBE_TIMEOUT_S = 10.0
-"""On a machine that is busy a process takes its time, and is no less there."""
+"""Long, because on a busy machine a healthy process may answer late."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire status`; give the exit code."""
     settings = parse_settings(StatusSettings, "quire status", argv)
     console = Console(highlight=False)
     if settings.target:
@@ -87,13 +86,13 @@ def _describe(readiness: Readiness | None) -> str:
 
 
 def _show_load(console: Console, target: str, settings: StatusSettings) -> bool:
-    """Show the load that the router reports; give whether it did."""
+    """Show the load that the router reports; return whether it answered."""
     try:
         with open_client(target, settings) as client:
             load = client.load(timeout_s=_TIMEOUT_S)
     except QuireError as error:
         console.print(
-            f"load: [red]{target} does not say: {escape(str(error))}[/red]", soft_wrap=True
+            f"load: [red]no answer from {target}: {escape(str(error))}[/red]", soft_wrap=True
         )
         return False
     console.print(describe_load(load), soft_wrap=True)
@@ -101,7 +100,7 @@ def _show_load(console: Console, target: str, settings: StatusSettings) -> bool:
 
 
 def describe_load(load: Load) -> str:
-    """Say what runs, and below it, line by line, how well the block space is used."""
+    """Describe what runs and, on further lines, how the blocks of each tier are used."""
     num_used = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
     sequences = (
         f"load: {load.num_requests_running} of {load.max_num_seqs} sequences running,"
@@ -112,10 +111,10 @@ def describe_load(load: Load) -> str:
     if load.num_unloaded_workers:
         sequences += f", {load.num_unloaded_workers} unloaded"
         if not load.num_workers and load.num_requests_waiting:
-            sequences += f", for which the {load.num_requests_waiting} wait"
+            sequences += f"; {load.num_requests_waiting} requests wait for one to be loaded"
     device = (
-        f"device blocks: {_share(num_used, load.num_blocks)} used, of whose token slots"
-        f" {_share(load.num_slots_written, load.num_slots_held)} hold a token;"
+        f"device blocks: {_share(num_used, load.num_blocks)} used, with"
+        f" {_share(load.num_slots_written, load.num_slots_held)} of their token slots filled;"
         f" {load.num_pinned_blocks} pinned; {load.fragmentation:.0%} fragmented,"
         f" {load.num_moved_blocks} moved"
     )

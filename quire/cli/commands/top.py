@@ -28,7 +28,6 @@ _QUIT_KEYS: Final = b"qQ\x03\x04"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire top`; give the exit code."""
     settings = parse_settings(TopSettings, "quire top", argv)
     target = find_target(settings.target)
     service = _find_service(target)
@@ -57,7 +56,7 @@ def _watch(
     first: Snapshot,
     take: Callable[[], Snapshot],
 ) -> None:
-    """Show frames until somebody presses q."""
+    """Show frames until q is pressed."""
     before = now = first
     hint = f"{heading}  [dim]q quits[/dim]"
     with (
@@ -69,14 +68,14 @@ def _watch(
             try:
                 before, now = now, take()
                 header = hint
-            except QuireError as error:  # it may come back; what was last known stays
+            except QuireError as error:  # it may come back; keep showing the last figures
                 header = f"{heading}  [red]{escape(str(error))}[/red]"
             live.update(draw(console, header, before, now), refresh=True)
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Have keys at once, unseen; give what waits so many seconds, and says whether to quit."""
+    """Read keys without echo; yield a function that waits, and returns whether to quit."""
     if not sys.stdin.isatty():
         yield _sleep
         return
@@ -99,13 +98,13 @@ def _quits(fd: int, seconds: float) -> bool:
     while (left := end - time.monotonic()) > 0:
         if not select.select([fd], [], [], left)[0]:
             return False
-        if os.read(fd, 1) in _QUIT_KEYS:  # nothing is in them, too: the terminal is gone
+        if os.read(fd, 1) in _QUIT_KEYS:  # b"" counts, too: the terminal is gone
             return True
     return False
 
 
 def title(target: str, service: ServiceInfo | None) -> str:
-    """Say what is watched, in markup."""
+    """Name what is watched, in markup."""
     name = "" if service is None else f"  [bold]{escape(service.model_name)}[/bold]"
     return f"[bold]quire top[/bold]{name}  [dim]{escape(target)}[/dim]"
 

@@ -1,4 +1,4 @@
-"""`quire unload`: has a worker, or all, give the device back until `quire load`."""
+"""`quire unload`: frees the device of a worker, or of all, until `quire load`."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,6 @@ from rpc.settings import parse_settings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire unload`; give the exit code."""
     settings = parse_settings(UnloadSettings, "quire unload", argv)
     with scheduler_channel(settings) as channel:
         stub = LoadingServiceStub(channel)  # type: ignore[no-untyped-call]

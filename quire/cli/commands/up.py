@@ -1,4 +1,4 @@
-"""`quire up`: starts a service on this machine, shows its start, looks after it."""
+"""`quire up`: starts a service on this machine, shows its progress, keeps it running."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -15,32 +16,29 @@ from quire.cli.command_error import CommandError
 from quire.cli.commands.probe import wait_until_ready
 from quire.cli.invocation import invocation
 from quire.cli.up import layout, ports
-from quire.cli.up.child import describe_exit, wait_for
+from quire.cli.up.child import describe_exit
 from quire.cli.up.layout import Layout
-from quire.cli.up.progress import Display, make_display
+from quire.cli.up.progress import make_display
 from quire.cli.up.service_dir import (
     ServiceDir,
     ServiceDirError,
     ServiceInfo,
     ServiceProcess,
-    find_service,
     running_services,
 )
 from quire.cli.up.settings import UpSettings
-from quire.cli.up.supervisor import Running, StartError, Supervisor
-from quire.cli.up.welcome import how_to_use, start_demo
+from quire.cli.up.supervisor import StartError, Supervisor
+from quire.cli.up.welcome import how_to_use, run_demo
 from rpc.settings import parse_settings
 
 _FOLLOW_S: Final = 0.2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `quire up`; give the exit code."""
     settings = parse_settings(UpSettings, "quire up", argv)
     try:
         model = layout.find_model(settings)
-        already = _find_running(settings)
-        if already is not None:
+        if (already := _find_running(settings)) is not None:
             return _already_up(settings, model, already)
         chosen = layout.choose_ports(settings)
         directory = ServiceDir.create()
@@ -49,15 +47,16 @@ def main(argv: Sequence[str]) -> int:
     planned = layout.plan(settings, model, chosen, directory.path, os.environ)
     if settings.detach:
         return _detach(settings, planned, directory)
-    return _supervise(settings, planned, directory, make_display())
+    return _supervise(settings, planned, directory)
 
 
 def _find_running(settings: UpSettings) -> ServiceInfo | None:
-    return find_service(
-        list(running_services()),
-        http_address=ports.join(ports.reachable(settings.host), settings.http_port),
-        grpc_target=layout.grpc_target(settings, settings.grpc_port),
-    )
+    http_address = ports.join(ports.reachable(settings.host), settings.http_port)
+    grpc_target = layout.grpc_target(settings, settings.grpc_port)
+    for service in running_services():
+        if (service.http_address, service.grpc_target) == (http_address, grpc_target):
+            return service
+    return None
 
 
 def _already_up(settings: UpSettings, model: Path, service: ServiceInfo) -> int:
@@ -66,84 +65,82 @@ def _already_up(settings: UpSettings, model: Path, service: ServiceInfo) -> int:
             f"--http-port: {settings.http_port}: a service of {service.model} is up there"
             f" (pid {service.pid}); stop it with `{invocation()} down`, or choose other ports"
         )
-    print(f"{service.model_name} is already up, as it was started (pid {service.pid}).")
     print(
-        how_to_use(
-            service.http_address, service.grpc_target, service.model_name, tls=service.has_tls
-        )
+        f"{service.model_name} is already up, with the flags it was started with"
+        f" (pid {service.pid})."
     )
-    return start_demo(service.grpc_target, settings).wait() if settings.demo else 0
+    print(how_to_use(service))
+    return asyncio.run(run_demo(service, settings)) if settings.demo else 0
 
 
-def _supervise(
-    settings: UpSettings, planned: Layout, directory: ServiceDir, display: Display
-) -> int:
+def _supervise(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int:
     try:
-        asyncio.run(_serve(settings, planned, directory, display))
+        asyncio.run(_serve(settings, planned, directory))
     except StartError as error:
         raise CommandError(f"{error}\nall logs: {directory.log_dir}") from None
     directory.remove()
     return 0
 
 
-async def _serve(
-    settings: UpSettings, planned: Layout, directory: ServiceDir, display: Display
-) -> None:
-    def publish(running: Sequence[Running]) -> None:
+async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -> None:
+    """Run the processes until a signal, or until one of them fails to start."""
+    info = replace(planned.service, pid=os.getpid())  # `_detach` has forked since the plan
+
+    def publish(processes: Sequence[ServiceProcess]) -> None:
         # A full disk makes `quire status` out of date, no more.
         with contextlib.suppress(OSError):
-            directory.write(_info(planned, directory, running))
+            directory.write(replace(info, processes=tuple(processes)))
 
     supervisor = Supervisor(
         planned.specs,
         directory.log_dir,
         drain_s=settings.drain_s,
-        report=_say,
+        report=_report,
         on_change=publish,
     )
+
+    async def welcome() -> None:
+        await _show_start(planned)
+        supervisor.mark_started()
+        print(how_to_use(info))
+        if settings.demo:
+            await run_demo(info, settings)
+        print("Ctrl-C stops it.", flush=True)
+
+    async def help_with(work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except Exception:  # a bug: stop, and raise it below
+            supervisor.stop()
+            raise
+
     with _signals(supervisor.stop), _attached(settings, supervisor.stop):
-        running = asyncio.create_task(supervisor.run())
-        helpers = [asyncio.create_task(_welcome(settings, planned, supervisor, display))]
+        helpers = [asyncio.create_task(help_with(welcome()))]
         if settings.verbose:
             names = [spec.name for spec in planned.specs]
-            helpers.append(asyncio.create_task(_follow(directory.log_dir, names)))
-        for helper in helpers:
-            # One that fails is a bug, and must not leave the service half looked after.
-            helper.add_done_callback(lambda done: supervisor.stop() if _failed(done) else None)
+            following = _follow(directory.log_dir, names)
+            helpers.append(asyncio.create_task(help_with(following)))
         try:
-            await running
+            await supervisor.run()
         finally:
             for helper in helpers:
                 helper.cancel()
-            await asyncio.wait(helpers)
-        for helper in helpers:
-            if _failed(helper):
-                helper.result()
+            results = await asyncio.gather(*helpers, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
 
 
-def _failed(task: asyncio.Task[None]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is not None
-
-
-async def _welcome(
-    settings: UpSettings, planned: Layout, supervisor: Supervisor, display: Display
-) -> None:
-    """Show the start; once ready, tell how to use the service."""
+async def _show_start(planned: Layout, check: Callable[[], None] = lambda: None) -> None:
+    """Show the progress until every process is ready, then how long it took; `check` may raise."""
     started_at = time.monotonic()
+    display = make_display()
+    addresses = {spec.name: spec.http_address for spec in planned.specs}
     try:
-        await wait_until_ready(_addresses(planned), display.show, tls=planned.has_tls)
+        await wait_until_ready(addresses, display.show, check, tls=planned.service.has_tls)
     finally:
         display.close()
-    supervisor.mark_started()
-    print(f"{planned.model_name} is up after {time.monotonic() - started_at:.1f} s.")
-    print(
-        how_to_use(
-            planned.http_address, planned.grpc_target, planned.model_name, tls=planned.has_tls
-        )
-    )
-    if settings.demo:
-        await wait_for(start_demo(planned.grpc_target, settings))
-    print("Ctrl-C stops it.", flush=True)
+    print(f"{planned.service.model_name} is up after {time.monotonic() - started_at:.1f} s.")
 
 
 def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int:
@@ -157,7 +154,6 @@ def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int
         _become_daemon(settings, planned, directory, report_failure)
     os.close(report_failure)
     directory.release()
-    display = make_display()
 
     def check() -> None:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -166,29 +162,21 @@ def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int
                 end = describe_exit(os.waitstatus_to_exitcode(status))
                 raise CommandError(reported.read() or f"the supervisor {end}")
 
-    started_at = time.monotonic()
     try:
-        asyncio.run(wait_until_ready(_addresses(planned), display.show, check, tls=planned.has_tls))
+        asyncio.run(_show_start(planned, check))
     except KeyboardInterrupt:
         os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
         raise
-    finally:
-        display.close()
-    print(f"{planned.model_name} is up after {time.monotonic() - started_at:.1f} s (pid {pid}).")
-    print(
-        how_to_use(
-            planned.http_address, planned.grpc_target, planned.model_name, tls=planned.has_tls
-        )
-    )
-    print(f"logs: {directory.log_dir}", flush=True)
-    return start_demo(planned.grpc_target, settings).wait() if settings.demo else 0
+    print(how_to_use(planned.service))
+    print(f"supervisor pid {pid}, logs {directory.log_dir}", flush=True)
+    return asyncio.run(run_demo(planned.service, settings)) if settings.demo else 0
 
 
 def _become_daemon(
     settings: UpSettings, planned: Layout, directory: ServiceDir, report_failure: int
 ) -> None:
-    """Supervise, away from the terminal; a failure goes to the pipe, too. Never returns."""
+    """Supervise without a terminal; write a failure to the pipe, too. Never returns."""
     code = 1
     try:
         os.setsid()
@@ -197,46 +185,25 @@ def _become_daemon(
         for source, number in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, number)
         quiet = settings.model_copy(update={"demo": False, "verbose": False})
-        code = _supervise(quiet, planned, directory, make_display())
+        code = _supervise(quiet, planned, directory)
     except CommandError as error:
         print(error)
         os.write(report_failure, str(error).encode())
-    except BaseException:  # noqa: BLE001 - a bug: the log is all that is left of us
+    except BaseException:  # noqa: BLE001 - a bug; the log is where it can be found
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(code)
 
 
-def _addresses(planned: Layout) -> dict[str, str]:
-    return {spec.name: spec.http_address for spec in planned.specs}
-
-
-def _info(planned: Layout, directory: ServiceDir, running: Sequence[Running]) -> ServiceInfo:
-    return ServiceInfo(
-        pid=os.getpid(),
-        model=str(planned.model),
-        model_name=planned.model_name,
-        http_address=planned.http_address,
-        grpc_target=planned.grpc_target,
-        scheduler_target=planned.scheduler_target,
-        has_tls=planned.has_tls,
-        log_dir=str(directory.log_dir),
-        processes=tuple(
-            ServiceProcess(each.spec.name, each.spec.http_address, each.pid, each.num_restarts)
-            for each in running
-        ),
-    )
-
-
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     # A full disk or a closed terminal must not end the service.
     with contextlib.suppress(OSError):
         print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 
 async def _follow(log_dir: Path, names: Sequence[str]) -> None:
-    """Show what is added to the logs, each line with its process's name."""
+    """Print what is appended to the logs, each line after its process's name."""
     with contextlib.ExitStack() as stack:
         files = {}
         while True:
@@ -251,10 +218,10 @@ async def _follow(log_dir: Path, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Let each signal that asks us to end call `stop`; two of them call it twice."""
+    """Call `stop` at each signal that asks us to end."""
     loop = asyncio.get_running_loop()
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
         numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, stop)
@@ -267,7 +234,7 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _attached(settings: UpSettings, stop: Callable[[], None]) -> Iterator[None]:
-    """Let the end of standard input call `stop`, if that is asked for."""
+    """With --attached, call `stop` when standard input ends."""
     if not settings.attached:
         yield
         return

@@ -1,4 +1,4 @@
-"""What `quire top` shows: figures of a service at one moment, and rates between two."""
+"""The figures of `quire top`: a service at one moment, and rates between two."""
 
 import contextlib
 import ssl
@@ -24,7 +24,7 @@ _HTTP_TIMEOUT_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RouterFigures:
-    """What the router counts, since its start."""
+    """Counts of the router since its start."""
 
     code_to_num_refused: Mapping[str, int]
     """Requests refused, by gRPC status."""
@@ -46,7 +46,7 @@ class Snapshot:
     """Without the states of single blocks."""
     activity: tuple[WorkerActivity, ...] = ()
     router: RouterFigures | None = None
-    """None: the router's HTTP is not known, or does not answer."""
+    """None: the router's HTTP address is unknown, or does not answer."""
     note: str = ""
     """Why something is missing."""
 
@@ -154,7 +154,7 @@ def largest_sequences(workers: Sequence[WorkerKv]) -> tuple[tuple[str, SequenceK
 
 
 def parse_metrics(text: str) -> RouterFigures:
-    """Read what a router's /metrics says."""
+    """Parse a router's /metrics."""
     refused: Counter[str] = Counter()
     sums: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):

@@ -1,4 +1,4 @@
-"""Draws what `quire top` shows."""
+"""Draws the frames of `quire top`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -41,7 +41,7 @@ _FREE_SIGN, _SIGN = "░", "█"
 
 
 def draw(console: Console, title: str, before: Snapshot, now: Snapshot) -> RenderableType:
-    """Draw a frame as high as the console: what is left of it goes to the sequences."""
+    """Draw a frame as high as the console; the sequences get the lines that are left."""
     rates = rates_between(before, now)
     parts: list[RenderableType] = [
         Text.from_markup(title),
@@ -147,7 +147,7 @@ def _kv(tiers: Sequence[TierSum], load: Load) -> RenderableType:
 
 
 def bar(state_to_num: Mapping[str, int], width: int = _BAR_WIDTH) -> Text:
-    """Draw shares of a whole; a state that there is has a cell, however small its share."""
+    """Draw shares of a whole; each state that is not 0 has at least one cell."""
     whole = sum(state_to_num.values())
     text = Text()
     if not whole:
@@ -179,7 +179,7 @@ def _workers(now: Snapshot, rates: Mapping[str, Rates]) -> RenderableType:
         )
     if len(now.activity) > _MAX_WORKERS:
         table.add_row(f"and {len(now.activity) - _MAX_WORKERS} more")
-    return table if now.activity else Text("none is told of", style="dim")
+    return table if now.activity else Text("no figures", style="dim")
 
 
 def _worker_name(it: WorkerActivity) -> Text:
@@ -219,7 +219,7 @@ def _worker_cells(it: WorkerActivity, kv: WorkerKv | None, rates: Rates | None) 
 
 
 def _quantile_ms(values: Sequence[float], share: float) -> str:
-    """Give one of the sorted values, of the latest steps."""
+    """Return a quantile of ascending values, in milliseconds."""
     return f"{1000 * values[int(share * (len(values) - 1))]:.1f}" if values else "-"
 
 
@@ -264,7 +264,7 @@ def _add_numbers(table: Table, *headings: str) -> None:
 
 
 def _shorten(target: str) -> str:
-    """Keep the end of a socket's path: the beginning is the same for all workers of a service."""
+    """Keep the end of a socket's path; the rest is the same for all workers of a service."""
     return target.rpartition("/")[2] if target.startswith("unix:") else target
 
 

@@ -1,35 +1,19 @@
-"""How the start is shown: bars on a terminal, lines elsewhere."""
+"""Shows how far the start of a service is: bars on a terminal, lines elsewhere."""
 
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from quire.cli.commands.probe import Readiness
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-
-class Display(Protocol):
-    """Shows how far each process is."""
-
-    def show(self, name_to_readiness: Mapping[str, Readiness]) -> None:
-        """Show this; called several times a second."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-
 _MAX_STATUS_CHARS: Final = 72
 
 
-def make_display() -> Display:
-    """Choose by what standard output is."""
-    return _Bars() if sys.stdout.isatty() else _Lines()
-
-
 class _Lines:
-    """A line for each change of status, and for each quarter of its progress."""
+    """Prints a line for each change of a status, and for each quarter of its progress."""
 
     def __init__(self) -> None:
         self._shown: dict[str, tuple[str, int]] = {}
@@ -44,15 +28,15 @@ class _Lines:
             print(f"{name}: {_shorten(readiness.status)}{percent}", flush=True)
 
     def close(self) -> None:
-        pass
+        """Leave the terminal as it was: nothing to do for lines."""
 
 
 class _Bars:
     def __init__(self) -> None:
-        # Slow to import, and only needed here.
+        # Slow to import, and needed only here.
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
-        # No thread of its own, since this process forks.
+        # auto_refresh would start a thread, and this process forks.
         self._progress = Progress(
             TextColumn("{task.description:<10}"),
             BarColumn(bar_width=24),
@@ -81,6 +65,13 @@ class _Bars:
         self._progress.stop()
 
 
+Display: TypeAlias = _Bars | _Lines
+
+
+def make_display() -> Display:
+    return _Bars() if sys.stdout.isatty() else _Lines()
+
+
 def _shorten(status: str) -> str:
-    """Keep it to a line; the process's log has it in full."""
+    """Cut it to one line; the log of the process has all of it."""
     return status if len(status) <= _MAX_STATUS_CHARS else status[: _MAX_STATUS_CHARS - 1] + "…"

@@ -1,19 +1,20 @@
-"""The private directory of one running service: sockets, logs, and what it is.
+"""The private directory of one running service: sockets, logs, and a description of the service.
 
-All services of a user live under one directory, each in one of its own that holds `service.json`
-and a `lock` which the supervisor holds as long as it lives: pids are reused, locks are not.
+All services of a user have their directories in one parent. Each holds `service.json` and a `lock`
+file that the supervisor keeps locked as long as it lives: a pid may be reused, a lock may not.
 """
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
+
+from pydantic import TypeAdapter
 
 
 class ServiceDirError(Exception):
@@ -27,31 +28,40 @@ class ServiceProcess:
     name: str
     http_address: str
     pid: int | None
+    """None between its end and its restart."""
     num_restarts: int
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceInfo:
-    """What is running, as `quire status` and `quire down` need to know it."""
+    """A service, as `quire status`, `quire down` and the others need to know it."""
 
     pid: int
-    """The supervisor."""
+    """The supervisor's."""
     model: str
-    """Its directory."""
+    """The model's directory."""
     model_name: str
     """The name that requests use."""
     http_address: str
+    """Where this machine reaches the router's HTTP, "host:port"."""
     grpc_target: str
     log_dir: str
     processes: tuple[ServiceProcess, ...] = ()
     scheduler_target: str = ""
-    """The scheduler's gRPC, for who operates the service; an older release does not say."""
+    """The scheduler's gRPC, for operators; empty in what an older release wrote."""
     has_tls: bool = False
-    """Whether what listens at TCP ports does so with TLS."""
+    """Whether the TCP ports use TLS."""
+
+    def is_at(self, http_port: int | None) -> bool:
+        """Whether this is the router's HTTP port; None: any is."""
+        return http_port is None or self.http_address.endswith(f":{http_port}")
+
+
+_JSON: Final = TypeAdapter(ServiceInfo)
 
 
 class ServiceDir:
-    """A directory whose lock this process holds, until `remove` or its end."""
+    """A directory whose lock this process holds, until `remove` or the end of the process."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
@@ -59,7 +69,7 @@ class ServiceDir:
 
     @classmethod
     def create(cls, root: Path | None = None) -> Self:
-        """Make one; those of services that are gone are removed."""
+        """Make one, and remove those of services that are gone."""
         parent = _root(root)
         making = _open_lock(parent)
         try:
@@ -78,62 +88,39 @@ class ServiceDir:
 
     @property
     def log_dir(self) -> Path:
-        """Where the logs go."""
         return self.path / "logs"
 
     def write(self, info: ServiceInfo) -> None:
-        """Publish `info`; a reader sees the old or the new."""
+        """Publish `info` atomically."""
         unfinished = self.path / "service.json.tmp"
-        unfinished.write_text(json.dumps(asdict(info), indent=2) + "\n")
+        unfinished.write_bytes(_JSON.dump_json(info, indent=2))
         unfinished.replace(self.path / "service.json")
 
     def remove(self) -> None:
-        """Remove it and all in it, and let go of the lock."""
+        """Remove the directory and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
     def release(self) -> None:
-        """Let go of the lock in this process; a forked child may still hold it."""
+        """Release the lock in this process; a forked child may still hold it."""
         os.close(self._lock)
 
 
 def running_services(root: Path | None = None) -> Iterator[ServiceInfo]:
-    """Read what runs now, of this user, in no particular order."""
+    """Read which services of this user run now, in no particular order."""
     for path in _directories(_root(root)):
-        if not _is_locked(path):
-            continue
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            yield _parse(json.loads((path / "service.json").read_text()))
-
-
-def find_service(
-    services: Sequence[ServiceInfo], *, http_address: str, grpc_target: str
-) -> ServiceInfo | None:
-    """Give the one at these addresses."""
-    for service in services:
-        if (http_address, grpc_target) == (service.http_address, service.grpc_target):
-            return service
-    return None
-
-
-def _parse(value: dict[str, object]) -> ServiceInfo:
-    processes = value.pop("processes")
-    if not isinstance(processes, list):
-        raise TypeError("processes must be a list")
-    return ServiceInfo(**value, processes=tuple(ServiceProcess(**p) for p in processes))  # type: ignore[arg-type]
+        if _is_locked(path):
+            with contextlib.suppress(OSError, ValueError):  # just started, or another release's
+                yield _JSON.validate_json((path / "service.json").read_bytes())
 
 
 def _root(root: Path | None) -> Path:
     path = root or Path(tempfile.gettempdir()) / f"quire-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     facts = path.lstat()
-    # Others could put sockets of theirs there.
-    if (
-        not path.is_dir()
-        or path.is_symlink()
-        or facts.st_uid != os.getuid()
-        or facts.st_mode & 0o022
-    ):
+    # Otherwise other users could put their sockets there.
+    is_private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+    if not path.is_dir() or path.is_symlink() or not is_private:
         raise ServiceDirError(f"{path} must be a directory that only you can write to")
     return path
 
@@ -148,9 +135,9 @@ def _open_lock(directory: Path) -> int:
 
 def _is_locked(directory: Path) -> bool:
     try:
-        # Never made here: its directory may be on the way out, and could not be removed then.
+        # Without O_CREAT: a new file would keep a directory that is being removed from going.
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:  # it is gone
+    except FileNotFoundError:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

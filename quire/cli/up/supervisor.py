@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Final
 
 from quire.cli.up.child import Child, ProcessSpec, describe_exit
+from quire.cli.up.service_dir import ServiceProcess
 
 _LOG_LINES: Final = 15
 _LOG_LINES_RESTART: Final = 3
 _STOP_SLACK_S: Final = 5.0
-"""What a process has beyond its drain to end."""
+"""Time that a process has to end after its drain time is over."""
 
 
 class StartError(Exception):
-    """A process ended before the service was ready once. The message holds its last log lines."""
+    """A process ended before the service was ready. The message holds its last log lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +27,15 @@ class Backoff:
     first_s: float = 0.5
     most_s: float = 30.0
     forget_after_s: float = 60.0
-    """A process that ran for so long begins again with `first_s`."""
+    """A process that ran for so long starts again with `first_s`."""
 
     def delay_s(self, num_deaths: int) -> float:
         """Double with each death in a row; `num_deaths` is at least 1."""
         return min(self.most_s, self.first_s * 2.0 ** min(num_deaths - 1, 30))
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A process as it runs now."""
-
-    spec: ProcessSpec
-    pid: int | None
-    """None between two starts."""
-    num_restarts: int
-
-
 class _Slot:
-    """One spec, and the child that runs it."""
+    """One spec, and the child that runs it now."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
@@ -56,8 +47,8 @@ class _Slot:
 class Supervisor:
     """Owns the children of one service.
 
-    Until `mark_started`, a process that ends is a failure of the start; from then on it is
-    restarted. `report` gets lines for a person; `on_change` is called after each start and end.
+    Until `mark_started`, a process that ends fails the start; from then on it is restarted.
+    `report` gets lines for a person; `on_change` is called after each start and each end.
     """
 
     def __init__(
@@ -67,7 +58,7 @@ class Supervisor:
         *,
         drain_s: float,
         report: Callable[[str], None],
-        on_change: Callable[[Sequence[Running]], None] = lambda _: None,
+        on_change: Callable[[Sequence[ServiceProcess]], None] = lambda _: None,
         backoff: Backoff | None = None,
     ) -> None:
         self._slots = [_Slot(spec) for spec in specs]
@@ -77,35 +68,37 @@ class Supervisor:
         self._on_change = on_change
         self._backoff = backoff or Backoff()
         self._started = False
+        self._start_lock = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._forced = asyncio.Event()
 
     def mark_started(self) -> None:
-        """The service was ready: from now on what dies is restarted."""
+        """From now on, restart a process that ends."""
         self._started = True
 
     def stop(self) -> None:
-        """Make `run` stop everything; the second call ends what is left at once."""
+        """Drain and stop everything; called a second time, kill everything."""
         if self._stopping.is_set():
             self._forced.set()
-        else:
-            self._report("stopping; once more ends everything at once")
+            return
+        self._report("stopping; a second signal kills everything at once")
         self._stopping.set()
 
     @property
-    def running(self) -> list[Running]:
-        """The processes, in the order of the specs."""
+    def running(self) -> list[ServiceProcess]:
+        """The processes as they are now, in the order of the specs."""
         return [
-            Running(
-                spec=slot.spec,
-                pid=None if slot.child is None else slot.child.pid,
+            ServiceProcess(
+                name=slot.spec.name,
+                http_address=slot.spec.http_address,
+                pid=slot.child.pid if slot.child else None,
                 num_restarts=max(0, slot.num_starts - 1),
             )
             for slot in self._slots
         ]
 
     async def run(self) -> None:
-        """Run until `stop`; when it returns or raises no process is left.
+        """Run until `stop`; when it returns or raises, no process is left.
 
         Raises StartError.
         """
@@ -113,7 +106,7 @@ class Supervisor:
         try:
             await asyncio.wait(keepers, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            if not self._stopping.is_set():  # a failed start, or we are cancelled: nobody waits
+            if not self._stopping.is_set():  # the start failed, or we are cancelled: do not drain
                 self._stopping.set()
                 self._forced.set()
             await self._stop_all()
@@ -123,36 +116,38 @@ class Supervisor:
                 raise result
 
     async def _keep(self, slot: _Slot) -> None:
-        """Run one process again and again; returns when stopping."""
+        """Run one process again and again; return when stopping."""
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             while not self._stopping.is_set():
+                started_at = time.monotonic()
                 try:
-                    child = self._start(slot)
+                    child = await self._start(slot)
                 except OSError as error:
                     self._after_failed_start(slot, error)
-                    await self._back_off(slot, stopping)
-                    continue
-                started_at = time.monotonic()
-                ended = asyncio.create_task(child.wait())
-                await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
-                if self._stopping.is_set():
-                    ended.cancel()
-                    return  # `_stop_all` sees to the child
-                child.kill()  # what it started itself and left behind
-                slot.child = None
-                self._on_change(self.running)
-                lived_s = time.monotonic() - started_at
-                self._after_death(slot, child, lived_s)
-                await self._back_off(slot, stopping)
+                else:
+                    if child is None:
+                        return
+                    ended = asyncio.create_task(child.wait())
+                    await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
+                    if self._stopping.is_set():
+                        ended.cancel()
+                        return  # `_stop_all` stops the child
+                    child.kill()  # also what it started itself and left behind
+                    slot.child = None
+                    self._on_change(self.running)
+                    self._after_death(slot, child, time.monotonic() - started_at)
+                delay_s = self._backoff.delay_s(slot.num_deaths)
+                await asyncio.wait((stopping,), timeout=delay_s)
         finally:
             stopping.cancel()
 
-    async def _back_off(self, slot: _Slot, stopping: asyncio.Task[bool]) -> None:
-        await asyncio.wait((stopping,), timeout=self._backoff.delay_s(slot.num_deaths))
-
-    def _start(self, slot: _Slot) -> Child:
-        slot.child = Child.start(slot.spec, self._log_dir / f"{slot.spec.name}.log")
+    async def _start(self, slot: _Slot) -> Child | None:
+        """Start its process; None if the supervisor is stopping."""
+        async with self._start_lock:  # else `_stop_all` misses a child that is being started
+            if self._stopping.is_set():
+                return None
+            slot.child = await Child.start(slot.spec, self._log_dir / f"{slot.spec.name}.log")
         slot.num_starts += 1
         self._on_change(self.running)
         if slot.num_starts > 1:
@@ -180,25 +175,27 @@ class Supervisor:
         )
 
     async def _stop_all(self) -> None:
-        groups = sorted({slot.spec.stop_group for slot in self._slots})
-        for group in groups:
-            children = [s.child for s in self._slots if s.child and s.spec.stop_group == group]
+        """Stop one group after another."""
+        async with self._start_lock:
+            slots = [(slot.spec.stop_group, slot.child) for slot in self._slots]
+        for group in sorted({group for group, _ in slots}):
+            children = [child for its_group, child in slots if child and its_group == group]
             if not self._forced.is_set():
                 for child in children:
                     child.terminate()
-                await self._ended(children)
+                await self._wait_for_end(children)
             for child in children:
                 if child.exit_code is None and not self._forced.is_set():
                     self._report(f"{child.spec.name} (pid {child.pid}) does not end; killing it")
                 child.kill()
             await asyncio.gather(*(child.wait() for child in children))
 
-    async def _ended(self, children: Sequence[Child]) -> None:
+    async def _wait_for_end(self, children: Sequence[Child]) -> None:
         """Wait until all have ended, their time is over, or `stop` is called again."""
-        ended = asyncio.ensure_future(asyncio.gather(*(child.wait() for child in children)))
+        ended = asyncio.gather(*(child.wait() for child in children))
         forced = asyncio.create_task(self._forced.wait())
         timeout_s = self._drain_s + _STOP_SLACK_S
         await asyncio.wait((ended, forced), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in (ended, forced):
-            task.cancel()
+        for waiting in (ended, forced):
+            waiting.cancel()
         await asyncio.gather(ended, forced, return_exceptions=True)

@@ -1,13 +1,8 @@
 """One beam search while it is live: the search, and a sequence for each beam that it may have."""
 
-from scheduler_svc.core.beams.search import (
-    BeamSearch,
-    Candidates,
-    Hypothesis,
-    SearchState,
-    num_common,
-)
-from scheduler_svc.core.plan import Finished
+from contract.step import SearchState
+from scheduler_svc.core.beams.search import BeamSearch, Candidates, Hypothesis, num_common
+from scheduler_svc.core.events import Finished
 from scheduler_svc.core.request import FinishReason, Request, SeqId
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 
@@ -27,12 +22,12 @@ class BeamGroup:
         self.seqs = seqs
         self.outputs = seqs[: request.n]
         self.places: list[Sequence] = []
-        """While it runs: the sequence of each of the search's beams, of which the first compute
-        alone at first. While `parents` is not None: of the beams before."""
+        """While it runs: the sequence of each of the search's beams; at first the best one alone.
+        While `parents` is not None: those of the step before."""
         self.parents: tuple[int, ...] | None = None
         """Which of `places` each of the search's beams continues, if its step has yet to begin."""
         self.reports: dict[SeqId, Candidates] = {}
-        """What those of `places` that have computed their last token reported."""
+        """Candidates of those of `places` that have computed their last token."""
 
     @property
     def leader(self) -> Sequence:
@@ -46,7 +41,7 @@ class BeamGroup:
         leader.max_total_tokens = self.search.num_tokens + 1
 
     def state_with(self, seq: Sequence) -> SearchState | None:
-        """Return what a later scheduler is told with one of its sequences; None: nothing."""
+        """Return the state that the worker keeps with a sequence for a later scheduler, if any."""
         has_begun = self.search.num_tokens > len(self.leader.request.prompt_token_ids)
         return self.search.state if has_begun and seq is self.places[0] else None
 

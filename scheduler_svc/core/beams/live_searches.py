@@ -8,7 +8,7 @@ and these are, for the next step:
     the first child of a beam    goes on in its parent's place: same row, same blocks
     a further child              forks into the place of a beam that has no child: it shares the
                                  parent's full blocks, and starts with a copy of the partial one
-    nobody's child               the place is spare; a row is kept for it
+    no child                     the place is spare; a row is kept for it
 
 To the worker each step of a beam is a sequence of its own, that may have one token more than it
 brings. So a beam never decodes, and no step in flight names it while its next step is prepared.
@@ -22,11 +22,11 @@ start from what they have in common with it.
 from collections.abc import Iterator
 from itertools import chain
 
+from contract.step import Result
 from scheduler_svc.core.beams.group import BeamGroup
 from scheduler_svc.core.beams.search import Candidates
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepOutcome
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.prefix import KvLookup
 from scheduler_svc.core.request import SeqId
@@ -38,7 +38,7 @@ _NO_ROWS: frozenset[int] = frozenset()
 
 
 class BeamGroups:
-    """The searches that run: begins their steps, takes their reports, starts and stops them."""
+    """The searches that run: starts and stops them, begins steps, applies candidates."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class BeamGroups:
 
     @property
     def rows(self) -> frozenset[int]:
-        """The rows whose candidates `take` wants to know."""
+        """The rows whose candidates `apply_candidates` needs."""
         if not self._groups:  # as in almost every step
             return _NO_ROWS
         places = chain.from_iterable(group.places for group in self)
@@ -80,8 +80,8 @@ class BeamGroups:
             return 0
         return sum(group.num_blocks_due(self._block_size) for group in self)
 
-    def started(self, seq: Sequence) -> None:
-        """Note that a sequence was started; if it leads a search, keep rows for the other beams."""
+    def on_started(self, seq: Sequence) -> None:
+        """Keep rows for the other beams if the sequence that was started leads a search."""
         if (group := seq.group) is None:
             return
         self._groups[group.leader.seq_id] = group
@@ -110,7 +110,7 @@ class BeamGroups:
         )
         return leader
 
-    def advance(self, draft: PlanDraft) -> None:
+    def advance(self, draft: PlanBuilder) -> None:
         """Begin the next step of each search that is ready; `num_blocks_due` blocks are free."""
         for group in self:
             if group.parents is not None:
@@ -118,8 +118,8 @@ class BeamGroups:
             elif group.can_spread:
                 self._spread(group)
 
-    def take(self, outcome: StepOutcome) -> list[BeamGroup]:
-        """Take the candidates that a step's result has; return the searches that are over."""
+    def apply_candidates(self, outcome: Result) -> list[BeamGroup]:
+        """Take the candidates in a step's result; return the searches that are over."""
         over: list[BeamGroup] = []
         if not self._groups:
             return over
@@ -140,9 +140,9 @@ class BeamGroups:
         group.parents = group.search.advance([group.reports[seq.seq_id] for seq in group.places])
         group.reports = {}
         if self._policy.has_accounts:
-            self._policy.served(group.leader.place.account, 0, len(group.places))
+            self._policy.charge(group.leader.rank.account, 0, len(group.places))
 
-    def _begin_step(self, group: BeamGroup, parents: tuple[int, ...], draft: PlanDraft) -> None:
+    def _begin_step(self, group: BeamGroup, parents: tuple[int, ...], draft: PlanBuilder) -> None:
         """Make places for the new beams, and compute the last token of each."""
         places = group.places
         childless = set(range(len(places))).difference(parents)
@@ -163,7 +163,7 @@ class BeamGroups:
             group.places.append(child)
         for seq in group.places:
             # One token each: there is room, because a step has room for one of every row.
-            self._running.compute_chunk(seq, draft, 1)
+            self._running.compute_chunk(seq, draft)
 
     def _spread(self, group: BeamGroup) -> None:
         """Start the other beams of a search that resumes, beside the best."""
@@ -182,7 +182,7 @@ class BeamGroups:
             group.places.append(seq)
 
 
-def _by_row(outcome: StepOutcome) -> Iterator[tuple[int, Candidates]]:
+def _by_row(outcome: Result) -> Iterator[tuple[int, Candidates]]:
     """Yield the candidates of each row that has some."""
     start = 0
     rows, counts = outcome.candidate_rows.tolist(), outcome.candidate_counts.tolist()

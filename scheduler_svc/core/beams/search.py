@@ -3,8 +3,8 @@
 Step for step what `transformers` does in `generate(num_beams=width, do_sample=False)`, in float32
 as there, so that the outputs are the same token for token. At every step the `num_kept` likeliest
 continuations of all beams are looked at, best first. Those that end (by an end token, or because
-the output is as long as it may be) and are among the first `width` become hypotheses, of which the
-best `width` stay; of those that do not end, the first `width` are the next beams.
+the output is as long as it may be) and are among the first `width` become hypotheses; the best
+`width` of these stay; of those that do not end, the first `width` are the next beams.
 
 Among equally likely continuations the one of the better beam goes first, and within a beam the one
 that the worker reported first.
@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from contract.arrays import Float32Array, Int32Array
 from contract.sampling import EarlyStopping
-
-Int32Array = npt.NDArray[np.int32]
-Float32Array = npt.NDArray[np.float32]
+from contract.step import OutputState, SearchState
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Beam:
     token_ids: Int32Array
     """Prompt and output."""
     logprob: np.float32
-    """Of the output: the sum of its tokens' log-probabilities."""
+    """The sum of the output tokens' log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,25 +67,6 @@ class Hypothesis:
     score: np.float32
     end_token_id: int | None
     """The token that ended it; None: its length did."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OutputState:
-    """An output of a search, perhaps not at its end, as it differs from the best beam."""
-
-    num_shared_tokens: int
-    """First tokens of the best beam, the prompt included, with which it begins."""
-    token_ids: Int32Array
-    """Those behind them: few, as beams branched off not long ago."""
-    logprob: np.float32
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SearchState:
-    """How far a search is: all that the request and the best beam's tokens do not say."""
-
-    beams: tuple[OutputState, ...]
-    hypotheses: tuple[OutputState, ...]
 
 
 class BeamSearch:
@@ -205,7 +185,7 @@ class BeamSearch:
         self.hypotheses = tuple(hypotheses[: self.params.width])
 
     def _is_over(self, best_logprob: np.float32, num_output_tokens: int) -> bool:
-        """Whether no beam, the best of which has `best_logprob`, is worth another step."""
+        """Whether no beam is worth another step; the best beam has `best_logprob`."""
         if len(self.hypotheses) < self.params.width:
             return False
         if self.params.early_stopping is EarlyStopping.WHEN_FULL:
@@ -226,6 +206,6 @@ def num_common(one: Int32Array, other: Int32Array) -> int:
 def _beside(
     best: Int32Array, start: int, token_ids: Int32Array, logprob: np.float32
 ) -> OutputState:
-    """Make the state of an output whose `token_ids` are those from position `start` on."""
+    """Make the state of an output that has `token_ids` from position `start` on."""
     num_common_tokens = num_common(best[start:], token_ids)
     return OutputState(start + num_common_tokens, token_ids[num_common_tokens:], logprob)

@@ -1,4 +1,4 @@
-"""The order in which a pool gives its cached blocks away when it has no blank ones left.
+"""The order in which a pool evicts its cached blocks when no block is free.
 
 Blocks are named by the hash of their content, so that one may change its number and keep its place.
 
@@ -6,7 +6,7 @@ A block is of no use without the prefix it continues, so in each order the last 
 are evicted before those ahead of them:
 
     lru    when a table is dropped, its last blocks become free first
-    lfu    whoever hits a block hits its prefix too, so that this has as many hits at least; among
+    lfu    each hit of a block is a hit of its prefix, too, which so has at least as many; among
            equals as lru
     fifo   a prefix counts as no older than the youngest of its continuations (`note_table`);
            among equals as lru
@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from contract.hashing import BlockHash
-from scheduler_svc.core.structures.marked_heap import MarkedHeap
+from scheduler_svc.core.cache.marked_heap import MarkedHeap
 
 
 class Eviction(StrEnum):
@@ -33,32 +33,32 @@ class Eviction(StrEnum):
 
 
 class EvictionOrder(Protocol):
-    """The cached blocks of one pool, and what is remembered of those that are held meanwhile."""
+    """The cached blocks of one pool, and ranks of those that are held."""
 
     minds_tables: bool
-    """Whether `note_table` is of use; false spares the caller its argument."""
+    """Whether `note_table` has an effect; if not, the caller need not call it."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[BlockHash]: ...
 
     def add(self, block_hash: BlockHash) -> None:
-        """Take up a block that nobody holds any more."""
+        """Add a block that is not held any more."""
 
     def remove(self, block_hash: BlockHash) -> None:
-        """Let go of a block that is cached."""
+        """Remove a block that is cached."""
 
     def evict(self) -> BlockHash:
-        """Take out the block that goes first, and forget it; there is one."""
+        """Remove the first block in order, and forget it; there must be one."""
 
     def hit(self, block_hash: BlockHash) -> None:
-        """Note that a block, not cached at present, has got one more holder."""
+        """Called when a block that is held gets one more holder."""
 
     def forget(self, block_hash: BlockHash) -> None:
-        """Note that a block, not cached at present, can no longer be found."""
+        """Called when a block that is not cached can no longer be found."""
 
     def note_table(self, hashes: Iterable[BlockHash]) -> None:
-        """Note that each of these, cached or held, continues the one after it."""
+        """Called with hashes of which each continues the one after it, cached or held."""
 
 
 def make_eviction_order(eviction: Eviction) -> EvictionOrder:
@@ -90,13 +90,13 @@ class Lru(OrderedDict[BlockHash, None]):
         return self.popitem(last=False)[0]
 
     def hit(self, block_hash: BlockHash) -> None:
-        """Nothing depends on it."""
+        """It does not change the order."""
 
     def forget(self, block_hash: BlockHash) -> None:
-        """Nothing is remembered."""
+        """It has no memory."""
 
     def note_table(self, hashes: Iterable[BlockHash]) -> None:
-        """Nothing depends on it."""
+        """It does not change the order."""
 
 
 class _Ranked:
@@ -105,7 +105,7 @@ class _Ranked:
     def __init__(self) -> None:
         self._order: MarkedHeap[BlockHash] = MarkedHeap()
         self._ranks: dict[BlockHash, int] = {}
-        """Of all findable blocks, held ones included, that differ from 0."""
+        """Ranks that differ from 0, of all findable blocks, held ones included."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -141,7 +141,7 @@ class Lfu(_Ranked):
         self._ranks[block_hash] = self._ranks.get(block_hash, 0) + 1
 
     def note_table(self, hashes: Iterable[BlockHash]) -> None:
-        """Nothing depends on it."""
+        """It does not change the order."""
 
 
 class Fifo(_Ranked):
@@ -154,7 +154,7 @@ class Fifo(_Ranked):
         self._num_tables = 0
 
     def hit(self, block_hash: BlockHash) -> None:
-        """Nothing depends on it."""
+        """It does not change the order."""
 
     def note_table(self, hashes: Iterable[BlockHash]) -> None:
         """Number those that are new, and let none be older than what continues it."""

@@ -1,22 +1,21 @@
 """Prompts' blocks that stay in the prefix cache for a time, whatever else is evicted.
 
-A pin is a reference to a device block. It is a promise as good as there is room: pins together hold
-a share of the blocks at most, and when a sequence could not run at all otherwise, they go, those
-that would end first before the others.
+A pin is a reference to a device block. Pins together hold at most a share of the blocks, and when a
+sequence could not run at all otherwise, pins are given up, those that would end first in front.
 
-The worker is told, by the names of the contents, so that a later scheduler has the pins that its
-quota has room for. It is not told of those that end early: there may be room again.
+The worker is sent the hashes of what is pinned, so that a later scheduler can restore the pins that
+its share has room for. It is not sent those that end early: a later scheduler may have room.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.cache.marked_heap import MarkedHeap
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import Pinned
+from scheduler_svc.core.events import Pinned
 from scheduler_svc.core.sequence import RUNNING
 from scheduler_svc.core.sequence import Sequence as Seq
-from scheduler_svc.core.structures.marked_heap import MarkedHeap
 
 
 class Pins:
@@ -29,8 +28,8 @@ class Pins:
         self._ends: dict[DeviceBlockId, tuple[float, int]] = {}  # and the block's place, negative
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
         self._loading: list[tuple[Seq, float]] = []  # to be pinned, and until when
-        self._news: tuple[Pinned, ...] = ()  # their sources have not heard of it yet
-        self._untold: list[tuple[BlockHash, float]] = []  # the worker has not heard of it yet
+        self._pinned: tuple[Pinned, ...] = ()  # their sources have not heard of it yet
+        self._unsent: list[tuple[BlockHash, float]] = []  # the worker has not heard of it yet
         self._next_end = float("inf")  # no pin ends before that
 
     @property
@@ -43,18 +42,31 @@ class Pins:
     def __contains__(self, block: DeviceBlockId) -> bool:
         return block in self._ends
 
-    def prompt_computed(self, seq: Seq, now: float) -> None:
+    def __iter__(self) -> Iterator[DeviceBlockId]:
+        return iter(self._ends)
+
+    @property
+    def ends(self) -> Mapping[DeviceBlockId, tuple[float, int]]:
+        """When each pin ends, and its order among those that end together."""
+        return self._ends
+
+    @property
+    def by_end(self) -> MarkedHeap[DeviceBlockId]:
+        """The pinned blocks, those that end first in front; not to be changed."""
+        return self._by_end
+
+    def on_prompt_computed(self, seq: Seq, now: float) -> None:
         """Pin the full blocks of a prompt, if its request wants it, as many as there is room for.
 
-        Those of a prompt that was swapped in are pinned by `loads_confirmed`. Of a search, its
+        Those of a prompt that was swapped in are pinned by `on_loads_confirmed`. Of a search, its
         leader's count.
         """
         is_leader = seq.group is None or seq is seq.group.leader
         if seq.request.cache_pin_s is not None and is_leader:
             self._loading.append((seq, now + seq.request.cache_pin_s))
-            self.loads_confirmed()
+            self.on_loads_confirmed()
 
-    def loads_confirmed(self) -> None:
+    def on_loads_confirmed(self) -> None:
         """Pin the prompts that waited for their swap-ins to be known to have succeeded."""
         waiting, self._loading = self._loading, []
         for seq, until in waiting:
@@ -65,25 +77,25 @@ class Pins:
             else:
                 hashes = seq.block_hashes[: seq.num_prompt_tokens // self._block_size]
                 num_tokens = self._pin(hashes, until) * self._block_size
-                self._news += (Pinned(seq.request.source, seq.seq_key, num_tokens),)
+                self._pinned += (Pinned(seq.request.source, seq.seq_key, num_tokens),)
 
-    def take_news(self) -> tuple[Pinned, ...]:
+    def take_pinned(self) -> tuple[Pinned, ...]:
         """Return which prompts were pinned since the last call."""
-        news, self._news = self._news, ()
-        return news
+        pinned, self._pinned = self._pinned, ()
+        return pinned
 
-    def take_untold(self, now: float) -> tuple[tuple[BlockHash, float], ...]:
-        """Return names of what was pinned since the last call, and for how many seconds."""
-        if not self._untold:  # as in almost every step
+    def take_unsent(self, now: float) -> tuple[tuple[BlockHash, float], ...]:
+        """Return the hashes pinned since the last call, and for how many seconds."""
+        if not self._unsent:  # as in almost every step
             return ()
-        untold, self._untold = self._untold, []
+        untold, self._unsent = self._unsent, []
         return tuple((name, until - now) for name, until in untold if until > now)
 
     def restore(self, pins: Iterable[tuple[BlockHash, float]], now: float) -> None:
-        """Have the pins of a scheduler before, as far as their blocks are cached and there is room.
+        """Restore the pins of the scheduler before, as far as blocks are cached and there is room.
 
         Args:
-            pins: Names, and for how many seconds from now; of each prompt from its beginning.
+            pins: Hashes and seconds from now; those of a prompt from its beginning.
             now: The time.
         """
         for place, (name, left_s) in enumerate(pins):
@@ -93,7 +105,7 @@ class Pins:
         self.keep_within_share()
 
     def expire(self, now: float) -> None:
-        """Let go of what has been pinned for its time."""
+        """Unpin blocks whose time is over."""
         if now < self._next_end:
             return
         while (first := self._by_end.first()) is not None and first[0][0] <= now:
@@ -101,9 +113,9 @@ class Pins:
         self._next_end = first[0][0] if first is not None else float("inf")
 
     def give_up(self, count: int) -> bool:
-        """Let go of up to `count` blocks, those that would end first; say whether there were any.
+        """Unpin up to `count` blocks, those that would end first; return whether there were any.
 
-        The blocks are not free if someone else holds them.
+        A block does not become available if it has other holders.
         """
         any_pinned = bool(self._ends)
         for _ in range(count):
@@ -113,11 +125,11 @@ class Pins:
         return any_pinned
 
     def keep_within_share(self) -> None:
-        """Let go of what is more than the share of the pool, which has become smaller."""
+        """Unpin what is beyond the share of the pool, which has become smaller."""
         self.give_up(len(self._ends) - self._max_blocks)
 
     def forget(self, blocks: Iterable[DeviceBlockId]) -> None:
-        """Let go of those of `blocks` that are pinned: their content is not to be trusted."""
+        """Unpin those of `blocks` that are pinned: their content is not to be trusted."""
         for block in blocks:
             if block in self._ends:
                 self._let_go(block)
@@ -129,7 +141,7 @@ class Pins:
         self._set_end(dst, end, place)
 
     def _pin(self, hashes: Sequence[BlockHash], until: float) -> int:
-        """Pin what the first of `hashes` name, or for longer; return how many there is room for."""
+        """Pin the blocks of the first of `hashes`, or prolong their pins; return how many."""
         blocks = self._pool.find(hashes)
         for index, block in enumerate(blocks):
             if (old := self._ends.get(block)) is None:
@@ -142,7 +154,7 @@ class Pins:
                 self._by_end.discard(block)
             # A prefix ends no sooner than what continues it, and among equals after it.
             self._set_end(block, until, -index)
-            self._untold.append((hashes[index], until))
+            self._unsent.append((hashes[index], until))
         return len(blocks)
 
     def _set_end(self, block: DeviceBlockId, until: float, place: int) -> None:

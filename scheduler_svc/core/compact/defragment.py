@@ -1,23 +1,23 @@
 """Moves held blocks to the low end of the pool, so that the free ones become one run.
 
-With H blocks held, those at H and beyond are to change places with the free ones below H. A *pass*
-notes which these are, and whose; then each step moves a few, highest first, as copies among its
-others. Sequences run on meanwhile, so what was noted is checked again when it is used:
+With H blocks held, those at H and beyond are to change places with available ones below H. A *pass*
+notes which these are, and which tables name them; then each step moves a few, highest first, as
+copies among its others. Sequences run on, so what was noted is checked again when it is used:
 
     source    held, and all its holders are tables or a pin that the pass knows of. So a block held
               by a step in flight, or copied from by a fork, stays where it is; so does one that is
               being swapped in, or that this plan copies to.
-    target    a blank block: the source moves, and its old place is held until the step is
+    target    a free block: the source moves, and its old place is held until the step is
               answered. Or a cached one: the two exchange places, both copies in one list, since all
-              reads come before all writes. Blank below H are taken first, then cached below H; if
-              others have taken these meanwhile, the next blank one that is lower than the source.
+              reads come before all writes. Free ones below H are taken first, then cached ones; if
+              these have been allocated since, the next free one that is lower than the source.
 
-When the pool is about to shrink, passes of another kind go before these, again and again until
-nothing is left to do: they *evacuate* the blocks from the pool's end to be on, into any free ones
-below, evicting what is cached there.
+While the pool shrinks, passes of another kind go first, again and again until nothing is left to
+do: they *evacuate* the blocks from the pool's new end on, to any available ones below, evicting
+what is cached there.
 
-A pass costs time in proportion to the pool and the tables; a step in a pass, to its moves; and a
-step without one, a comparison.
+A pass takes time in proportion to the pool and the tables, a step in a pass in proportion to its
+moves, and a step without a pass one comparison.
 """
 
 from bisect import bisect_left
@@ -28,38 +28,38 @@ from typing import cast
 
 import numpy as np
 
+from contract.step import StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.cache.pins import Pins
 from scheduler_svc.core.compact.fragmentation import Fragmentation, measure
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepId
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 _NOW, _NEVER = float("-inf"), float("inf")
 _LEAST_RATE = 1e-9
-"""With a threshold of 0 there must still be something to mend."""
+"""With a threshold of 0 something must still be scattered."""
 
 
 @dataclass(frozen=True, slots=True)
 class DefragmentationReport:
-    """A look at the device's blocks, and what came of it."""
+    """How the device's blocks lay, before and after a pass."""
 
     before: Fragmentation
     after: Fragmentation
     """As `before` if there was no pass."""
     num_moved_blocks: int
     has_moved: bool
-    """Whether there was a pass; else it was only looked at."""
+    """Whether there was a pass; else the pool was only measured."""
 
 
 _NOTHING = Fragmentation(num_free_blocks=0, longest_free_run=0)
 
 
 class _Owners:
-    """Whose tables named which blocks, and where in them, when a pass began."""
+    """The tables that named each block, and where, when a pass began."""
 
     def __init__(self, running: Iterable[Sequence], border: DeviceBlockId) -> None:
         """Look at the blocks from `border` on."""
@@ -77,7 +77,7 @@ class _Owners:
         self._index: list[int] = (places - starts[seq_of]).tolist()
 
     def of(self, block: DeviceBlockId) -> list[tuple[Sequence, int]]:
-        """Return whose tables name it still, and where in them."""
+        """Return the tables that still name the block, by their sequences, and where."""
         owners = []
         for place in range(bisect_left(self._blocks, block), len(self._blocks)):
             if self._blocks[place] != block:
@@ -92,21 +92,21 @@ class _Owners:
 class _Pass:
     before: Fragmentation
     border: DeviceBlockId
-    """The number of held blocks: the end of the room that they are to have."""
+    """The number of held blocks: they are to be below it."""
     sources: list[DeviceBlockId]
     """Ascending; taken from the end."""
     free_targets: list[DeviceBlockId]
     """Descending; taken from the end, those that are cached then."""
     owners: _Owners
     evacuates: bool = False
-    """Whether it only empties what is beyond the border; nobody is told of it."""
+    """Whether it only empties what is beyond the border; there is no report of it."""
     num_moved: int = 0
     last_step: StepId | None = None
     """The last that moved something; None: none has."""
 
 
 class Defragmenter:
-    """At most one pass at a time, and the occasions on which one begins."""
+    """Begins passes, at most one at a time, and adds their moves to plans."""
 
     def __init__(
         self,
@@ -127,32 +127,32 @@ class Defragmenter:
         self._next_look = 0.0 if config.defragment_interval_s else _NEVER
         self._reports: tuple[DefragmentationReport, ...] = ()
         self.due = self._next_look
-        """Until then `plan` may be spared."""
+        """`plan` need not be called before."""
         self.num_moved = 0
         self.num_passes = 0
 
-    def want(self) -> None:
-        """Begin a pass with the next step, whatever the rate; after the current one if there is."""
+    def request_pass(self) -> None:
+        """Begin a pass with the next step, whatever the rate; after the current one, if any."""
         self._is_wanted = True
         self.due = _NOW
 
     def evacuate(self) -> None:
-        """Move held blocks that the pool is taking out of use, as long as there are any."""
+        """Move held blocks that the pool takes out of use, as long as there are any."""
         self.due = _NOW
 
-    def resized(self) -> None:
-        """Learn that the pool has another size: of a pass under way, some places may be gone."""
+    def on_resized(self) -> None:
+        """Drop from a pass under way the places that a smaller pool does not have."""
         if self._pass is not None:
             end = self._pool.num_blocks
             self._pass.sources = [block for block in self._pass.sources if block < end]
             self._pass.free_targets = [block for block in self._pass.free_targets if block < end]
 
     def take_reports(self) -> tuple[DefragmentationReport, ...]:
-        """Return what there is to say since the last call."""
+        """Return the reports since the last call."""
         reports, self._reports = self._reports, ()
         return reports
 
-    def plan(self, draft: PlanDraft, num_in_flight: int) -> None:
+    def plan(self, draft: PlanBuilder, num_in_flight: int) -> None:
         """Add moves to a plan that is otherwise complete; from `due` on, for every plan.
 
         Args:
@@ -205,7 +205,7 @@ class Defragmenter:
             evacuates=True,
         )
 
-    def _advance(self, current: _Pass, draft: PlanDraft, num_in_flight: int) -> None:
+    def _advance(self, current: _Pass, draft: PlanBuilder, num_in_flight: int) -> None:
         """Move some blocks of a pass, or end it."""
         num_moved = self._move(current, draft)
         if num_moved:
@@ -222,7 +222,7 @@ class Defragmenter:
                 DefragmentationReport(current.before, after, current.num_moved, has_moved=True),
             )
 
-    def _move(self, current: _Pass, draft: PlanDraft) -> int:
+    def _move(self, current: _Pass, draft: PlanBuilder) -> int:
         num_moved = 0
         written = {*draft.copy_dst}
         for _ in range(self._config.max_defragment_moves):
@@ -252,17 +252,17 @@ class Defragmenter:
         return num_moved
 
     def _is_movable(self, block: DeviceBlockId, num_tables: int) -> bool:
-        """Whether a block is held, and nobody holds it who would not hear that it moves."""
+        """Whether a block is held, and all its holders can be updated if it moves."""
         num_known = num_tables + (block in self._pins)
         is_known = self._pool.ref_count(block) == num_known > 0
         return is_known and not self._tier.is_loading(block)
 
     def _take_target(self, current: _Pass, src: DeviceBlockId) -> tuple[DeviceBlockId | None, bool]:
         """Return where a block goes, if anywhere, and whether that is a cached block's place."""
-        if (blank := self._pool.allocate_before(current.border)) is not None:
-            return blank, False
-        if current.evacuates:  # as many are left for it, but for what unclaimed rows hold
-            has_room = self._pool.num_blank + self._pool.num_cached > 0
+        if (free := self._pool.allocate_before(current.border)) is not None:
+            return free, False
+        if current.evacuates:  # admission leaves as many, but for what unclaimed rows hold
+            has_room = self._pool.num_free + self._pool.num_cached > 0
             return (self._pool.allocate(1)[0] if has_room else None), False
         while current.free_targets:
             if self._pool.is_cached(target := current.free_targets.pop()):

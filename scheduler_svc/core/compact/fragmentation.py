@@ -1,4 +1,4 @@
-"""How scattered a pool's free blocks are, and how full the held ones: detected, not mended, here.
+"""Measures how scattered a pool's available blocks are, and how full the held ones.
 
 A block of fixed size needs no neighbour to be allocated; what scatter costs is long transfers, and
 a pool's tail that could be given back.
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from scheduler_svc.core.plan import Int32Array
+from contract.arrays import Int32Array
 
 _MEDIUM, _HIGH = 0.2, 0.5
 
@@ -24,7 +24,7 @@ class FragmentationLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """How a pool's free blocks, those that nobody holds, lie."""
+    """How a pool's blocks that are not held lie; here they all are called free."""
 
     num_free_blocks: int
     longest_free_run: int
@@ -39,7 +39,7 @@ class Fragmentation:
 
     @property
     def level(self) -> FragmentationLevel:
-        """What the rate is called."""
+        """The rate, in words."""
         if self.rate < _MEDIUM:
             return FragmentationLevel.LOW
         return FragmentationLevel.MEDIUM if self.rate < _HIGH else FragmentationLevel.HIGH
@@ -47,14 +47,14 @@ class Fragmentation:
 
 @dataclass(frozen=True, slots=True)
 class SpaceReport:
-    """How well a core's block space is used: a snapshot that takes time in proportion to it."""
+    """How well a core's block space is used."""
 
     device: Fragmentation
     host: Fragmentation
     num_slots_held: int
-    """Of the running sequences' block tables; a shared block counts for each."""
+    """Slots of the running sequences' block tables; a shared block counts for each."""
     num_slots_written: int
-    """Those with KV of a token; of the decodes in flight not yet."""
+    """Slots with KV of a token, without decodes in flight."""
 
     @property
     def occupancy(self) -> float:
@@ -63,7 +63,7 @@ class SpaceReport:
 
 
 def measure(ref_counts: Int32Array) -> Fragmentation:
-    """Look at a pool, given as int32[N]: how many hold each block that there is to be taken."""
+    """Measure a pool, given as int32[N]: the number of holders of each block."""
     held = np.flatnonzero(ref_counts)
     ends = np.concatenate(([-1], held, [len(ref_counts)]))
     return Fragmentation(

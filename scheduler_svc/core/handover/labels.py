@@ -1,8 +1,8 @@
-"""The names of device blocks' contents that the worker has not been told: label by label, in order.
+"""Labels: hashes of device blocks' contents that the worker has not been sent yet, in order.
 
-A worker keeps, beside each block, the hash of what it holds, for the next scheduler to find. The
-labels of a plan name what blocks hold *before* its step changes anything. What is named while a
-step is being planned may be computed by that very step, so it is told with the one after it.
+A worker keeps, beside each block, the hash of its content, for the next scheduler to find. The
+labels of a plan name what blocks hold *before* its step changes anything. A block that is named
+while a step is being planned may be computed by that very step, so its label goes with the next.
 """
 
 from collections.abc import Iterable
@@ -11,19 +11,19 @@ from itertools import compress
 import numpy as np
 import numpy.typing as npt
 
+from contract.arrays import Int32Array, ints
 from contract.hashing import HASH_BYTES, BlockHash
-from scheduler_svc.core.plan import Int32Array, ints
 
 
 class NewLabels:
-    """Gathers the labels of all plans; the device pool's."""
+    """Gathers labels of the device pool for the plans to come."""
 
     def __init__(self) -> None:
         # Parallel.
         self._blocks: list[int] = []
         self._hashes: list[BlockHash] = []
         self._num_before = 0
-        """Those that hold before the step being planned."""
+        """How many of them hold before the step being planned."""
 
     def give(self, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
         """Name what blocks hold, or will when the step being planned is done."""
@@ -31,7 +31,7 @@ class NewLabels:
         self._hashes += hashes
 
     def begin_step(self) -> None:
-        """Note that a step begins to move blocks, and to compute."""
+        """Begin a step: what is named from now on holds only after it."""
         self._num_before = len(self._blocks)
 
     def exchange(self, one: int, other: int) -> None:

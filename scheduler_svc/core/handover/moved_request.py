@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import NewType
 
+from contract.step import StepId
 from scheduler_svc.core.blocks import HostBlockId
-from scheduler_svc.core.plan import StepId
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 
 ExportId = NewType("ExportId", int)
@@ -37,9 +37,9 @@ class MovedSequence:
     host_block_ids: tuple[HostBlockId, ...]
     """Where the giving core has its KV; empty: it has none, and computes its tokens again."""
     num_computed_tokens: int
-    """Tokens whose KV the blocks hold; without blocks: that it once had."""
+    """Tokens with KV in the blocks; without blocks: that had KV once."""
     num_charged_tokens: int
-    """First tokens of its prompt that the giving core's policy was told of."""
+    """First tokens of its prompt that the giving core's policy has charged."""
     num_cached_tokens: int
     """Tokens of its prompt that were found when it was first admitted."""
     was_admitted: bool

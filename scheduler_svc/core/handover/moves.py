@@ -1,7 +1,7 @@
-"""A scheduler core that is one of several: it says what it has, and gives and takes requests.
+"""Gives live requests to other cores, and takes theirs, each with its KV.
 
-A request moves with the KV of all its sequences, through the host blocks of both workers. Whoever
-copies the contents takes it through these stages:
+A request moves with the KV of all its sequences, through the host blocks of both workers. The
+caller, who copies the contents, takes it through these stages:
 
     giving core                              taking core
 
@@ -12,19 +12,18 @@ copies the contents takes it through these stages:
                                              end_import     it waits, KV on the host
 
 It lives in the giving core until `end_export` lets it go and in the taking core from `end_import`
-on, which must follow at once. Whatever happens before that, it goes on where it is. Until these
-two, the blocks that are read and those that are written are held by the move itself, even if the
-sequence ends.
+on, which must follow at once. Until then nothing is lost: it can go on where it is. The blocks that
+are read and those that are written are held by the move itself until these two, even if the
+sequence ends before.
 """
 
 from collections.abc import Collection, Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from contract.hashing import BlockHash, extend_chain, root_hash
-from scheduler_svc.core.blocks import HostBlockId
-from scheduler_svc.core.compact.resize import ResizableScheduler
-from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
+from contract.hashing import extend_chain, root_hash
+from contract.step import StepId
+from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, HostBlockId
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import MigrationRefusedError, RequestTooLongError
 from scheduler_svc.core.handover.moved_request import (
     Export,
@@ -35,19 +34,24 @@ from scheduler_svc.core.handover.moved_request import (
     MovedRequest,
     MovedSequence,
 )
-from scheduler_svc.core.limits import check_deadline, check_length
-from scheduler_svc.core.live_sequences import resubmittable
-from scheduler_svc.core.plan import StepId
+from scheduler_svc.core.limits import check_length
+from scheduler_svc.core.live_sequences import LiveSequences, resubmittable
+from scheduler_svc.core.policies.policy import Policy
+from scheduler_svc.core.preemption import Preemption
+from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
-from scheduler_svc.core.tiers.rates import Rates
+from scheduler_svc.core.steps_in_flight import StepsInFlight
+from scheduler_svc.core.tiers.host_room import HostRoom
+from scheduler_svc.core.tiers.host_tier import HostTier
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Leaving:
     seqs: list[Sequence]
     host_block_ids: list[HostBlockId]
-    """A reference to each is the export's own."""
+    """The export holds a reference to each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,63 +60,41 @@ class _Arriving:
     host_block_ids: tuple[HostBlockId, ...]
 
 
-class Replica(ResizableScheduler):
-    """The sequences and blocks of one worker beside others."""
+class Moves:
+    """The exports and imports under way."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        pool: BlockPool[DeviceBlockId],
+        tier: HostTier,
+        rows: Rows,
+        steps: StepsInFlight,
+        live: LiveSequences,
+        queue: WaitingQueue,
+        host_room: HostRoom,
+        preemption: Preemption,
+        policy: Policy,
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._tier = tier
+        self._rows = rows
+        self._steps = steps
+        self._live = live
+        self._queue = queue
+        self._host_room = host_room
+        self._preemption = preemption
+        self._policy = policy
         self._exports: dict[ExportId, _Leaving] = {}
         self._imports: dict[ImportId, _Arriving] = {}
-        self._num_moves = 0
-
-    def load(self) -> SchedulerLoad:
-        """See `Scheduler`; those on their way to another core wait."""
-        leaving = [seq for each in self._exports.values() for seq in each.seqs]
-        num_leaving = sum(seq.status is SeqStatus.MIGRATING for seq in leaving)
-        load = super().load()
-        return replace(load, num_waiting=load.num_waiting + num_leaving) if num_leaving else load
-
-    @property
-    def last_answered(self) -> StepId:
-        """The last step whose result was reported."""
-        return StepId(self._steps.last - len(self._steps))
-
-    # --- placement ------------------------------------------------------------------------------
-
-    def submit(self, request: Request, now: float) -> None:
-        """See `Scheduler`; what the prefix cache has of it is no work that waits."""
-        super().submit(request, now)
-        keys = range(request.first_seq_key, request.first_seq_key + request.n)
-        for seq in self._live.find(request.source, keys):
-            if seq in self._waiting:
-                self._waiting.expect(seq, self._lookup.find(seq).num_tokens)
-
-    def check_deadline(self, request: Request, now: float, rates: Rates) -> None:
-        """Look whether a new request could meet its deadline here; nothing changes.
-
-        Raises:
-            DeadlineError: It could not, even if nothing else ran.
-        """
-        check_deadline(request, now, rates, self.config, self._lookup.num_cached_tokens)
-
-    def num_cached_blocks(self, hashes: Seq[BlockHash]) -> int:
-        """Return how many blocks of a prompt the prefix cache has, in all tiers.
-
-        Args:
-            hashes: Of the prompt's full blocks, from its beginning.
-        """
-        return self._lookup.num_cached_blocks(hashes)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Known tokens that the worker has to compute before those of a new request."""
-        prefilling = sum(seq.num_tokens_left for seq in self._running.prefilling)
-        return self._waiting.num_tokens + prefilling
+        self._num_begun = 0
 
     # --- looking for what to move ---------------------------------------------------------------
 
     def find_requests(self, request_id: str | None = None) -> list[LiveRequest]:
-        """Return the live requests of a name, on which routers do not agree; None: all of them."""
+        """Return the live requests with an id, which routers may share; None: all requests."""
         seqs = [seq for seq in self._live if request_id in (None, seq.request.request_id)]
         return [self._describe(group) for group in _by_request(seqs)]
 
@@ -122,20 +104,13 @@ class Replica(ResizableScheduler):
         All its sequences wait, one at least with its KV on the host.
         """
         swapped = [seq for seq in self._live if seq.status is SeqStatus.SWAPPED]
-        for first in sorted(swapped, key=self._rank):
+        for first in sorted(swapped, key=self._queue.sort_key):
             group = self._group(first.request.source, first.request.first_seq_key)
             if all(seq.status in QUEUED and not seq.siblings for seq in group):
                 return self._describe(group)
         return None
 
     # --- giving ---------------------------------------------------------------------------------
-
-    def drain(self) -> tuple[Request, ...]:
-        """Return every live request so that another core can take it up; the worker is lost.
-
-        Each has the known tokens of its sequences as `outputs`. This core is of no use afterwards.
-        """
-        return self._live.requests(self._rows.known_tokens)
 
     def begin_export(self, source: SourceId, first_seq_key: SeqKey) -> Export:
         """Preempt a live request with its KV to the host, and keep it from running again here.
@@ -148,30 +123,30 @@ class Replica(ResizableScheduler):
         request = resubmittable(seqs, self._rows.known_tokens)
         for seq in seqs:
             if seq.status in RUNNING:
-                self._preempt(seq, must_swap=True)
+                self._preemption.preempt(seq, must_swap=True)
             self._tier.pool.drop(seq.fetched_block_ids)
             seq.fetched_block_ids = ()
-            self._waiting.remove(seq)
+            self._queue.remove(seq)
             seq.move(SeqStatus.MIGRATING)
         moved = MovedRequest(
             request=request,
             arrived=seqs[0].arrived,
-            block_size=self.config.block_size,
-            bytes_per_block=self.config.bytes_per_block,
+            block_size=self._config.block_size,
+            bytes_per_block=self._config.bytes_per_block,
             sequences=tuple(_moved(seq) for seq in seqs),
         )
         held = moved.host_block_ids
         self._tier.pool.share(held)
-        self._num_moves += 1
-        export_id = ExportId(self._num_moves)
+        self._num_begun += 1
+        export_id = ExportId(self._num_begun)
         self._exports[export_id] = _Leaving(seqs, held)
-        return Export(export_id, moved, self._settled_step)
+        return Export(export_id, moved, self._step_of_last_move)
 
     def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
-        """Let a request go, or let it wait here again; nobody reads its host blocks any more.
+        """Let a request go, or let it wait here again; its host blocks are read no more.
 
         Returns:
-            The output indices of its sequences that have not ended meanwhile.
+            The output indices of its sequences that have not ended since `begin_export`.
         """
         leaving = self._exports.pop(export_id)
         seqs = [seq for seq in leaving.seqs if seq.status is SeqStatus.MIGRATING]
@@ -180,7 +155,8 @@ class Replica(ResizableScheduler):
                 self._host_room.release(seq)
                 self._live.remove(seq)
             else:
-                self._queue(seq)
+                seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
+                self._queue.push(seq)
         self._tier.pool.drop(leaving.host_block_ids)
         return tuple(seq.output_index for seq in seqs)
 
@@ -194,10 +170,10 @@ class Replica(ResizableScheduler):
         """
         self._check_can_take(moved)
         blocks = tuple(self._tier.take_free() for _ in moved.host_block_ids)
-        self._num_moves += 1
-        import_id = ImportId(self._num_moves)
+        self._num_begun += 1
+        import_id = ImportId(self._num_begun)
         self._imports[import_id] = _Arriving(moved, blocks)
-        return Import(import_id, blocks, self._settled_step)
+        return Import(import_id, blocks, self._step_of_last_move)
 
     def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> None:
         """Take the sequences that have arrived; free what was set aside for the others.
@@ -224,17 +200,18 @@ class Replica(ResizableScheduler):
                 for index, output in enumerate(moved.request.outputs)
             ),
         )
-        place = self._policy.place(request, moved.arrived)
-        for seq in self._live.add(request, place, moved.arrived):
+        rank = self._policy.rank(request, moved.arrived)
+        for seq in self._live.add(request, rank, moved.arrived):
             came = index_to_moved[seq.output_index]
             seq.num_computed_tokens = came.num_computed_tokens
             seq.num_charged_tokens = came.num_charged_tokens
             seq.num_cached_tokens = came.num_cached_tokens
             seq.was_admitted = came.was_admitted
             seq.host_block_ids = tables[seq.output_index]
-            seq.move(SeqStatus.MIGRATING)
             self._publish_on_host(seq)
-            self._queue(seq)
+            if seq.host_block_ids:
+                seq.move(SeqStatus.SWAPPED)
+            self._queue.push(seq)
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -246,13 +223,19 @@ class Replica(ResizableScheduler):
         for arriving in self._imports.values():
             yield from arriving.host_block_ids
 
-    def _requests_to_finish(self) -> list[Request]:
-        return super()._requests_to_finish() + [
-            each.moved.request for each in self._imports.values()
-        ]
+    @property
+    def arriving_requests(self) -> Iterator[Request]:
+        """The requests for which host blocks are set aside: they are to finish here."""
+        return (each.moved.request for each in self._imports.values())
 
     @property
-    def _settled_step(self) -> StepId:
+    def num_leaving(self) -> int:
+        """Sequences that wait to be let go."""
+        leaving = (seq for each in self._exports.values() for seq in each.seqs)
+        return sum(seq.status is SeqStatus.MIGRATING for seq in leaving)
+
+    @property
+    def _step_of_last_move(self) -> StepId:
         """The step after whose result all moves asked for so far are done.
 
         One that has not gone out goes with the next plan.
@@ -268,7 +251,7 @@ class Replica(ResizableScheduler):
 
     def _describe(self, seqs: list[Sequence]) -> LiveRequest:
         request = seqs[0].request
-        num_blocks = -(-seqs[0].max_total_tokens // self.config.block_size)
+        num_blocks = -(-seqs[0].max_total_tokens // self._config.block_size)
         return LiveRequest(
             source=request.source,
             first_seq_key=request.first_seq_key,
@@ -283,7 +266,7 @@ class Replica(ResizableScheduler):
             raise MigrationRefusedError("it is not live")
         if seqs[0].group is not None:
             raise MigrationRefusedError("it is a beam search, whose KV does not leave the device")
-        if not self.config.num_host_blocks:
+        if not self._config.num_host_blocks:
             raise MigrationRefusedError("its worker has no host tier (--host-kv-memory-gb)")
         if any(seq.status is SeqStatus.MIGRATING for seq in seqs):
             raise MigrationRefusedError("it is being moved already")
@@ -292,14 +275,14 @@ class Replica(ResizableScheduler):
         if any(seq.siblings for seq in seqs):
             raise MigrationRefusedError(f"n is {len(seqs)} and its prompt is not computed yet")
         num_blocks = sum(len(seq.block_ids) for seq in seqs)
-        if num_blocks > self._tier.pool.num_free:
+        if num_blocks > self._tier.pool.num_available:
             raise MigrationRefusedError(
                 f"it has {num_blocks} device blocks, and its worker has "
-                f"{self._tier.pool.num_free} free host blocks"
+                f"{self._tier.pool.num_available} free host blocks"
             )
 
     def _check_can_take(self, moved: MovedRequest) -> None:
-        config = self.config
+        config = self._config
         if not config.num_host_blocks:
             raise MigrationRefusedError("that worker has no host tier (--host-kv-memory-gb)")
         ours = (config.block_size, config.bytes_per_block)
@@ -313,23 +296,19 @@ class Replica(ResizableScheduler):
         except RequestTooLongError as error:
             raise MigrationRefusedError(f"that worker does not take it: {error}") from None
         num_blocks = len(moved.host_block_ids)
-        if num_blocks > self._tier.pool.num_free:
+        if num_blocks > self._tier.pool.num_available:
             raise MigrationRefusedError(
-                f"it has {num_blocks} host blocks, and that worker {self._tier.pool.num_free} free"
+                f"it has {num_blocks} host blocks, "
+                f"and that worker {self._tier.pool.num_available} free"
             )
-
-    def _queue(self, seq: Sequence) -> None:
-        """Let a sequence wait for admission, with its KV if it has any."""
-        seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
-        self._waiting.push(seq)
 
     def _publish_on_host(self, seq: Sequence) -> None:
         """Let others find the full blocks that came with a sequence."""
-        if not self.config.enable_prefix_caching:
+        if not self._config.enable_prefix_caching:
             return
-        num_full = seq.num_computed_tokens // self.config.block_size
+        num_full = seq.num_computed_tokens // self._config.block_size
         root = root_hash(seq.request.cache_salt)
-        extend_chain(seq.block_hashes, root, seq.token_ids, self.config.block_size)
+        extend_chain(seq.block_hashes, root, seq.token_ids, self._config.block_size)
         blocks = seq.host_block_ids[:num_full]  # none if it computes again
         self._tier.pool.publish(blocks, seq.block_hashes[: len(blocks)])
 

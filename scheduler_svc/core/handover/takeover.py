@@ -1,90 +1,147 @@
-"""A scheduler core that goes on with what its worker holds of the scheduler before.
+"""Goes on with what a worker holds of the scheduler before.
 
-What is known of it, and what becomes of that:
+What the worker reports, and what becomes of it:
 
-    a sequence that had a row   its tokens and its block table; *unclaimed* until its request is
-                                submitted again: then it runs on in its blocks, and computes nothing
-                                again. If the next block that it needs is not free, it is as if it
-                                were preempted: it waits with its KV on the host or, if there is no
-                                host tier or no room in it, or to compute is preferred, is computed
-                                again. Nobody knows what it was but by its identity.
-    a search                    how far it was: it goes on as after a preemption, with what the
-                                prefix cache has
-    one that was swapped out    nothing but the names of its blocks, the partial tail included;
-                                found by the tokens that its request comes with, it is SWAPPED
-                                again. Without a prefix cache these names are its own. What holds
-                                tokens of which its source has not heard has names that nobody can
-                                make, so that less than a block before them is computed again; the
-                                last of them may be missing
-    blocks that are named       are cached: the prefix cache is as it was, in all tiers
-    names that are pinned       are pinned for the rest of their time
+    a row            a sequence's tokens and block table. It is *unclaimed* until its request is
+                     submitted again, and is known by its identity alone. Then the sequence runs on
+                     in its blocks, and computes nothing again. If the next block that it needs is
+                     not available, it is as if it were preempted: it waits with its KV on the host,
+                     or, if there is no host tier, no room in it, or to compute is faster, computes
+                     its tokens again.
+    a search         how far it was: it goes on as after a preemption, with what the prefix cache
+                     has.
+    swapped blocks   the names of the blocks, a partial tail included. They are found by the tokens
+                     that the request comes with, and the sequence is SWAPPED again. Without a
+                     prefix cache these names are the sequence's own. A block that holds tokens
+                     which the source has not heard of has a name that cannot be made from the
+                     request; so less than a block before it is computed again.
+    named blocks     are cached: the prefix cache is as it was, in all tiers.
+    pinned names     are pinned for the rest of their time.
 
-Unclaimed blocks and rows are given to nobody else until `claim_s` have passed, or, after
-`REUNION_S`, until somebody could not run otherwise. Not sooner: requests come again one by one, and
-the first could take what the second runs on in. Then what is named among them stays in the cache,
-and the rest is free.
+Unclaimed blocks and rows stay reserved until `claim_s` have passed, or, after `REUNION_S`, until a
+sequence could not run without them. Not sooner: requests come again one by one, and the first could
+take what the second runs on in. Then what is named among the blocks stays in the cache, and the
+rest is free.
 
-The worker may have sampled tokens of which the source has not heard: it does now, with their
-log-probabilities, so that not even those are computed again. If it lacks more of these than the
-worker has kept, the tokens are drawn again, and come out the same.
+The worker may have sampled tokens that the source has not heard of. It hears of them now, with
+their log-probabilities, so that not even those are computed again. If more of these are missing
+than the worker has kept, the tokens are drawn again, and come out the same.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from contract.arrays import Int32Array
 from contract.hashing import BlockHash, extend_chain, tail_hash
+from contract.state import HeldBlocks, HeldRow, Holdings
+from contract.step import TokenLogprob
 from scheduler_svc.core.beams.group import BeamGroup
-from scheduler_svc.core.blocks import DeviceBlockId, DiskBlockId, HostBlockId
+from scheduler_svc.core.blocks import BlockIdT, BlockPool, DeviceBlockId, DiskBlockId, HostBlockId
+from scheduler_svc.core.cache.pins import Pins
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.holdings import HeldRow, Holdings, identity, swap_root
-from scheduler_svc.core.handover.moves import Replica
-from scheduler_svc.core.plan import Finished, Int32Array, News, StepPlan
+from scheduler_svc.core.events import Finished, StepEvents
+from scheduler_svc.core.handover.identity import identity, swap_root
+from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.prefix import FoundKv
+from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
+from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import SeqStatus, Sequence
+from scheduler_svc.core.tiers.host_room import HostRoom
+from scheduler_svc.core.tiers.host_tier import HostTier
 
 REUNION_S = 2.0
-"""How long what nobody has claimed is kept even from those who cannot run without: all who will
-claim are there by then, as a rule."""
+"""Grace period in which unclaimed blocks are not reused, even under pressure: by then routers have
+submitted their live requests again, as a rule. Chosen, not measured."""
 
 
-class Successor(Replica):
-    """The sequences and blocks of one worker, which may have had a scheduler before."""
+class Takeover:
+    """What is unclaimed, and the sequences that claim it."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config)
-        self._unclaimed: dict[bytes, list[HeldRow]] = {}
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        pool: BlockPool[DeviceBlockId],
+        pins: Pins,
+        tier: HostTier,
+        rows: Rows,
+        running: RunningSet,
+        live: LiveSequences,
+        queue: WaitingQueue,
+        host_room: HostRoom,
+        finish: Callable[..., list[Finished]],
+    ) -> None:
+        """`finish` is `Scheduler._finish`."""
+        self.num_recomputed_tokens = 0
+        """Tokens that adopted sequences compute again, though the worker had computed them."""
+        self.num_adopted_tokens = 0
+        """Tokens of adopted sequences with KV that the worker still had."""
+        self.expires_at = float("inf")
+        """`expire` need not be called before."""
+        self._config = config
+        self._pool = pool
+        self._pins = pins
+        self._tier = tier
+        self._rows = rows
+        self._running = running
+        self._live = live
+        self._queue = queue
+        self._host_room = host_room
+        self._finish = finish
+        self._unclaimed: dict[bytes, list[HeldRow]] = {}  # by identity
         self._kept_until = 0.0
-        self._claimable_until = 0.0
-        self._told: list[tuple[Sequence, Int32Array, tuple[bytes, ...]]] = []
-        """Tokens that sequences had already, and of which their sources have not heard; with their
-        log-probabilities, if these are wanted."""
+        self._unheard: list[tuple[Sequence, Int32Array, tuple[TokenLogprob, ...]]] = []
+        """Sampled tokens that the sources have not heard of; with log-probabilities, if wanted."""
         self._ended: list[Finished] = []
 
-    # --- taking over ----------------------------------------------------------------------------
+    # --- what is unclaimed ----------------------------------------------------------------------
 
     def inherit(self, holdings: Holdings, now: float) -> None:
-        """Learn what the worker holds; once, before anything else."""
-        for row in holdings.rows[: self.config.max_num_seqs]:
+        """Take over what the worker holds; once, before anything else."""
+        for row in holdings.rows[: self._config.max_num_seqs]:
             self._unclaimed.setdefault(row.identity, []).append(row)
         self._kept_until = now + REUNION_S
-        self._claimable_until = now + self.config.claim_s
+        self.expires_at = now + self._config.claim_s
         self._rows.num_reserved += len(self.unclaimed)
         device, host, disk = holdings.device, holdings.host, holdings.disk
-        tables = [row.block_ids for row in self.unclaimed]
-        self._tier.pool.restore((), host.block_ids, host.hashes)
-        self._tier.disk.pool.restore((), disk.block_ids, disk.hashes)
-        if not self.config.enable_prefix_caching:
+        tables = [_table(row) for row in self.unclaimed]
+        self._tier.pool.restore((), _blocks(host, HostBlockId), host.hashes)
+        self._tier.disk.pool.restore((), _blocks(disk, DiskBlockId), disk.hashes)
+        if not self._config.enable_prefix_caching:
             self._pool.restore(tables, (), ())
             return
-        self._pool.restore(tables, device.block_ids, device.hashes)
+        self._pool.restore(tables, _blocks(device, DeviceBlockId), device.hashes)
         self._pins.restore(holdings.pins, now)
 
     @property
     def unclaimed(self) -> list[HeldRow]:
-        """The sequences that had a row and whose requests have not come again."""
+        """The rows of sequences whose requests have not come again."""
         return [row for rows in self._unclaimed.values() for row in rows]
+
+    @property
+    def held_device_blocks(self) -> list[DeviceBlockId]:
+        """The device blocks that unclaimed rows hold, each as often as it is held."""
+        return [block for row in self.unclaimed for block in _table(row)]
+
+    def expire(self) -> None:
+        """Free what is unclaimed: `claim_s` are over."""
+        self.expires_at = float("inf")
+        for row in self.unclaimed:
+            self._free(row)
+
+    def give_up_one(self, now: float) -> bool:
+        """Free an unclaimed row, since nothing can run without; say whether there was one.
+
+        In the first `REUNION_S` none is given up.
+        """
+        if not self._unclaimed or now < self._kept_until:
+            return False
+        self._free(self.unclaimed[-1])
+        return True
 
     def num_held_tokens(self, request: Request) -> int:
         """Return how many tokens of a request have KV here that only it can find.
@@ -93,66 +150,54 @@ class Successor(Replica):
         """
         return sum(self._num_held_tokens(request, index) for index in range(request.n))
 
-    def take_adopted(self) -> News | None:
-        """Return what the sources must hear of what was adopted since the last call."""
-        if not (self._told or self._ended):
+    def take_adopted(self) -> StepEvents | None:
+        """Return the events of sequences adopted since the last call, if any."""
+        if not (self._unheard or self._ended):
             return None
-        told, self._told = self._told, []
+        unheard, self._unheard = self._unheard, []
         ended, self._ended = tuple(self._ended), []
-        admitted, self._admitted = tuple(self._admitted), []
-        seqs = [seq for seq, tokens, _ in told for _ in range(len(tokens))]
-        logprobs: list[bytes | None] = []
-        for _, tokens, scores in told:
+        seqs = [seq for seq, tokens, _ in unheard for _ in range(len(tokens))]
+        logprobs: list[TokenLogprob | None] = []
+        for _, tokens, scores in unheard:
             logprobs += scores or [None] * len(tokens)
-        return News(
+        token_ids = np.concatenate([np.empty(0, np.int32), *(tokens for _, tokens, _ in unheard)])
+        return StepEvents(
             sources=np.array([seq.request.source for seq in seqs], np.int32),
             seq_keys=np.array([seq.seq_key for seq in seqs], np.uint64),
-            token_ids=np.concatenate([np.empty(0, np.int32), *(tokens for _, tokens, _ in told)]),
+            token_ids=token_ids,
             result_index=np.arange(len(seqs), dtype=np.int32),
-            admitted=admitted,
+            admitted=self._live.take_admitted(),
             finished=ended,
             logprobs=tuple((i, each) for i, each in enumerate(logprobs) if each is not None),
         )
 
-    # --- what a core does -----------------------------------------------------------------------
+    # --- claiming it ----------------------------------------------------------------------------
 
-    def submit(self, request: Request, now: float) -> None:
-        """See `Scheduler`; what the worker has of it is not computed again."""
-        has_diverged = request.beam is None and not request.outputs and request.n > 1
-        if has_diverged and any(self._find(request, index) for index in range(1, request.n)):
+    def with_separate_outputs(self, request: Request) -> Request:
+        """Return a request so that no output forks from the first, if rows of others are held.
+
+        Its source may have heard of no token yet, but its outputs have diverged.
+        """
+        may_fork = request.beam is None and not request.outputs and request.n > 1
+        if may_fork and any(self._find_row(request, index) for index in range(1, request.n)):
             nothing = OutputSoFar(np.empty(0, np.int32), finished=False)
             request = replace(request, outputs=(nothing,) * request.n)
-        super().submit(request, now)
+        return request
 
-    def schedule(
-        self,
-        now: float,
-        max_paced_tokens: int | None = None,
-        max_prompt_tokens: int | None = None,
-    ) -> StepPlan | None:
-        """See `Scheduler`; nobody waits for ever for what nobody claims."""
-        if self._unclaimed and now >= self._claimable_until:
-            for row in self.unclaimed:
-                self._let_go(row)
-        plan = super().schedule(now, max_paced_tokens, max_prompt_tokens)
-        if now < self._kept_until:
-            return plan
-        while plan is None and self._unclaimed and self._waiting and not self._steps:
-            self._let_go(self.unclaimed[-1])
-            plan = super().schedule(now, max_paced_tokens, max_prompt_tokens)
-        return plan
+    def adopt(self, seq: Sequence) -> bool:
+        """Let a new sequence have what the worker holds of it, if anything.
 
-    # --- parts ----------------------------------------------------------------------------------
-
-    def _enqueue(self, seq: Sequence) -> None:
+        Returns:
+            Whether it runs, waits SWAPPED in the queue, or has ended; else the caller queues it. A
+            search is always queued by the caller, but may have been set to where it was.
+        """
         if seq.group is not None:
             self._resume_search(seq, seq.group)
-        elif self._adopt_running(seq) or self._adopt_swapped(seq):
-            return
-        super()._enqueue(seq)
+            return False
+        return self._adopt_running(seq) or self._adopt_swapped(seq)
 
-    def _find(self, request: Request, output_index: int) -> HeldRow | None:
-        """Return an unclaimed row that is an output's, of whose tokens either has a beginning."""
+    def _find_row(self, request: Request, output_index: int) -> HeldRow | None:
+        """Return the unclaimed row of an output, if either's tokens begin with the other's."""
         if not self._unclaimed:
             return None
         rows = self._unclaimed.get(identity(request, output_index), ())
@@ -160,44 +205,44 @@ class Successor(Replica):
         return next((row for row in rows if _is_same(row.token_ids, known)), None)
 
     def _resume_search(self, leader: Sequence, group: BeamGroup) -> None:
-        """Let a search be as far as it was; it finds what it needs, or computes it."""
-        row = self._find(leader.request, 0)
+        """Set a new search to where it was; admission finds its KV, or it is computed."""
+        row = self._find_row(leader.request, 0)
         if row is None:
             return
-        self._let_go(row)
+        self._free(row)
         if row.search is not None and group.search.resume(row.search, row.token_ids):
             group.queue_leader()
             leader.num_computed_tokens = len(leader.token_ids) - 1
             leader.num_charged_tokens = leader.num_prompt_tokens
-            self._tell_admitted(leader, 0, leader.arrived)
+            self._live.record_admitted(leader, 0, leader.arrived)
 
     def _num_held_tokens(self, request: Request, output_index: int) -> int:
-        if (row := self._find(request, output_index)) is not None:
+        if (row := self._find_row(request, output_index)) is not None:
             return row.num_computed_tokens
-        if self.config.enable_prefix_caching or not self._tier.pool.num_cached:
+        if self._config.enable_prefix_caching or not self._tier.pool.num_cached:
             return 0  # as most often: it is asked for every request
         kv = self._find_swapped(request, output_index, [])
         return 0 if kv is None else kv.num_tokens
 
     def _adopt_running(self, seq: Sequence) -> bool:
-        """Let a sequence run on in the blocks of its row, if there is one."""
-        row = self._find(seq.request, seq.output_index)
+        """Let a sequence run on in the blocks of its row, if it has one; return whether it does."""
+        row = self._find_row(seq.request, seq.output_index)
         if row is None or len(row.token_ids) > seq.max_total_tokens:
             return False
-        has_all_to_tell = len(seq.token_ids) > seq.num_prompt_tokens
-        if not (seq.request.reads_prefix_cache or has_all_to_tell):
-            return False  # its prompt's log-probabilities are still to be told
+        has_output = len(seq.token_ids) > seq.num_prompt_tokens
+        if not (seq.request.reads_prefix_cache or has_output):
+            return False  # its source still waits for its prompt's log-probabilities
         num_known = len(seq.token_ids)
         num_new = len(row.token_ids) - num_known
         has_all = not row.had_logprobs or len(row.logprobs) >= num_new
         if num_new > 0 and has_all:
             seq.token_ids = row.token_ids
-            self._tell_admitted(seq, 0, seq.arrived)
+            self._live.record_admitted(seq, 0, seq.arrived)
             logprobs = row.logprobs[-num_new:] if row.had_logprobs else ()
-            self._told.append((seq, row.token_ids[num_known:], logprobs))
+            self._unheard.append((seq, row.token_ids[num_known:], logprobs))
             if row.has_stopped or len(row.token_ids) >= seq.max_total_tokens:
-                self._let_go(row)
-                self._waiting.push(seq)
+                self._free(row)
+                self._queue.push(seq)
                 reason = FinishReason.STOP if row.has_stopped else FinishReason.LENGTH
                 last = int(row.token_ids[-1]) if row.has_stopped else None
                 self._ended += self._finish(seq, reason, stop_token_id=last)
@@ -207,36 +252,38 @@ class Successor(Replica):
     def _run_on(self, seq: Sequence, row: HeldRow) -> bool:
         """Start a sequence in the blocks of its row, which are its own from now on.
 
-        A last block that is not its own to write, it copies. Blocks in which nothing is computed
-        are given back, and others taken. If there are none, it waits with its KV on the host.
+        If the last block is shared, it writes a copy of it. Blocks in which nothing is computed are
+        dropped, and the missing ones allocated. If too few are available, it waits with its KV on
+        the host.
         """
         num_computed = min(row.num_computed_tokens, len(seq.token_ids) - 1)
-        num_full, num_in_tail = divmod(num_computed, self.config.block_size)
-        kept = row.block_ids[: num_full + bool(num_in_tail)]
+        num_full, num_in_tail = divmod(num_computed, self._config.block_size)
+        table = _table(row)
+        kept = table[: num_full + bool(num_in_tail)]
         num_before = max(seq.num_computed_tokens, row.num_computed_tokens)
         self._claim(row)
-        self._pool.drop(row.block_ids[len(kept) :])
+        self._pool.drop(table[len(kept) :])
         copies = bool(num_in_tail) and not self._pool.is_writable(kept[-1])
         ready = [*kept[:-1]] if copies else [*kept]
-        num_new = -(-len(seq.token_ids) // self.config.block_size) - len(ready)
-        if num_new > self._pool.num_free:
+        num_new = -(-len(seq.token_ids) // self._config.block_size) - len(ready)
+        if num_new > self._pool.num_available:
             seq.num_computed_tokens = num_before
             is_out = self._swap_out(seq, [*kept], num_computed)
             self._pool.drop(kept)
             return is_out
         if copies:
             seq.copy_from = kept[-1]
-        self._num_recomputed_tokens += num_before - num_computed
-        self._num_adopted_tokens += num_computed
+        self.num_recomputed_tokens += num_before - num_computed
+        self.num_adopted_tokens += num_computed
         self._running.start(seq, FoundKv(ready, [], [], num_computed), num_new)
         self._pool.drop(ready)
-        seq.num_published_blocks = 0  # the worker knows of some, and of which is not known here
+        seq.num_published_blocks = 0  # some are, but which is not known here
         seq.num_charged_tokens = min(num_computed, seq.num_prompt_tokens)
-        self._tell_admitted(seq, 0, seq.arrived)
+        self._live.record_admitted(seq, 0, seq.arrived)
         return True
 
     def _swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> bool:
-        """Let a new sequence wait with what these blocks hold, if the host has room for it."""
+        """Copy the blocks of a new sequence to the host, if it has room; return whether it has."""
         if not (num_computed and self._host_room.make_for_swap(len(blocks), num_computed)):
             return False
         self._running.swap_out(seq, blocks, num_computed)
@@ -244,13 +291,13 @@ class Successor(Replica):
         return True
 
     def _adopt_swapped(self, seq: Sequence) -> bool:
-        """Let a sequence wait with its KV, if host and disk have what was swapped out."""
+        """Let a sequence wait SWAPPED if host and disk have what was swapped out of it."""
         kv = self._find_swapped(seq.request, seq.output_index, seq.block_hashes)
         if kv is None:
             return False
         self._tier.pool.share(kv.host)
         self._tier.disk.pool.share(kv.disk)
-        if not self.config.enable_prefix_caching:  # they have been found by all who may
+        if not self._config.enable_prefix_caching:  # the names were its own
             self._tier.pool.forget(kv.host)
             self._tier.disk.pool.forget(kv.disk)
         seq.host_block_ids, seq.disk_block_ids = tuple(kv.host), tuple(kv.disk)
@@ -258,34 +305,33 @@ class Successor(Replica):
         return True
 
     def _wait_swapped(self, seq: Sequence, num_computed: int) -> None:
-        """Let a new sequence wait with so many tokens' KV in its blocks on host and disk."""
-        self._num_recomputed_tokens += max(0, seq.num_computed_tokens - num_computed)
-        self._num_adopted_tokens += num_computed
+        """Queue a new sequence whose blocks on host and disk hold the KV of so many tokens."""
+        self.num_recomputed_tokens += max(0, seq.num_computed_tokens - num_computed)
+        self.num_adopted_tokens += num_computed
         seq.num_computed_tokens = num_computed
         seq.num_charged_tokens = min(num_computed, seq.num_prompt_tokens)
-        self._tell_admitted(seq, 0, seq.arrived)
-        seq.move(SeqStatus.MIGRATING)  # from one core to the next
+        self._live.record_admitted(seq, 0, seq.arrived)
         seq.move(SeqStatus.SWAPPED)
-        self._waiting.push(seq)
+        self._queue.push(seq)
 
     def _find_swapped(
         self, request: Request, output_index: int, chain: list[BlockHash]
     ) -> "_SwappedKv | None":
-        """Look for an output's KV up to its last block, a partial one or not, on host and disk.
+        """Look on host and disk for an output's KV up to its last block, full or partial.
 
-        What they have of full blocks only, the prefix cache finds at admission, if there is one. So
-        it does for a prompt of which no output is known.
+        With a prefix cache, full blocks alone are not looked for: admission finds them. Nor is a
+        prompt without output.
 
         Args:
-            request: Whose it is.
-            output_index: Which output.
-            chain: Its hashes, as far as they are known, if there is a prefix cache; extended.
+            request: The request.
+            output_index: Which of its outputs.
+            chain: With a prefix cache, the hashes of the output's blocks known so far; extended.
         """
-        has_cache, size = self.config.enable_prefix_caching, self.config.block_size
+        has_cache, size = self._config.enable_prefix_caching, self._config.block_size
         known = _known_tokens(request, output_index)
         has_output = len(known) > len(request.prompt_token_ids)
         may_find = has_output or (not has_cache and request.reads_prefix_cache)
-        if not self.config.num_host_blocks or not may_find:
+        if not self._config.num_host_blocks or not may_find:
             return None
         chain = chain if has_cache else []
         root = swap_root(request, output_index, has_prefix_cache=has_cache)
@@ -295,7 +341,7 @@ class Successor(Replica):
         disk = self._tier.disk.pool.find(hashes[len(host) :])
         num_full = len(host) + len(disk)
         next_end = (num_full + 1) * size
-        # To its end, if a token has been drawn after these of which the source has not heard.
+        # Up to the last known token: its KV is there if one more was sampled, unheard of.
         for end in range(min(len(known), next_end), num_full * size, -1):
             name = chain[num_full] if end == next_end else tail_hash(chain, root, known, end, size)
             host_tail = [] if disk else self._tier.pool.find([name])
@@ -306,21 +352,16 @@ class Successor(Replica):
         return None if has_cache or not num_full else _SwappedKv(host, disk, num_full * size)
 
     def _claim(self, row: HeldRow) -> None:
-        """Take a row out of those unclaimed; its blocks are the caller's."""
+        """Take a row out of those unclaimed; the caller owns its blocks now."""
         rows = self._unclaimed[row.identity]
         rows.remove(row)
         if not rows:
             del self._unclaimed[row.identity]
         self._rows.num_reserved -= 1
 
-    def _let_go(self, row: HeldRow) -> None:
+    def _free(self, row: HeldRow) -> None:
         self._claim(row)
-        self._pool.drop(row.block_ids)
-
-    @property
-    def held_device_blocks(self) -> list[DeviceBlockId]:
-        """The device blocks that unclaimed rows hold, each as often as it is held."""
-        return [block for row in self.unclaimed for block in row.block_ids]
+        self._pool.drop(_table(row))
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +370,14 @@ class _SwappedKv:
     disk: list[DiskBlockId]
     """Behind those on the host."""
     num_tokens: int
+
+
+def _table(row: HeldRow) -> list[DeviceBlockId]:
+    return [DeviceBlockId(block) for block in row.block_ids.tolist()]
+
+
+def _blocks(held: HeldBlocks, block_id: Callable[[int], BlockIdT]) -> list[BlockIdT]:
+    return [block_id(block) for block in held.block_ids.tolist()]
 
 
 def _known_tokens(request: Request, output_index: int) -> Int32Array:

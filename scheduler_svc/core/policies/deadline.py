@@ -1,7 +1,7 @@
-"""Earliest deadline first, and everybody has one."""
+"""Earliest deadline first; a request without one has one, too."""
 
 from scheduler_svc.core.policies.arguments import check_positive
-from scheduler_svc.core.policies.policy import Place, Policy
+from scheduler_svc.core.policies.policy import Policy, Rank
 from scheduler_svc.core.request import Request
 
 
@@ -14,7 +14,6 @@ class EarliestDeadline(Policy):
     def __init__(self, patience_s: float = 60.0) -> None:
         self._patience_s = check_positive("patience_s", patience_s)
 
-    def place(self, request: Request, arrived: float) -> Place:
-        """See `Policy`."""
+    def rank(self, request: Request, arrived: float) -> Rank:
         latest = arrived + self._patience_s
-        return Place((latest if request.deadline is None else min(latest, request.deadline),))
+        return Rank((latest if request.deadline is None else min(latest, request.deadline),))

@@ -8,7 +8,7 @@ those that wait: time in which a tenant wanted nothing is no credit.
 """
 
 from scheduler_svc.core.policies.arguments import check_positive
-from scheduler_svc.core.policies.policy import Place, Policy
+from scheduler_svc.core.policies.policy import Policy, Rank
 from scheduler_svc.core.request import Request
 
 _FEW_COUNTERS = 1024
@@ -32,18 +32,17 @@ class TenantFair(Policy):
         """The lowest counter of those that waited when it was last asked for; never falls."""
         self._most_counters = _FEW_COUNTERS
 
-    def place(self, request: Request, arrived: float) -> Place:
-        """See `Policy`."""
-        return Place((arrived,), account=request.tenant)
+    def rank(self, request: Request, arrived: float) -> Rank:
+        return Rank((arrived,), account=request.tenant)
 
-    def debt(self, account: str) -> float:
+    def num_served(self, account: str) -> float:
         """Return the tenant's counter."""
         return self._counters.get(account, self._floor)
 
     def began_waiting(self, account: str) -> None:
         """Lift a tenant that comes back to those that wait."""
         self._raise_floor()
-        self._counters[account] = max(self.debt(account), self._floor)
+        self._counters[account] = max(self.num_served(account), self._floor)
         self._waiting.add(account)
         if len(self._counters) > self._most_counters:
             self._forget()
@@ -52,12 +51,12 @@ class TenantFair(Policy):
         """Let the next that comes be lifted to the last that left, if none waits then."""
         self._waiting.remove(account)
         if not self._waiting:
-            self._floor = max(self._floor, self.debt(account))
+            self._floor = max(self._floor, self.num_served(account))
 
-    def served(self, account: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+    def charge(self, account: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Charge a tenant."""
         self._counters[account] = (
-            self.debt(account)
+            self.num_served(account)
             + self._weight_in * num_prompt_tokens
             + self._weight_out * num_output_tokens
         )

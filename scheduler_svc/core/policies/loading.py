@@ -26,7 +26,7 @@ def make_policy(name: str, args: Iterable[tuple[str, str]]) -> Policy:
     Args:
         name: fcfs, priority, fair, deadline, several of the last three in that order with + between
             them, or the dotted path of a subclass of `Policy`.
-        args: Constructor arguments, by name. Those of a combination go to whom they concern.
+        args: Constructor arguments, by name; each part of a combination takes its own.
 
     Raises:
         ValueError: There is no such policy, or it does not take these arguments.

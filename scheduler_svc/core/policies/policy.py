@@ -1,13 +1,14 @@
-"""What a policy is: it gives each sequence a place, and may keep accounts of who was served.
+"""What a policy is: it ranks each request, and may keep accounts of what was served.
 
-Smaller goes first. A sequence's rank has three parts, compared in this order:
+Sequences are compared by a *sort key* of four parts, smaller first:
 
-    band       fixed when the request is submitted
-    debt       of the account that the sequence belongs to; the only part that may change
-    key        fixed when the request is submitted
+    level        of the rank: fixed when the request is submitted
+    num_served   of the account that the sequence belongs to; the only part that may change
+    key          of the rank: fixed when the request is submitted
+    seq_id       among equals, the sequence that was submitted first
 
-and the sequence that was submitted first goes first among equals. Because all that may change is
-one number for each account, the queue never sorts again: it holds a heap for each band and account.
+Because all that may change is one number for each account, the queue never sorts again: it holds a
+heap for each level and account.
 """
 
 from abc import ABC, abstractmethod
@@ -18,20 +19,20 @@ from scheduler_svc.core.request import Request, SeqId
 
 Key: TypeAlias = tuple[float, ...]
 
-Rank: TypeAlias = tuple[Key, float, Key, SeqId]
-"""Where a sequence stands at one moment: band, debt, key, and its own number."""
+SortKey: TypeAlias = tuple[Key, float, Key, SeqId]
+"""The order of a sequence at one moment: level, num_served, key, and its own number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the sequences of one request stand; never changes, not even by preemption."""
+class Rank:
+    """The order of the sequences of one request; never changes, not even by preemption."""
 
     key: Key
-    """Its order within band and account. Of one length and without NaN throughout a policy."""
+    """Their order within level and account. Of one length and without NaN throughout a policy."""
     account: str = ""
-    """Whose `Policy.debt` decides within a band."""
-    band: Key = ()
-    """What goes before everything else. As `key`."""
+    """The account whose `Policy.num_served` decides within a level."""
+    level: Key = ()
+    """Compared before everything else. As `key`."""
 
 
 class Policy(ABC):
@@ -43,38 +44,38 @@ class Policy(ABC):
     """
 
     has_accounts = False
-    """Whether sequences are of different accounts; if not, only `place` is ever called."""
+    """Whether sequences are of different accounts; if not, only `rank` is ever called."""
 
     @abstractmethod
-    def place(self, request: Request, arrived: float) -> Place:
-        """Return the place of a request's sequences.
+    def rank(self, request: Request, arrived: float) -> Rank:
+        """Return the rank of a request's sequences.
 
         Args:
             request: The request as its router submitted it.
             arrived: When that was. `request.deadline` is on the same clock, in seconds.
         """
 
-    def debt(self, account: str) -> float:  # noqa: ARG002
-        """Return what an account has had; the account with the least goes first in a band.
+    def num_served(self, account: str) -> float:  # noqa: ARG002
+        """Return how much an account has been served; the least goes first within a level.
 
-        It may change in `served` and `began_waiting` only.
+        It may change in `charge` and `began_waiting` only.
         """
         return 0.0
 
     def began_waiting(self, account: str) -> None:  # noqa: B027
-        """Learn that an account has a waiting sequence, and had none before."""
+        """Called when the first sequence of an account waits."""
 
     def stopped_waiting(self, account: str) -> None:  # noqa: B027
-        """Learn that no sequence of an account waits any more."""
+        """Called when no sequence of an account waits any more."""
 
-    def served(self, account: str, num_prompt_tokens: int, num_output_tokens: int) -> None:  # noqa: B027
-        """Learn what was computed for an account.
+    def charge(self, account: str, num_prompt_tokens: int, num_output_tokens: int) -> None:  # noqa: B027
+        """Charge an account for what was computed for it.
 
-        Prompt tokens found in the prefix cache do not count; nor does what is computed again after
+        Prompt tokens found in the prefix cache are not charged, nor is what is computed again after
         a preemption.
         """
 
 
-def rank(policy: Policy, place: Place, seq_id: SeqId) -> Rank:
-    """Return where a sequence stands now."""
-    return (place.band, policy.debt(place.account), place.key, seq_id)
+def sort_key(policy: Policy, rank: Rank, seq_id: SeqId) -> SortKey:
+    """Return the order of a sequence now."""
+    return (rank.level, policy.num_served(rank.account), rank.key, seq_id)

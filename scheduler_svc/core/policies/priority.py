@@ -1,9 +1,9 @@
-"""Higher priority first, and everybody's turn comes."""
+"""Higher priority first; waiting raises it, so that no sequence waits for ever."""
 
 from math import floor
 
 from scheduler_svc.core.policies.arguments import check_positive
-from scheduler_svc.core.policies.policy import Place, Policy
+from scheduler_svc.core.policies.policy import Policy, Rank
 from scheduler_svc.core.request import Request
 
 
@@ -17,9 +17,8 @@ class Priority(Policy):
     def __init__(self, aging_s: float = 60.0) -> None:
         self._aging_s = check_positive("aging_s", aging_s)
 
-    def place(self, request: Request, arrived: float) -> Place:
-        """See `Policy`."""
-        return Place((arrived - request.priority * self._aging_s, arrived))
+    def rank(self, request: Request, arrived: float) -> Rank:
+        return Rank((arrived - request.priority * self._aging_s, arrived))
 
     def level(self, request: Request, arrived: float) -> int:
         """Return the level in whole steps, smaller first, for criteria that decide within one.

@@ -1,4 +1,4 @@
-"""Who holds which blocks of a core, tier by tier and sequence by sequence; changes nothing."""
+"""Describes which blocks of a core are held, by tier and by sequence; changes nothing."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from contract.arrays import Int32Array, ints
 from scheduler_svc.core.blocks import BlockIdT, BlockPool
-from scheduler_svc.core.plan import Int32Array, ints
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -21,7 +21,7 @@ MAX_SEQUENCES: Final = 1024
 MAX_TABLE_BLOCKS: Final = 65_536
 """Most block numbers in the tables of one description, unless one sequence alone has more."""
 MAX_BLOCKS: Final = 65_536
-"""Most blocks of a tier whose states are in one description."""
+"""Most block states of a tier in one description."""
 
 
 class Tier(Enum):
@@ -33,9 +33,9 @@ class Tier(Enum):
 
 
 class BlockState(IntEnum):
-    """What a block is; of those that are true of it the greatest."""
+    """The state of a block: the greatest that applies."""
 
-    BLANK = 1
+    FREE = 1
     CACHED = 2
     PINNED = 3
     HELD = 4
@@ -81,7 +81,7 @@ class SequenceDescription:
     num_tokens: int
     num_prompt_tokens: int
     num_computed_tokens: int
-    """Tokens whose KV is there, in any tier."""
+    """Tokens with KV in any tier."""
     num_cached_tokens: int
     num_device_blocks: int
     num_host_blocks: int
@@ -116,7 +116,7 @@ def describe(core: Scheduler, query: Query) -> Description:
         ValueError: A number of the query is beyond its limit.
     """
     _check(query)
-    live = sorted(core._live, key=lambda seq: seq.seq_id)  # noqa: SLF001
+    live = sorted(core.live, key=lambda seq: seq.seq_id)
     wanted = [seq for seq in live if seq.seq_id >= query.first_seq_id]
     described = tuple(islice(_sequences(core, wanted, query), query.max_sequences))
     left_out = wanted[len(described) :]
@@ -138,21 +138,21 @@ def _check(query: Query) -> None:
 
 
 def _tiers(core: Scheduler, query: Query) -> Iterator[TierDescription]:
-    pinned = list(core._pins._ends)  # noqa: SLF001
-    yield _describe_pool(Tier.DEVICE, core._pool, pinned, query)  # noqa: SLF001
+    pinned = list(core.pins)
+    yield _describe_pool(Tier.DEVICE, core.pool, pinned, query)
     if core.config.num_host_blocks:
-        yield _describe_pool(Tier.HOST, core._tier.pool, [], query)  # noqa: SLF001
+        yield _describe_pool(Tier.HOST, core.tier.pool, [], query)
     if core.config.num_disk_blocks:
-        yield _describe_pool(Tier.DISK, core._tier.disk.pool, [], query)  # noqa: SLF001
+        yield _describe_pool(Tier.DISK, core.tier.disk.pool, [], query)
 
 
 def _describe_pool(
     tier: Tier, pool: BlockPool[BlockIdT], pinned: Seq[int], query: Query
 ) -> TierDescription:
-    ref_counts = np.array(pool._ref_counts, np.int32)  # noqa: SLF001
-    ref_counts[pinned] -= 1  # whom a pin keeps for is told apart from who uses it
-    has_hash = np.array([each is not None for each in pool._hashes], np.bool_)  # noqa: SLF001
-    states = np.full(pool.num_blocks, BlockState.BLANK, np.uint8)
+    ref_counts = pool.ref_counts.copy()
+    ref_counts[pinned] -= 1  # a pin is not a user
+    has_hash = np.array([each is not None for each in pool.books.hashes], np.bool_)
+    states = np.full(pool.num_blocks, BlockState.FREE, np.uint8)
     states[has_hash] = BlockState.CACHED
     states[pinned] = BlockState.PINNED
     states[ref_counts == 1] = BlockState.HELD
@@ -187,12 +187,12 @@ def _sequences(
 def _describe_sequence(core: Scheduler, seq: Sequence, *, with_tables: bool) -> SequenceDescription:
     num_tokens, num_computed = len(seq.token_ids), seq.num_computed_tokens
     if seq.row is not None:
-        num_tokens = core._rows.num_tokens(seq.row)  # noqa: SLF001
-        num_computed = core._running.num_computed_tokens(seq)  # noqa: SLF001
+        num_tokens = core.rows.num_tokens(seq.row)
+        num_computed = core.running.num_computed_tokens(seq)
     elif not (seq.host_block_ids or seq.disk_block_ids):
         num_computed = 0
     device, host, disk = map(ints, _tables(seq) if with_tables else ((), (), ()))
-    pool, pins = core._pool, core._pins  # noqa: SLF001
+    pool, pins = core.pool, core.pins
     num_shared = sum(pool.ref_count(block) - (block in pins) > 1 for block in seq.block_ids)
     return SequenceDescription(
         seq_id=seq.seq_id,

@@ -1,4 +1,4 @@
-"""Whether KV is sooner moved or computed again, by the rates that the worker measured."""
+"""Decides whether to move KV or compute it again, by the rates that the worker measured."""
 
 from math import inf
 
@@ -6,7 +6,7 @@ from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 
 
 class Costs:
-    """Compares seconds. That the prefix cache may find some of it later counts for neither side."""
+    """Compares seconds. Ignores possible later prefix-cache hits."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config

@@ -4,33 +4,45 @@ A move goes out with a plan and takes as long as it takes; the outcome of some l
 it has ended. Stores go out with the next plan, all of them, because that plan may reuse their host
 blocks. Loads go out in the order asked for, `max_disk_moves` at a time, and never wait for stores.
 
-Who holds a disk block, besides the sequences that have spilled to it:
+Holders of a disk block, besides the sequences that have spilled to it:
 
     a store   its disk block, from when it is asked for until it has ended. Only then can the block
               be found: before, it holds nothing.
     a load    its disk block and its host block, likewise. The host block can be found from then on.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from contract.hashing import BlockHash
+from contract.step import Result
 from scheduler_svc.core.blocks import BlockPool, DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.plan import StepOutcome
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 
 
 @dataclass(slots=True)
 class _Load:
     source: DiskBlockId
     block_hash: BlockHash | None
-    """Of its content, if that may be found."""
+    """The hash of its content, if that may be found."""
+
+
+class DiskBooks(NamedTuple):
+    """The moves under way, live; for invariants, which only read them."""
+
+    stores: Mapping[DiskBlockId, BlockHash | None]
+    new_stores: Mapping[DiskBlockId, HostBlockId]
+    storing: Mapping[BlockHash, DiskBlockId]
+    loads: Mapping[HostBlockId, _Load]
+    new_loads: Mapping[HostBlockId, DiskBlockId]
+    targets: Mapping[DiskBlockId, HostBlockId]
 
 
 class DiskTier:
-    """Owns the disk blocks and the moves under way; without disk blocks there are none."""
+    """Owns the disk blocks, and the moves under way."""
 
     def __init__(self, config: SchedulerConfig, host_pool: BlockPool[HostBlockId]) -> None:
         self.pool = BlockPool(config.num_disk_blocks, DiskBlockId, eviction=config.eviction)
@@ -67,7 +79,7 @@ class DiskTier:
     def _num_loads_left(self) -> int:
         return self._max_moves - (len(self._loads) - len(self._new_loads))
 
-    def send(self, draft: PlanDraft) -> None:
+    def send(self, draft: PlanBuilder) -> None:
         """Put what can move into a plan that goes out."""
         draft.disk_store_src = list(self._new_stores.values())
         draft.disk_store_dst = list(self._new_stores)
@@ -76,8 +88,8 @@ class DiskTier:
             draft.disk_load_src.append(self._new_loads.pop(target))
             draft.disk_load_dst.append(target)
 
-    def answer(self, outcome: StepOutcome) -> None:
-        """Take the moves that have ended; what fails to be loaded is forgotten.
+    def answer(self, outcome: Result) -> None:
+        """End moves; what fails to be loaded is forgotten.
 
         Raises:
             BrokenInvariantError: There is no such move.
@@ -117,6 +129,18 @@ class DiskTier:
         self.num_loaded += is_good
         self.num_failed += not is_good
 
+    @property
+    def books(self) -> DiskBooks:
+        """The moves under way."""
+        return DiskBooks(
+            self._stores,
+            self._new_stores,
+            self._storing,
+            self._loads,
+            self._new_loads,
+            self._targets,
+        )
+
     # --- stores ---------------------------------------------------------------------------------
 
     def demote(self, block: HostBlockId, block_hash: BlockHash) -> None:
@@ -127,7 +151,7 @@ class DiskTier:
         if (known := self._find(block_hash)) is not None:
             self.pool.share([known])  # as good as new
             self.pool.drop([known])
-        elif len(self._stores) < self._max_moves and self.pool.num_free:
+        elif len(self._stores) < self._max_moves and self.pool.num_available:
             self.pool.drop([self._store(block, block_hash)])
 
     def keep(self, block: HostBlockId, block_hash: BlockHash | None) -> DiskBlockId:
@@ -138,7 +162,7 @@ class DiskTier:
             block_hash: Of its content, if that may be found.
 
         Returns:
-            The disk block, of which the caller is a holder.
+            The disk block; the caller is a holder.
         """
         if block_hash is not None and (known := self._find(block_hash)) is not None:
             self.pool.share([known])
@@ -181,7 +205,7 @@ class DiskTier:
 
         Args:
             source: The block.
-            target: A new host block, whose one reference the load takes.
+            target: A new host block; the load takes its one reference.
             block_hash: Of the content, if that may be found.
         """
         self.pool.share([source])
@@ -203,7 +227,7 @@ class DiskTier:
         """Return its part of a `SchedulerLoad`, by field."""
         return {
             "num_disk_blocks": self.pool.num_blocks,
-            "num_free_disk_blocks": self.pool.num_blank,
+            "num_free_disk_blocks": self.pool.num_free,
             "num_cached_disk_blocks": self.pool.num_cached,
             "num_stored_blocks": self.num_stored,
             "num_loaded_blocks": self.num_loaded,

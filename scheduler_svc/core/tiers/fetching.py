@@ -1,18 +1,19 @@
-"""Sequences that wait for the disk: what they need is loaded to the host before their turn comes.
+"""Sequences that wait for the disk: what they need is loaded to the host before their turn.
 
-There are two kinds. One is swapped and has spilled: it needs all of its KV back. The other waits
-and finds a part of its prompt on the disk, past what the device has: what there is no room for, or
-cannot be loaded, it computes. Both are FETCHING meanwhile, out of the queue, and go back to their
-place in it when the last load that they wait for has ended; others run meanwhile.
+There are two kinds. One is swapped and has spilled: it needs all of its KV back. The other waits,
+and a part of its prompt is on the disk, past what the device has; it computes what does not fit on
+the host, or cannot be loaded. Both are FETCHING until the last load that they wait for has ended:
+out of the queue, so that others run; then they go back to their place in it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from enum import Enum, auto
 
 from contract.hashing import BlockHash
+from contract.step import Result
 from scheduler_svc.core.blocks import DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.prefix import KvLookup
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -24,15 +25,15 @@ _Known = tuple[DiskBlockId, BlockHash | None]
 """A disk block, and the hash of its content if that may be found."""
 
 
-class Turn(Enum):
-    """What becomes of the first in the queue."""
+class FetchStatus(Enum):
+    """Whether the first sequence in the queue can start."""
 
     READY = auto()
-    """It needs nothing from the disk, or nothing that there is room for."""
+    """It need not wait for the disk."""
     FETCHING = auto()
-    """It has left the queue."""
+    """It has left the queue, to wait for loads."""
     LATER = auto()
-    """It is swapped, and what it needs cannot be loaded yet."""
+    """It is swapped, and its blocks cannot be loaded yet."""
 
 
 class Fetching:
@@ -44,7 +45,7 @@ class Fetching:
         lookup: KvLookup,
         tier: HostTier,
         room: HostRoom,
-        waiting: WaitingQueue,
+        queue: WaitingQueue,
     ) -> None:
         self._block_size = config.block_size
         self._is_enabled = config.num_disk_blocks > 0
@@ -53,7 +54,7 @@ class Fetching:
         self._tier = tier
         self._disk = tier.disk
         self._room = room
-        self._waiting = waiting
+        self._queue = queue
         self._awaited: dict[Sequence, set[HostBlockId]] = {}
         self._waiters: dict[HostBlockId, set[Sequence]] = {}
 
@@ -62,42 +63,52 @@ class Fetching:
 
     @property
     def num_swapped(self) -> int:
-        """Those that are swapped."""
+        """The swapped ones of them."""
         return sum(bool(seq.disk_block_ids) for seq in self._awaited)
+
+    @property
+    def awaited(self) -> Mapping[Sequence, AbstractSet[HostBlockId]]:
+        """The loads that each fetching sequence waits for."""
+        return self._awaited
+
+    @property
+    def waiters(self) -> Mapping[HostBlockId, AbstractSet[Sequence]]:
+        """The sequences that wait for each load."""
+        return self._waiters
 
     # --- there ----------------------------------------------------------------------------------
 
     def enqueue(self, seq: Sequence) -> None:
-        """Let a new sequence wait; what it can have from the disk is fetched ahead of its turn.
+        """Queue a new sequence, or fetch its prefix from the disk ahead of its turn.
 
-        Half of the host is left to others.
+        Fetching ahead leaves half of the host to others.
         """
-        room = self._tier.pool.num_free - self._tier.pool.num_blocks // 2
+        room = self._tier.pool.num_available - self._tier.pool.num_blocks // 2
         if not (self._is_enabled and self._fetch_prefix(seq, room, may_be_part=False)):
-            self._waiting.push(seq)
+            self._queue.push(seq)
 
-    def at_turn(self, seq: Sequence, *, has_room: bool) -> Turn:
+    def at_turn(self, seq: Sequence, *, has_room: bool) -> FetchStatus:
         """Fetch what the first in the queue needs.
 
         Args:
-            seq: It.
+            seq: The first sequence in the queue.
             has_room: Whether the device could take it: then others give up room on the host.
         """
         if not self._is_enabled:
-            return Turn.READY
+            return FetchStatus.READY
         if seq.status is SeqStatus.SWAPPED:
             return self._fetch_spilled(seq, has_room=has_room)
-        if self._fetch_prefix(seq, self._tier.pool.num_free, may_be_part=True):
-            return Turn.FETCHING
-        return Turn.READY
+        if self._fetch_prefix(seq, self._tier.pool.num_available, may_be_part=True):
+            return FetchStatus.FETCHING
+        return FetchStatus.READY
 
     def _fetch_prefix(self, seq: Sequence, room: int, *, may_be_part: bool) -> bool:
-        """Hold what the host has of a prefix that goes on past the device, and load the rest.
+        """Hold what the host has of a prefix past the device's part, and load the rest.
 
         Args:
             seq: A waiting sequence, in the queue or not.
-            room: So many free host blocks may be taken.
-            may_be_part: Whether to go as far as they suffice, or not to begin.
+            room: Most host blocks to take.
+            may_be_part: Whether to load a part if they do not suffice for all.
 
         Returns:
             Whether there is something to wait for.
@@ -135,10 +146,10 @@ class Fetching:
         seq.fetched_block_ids += (*held, *self._begin(seq, loads))
         return True
 
-    def _fetch_spilled(self, seq: Sequence, *, has_room: bool) -> Turn:
-        """Bring a swapped sequence's blocks back, if any have gone to the disk."""
+    def _fetch_spilled(self, seq: Sequence, *, has_room: bool) -> FetchStatus:
+        """Load a swapped sequence's spilled blocks, if it has any."""
         if not seq.disk_block_ids:
-            return Turn.READY
+            return FetchStatus.READY
         pool, num_kept = self._tier.pool, len(seq.host_block_ids)
         num_full = seq.num_computed_tokens // self._block_size
         hashes = seq.block_hashes[:num_full][num_kept:]
@@ -147,15 +158,15 @@ class Fetching:
             found = pool.find(hashes[index : index + 1]) if index < len(hashes) else []
             places.append(found[0] if found else self._disk.target(source))
             if places[-1] is None and self._disk.is_storing(source):
-                return Turn.LATER
+                return FetchStatus.LATER
         there = [place for place in places if place is not None]
         pool.share(there)  # before others give up theirs
         num_missing = len(places) - len(there)
-        if num_missing > pool.num_free and not (
+        if num_missing > pool.num_available and not (
             has_room and self._room.make_for_fetch(seq, num_missing)
         ):
             pool.drop(there)
-            return Turn.LATER
+            return FetchStatus.LATER
         padded = [*hashes, *[None] * (len(places) - len(hashes))]
         missing = [
             (source, block_hash)
@@ -166,7 +177,7 @@ class Fetching:
         seq.host_block_ids += tuple(next(loading) if p is None else p for p in places)
         if not self._awaited[seq]:
             self._come_back(seq)
-        return Turn.FETCHING
+        return FetchStatus.FETCHING
 
     def _begin(
         self, seq: Sequence, loads: Iterable[_Known], there: Iterable[HostBlockId] = ()
@@ -179,7 +190,7 @@ class Fetching:
             there: Host blocks that it holds, which may be targets of loads under way.
 
         Returns:
-            The loads' host blocks, of which the sequence is a holder.
+            The loads' host blocks; the sequence is a holder of each.
         """
         loads = list(loads)
         # Held before anything is allocated, which may evict what is found on either tier.
@@ -193,8 +204,8 @@ class Fetching:
             targets.append(target)
         self._disk.pool.drop([source for source, _ in loads])
         awaited = {block for block in (*targets, *there) if self._disk.is_loading_to(block)}
-        if seq in self._waiting:
-            self._waiting.remove(seq)
+        if seq in self._queue:
+            self._queue.remove(seq)
         seq.move(SeqStatus.FETCHING)
         self._awaited[seq] = awaited
         for target in awaited:
@@ -203,8 +214,8 @@ class Fetching:
 
     # --- and back -------------------------------------------------------------------------------
 
-    def answer(self, outcome: StepOutcome) -> None:
-        """Take the ends of disk moves; who waited for the last of them is in the queue again."""
+    def answer(self, outcome: Result) -> None:
+        """End disk moves; a sequence that waited for the last of its loads is queued again."""
         self._disk.answer(outcome)
         for block in map(DiskBlockId, outcome.failed_disk_block_ids.tolist()):
             for seq in self._room.spilled_to(block):
@@ -222,7 +233,7 @@ class Fetching:
                 self._arrive(seq, target)
 
     def stop(self, seq: Sequence) -> None:
-        """Let a sequence wait no longer; its loads go on, for the cache."""
+        """Stop waiting for a sequence's loads; they go on, for the cache."""
         for target in self._awaited.pop(seq):
             if (waiters := self._waiters.get(target)) is not None:
                 waiters.discard(seq)
@@ -230,7 +241,7 @@ class Fetching:
                     del self._waiters[target]
 
     def first_expired(self, now: float) -> Sequence | None:
-        """Return one whose deadline has passed, if one's has."""
+        """Return a sequence with a deadline that has passed, if there is one."""
         for seq in self._awaited:
             if seq.request.deadline is not None and seq.request.deadline <= now:
                 return seq
@@ -249,10 +260,10 @@ class Fetching:
         seq.move(SeqStatus.SWAPPED if seq.disk_block_ids else SeqStatus.WAITING)
         self._disk.pool.drop(seq.disk_block_ids)
         seq.disk_block_ids = ()
-        self._waiting.push(seq)
+        self._queue.push(seq)
 
     def _give_up(self, seq: Sequence) -> None:
-        """Let a swapped sequence whose KV cannot be had any more compute it again."""
+        """Let a swapped sequence that has lost a part of its KV compute it again."""
         if seq.status is SeqStatus.FETCHING:
             self._come_back(seq)
         self._room.give_up(seq)

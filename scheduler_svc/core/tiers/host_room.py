@@ -1,17 +1,16 @@
-"""Room on the host: which waiting sequences give theirs up when others need it, and how.
+"""Makes room on the host: which waiting sequences give theirs up for others, and how.
 
-What was fetched for a sequence that waits is let go first; the prefix cache may keep it. Then the
-swapped sequences spill, the last in order first: their last blocks go to the disk. Only if the disk
-is full, too, and the one that needs room is before them, their KV is dropped.
+First, blocks fetched for waiting sequences are dropped; the prefix cache may keep them. Then
+swapped sequences spill, the last in order first: their last blocks go to the disk. If the disk is
+full, too, the KV of those behind the sequence that needs room is dropped.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, repeat
 
 from scheduler_svc.core.blocks import DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.live_sequences import LiveSequences
-from scheduler_svc.core.policies.policy import Rank
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 from scheduler_svc.core.tiers.costs import Costs
@@ -19,36 +18,34 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 
 class HostRoom:
-    """Takes the host and disk blocks of waiting sequences; the one that makes them spill."""
+    """Takes host and disk blocks from waiting sequences, or makes them spill."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         tier: HostTier,
-        waiting: WaitingQueue,
+        queue: WaitingQueue,
         live: LiveSequences,
-        rank: Callable[[Sequence], Rank],
     ) -> None:
         self.num_spilled = 0
         self._block_size = config.block_size
         self._costs = Costs(config)
         self._tier = tier
-        self._waiting = waiting
+        self._queue = queue
         self._live = live
-        self._rank = rank
 
     def make_for_swap(self, num_blocks: int, num_tokens: int) -> bool:
-        """Have room for the blocks of a sequence that is preempted, if it should be swapped out.
+        """Make room for the blocks of a sequence that is preempted, if a swap is worth it.
 
         Returns:
-            Whether it should: it is worth it, and there is room.
+            Whether to swap it out: it is worth it, and there is room.
         """
         if num_blocks > self._tier.pool.num_blocks:
             return False
         if not self._costs.should_swap(num_blocks, 0, num_tokens):
             return False
         self._let_go(num_blocks)
-        if num_blocks > self._tier.pool.num_free:
+        if num_blocks > self._tier.pool.num_available:
             if (spills := self._find_spills(num_blocks)) is None:
                 return False
             num_spilled = sum(len(seq.host_block_ids) - keep for seq, keep in spills)
@@ -59,29 +56,29 @@ class HostRoom:
         return True
 
     def make_for_fetch(self, seq: Sequence, num_blocks: int) -> bool:
-        """Have room for blocks of a swapped sequence that is the first in order.
+        """Make room for blocks of a swapped sequence that is the first in order.
 
         Returns:
             Whether there is; if not, moves under way may make some.
         """
         self._let_go(num_blocks)
-        if num_blocks > self._tier.pool.num_free:
+        if num_blocks > self._tier.pool.num_available:
             for other, num_kept in self._find_spills(num_blocks, seq) or ():
                 self._spill(other, num_kept)
         if self._tier.is_moving or self._tier.disk.is_loading:
-            return num_blocks <= self._tier.pool.num_free
+            return num_blocks <= self._tier.pool.num_available
         for other in self._last_first(SeqStatus.SWAPPED, seq):  # all that hold host blocks
-            if num_blocks <= self._tier.pool.num_free:
+            if num_blocks <= self._tier.pool.num_available:
                 break
             self.give_up(other)
-        return num_blocks <= self._tier.pool.num_free
+        return num_blocks <= self._tier.pool.num_available
 
     def give_up(self, seq: Sequence) -> None:
         """Drop a swapped sequence's KV; it will be computed again."""
-        self._waiting.remove(seq)
+        self._queue.remove(seq)
         self.release(seq)
         seq.move(SeqStatus.WAITING)
-        self._waiting.push(seq)
+        self._queue.push(seq)
 
     def spilled_to(self, block: DiskBlockId) -> list[Sequence]:
         """Return the swapped sequences that have KV in a disk block, which few have."""
@@ -106,28 +103,31 @@ class HostRoom:
             and (seq.host_block_ids or seq.fetched_block_ids)
             and seq is not but
         ]
-        return iter(sorted(seqs, key=self._rank, reverse=True))
+        return iter(sorted(seqs, key=self._queue.sort_key, reverse=True))
 
     def _let_go(self, num_blocks: int) -> None:
-        """Stop holding blocks for those who do not have their own KV there."""
-        if num_blocks <= self._tier.pool.num_free:
+        """Drop blocks fetched for waiting sequences."""
+        if num_blocks <= self._tier.pool.num_available:
             return
         for seq in self._last_first(SeqStatus.WAITING):
             self._tier.pool.drop(seq.fetched_block_ids)
             seq.fetched_block_ids = ()
-            if num_blocks <= self._tier.pool.num_free:
+            if num_blocks <= self._tier.pool.num_available:
                 return
 
     def _find_spills(
         self, num_blocks: int, but: Sequence | None = None
     ) -> list[tuple[Sequence, int]] | None:
-        """Find who must spill for `num_blocks` to be free, and how many blocks each then keeps.
+        """Find which sequences must spill for `num_blocks` to be available, and what each keeps.
 
         Returns:
             None if that is impossible.
         """
         pool = self._tier.pool
-        num_lacking, num_disk_blocks = num_blocks - pool.num_free, self._tier.disk.pool.num_free
+        num_lacking, num_disk_blocks = (
+            num_blocks - pool.num_available,
+            self._tier.disk.pool.num_available,
+        )
         spills = []
         for seq in self._last_first(SeqStatus.SWAPPED, but):
             if any(map(self._tier.is_leaving_device, seq.host_block_ids)):

@@ -1,28 +1,40 @@
-"""The host tier: its blocks, and what moves between them and the device's blocks in which step.
+"""The host tier: its blocks, and which step moves what between them and the device's blocks.
 
-Moves are asked for at any time and go out with a plan, in one direction at a time: a step swaps out
+Moves are requested at any time and go out with a plan, in one direction at a time: a step swaps out
 or swaps in, never both. Swap-outs go first, all with the next plan, because that plan may reuse
-their device blocks. Swap-ins wait for a plan without. To let them have one, nothing is demoted
-while they wait; only preemption then swaps out, and it ends when nobody is left to preempt.
+their device blocks. Swap-ins wait for a plan without swap-outs. So that there is one, nothing is
+demoted while they wait; then only preemption swaps out, and no more than what runs.
 
-A swap-in holds a reference to its host block from when it is asked for until its step is answered.
-The device block is held by whoever waits for it.
+A swap-in holds a reference to its host block from its request until its step is answered. The
+sequences that wait for it hold the device block.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from contract.arrays import Int32Array
 from contract.hashing import BlockHash
+from contract.step import StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.plan import Int32Array, StepId
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.tiers.disk_tier import DiskTier
 
 
+class HostBooks(NamedTuple):
+    """The swap-ins under way, live; for invariants, which only read them."""
+
+    waiting: Mapping[DeviceBlockId, HostBlockId]
+    """Those that have not gone out."""
+    sent: list[tuple[DeviceBlockId, HostBlockId]]
+    """Those that are not answered."""
+    targets: Mapping[HostBlockId, DeviceBlockId]
+
+
 class HostTier:
-    """Owns the host blocks and the moves under way; without host blocks there are none."""
+    """Owns the host blocks, and the moves under way."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -66,7 +78,7 @@ class HostTier:
         self.loses_evicted = bool(self._swap_ins)
         self._num_demotions_left = 0 if self._swap_ins else self._config.max_swap_blocks
 
-    def send(self, draft: PlanDraft) -> None:
+    def send(self, draft: PlanBuilder) -> None:
         """Put what can move into a plan that goes out."""
         self.disk.send(draft)
         if self._swap_outs:
@@ -83,7 +95,7 @@ class HostTier:
             self.num_swapped_in += len(moves)
 
     def answer(self, step: StepId, failed: Int32Array) -> None:
-        """Take the end of a step's swap-ins; what the host held for `failed` ones is forgotten.
+        """End a step's swap-ins; what the host held for `failed` ones is forgotten.
 
         Raises:
             BrokenInvariantError: One of `failed` is not of this step.
@@ -97,6 +109,12 @@ class HostTier:
             self.pool.forget([moves[target]])
         self._end(moves)
 
+    @property
+    def books(self) -> HostBooks:
+        """The swap-ins under way."""
+        sent = [move for _, moves in self._in_flight for move in moves.items()]
+        return HostBooks(self._swap_ins, sent, self._targets)
+
     # --- sequences ------------------------------------------------------------------------------
 
     def swap_out(
@@ -105,11 +123,11 @@ class HostTier:
         """Copy device blocks with the next plan, before which nothing new may write them.
 
         Args:
-            blocks: As many as `num_free` of the pool, at most.
+            blocks: As many as `num_available` of the pool, at most.
             hashes: Of the first of them, the full ones; found on the host from now on.
 
         Returns:
-            The host blocks, of which the caller is the holder.
+            The host blocks; the caller holds them.
         """
         targets = self.pool.allocate(len(blocks))
         self._swap_outs.update(zip(targets, blocks, strict=True))
@@ -126,7 +144,7 @@ class HostTier:
             self._targets[source] = target
 
     def cancel_swap_ins(self, targets: Iterable[DeviceBlockId]) -> None:
-        """Forget those of `targets` that have not gone out; nobody waits for them any more."""
+        """Cancel those of `targets` that have not gone out; no sequence waits for them any more."""
         for target in targets:
             if (source := self._swap_ins.pop(target, None)) is not None:
                 self._end({target: source})
@@ -162,7 +180,7 @@ class HostTier:
         """Cached device blocks that the plan being made can demote without delaying swap-ins."""
         if self._swap_ins and not self._swap_outs:
             return 0
-        return min(self._num_demotions_left, self.pool.num_free)
+        return min(self._num_demotions_left, self.pool.num_available)
 
     def demote(self, block: DeviceBlockId, block_hash: BlockHash) -> None:
         """Keep the content of a cached device block that the next plan reuses or takes out of use.
@@ -172,7 +190,7 @@ class HostTier:
         if found := self.pool.find([block_hash]):
             self.pool.share(found)  # as good as new
             self.pool.drop(found)
-        elif self._num_demotions_left and self.pool.num_free:
+        elif self._num_demotions_left and self.pool.num_available:
             self._num_demotions_left -= 1
             self.num_demoted += 1
             # As `swap_out`, which this is most of the calls of.
@@ -190,8 +208,8 @@ class HostTier:
         """Look up the longest prefix of `hashes` that the host has; changes nothing.
 
         Returns:
-            Blocks that are being swapped in already, for someone else; and the host blocks after
-            them.
+            Blocks that are being swapped in already, for another sequence; and the host blocks
+            after them.
         """
         loading: list[DeviceBlockId] = []
         sources: list[HostBlockId] = []
@@ -212,7 +230,7 @@ class HostTier:
         """Return its part of a `SchedulerLoad`, and the disk's, by field."""
         return {
             "num_host_blocks": self.pool.num_blocks,
-            "num_free_host_blocks": self.pool.num_blank,
+            "num_free_host_blocks": self.pool.num_free,
             "num_cached_host_blocks": self.pool.num_cached,
             "num_swapped_out_blocks": self.num_swapped_out,
             "num_swapped_in_blocks": self.num_swapped_in,

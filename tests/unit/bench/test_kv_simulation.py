@@ -1,7 +1,6 @@
-"""The simulation behind `bench/fragmentation.py`: its allocator, and what its engines let run."""
+"""The simulation behind `bench/fragmentation.py`: its allocator, and its engines."""
 
 from itertools import repeat
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -11,14 +10,9 @@ from sim_worker.time_model import TimeModel
 ONE_SECOND = TimeModel(num_params=0.5, kv_bytes_per_token=0, bytes_per_s=1, operations_per_s=1e9)
 
 
-@pytest.fixture(autouse=True)
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "bench"))
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_first_fit_is_as_a_search_slot_by_slot(seed):
-    from contiguous import FirstFit  # noqa: PLC0415
+    from kv.reservations import FirstFit  # noqa: PLC0415
 
     dice, memory, slots, held = Random(seed), FirstFit(40), "." * 40, []
     for _ in range(300):
@@ -38,9 +32,9 @@ def test_first_fit_is_as_a_search_slot_by_slot(seed):
 
 
 def test_paging_has_room_for_what_is_there_and_a_reservation_for_what_may_come():
-    from kv_simulation import Job, replay  # noqa: PLC0415
-    from paged_engine import PagedEngine  # noqa: PLC0415
-    from reserving_engine import ReservingEngine  # noqa: PLC0415
+    from kv.paged import PagedEngine  # noqa: PLC0415
+    from kv.replay import Job, replay  # noqa: PLC0415
+    from kv.reservations import ReservingEngine  # noqa: PLC0415
 
     jobs = Job(prompt_len=15, max_len=256, output_len=16)  # ends in its second block
     paged, reserving = PagedEngine(repeat(jobs), 8, 512), ReservingEngine(repeat(jobs), 8, 512)
@@ -52,8 +46,8 @@ def test_paging_has_room_for_what_is_there_and_a_reservation_for_what_may_come()
 
 
 def test_a_reservation_needs_a_run():
-    from kv_simulation import Job  # noqa: PLC0415
-    from reserving_engine import ReservingEngine  # noqa: PLC0415
+    from kv.replay import Job  # noqa: PLC0415
+    from kv.reservations import ReservingEngine  # noqa: PLC0415
 
     short, long = Job(1, 10, 2), Job(1, 10, 9)
     big = Job(1, 20, 2)
@@ -66,8 +60,8 @@ def test_a_reservation_needs_a_run():
 
 
 def test_blocks_that_are_preempted_are_seen():
-    from kv_simulation import Job, replay  # noqa: PLC0415
-    from paged_engine import PagedEngine  # noqa: PLC0415
+    from kv.paged import PagedEngine  # noqa: PLC0415
+    from kv.replay import Job, replay  # noqa: PLC0415
 
     engine = PagedEngine(repeat(Job(16, 128, 100)), 4, 192)
     result = replay([engine], ONE_SECOND, 0, 500)

@@ -1,17 +1,8 @@
 """How `bench/serve.py` compares with another server: in turns, by ratios within a round."""
 
-from pathlib import Path
-
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "bench"))
-
 
 def result(output_tok_s, ttft_mean_ms, itl_p99_ms, concurrency=8):
-    from load import LoadResult  # noqa: PLC0415
+    from harness.load import LoadResult  # noqa: PLC0415
 
     return LoadResult(
         concurrency=concurrency,
@@ -26,9 +17,11 @@ def result(output_tok_s, ttft_mean_ms, itl_p99_ms, concurrency=8):
     )
 
 
-async def test_sides_take_turns_on_the_same_prompts_and_every_other_round_in_reverse(monkeypatch):
-    import peer  # noqa: PLC0415
-    from load import Workload  # noqa: PLC0415
+async def test_sides_take_turns_on_the_same_prompts_and_every_other_round_in_reverse(
+    monkeypatch, capsys
+):
+    import serve  # noqa: PLC0415
+    from harness.load import Workload  # noqa: PLC0415
 
     taken = []
     results = {
@@ -40,13 +33,13 @@ async def test_sides_take_turns_on_the_same_prompts_and_every_other_round_in_rev
         return f"model of {url}"
 
     async def run_load(url, workload, concurrency):
-        taken.append((url, workload.model, workload.seed - peer._FIRST_SEED, concurrency))
+        taken.append((url, workload.model, workload.seed - serve._FIRST_SEED - 1, concurrency))
         return next(results[url])
 
-    monkeypatch.setattr(peer, "find_model", find_model)
-    monkeypatch.setattr(peer, "run_load", run_load)
+    monkeypatch.setattr(serve, "find_model", find_model)
+    monkeypatch.setattr(serve, "run_load", run_load)
     workload = Workload("m", 4, 8, 8, seed=6)
-    loads = await peer.measure_loads("ours", "theirs", [(8, workload)], 3, lambda _: None)
+    (loads,) = await serve.measure_loads("ours", "theirs", {8: workload}, 3)
     assert taken == [
         (url, f"model of {url}", seed, 8)
         for url, seed in zip(
@@ -58,14 +51,15 @@ async def test_sides_take_turns_on_the_same_prompts_and_every_other_round_in_rev
     assert [metrics[f"peer_ratio_c8{end}"] for end in ("", "_min", "_max")] == [2, 1, 3]
     assert metrics["peer_ttft_ratio_c8"] == 0.5
     assert metrics["peer_itl_p99_ratio_c8"] == 0.5
-    assert "peer_ratio_c8            2.000  (1.000 … 3.000)" in loads.table()
+    assert "peer_ratio_c8            2.000  (1.000 … 3.000)" in capsys.readouterr().out
 
 
 async def test_without_a_peer_there_is_nothing_to_compare():
-    from peer import Loads, Rounds  # noqa: PLC0415
+    from harness.load import median_of  # noqa: PLC0415
+    from serve import Rounds  # noqa: PLC0415
 
-    loads = Loads((Rounds((result(10, 50, 8), result(20, 40, 9)), ()),))
-    assert loads.ours == [result(15, 45, 8.5)]
+    loads = Rounds([result(10, 50, 8), result(20, 40, 9)], [])
+    assert median_of(loads.ours) == result(15, 45, 8.5)
     assert loads.metrics()["output_tok_s_c8"] == 15, "whole numbers stay whole, in names, too"
     assert not any("peer" in name for name in loads.metrics())
-    assert "peer" not in loads.table()
+    assert not loads.ratios()

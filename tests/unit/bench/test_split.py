@@ -1,9 +1,8 @@
-"""What `bench/split.py` compares, and the links within one process that it compares with."""
+"""The split's tax of `bench/serve.py`, and the links within one process that it compares with."""
 
 import asyncio
 import contextlib
 from functools import partial
-from pathlib import Path
 
 import grpc
 import pytest
@@ -15,14 +14,9 @@ from rpc.grpc_server import Service
 from rpc.peers.channel import open_channel
 
 
-@pytest.fixture(autouse=True)
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "bench"))
-
-
 async def test_turns_are_taken_in_order_and_in_reverse_on_the_same_requests_after_a_warm_up():
-    from load import Workload  # noqa: PLC0415
-    from split import ENGINE, GRPC, ONE_GRPC, measure_split  # noqa: PLC0415
+    from engines.split import GRPC, HTTP, ONE_GRPC, measure_split  # noqa: PLC0415
+    from harness.load import Workload  # noqa: PLC0415
 
     taken = []
 
@@ -34,21 +28,24 @@ async def test_turns_are_taken_in_order_and_in_reverse_on_the_same_requests_afte
         speeds = iter((1.0, *tok_s))  # the first is the warm-up's
         return take
 
-    turns = {
-        ENGINE: turn("e", (100, 100)),
+    sides = {
+        HTTP: turn("h", (100, 100)),
         ONE_GRPC: turn("o", (80, 50)),
         GRPC: turn("g", (60, 50)),
     }
-    tax = await measure_split(turns, Workload("m", 4, 8, 8, seed=6), 2, 2, lambda _: None)
+    tax = await measure_split(sides, Workload("m", 4, 8, 8, seed=6), 2, 2)
     warm_up, first, second = taken[:3], taken[3:6], taken[6:]
-    assert [name for name, *_ in warm_up + first + second] == [*"eog", *"eog", *"goe"]
+    assert [name for name, *_ in warm_up + first + second] == [*"hog", *"hog", *"goh"]
     assert {seed for _, seed, _ in first} == {7}
     assert {seed for _, seed, _ in second} == {8}
-    assert tax.ratios() == {"split_ratio": [0.75, 1.0], "engine_ratio": [0.5, 0.6]}
+    assert list(tax.ratios()) == ["split_ratio"], "one process was not measured by HTTP"
+    ratio = tax.metrics()
+    assert (ratio["split_ratio_min"], ratio["split_ratio_max"]) == (0.75, 1.0)
     assert tax.metrics()["split_ratio"] == 0.875
     assert tax.metrics()["split_grpc_tok_s"] == 55
     assert "0.875  (0.750 … 1.000)" in tax.table()
-    assert "HTTP" not in tax.table()
+    assert "three processes, by HTTP        100.0" in tax.table()
+    assert "one process, by HTTP" not in tax.table()
 
 
 class Echo(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -74,7 +71,7 @@ class Echo(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 @contextlib.asynccontextmanager
 async def linked(servicer):
-    from in_process import Links  # noqa: PLC0415
+    from engines.in_process import Links  # noqa: PLC0415
 
     links, stop, started = Links(), asyncio.Event(), asyncio.Event()
 

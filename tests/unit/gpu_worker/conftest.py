@@ -1,4 +1,4 @@
-"""A worker behind a real socket."""
+"""A worker behind a real socket, and tiny models that are made once."""
 
 import asyncio
 
@@ -10,7 +10,13 @@ from worker_service import INFO, LIMITS, Worker
 from gpu_worker.loop import StepLoop
 from gpu_worker.service.api import WorkerService
 from gpu_worker.step.executor import Executor
+from tests.models_fixture import ModelDirs
 from tests.served_worker import served
+
+
+@pytest.fixture(scope="session")
+def model_dirs(tmp_path_factory):
+    return ModelDirs(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool
 
+from contract.limits import Limits
 from contract.packing import pack_int32, unpack_int32
 from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.kv.layout import block_bytes
@@ -18,7 +19,6 @@ from gpu_worker.memory import available as memory
 from gpu_worker.models.registry import open_model
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits
 from gpu_worker.weights.json_fields import ModelError
 from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
@@ -265,8 +265,8 @@ def test_blocks_in_rounds_down_and_refuses_none():
 @pytest.mark.parametrize(("max_num_seqs", "max_model_len"), [(6, 40), (6, 3), (1, 40), (30, 2)])
 def test_the_largest_step_is_one_that_the_worker_takes(max_num_seqs, max_model_len):
     limits = Limits(max_num_seqs, max_model_len, 32, 0, 4, VOCAB_SIZE)
-    step = memory.largest_step(limits)
-    blocks = np.concatenate([new.block_ids for new in step.new_rows])
+    step = kv_memory.largest_step(limits)
+    blocks = np.concatenate([new.block_ids for new in step.new_sequences])
     assert sorted(blocks.tolist()) == list(range(len(blocks)))
     pool = FakePool(len(blocks), limits.block_size)
     limits = replace(limits, num_blocks=len(blocks))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 TIMEOUT_S = 240.0
-"""Far above what it takes: four interpreters start, at times beside everybody else's tests."""
+"""Generous: four interpreters start, at times beside many other tests."""
 
 
 def is_alive(pid: int) -> bool:

@@ -21,7 +21,7 @@ from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 class FakeInference(InferenceServiceServicer):
     """Says "one two" to every prompt; goes on for ever if the prompt is "endless".
 
-    To the prompt "pauses" it says "one", and no more until it `goes_on`.
+    To the prompt "pauses" it says "one", and the rest after `goes_on` is set.
     """
 
     requests: list[Any] = field(default_factory=list)
@@ -29,11 +29,11 @@ class FakeInference(InferenceServiceServicer):
     """Of the calls that generate."""
     num_activity_calls: int = 0
     is_for_tenants: bool = False
-    """Whether the caller may not see everybody's."""
+    """Whether the caller may see only its own."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
     retry_after_s: float = 2.5
-    """When who says "busy" may come again."""
+    """The delay in the answer to "busy"."""
 
     async def Generate(self, request, context):
         self.requests.append(request)
@@ -69,7 +69,7 @@ class FakeInference(InferenceServiceServicer):
 
     async def Resume(self, request, context):
         self.requests.append(request)
-        if not request.received:  # of what a client has of nothing, it has never heard
+        if not request.received:  # a client that has received nothing is unknown
             raise NotFoundError(f"request {request.request_id!r} cannot be resumed")
         delta = inference_pb2.OutputDelta(token_offset=1, token_ids=[1], text=" two")
         yield inference_pb2.GenerateResponse(request_id="r", delta=delta)

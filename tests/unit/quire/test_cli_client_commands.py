@@ -88,7 +88,7 @@ async def test_status_of_a_router_elsewhere_is_its_load(served, capsys):
     output = capsys.readouterr().out
     assert "2 of 0 sequences running" in output
     assert "10 used" in output
-    assert "75% hold a token; 3 pinned; 25% fragmented" in output
+    assert "75% of their token slots filled; 3 pinned; 25% fragmented" in output
     assert "host blocks: 50% used, 2 cached" in output
     assert "prefix cache: 25% of 8 tokens found" in output
     assert "disk blocks" not in output, "there is no such tier"

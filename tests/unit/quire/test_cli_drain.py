@@ -39,7 +39,7 @@ async def test_it_says_what_is_live_until_it_has_drained(process, capsys):
     assert capsys.readouterr().out.splitlines() == [
         f"{target} drains: 2 live",
         f"{target} drains: 0 live",
-        f"{target} has drained, and ends",
+        f"{target} has drained and ends",
     ]
 
 
@@ -47,7 +47,7 @@ async def test_a_scheduler_has_a_worker_drain(process, capsys):
     target, fake = process
     assert await asyncio.to_thread(main, ["drain", target, "--worker", "w:1"]) == 0
     assert fake.worker == "w:1"
-    assert capsys.readouterr().out.splitlines()[-1] == "w:1 has drained, and ends"
+    assert capsys.readouterr().out.splitlines()[-1] == "w:1 has drained and ends"
 
 
 async def test_a_router_is_shown_the_key(process, capsys):
@@ -81,7 +81,7 @@ SERVICE = ServiceInfo(
         ([SERVICE], ["worker-1"], "worker-1: no such process; there are worker-0, scheduler"),
     ],
 )
-def test_what_cannot_be_restarted_is_said(services, argv, problem, monkeypatch, capsys):
+def test_what_cannot_be_restarted_is_an_error(services, argv, problem, monkeypatch, capsys):
     monkeypatch.setattr(restart, "running_services", lambda: iter(services))
     assert main(["restart", *argv]) == 1
     assert problem in capsys.readouterr().err

@@ -99,7 +99,7 @@ def test_the_status_says_what_requests_wait_for():
     told = describe_load(load(num_workers=1, num_unloaded_workers=2)).splitlines()[0]
     assert told.endswith("1 worker, 2 unloaded")
     told = describe_load(load(num_unloaded_workers=1, num_requests_waiting=3)).splitlines()[0]
-    assert told.endswith("0 workers, 1 unloaded, for which the 3 wait")
+    assert told.endswith("0 workers, 1 unloaded; 3 requests wait for one to be loaded")
 
 
 def test_top_shows_a_worker_that_is_unloaded():

@@ -9,8 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from quire.cli.commands import probe
-from rpc.health.probes import probes
-from rpc.health.state import Health
+from rpc.health import Health, probes
 
 
 @pytest.fixture
@@ -56,7 +55,7 @@ async def test_process_that_is_not_ready_is_1_with_its_reason(process, monkeypat
     assert "no worker is attached: w" in capsys.readouterr().out
 
 
-async def test_port_that_nobody_listens_at_is_1(process, monkeypatch, capsys):
+async def test_port_without_a_listener_is_1(process, monkeypatch, capsys):
     server, _ = process
     port = server.port
     await server.close()

@@ -28,7 +28,7 @@ def planned(environment=None, **flags):
 def test_every_process_gets_the_certificates(tmp_path):
     files = Authority(tmp_path / "ca").issue("process")
     layout_ = planned(**files.as_peer, tls_server_name="quire", max_metadata_kb=8)
-    assert layout_.has_tls
+    assert layout_.service.has_tls
     for spec in layout_.specs:
         flags = dict(zip(spec.argv[3::2], spec.argv[4::2], strict=True))
         assert flags["--tls-cert"] == str(files.cert)
@@ -36,8 +36,8 @@ def test_every_process_gets_the_certificates(tmp_path):
         assert flags["--tls-ca"] == flags["--tls-client-ca"] == str(files.ca)
         assert flags["--tls-server-name"] == "quire"
         assert flags["--max-metadata-kb"] == "8"
-    assert not planned().has_tls
-    assert "https://" in how_to_use("127.0.0.1:8000", "127.0.0.1:50051", "m", tls=True)
+    assert not planned().service.has_tls
+    assert "https://" in how_to_use(layout_.service)
 
 
 def test_keys_go_to_the_router_only_and_not_on_its_command_line():
@@ -80,10 +80,10 @@ def test_commands_do_not_show_their_key(monkeypatch, capsys):
     assert "sk-secret" not in repr(settings) + "".join(capsys.readouterr())
 
 
-def test_failed_handshake_is_not_said_to_be_nobody():
+def test_a_failed_handshake_is_not_reported_as_no_answer():
     said = explain("failed to connect to all addresses; last error: WRONG_VERSION_NUMBER")
     with (
-        pytest.raises(CommandError, match=r"cannot be talked to: .*--tls-ca"),
+        pytest.raises(CommandError, match=r"cannot be reached: .*--tls-ca"),
         connection_errors("t:1"),
     ):
         raise UnavailableError(said)

@@ -77,7 +77,7 @@ def test_bad_value_is_named_with_its_flag(argv, problem, capsys):
     assert problem in capsys.readouterr().err
 
 
-def test_only_the_router_hears_that_there_shall_be_no_page():
+def test_only_the_router_gets_no_ui():
     router_flags = {
         flags: [spec.name for spec in plan(parse_up(*flags)).specs if "--no-ui" in spec.argv]
         for flags in ((), ("--no-ui",))
@@ -138,7 +138,7 @@ def test_only_what_is_set_is_passed_on():
 
 def test_wildcard_host_is_probed_on_the_loopback():
     planned = plan(parse_up("--host", "0.0.0.0"))
-    assert planned.http_address == "127.0.0.1:8000"
+    assert planned.service.http_address == "127.0.0.1:8000"
     assert value_of("--host", planned.specs[0].argv) == "0.0.0.0"
 
 

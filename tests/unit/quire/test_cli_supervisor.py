@@ -10,7 +10,8 @@ import pytest
 from cli_processes import is_alive, until
 
 from quire.cli.up.child import ProcessSpec
-from quire.cli.up.supervisor import Backoff, Running, StartError, Supervisor
+from quire.cli.up.service_dir import ServiceProcess
+from quire.cli.up.supervisor import Backoff, StartError, Supervisor
 
 SLEEPS = "import time; time.sleep(600)"
 IGNORES_SIGTERM = (
@@ -46,7 +47,7 @@ class Harness:
         for waiter in self._waiters:
             waiter.set()
 
-    async def until(self, condition) -> list[Running]:
+    async def until(self, condition) -> list[ServiceProcess]:
         changed = asyncio.Event()
         self._waiters.append(changed)
         while not condition(self.supervisor.running):
@@ -54,7 +55,7 @@ class Harness:
             changed.clear()
         return self.supervisor.running
 
-    async def all_running(self) -> list[Running]:
+    async def all_running(self) -> list[ServiceProcess]:
         return await self.until(lambda running: all(r.pid is not None for r in running))
 
 
@@ -64,7 +65,7 @@ async def test_stop_ends_every_child_and_reports_no_kill(tmp_path: Path):
     harness.supervisor.stop()
     await asyncio.wait_for(harness.task, 20)
     assert not any(is_alive(each.pid) for each in running if each.pid)
-    assert harness.reports == ["stopping; once more ends everything at once"]
+    assert harness.reports == ["stopping; a second signal kills everything at once"]
 
 
 async def test_child_that_dies_is_restarted_under_a_new_pid(tmp_path: Path):

@@ -131,7 +131,7 @@ def test_rates_are_of_the_time_between():
     assert (rates["w"].steps, rates["w"].decode_tokens, rates["w"].busy) == (10.0, 40.0, 0.0)
 
 
-def test_totals_that_began_anew_have_no_rate():
+def test_totals_that_were_reset_have_no_rate():
     before = Snapshot(10.0, LOAD, activity=(activity(num_steps=50),))
     now = Snapshot(12.0, LOAD, activity=(activity(num_steps=3, attached_at_s=11.0),))
     assert rates_between(before, now) == {}
@@ -198,7 +198,7 @@ def test_a_worker_says_when_its_memory_is_short():
     assert "w0 memory" not in text
 
 
-async def test_q_ends_it_and_the_terminal_is_as_it_was(served):
+async def test_q_ends_it_and_restores_the_terminal(served):
     controller, terminal = pty.openpty()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "quire.cli", "top", "--target", served.target),
@@ -216,7 +216,7 @@ async def test_q_ends_it_and_the_terminal_is_as_it_was(served):
     while True:
         try:
             piece = await asyncio.to_thread(os.read, controller, 65536)
-        except OSError:  # nobody has the other end any more
+        except OSError:  # the other end is closed
             break
         if not piece:
             break

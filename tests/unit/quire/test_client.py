@@ -1,6 +1,7 @@
 """Both clients against a fake of the service."""
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -233,7 +234,7 @@ async def test_of_several_routers_one_that_answers_is_found_and_kept(served, res
         AsyncClient(f"{dead},")
 
 
-async def test_a_silent_router_is_left_by_who_can_go_on_and_a_slow_one_by_nobody(served):
+async def test_a_resumable_call_leaves_a_silent_router_and_no_call_leaves_a_slow_one(served):
     path = served.target.removeprefix("unix:")
     async with SilentRelay(f"{path}-relay", path) as relay:
         routers = [relay.target, served.target]
@@ -264,7 +265,7 @@ async def test_closing_a_resumable_stream_cancels_the_request(served):
     assert served.fake.requests[-1] == CancelRequest(request_id="mine")
 
 
-async def test_who_is_cancelled_between_two_calls_cancels_the_request(served):
+async def test_cancelling_between_two_calls_cancels_the_request(served):
     waits = asyncio.Event()
 
     async def sleep(_):
@@ -302,3 +303,16 @@ async def test_a_busy_service_is_asked_again_when_it_says(served):
             async for _ in client.generate("busy", timeout_s=2):
                 pass
     assert waits == [2.5, 2.5], "it would be too late by then"
+
+
+def test_both_clients_have_the_same_methods_with_the_same_parameters():
+    def methods(kind):
+        return {
+            name: list(inspect.signature(method).parameters.values())
+            for name, method in vars(kind).items()
+            if callable(method) and not name.startswith("_")
+        }
+
+    expected = methods(AsyncClient)
+    assert methods(Client) == expected
+    assert {"generate", "generate_once", "tokenize", "close"} <= expected.keys()

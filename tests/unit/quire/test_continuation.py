@@ -32,7 +32,7 @@ def delta(offset, token_ids, text="", index=0):
     return OutputDelta(index, offset, tuple(token_ids), text, ())
 
 
-def test_a_resumable_request_has_an_id_and_a_seed_so_that_it_can_be_sent_anew():
+def test_a_resumable_request_has_an_id_and_a_seed_so_that_it_can_be_sent_again():
     continuation = make()
     request = continuation.next_request()
     assert request.request_id == continuation.request_id != ""
@@ -68,7 +68,7 @@ def test_a_stream_that_broke_is_resumed_behind_what_came():
 
 
 @pytest.mark.parametrize("error", [NotFoundError("gone"), FailedPreconditionError("logprobs lost")])
-def test_what_cannot_be_resumed_is_sent_anew_and_what_came_is_left_out(error):
+def test_a_request_that_cannot_be_resumed_is_sent_again_and_what_came_before_is_skipped(error):
     continuation = make()
     continuation.take(PromptScores(()))
     continuation.take(delta(0, [1, 2, 3], "abc"))
@@ -105,7 +105,7 @@ def test_one_that_breaks_while_it_repeats_is_resumed_behind_what_it_has_repeated
 
 
 @pytest.mark.parametrize("other", [delta(0, [1, 7], "ab"), delta(0, [1, 2], "ax")])
-def test_what_comes_again_otherwise_is_an_error(other):
+def test_a_different_output_the_second_time_is_an_error(other):
     continuation = make()
     continuation.take(delta(0, [1, 2, 3], "abc"))
     for error in (LOST, NotFoundError("gone")):
@@ -133,7 +133,7 @@ def test_it_gives_up_when_nothing_has_come_for_long_enough():
     continuation.failed(LOST, 200.0)
 
 
-def test_a_call_that_was_lost_before_its_first_event_is_gone_on_with_as_long():
+def test_a_call_lost_before_its_first_event_is_resumed_as_long_as_others():
     budget = RetryBudget(capacity=2)
     continuation = make(policy=Retry(resume_within_s=5, max_attempts=2), budget=budget)
     continuation.failed(LOST, 100.0, took_s=3.0)
@@ -147,7 +147,7 @@ def test_a_call_that_was_lost_before_its_first_event_is_gone_on_with_as_long():
         refused.failed(LOST, 100.2, took_s=0.1)
 
 
-def test_the_service_says_when_to_come_back():
+def test_the_service_says_when_to_retry():
     continuation = make()
     assert continuation.failed(TooBusyError("full", retry_after_s=7.5), 0.0) == 7.5
 

@@ -15,7 +15,7 @@ from router.request.inference import Inference
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text.tokenizer import Tokenizers, load_tokenizer
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.peers.discovery import Discovery
 
 CHAT_TEMPLATE = (

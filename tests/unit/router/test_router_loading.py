@@ -23,7 +23,7 @@ from router.schedulers.pool import Schedulers
 from router.schedulers.served_model import ServedModel
 from router.text import tokenizer as tokenizers_module
 from router.text.tokenizer import Tokenizers, load_tokenizer
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import Operators
 

@@ -18,7 +18,7 @@ from router.schedulers import pool as schedulers_module
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text.tokenizer import Tokenizers, load_tokenizer
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import Operators
 

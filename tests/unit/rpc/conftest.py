@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.server import Addresses, serve
 from rpc.settings import ProcessSettings
 

@@ -1,4 +1,4 @@
-"""Drains that somebody asks for: who may, and what is told meanwhile."""
+"""The drain call: who may make it, and what it reports."""
 
 import asyncio
 from types import SimpleNamespace

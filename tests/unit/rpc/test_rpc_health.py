@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rpc import health as rpc_health
 from rpc.grpc_server import Service
-from rpc.health import service as health_service
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.peers.channel import open_channel
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -82,7 +82,7 @@ async def test_an_unknown_service_is_not_found(run_server, settings):
         assert it.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_watchers_see_each_change_whoever_else_leaves(run_server, settings):
+async def test_watchers_see_each_change_when_another_leaves(run_server, settings):
     health = Health()
     stop = asyncio.Event()
     async with (
@@ -111,7 +111,7 @@ async def test_a_watch_of_an_unknown_service_says_so(run_server, settings):
 
 
 async def test_a_watcher_learns_of_a_failing_check_unasked(run_server, settings, monkeypatch):
-    monkeypatch.setattr(health_service, "_RECHECK_S", 0.01)
+    monkeypatch.setattr(rpc_health, "_RECHECK_S", 0.01)
     health = Health()
     health.set_ready()
     wrong: list[str | None] = [None]

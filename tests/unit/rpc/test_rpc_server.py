@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.peers.channel import open_channel
 from rpc.server import CannotListenError, Service, serve
 from rpc.settings import ProcessSettings
@@ -236,7 +236,7 @@ async def test_an_http_client_that_leaves_cancels_its_handler(run_server, settin
 
 PROCESS = """
 import asyncio, sys
-from rpc.health.state import Health
+from rpc.health import Health
 from rpc.server import run, serve
 from rpc.settings import ProcessSettings
 

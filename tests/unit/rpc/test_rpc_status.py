@@ -299,7 +299,7 @@ async def test_a_call_whose_channel_is_closed_is_lost_and_its_task_goes_on(endle
     waiting = asyncio.create_task(wait())
     await asyncio.sleep(0)
     await channel.close(None)
-    with pytest.raises(errors.UnavailableError, match="closed meanwhile"):
+    with pytest.raises(errors.UnavailableError, match="closed during the call"):
         await waiting
 
 

@@ -130,7 +130,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 EXPORTING_PROCESS = """
 import asyncio, sys
-from rpc import telemetry
+from rpc.observe import telemetry
 from rpc.server import run
 from rpc.settings import ProcessSettings
 

@@ -9,7 +9,7 @@ from rpc.observe import timeline
 RECORD = """
 import sys, threading, time
 from pathlib import Path
-from rpc import timeline
+from rpc.observe import timeline
 
 assert not timeline.is_on()
 with timeline.span("before"):

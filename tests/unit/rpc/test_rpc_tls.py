@@ -151,7 +151,7 @@ async def test_plain_text_to_a_tls_port_is_refused(run_server, process):
 
 async def test_tls_to_a_plain_port_says_so(run_server, process):
     async with run_server(ProcessSettings()) as addresses:
-        assert "speaks no TLS" in await refusal(addresses.grpc, ClientTls(process.ca))
+        assert "does not use TLS" in await refusal(addresses.grpc, ClientTls(process.ca))
 
 
 async def test_unix_socket_has_no_tls(run_server, process, settings):

@@ -3,21 +3,23 @@
 import contextlib
 import io
 import random
+import struct
 from collections import deque
 from dataclasses import replace
+from zlib import crc32
 
+import msgspec
 import numpy as np
 
+from contract.info import MemoryLevel, WorkerInfo
+from contract.limits import Limits
 from contract.sampling import EarlyStopping
-from quire.v1 import recording_pb2
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError, ResizeRefusedError
-from scheduler_svc.core.pressure import MemoryLevel
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
-from scheduler_svc.domain import ModelInfo, WorkerInfo
-from scheduler_svc.journal.frames import MAGIC, read_frames, to_frame
+from scheduler_svc.journal.entries import MAGIC
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.journal.replay import replay
 from tests.property.worker import SEARCH, FakeWorker
@@ -32,7 +34,7 @@ CONFIG = SchedulerConfig(
     watermark=0.0,
     eviction=Eviction.LFU,
 )
-INFO = WorkerInfo("w/0", "none", ModelInfo("m", 24, 2, (1,)), 4, 8, 10, 2)
+INFO = WorkerInfo("w/0", "none", "m", Limits(4, 24, 8, 10, 2, 2), (1,), 0, "")
 
 
 class Driver:
@@ -128,7 +130,7 @@ class DriverOfResizes(Driver):
         if self.core.load().num_blocks == least:
             self.worker.resize(most)
             self.core.resize(most)
-        elif self.core.is_shrunk:
+        elif self.core.resizing.is_shrunk:
             self.worker.resize(self.more_dice.choice([least, most]))
             self.num_shrunk += self.worker.num_blocks == least
             self.core.resize(self.worker.num_blocks)
@@ -160,13 +162,30 @@ def replay_bytes(content, **options):
     return replay(io.BytesIO(content), **options)
 
 
-def rewrite(path, change):
-    """Give the recording's content with each entry as `change` leaves it, checksums right."""
-    with path.open("rb") as file:
-        header, *payloads = read_frames(file)
-    content = MAGIC + to_frame(header)
-    for payload in payloads:
-        entry = recording_pb2.RecordingEntry.FromString(payload)
-        change(entry)
-        content += to_frame(entry.SerializeToString())
+def to_frame(payload):
+    return struct.pack("<II", len(payload), crc32(payload)) + payload
+
+
+def payloads(path):
+    """Return the payload of each frame, the origin's first."""
+    content, found = path.read_bytes()[len(MAGIC) :], []
+    while content:
+        (length,) = struct.unpack_from("<I", content)
+        found.append(content[8 : 8 + length])
+        content = content[8 + length :]
+    return found
+
+
+def nothing(value):
+    """Leave a value as it is."""
+    _ = value
+
+
+def rewrite(path, change=nothing, change_origin=nothing):
+    """Return the recording as the changes leave its entries and origin, dicts; checksums right."""
+    content = MAGIC
+    for number, payload in enumerate(payloads(path)):
+        value = msgspec.msgpack.decode(payload)
+        (change if number else change_origin)(value)
+        content += to_frame(msgspec.msgpack.encode(value))
     return content

@@ -8,7 +8,12 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from contract.packing import pack_int32, unpack_int32
+from contract.arrays import ints
+from contract.codec.info import worker_info_from_proto
+from contract.codec.step import plan_from_proto, result_to_proto
+from contract.lora import LoraAdapter
+from contract.packing import pack_int32
+from contract.step import Result, TokenLogprob
 from quire.v1 import (
     adapters_pb2_grpc,
     admin_pb2,
@@ -265,40 +270,27 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     def execute(self, batch):
         assert not self.received or batch.step_id in self.received
-        for row in unpack_int32(batch.released_rows, "released_rows").tolist():
+        limits = worker_info_from_proto(self.info).limits
+        plan = plan_from_proto(batch, limits, self._read_sampling)
+        for row in plan.released_rows.tolist():
             del self.rows[row]
-        for new in batch.new_sequences:
+        for new in plan.new_sequences:
             self._admit(new)
-            self.announced_at[self.rows[new.row].token_ids[0]] = batch.step_id
+            self.announced_at[self.rows[new.row].token_ids[0]] = plan.step_id
         if any(state.token_ids[0] == self.poison for state in self.rows.values()):
             raise RuntimeError("a step fails as a whole")
-        appended = zip(
-            unpack_int32(batch.appended_rows, "appended_rows").tolist(),
-            unpack_int32(batch.appended_block_ids, "appended_block_ids").tolist(),
-            strict=True,
-        )
-        for row, block in appended:
+        for row, block in _pairs(plan.appended_rows, plan.appended_block_ids):
             self.rows[row].blocks.append(block)
-        renamed = zip(
-            unpack_int32(batch.renamed_src_block_ids, "renamed_src_block_ids").tolist(),
-            unpack_int32(batch.renamed_dst_block_ids, "renamed_dst_block_ids").tolist(),
-            strict=True,
-        )
-        names = dict(renamed)
+        names = dict(_pairs(plan.renamed_src_block_ids, plan.renamed_dst_block_ids))
         for state in self.rows.values():
             state.blocks = [names.get(block, block) for block in state.blocks]
-            assert max(state.blocks) < self.info.num_blocks
+            assert max(state.blocks) < limits.num_blocks
         decoding = [row for row, state in self.rows.items() if self._decodes(state)]
-        assert len(decoding) == batch.num_decodes, (batch.step_id, decoding, batch.num_decodes)
+        assert len(decoding) == plan.num_decodes, (plan.step_id, decoding, plan.num_decodes)
         sampling = [row for row in decoding if not self.rows[row].stopped]
         for row in sampling:
             self.rows[row].num_computed += 1
-        chunks = zip(
-            unpack_int32(batch.chunk_rows, "chunk_rows").tolist(),
-            unpack_int32(batch.chunk_lens, "chunk_lens").tolist(),
-            strict=True,
-        )
-        for row, length in chunks:
+        for row, length in _pairs(plan.chunk_rows, plan.chunk_lens):
             state = self.rows[row]
             assert not state.started
             state.num_computed += length
@@ -307,29 +299,32 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 state.started = True
                 sampling.append(row)
         for state in self.rows.values():
-            assert state.num_computed <= len(state.blocks) * self.info.block_size
-        return self._sample(batch, sampling)
+            assert state.num_computed <= len(state.blocks) * limits.block_size
+        result = result_to_proto(self._sample(plan, sampling), batch.epoch)
+        if self.wrong_results is not None:
+            self.wrong_results(result)
+        return result
 
     @staticmethod
     def _decodes(state):
         # One that stopped counts as if it went on, up to its length: the scheduler cannot know yet.
         return state.started and len(state.token_ids) < state.max_total
 
-    def _admit(self, new):
-        assert new.row not in self.rows
+    @staticmethod
+    def _read_sampling(new, limits):
         assert new.sampling.HasField("seed")
         if new.sampling.HasField("adapter"):
-            held = [(each.name, each.digest) for each in self.info.model.adapters]
-            assert (new.sampling.adapter.name, new.sampling.adapter.digest) in held
-        token_ids = unpack_int32(new.token_ids, "token_ids").tolist()
-        blocks = unpack_int32(new.block_ids, "block_ids").tolist()
-        assert new.num_computed_tokens < len(token_ids)
-        assert len(blocks) * self.info.block_size >= len(token_ids)
-        assert all(0 <= block < self.info.num_blocks for block in blocks)
+            wanted = new.sampling.adapter
+            return new.sampling, limits.adapters[LoraAdapter(wanted.name, wanted.digest)]
+        return new.sampling, 0
+
+    def _admit(self, new):
+        assert new.row not in self.rows
+        token_ids = new.token_ids.tolist()
         self.rows[new.row] = Row(
             token_ids=token_ids,
             num_computed=new.num_computed_tokens,
-            blocks=blocks,
+            blocks=new.block_ids.tolist(),
             max_total=new.max_total_tokens,
             model_state=read_tokens(17 + new.output_index, token_ids),
             stop_token_ids=frozenset(new.sampling.stop_token_ids),
@@ -338,7 +333,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         )
         self.num_computed_before.append(new.num_computed_tokens)
 
-    def _sample(self, batch, sampling):
+    def _sample(self, plan, sampling):
         for state in self.rows.values():
             if state.stopped and self._decodes(state):
                 state.token_ids.append(0)  # a wasted slot
@@ -356,28 +351,24 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 state.stopped = True
                 stopped.append(row)
             if state.with_logprobs:
-                logprobs.append(
-                    worker_pb2.SampledLogprob(
-                        index=index,
-                        logprob=common_pb2.TokenLogprob(
-                            logprob=-float(token_id),
-                            top_token_ids=[i % VOCAB_SIZE for i in range(self.num_top_logprobs)],
-                            top_logprobs=[-1.0] * self.num_top_logprobs,
-                        ),
-                    )
+                num_top = self.num_top_logprobs
+                top = ints([i % VOCAB_SIZE for i in range(num_top)])
+                likely = TokenLogprob(
+                    index, -float(token_id), top, np.full(num_top, -1, np.float32)
                 )
+                logprobs.append(likely)
         for row in failed:
             self.rows[row].stopped = True
-        result = worker_pb2.StepResult(
-            epoch=batch.epoch,
-            step_id=batch.step_id,
-            sampled_rows=pack_int32(np.array(sampling, np.int32)),
-            sampled_token_ids=pack_int32(np.array(tokens, np.int32)),
-            stopped_rows=pack_int32(np.array(stopped, np.int32)),
-            failed_rows=pack_int32(np.array(failed, np.int32)),
-            logprobs=logprobs,
+        return Result(
+            plan.step_id,
+            ints(sampling),
+            ints(tokens),
+            ints(stopped),
+            ints(failed),
+            logprobs=tuple(logprobs),
             execute_s=self.execute_s + 0.001,
         )
-        if self.wrong_results is not None:
-            self.wrong_results(result)
-        return result
+
+
+def _pairs(one, other):
+    return zip(one.tolist(), other.tolist(), strict=True)

@@ -6,8 +6,8 @@ import pytest
 
 from contract.errors import InvalidArgumentError, UnavailableError
 from contract.lora import LoadedAdapter, LoraAdapter
-from scheduler_svc.operations import adapters as adapters_module
-from scheduler_svc.operations.adapters import Adapters
+from scheduler_svc.workers import adapters as adapters_module
+from scheduler_svc.workers.adapters import Adapters
 
 OLD, NEW = (LoraAdapter("sql", digest * 32, "/sql") for digest in (b"o", b"n"))
 CHAT = LoraAdapter("chat", b"c" * 32, "/chat")
@@ -56,7 +56,7 @@ class Service:
 
 @pytest.fixture
 def service(monkeypatch):
-    monkeypatch.setattr(adapters_module, "_LOOK_S", 0.0)
+    monkeypatch.setattr(adapters_module, "_POLL_S", 0.0)
     return Service()
 
 

@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from scheduler_svc.core.plan import StepId, StepPlan
-from scheduler_svc.core.tiers.rates import Rates
-from scheduler_svc.pacing.rate_meter import RateMeter
-
-NOTHING = np.array([], np.int32)
+from contract.step import Plan, StepId
+from scheduler_svc.core.limits import Rates
+from scheduler_svc.observers.rate_meter import RateMeter
 
 
 def measure(*steps, max_prompt_tokens=None) -> Rates:
@@ -15,11 +13,11 @@ def measure(*steps, max_prompt_tokens=None) -> Rates:
     meter = RateMeter(busy_step_tokens=100)
     for num_prompt_tokens, num_decodes, _ in steps:
         meter.sent(
-            StepPlan(
+            Plan(
                 StepId(1),
-                *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
                 num_decodes,
-                num_decodes + num_prompt_tokens,
+                chunk_rows=np.array([0], np.int32),
+                chunk_lens=np.array([num_prompt_tokens], np.int32),
             ),
             max_prompt_tokens,
         )

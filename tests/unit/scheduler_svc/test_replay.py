@@ -1,6 +1,5 @@
 """Replaying a recording: the same plans again, and where they differ."""
 
-import struct
 from dataclasses import replace
 
 import numpy as np
@@ -18,16 +17,15 @@ from recorded_runs import (
     rewrite,
 )
 
+from contract.step import Result
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.errors import (
     BrokenInvariantError,
     MigrationRefusedError,
 )
-from scheduler_svc.core.plan import StepOutcome
-from scheduler_svc.journal.core_calls import End
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.journal.replay import replay
-from scheduler_svc.journal.replay_report import describe, describe_plan
+from scheduler_svc.journal.report import describe, plan_lines
 
 
 def test_a_run_with_a_host_tier_that_goes_bad_replays_the_same(tmp_path):
@@ -41,7 +39,7 @@ def test_a_run_with_a_host_tier_that_goes_bad_replays_the_same(tmp_path):
     with path.open("rb") as file:
         result = replay(file)
     assert result.difference is None
-    assert result.origin.config == config
+    assert result.recording.config == config
     assert result.load == driver.core.load()
     load, preemptions = result.load, result.preemptions
     assert min(load.num_swapped_in_blocks, load.num_demoted_blocks, load.num_promoted_blocks) > 0
@@ -127,9 +125,9 @@ def test_a_random_run_replays_the_same(tmp_path, seed):
     with path.open("rb") as file:
         result = replay(file)
     assert result.difference is None
-    assert result.ending == End("the worker is lost")
-    assert result.origin.config == CONFIG
-    assert (result.origin.worker_id, result.origin.epoch) == ("w/0", 7)
+    assert result.ending == "the worker is lost"
+    assert result.recording.config == CONFIG
+    assert (result.recording.origin.worker_id, result.recording.origin.epoch) == ("w/0", 7)
     assert result.num_steps == len(driver.plans)
     assert result.num_scheduled_tokens == sum(plan.num_scheduled_tokens for plan in driver.plans)
     assert result.load == driver.core.load()
@@ -184,20 +182,17 @@ def test_a_plan_that_differs_is_shown_in_full(recorded):
     plan = next(plan for plan in driver.plans if plan.appended_rows.size)
 
     def change(entry):
-        recorded_plan = entry.schedule.plan
-        if recorded_plan.step_id == plan.step_id:
-            (block,) = struct.unpack_from("<i", recorded_plan.appended_block_ids)
-            changed = struct.pack("<i", block ^ 1) + recorded_plan.appended_block_ids[4:]
-            recorded_plan.appended_block_ids = changed
+        if entry["plan"] is not None and entry["plan"]["step_id"] == plan.step_id:
+            entry["plan"]["appended_block_ids"][0] ^= 1
 
     result = replay_bytes(rewrite(path, change))
-    (difference,) = result.difference.fields
-    assert difference.name == "appended_block_ids"
-    assert difference.replayed == tuple(plan.appended_block_ids.tolist())
-    assert difference.recorded[0] == difference.replayed[0] ^ 1
+    assert list(result.difference.fields) == ["appended_block_ids"]
+    recorded_ids, replayed_ids = result.difference.fields["appended_block_ids"]
+    assert replayed_ids == plan.appended_block_ids.tolist()
+    assert recorded_ids[0] == replayed_ids[0] ^ 1
     assert result.num_steps == plan.step_id - 1
     report = "\n".join(describe(result))
-    assert f"recorded: [{' '.join(map(str, difference.recorded))}]" in report
+    assert f"recorded: [{' '.join(map(str, recorded_ids))}]" in report
     assert f"  num_scheduled_tokens: {plan.num_scheduled_tokens}" in report
 
 
@@ -205,29 +200,28 @@ def test_an_input_that_was_changed_makes_a_difference(recorded):
     path, _ = recorded
 
     def change(entry):
-        if entry.submit.request_id == "r0":
-            entry.submit.prompt_token_ids += bytes(4)
+        if entry["call"] == "submit" and entry["arguments"]["request"]["request_id"] == "r0":
+            entry["arguments"]["request"]["prompt_token_ids"][1] += bytes(4)
 
     result = replay_bytes(rewrite(path, change))
-    assert "new_sequences" in [each.name for each in result.difference.fields]
+    assert "new_sequences" in result.difference.fields
 
 
 def test_a_refusal_that_does_not_come_again_is_a_difference(recorded):
     path, _ = recorded
 
     def change(entry):
-        if entry.raised == "RequestTooLongError":
-            entry.submit.max_tokens = 1
+        if entry["raised"] == "RequestTooLongError":
+            entry["arguments"]["request"]["max_tokens"] = 1
 
     result = replay_bytes(rewrite(path, change))
-    (difference,) = result.difference.fields
-    assert difference.recorded == "RequestTooLongError"
-    assert difference.replayed != difference.recorded
+    before, now = result.difference.fields["raised"]
+    assert before == "RequestTooLongError" != now
 
 
 def test_what_the_core_raised_is_raised_again(tmp_path):
     nothing = np.array([], np.int32)
-    outcome = StepOutcome(9, nothing, nothing, nothing, nothing)
+    outcome = Result(9, nothing, nothing, nothing, nothing)
 
     def fail():
         recordings = Recordings(tmp_path, 1 << 20, epoch=1)
@@ -240,17 +234,17 @@ def test_what_the_core_raised_is_raised_again(tmp_path):
     result = replay_bytes(path.read_bytes())
     assert result.difference is None
     assert result.num_calls == 1
-    assert result.ending.reason.startswith("BrokenInvariantError: result of step 9")
+    assert result.ending.startswith("BrokenInvariantError: result of step 9")
 
 
 def test_a_plan_is_shown_in_full(recorded):
     path, driver = recorded
     plan = next(plan for plan in driver.plans if plan.new_sequences)
     result = replay_bytes(path.read_bytes(), keep_step=int(plan.step_id))
-    shown = list(describe_plan(result.kept_plan))
+    shown = list(plan_lines(result.kept_plan))
     new = plan.new_sequences[0]
     blocks = " ".join(map(str, new.block_ids.tolist()))
-    assert shown[0] == f"  step_id: {plan.step_id}"
+    assert f"  step_id: {plan.step_id}" in shown
     assert (
         f"    sequence {new.seq_id} in row {new.row}: {new.num_computed_tokens} of its "
         f"{len(new.token_ids)} tokens computed, blocks [{blocks}]"
@@ -286,7 +280,7 @@ class DriverOfMoves(Driver):
             self.move()
 
     def move(self):
-        seqs = sorted(self.core._live, key=lambda seq: seq.seq_id)
+        seqs = sorted(self.core.live, key=lambda seq: seq.seq_id)
         if not seqs:
             return
         request = self.dice.choice(seqs).request
@@ -300,7 +294,7 @@ class DriverOfMoves(Driver):
             self.core.end_export(export.export_id, leaves=False)
             return
         leaves = self.dice.random() < 0.7
-        while self.core.last_answered < max(export.ready_step, room.ready_step):
+        while self.core.steps.last_answered < max(export.ready_step, room.ready_step):
             Driver.schedule(self)
             self.update()
         held = [self.worker.host[block] for block in export.moved.host_block_ids]
@@ -314,7 +308,7 @@ def test_a_run_in_which_requests_move_replays_the_same(tmp_path):
     with Recordings(tmp_path, 1 << 30, epoch=7) as records, records.open_core(INFO, config) as core:
         driver = DriverOfMoves(core, seed=3)
         driver.run(400)
-    assert core._num_moves > 20
+    assert core.moves._num_begun > 20
     (path,) = tmp_path.iterdir()
     with path.open("rb") as file:
         result = replay(file)

@@ -10,9 +10,9 @@ from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import get, running_scheduler
 
 from quire.v1 import adapters_pb2, scheduler_pb2
-from scheduler_svc.operations import adapter_use, adapters
-from scheduler_svc.operations.adapter_service import AdapterServicer
-from scheduler_svc.operations.adapter_use import AdapterUse
+from scheduler_svc.operations.services import AdapterServicer
+from scheduler_svc.workers import adapters
+from scheduler_svc.workers.adapters import AdapterUse
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(30)
 @pytest.fixture(autouse=True)
 def _expects_no_requests(monkeypatch):
     """Those of before a scheduler's start, or the end of a stream."""
-    monkeypatch.setattr(adapter_use, "REUNION_S", 0.0)
+    monkeypatch.setattr(adapters, "REUNION_S", 0.0)
 
 
 async def test_all_workers_load_and_the_router_is_told(folder):
@@ -121,7 +121,7 @@ async def test_a_request_comes_again_while_its_adapter_leaves(folder, num_known)
 async def test_a_request_whose_stream_has_broken_finds_its_adapter(folder, monkeypatch):
     expect = AdapterUse.expect
     monkeypatch.setattr(AdapterUse, "expect", lambda _: None)  # at the start
-    monkeypatch.setattr(adapters, "_LOOK_S", 0.0)
+    monkeypatch.setattr(adapters, "_POLL_S", 0.0)
     async with service(folder, 1) as (scheduler, router, worker):
         await router.load_adapter("sql", A)
         worker.pause()
@@ -131,7 +131,7 @@ async def test_a_request_whose_stream_has_broken_finds_its_adapter(folder, monke
         unloading = asyncio.create_task(router.unload_adapter("sql"))
         await router.read_until(lambda: router.told == [])
         monkeypatch.setattr(AdapterUse, "expect", expect)
-        monkeypatch.setattr(adapter_use, "REUNION_S", 1000.0)
+        monkeypatch.setattr(adapters, "REUNION_S", 1000.0)
         await other.disconnect()
         await router.wait_for_live(0)
         worker.resume()
@@ -140,7 +140,7 @@ async def test_a_request_whose_stream_has_broken_finds_its_adapter(folder, monke
         await again.read_until_finished(0)
         assert again.tokens[0] == expected_tokens([1, 2], 8)
         assert not unloading.done()
-        monkeypatch.setattr(adapter_use, "REUNION_S", 0.0)
+        monkeypatch.setattr(adapters, "REUNION_S", 0.0)
         await unloading
         await again.disconnect()
 

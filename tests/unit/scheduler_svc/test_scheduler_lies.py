@@ -114,7 +114,7 @@ def endless_step(result):
 LIES = {
     twice: "sampled_rows .* 2 times; it must be 1",
     row_of_nobody: "sampled_rows .* row 60 1 times; it must be 0",
-    row_out_of_range: r"sampled_rows\[\d+\] is 64; it must be in \[0, 64\)",
+    row_out_of_range: r"sampled_rows\[\d+\] is 64; it must be in \[0, 63\]",
     negative_row: r"stopped_rows\[0\] is -1",
     nothing_sampled: "sampled_rows .* 0 times; it must be 1",
     token_out_of_range: rf"sampled_token_ids\[0\] is {VOCAB_SIZE}",

@@ -18,7 +18,7 @@ from quire.v1 import (
     scheduler_pb2,
 )
 from scheduler_svc.operations import loading as loading_module
-from scheduler_svc.workers import served_model
+from scheduler_svc.workers import roster
 from scheduler_svc.workers.stream import ADAPTER_TIMEOUT_S
 
 pytestmark = pytest.mark.timeout(30)
@@ -367,7 +367,7 @@ async def test_another_model_waits_for_a_worker_that_is_lost_a_moment(
             await router.read_until_finished(0)
             assert router.tokens[0] == expected_tokens([1, 2], 12)
         else:
-            monkeypatch.setattr(served_model, "_GRACE_S", 0.0)
+            monkeypatch.setattr(roster, "_GRACE_S", 0.0)
             await router.read_until_finished(0)
             assert "another model, 'other'" in router.finished[0].error.message
 

@@ -8,18 +8,18 @@ import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 from scheduler_requests import make_request
 
-from rpc.health.state import Health
+from contract.info import MemoryLevel
+from rpc.health import Health
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import Fragmentation, SpaceReport
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.handover.takeover import Successor
-from scheduler_svc.core.pressure import MemoryLevel
+from scheduler_svc.core.pacing import Pace
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.observers import spans as telemetry
-from scheduler_svc.observers.metrics import LoadCollector, SchedulerMetrics
-from scheduler_svc.observers.space_metrics import SpaceCollector
-from scheduler_svc.observers.space_watch import SpaceWatch
-from scheduler_svc.pacing.pacer import Pace
+from scheduler_svc.observers.collectors import LoadCollector, SpaceCollector
+from scheduler_svc.observers.metrics import SchedulerMetrics
+from scheduler_svc.observers.watches import SpaceWatch
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.placement import Placer
@@ -39,8 +39,8 @@ def make_session(spans):
     )
     return Session(
         FakeLink(),
-        Successor(config),
-        wake=asyncio.Event(),
+        Scheduler(config),
+        asyncio.Event(),
         streams=RouterStreams(1000),
         spans=spans,
         metrics=SchedulerMetrics(CollectorRegistry()).of("w"),
@@ -155,8 +155,8 @@ def test_scattered_blocks_are_warned_of_once_and_defragmentation_is_told():
     moved = DefragmentationReport(scattered, mended, 6, has_moved=True)
     watch = SpaceWatch("w")
     with structlog.testing.capture_logs() as logs:
-        watch.hear([looked, looked])
-        watch.hear([moved, looked])
+        watch.on_reports([looked, looked])
+        watch.on_reports([moved, looked])
     events = [(line["log_level"], line["event"]) for line in logs]
     warning = ("warning", "free blocks are scattered")
     assert events == [warning, ("info", "blocks were defragmented"), warning]

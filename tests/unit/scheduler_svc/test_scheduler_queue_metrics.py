@@ -7,7 +7,7 @@ from scheduler_requests import make_request
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.reports.load import count_queued
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.observers.queue_metrics import MAX_TENANTS, QueueCollector
+from scheduler_svc.observers.collectors import MAX_TENANTS, QueueCollector
 
 
 def samples(queued, ages=None, num_unplaced=0):

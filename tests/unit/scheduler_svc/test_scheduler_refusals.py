@@ -30,7 +30,7 @@ def submission(**changes):
         (submission(prompt_token_ids=b"abc"), "prompt_token_ids has 3 bytes"),
         (
             submission(prompt_token_ids=pack_int32([1, 1000])),
-            r"prompt_token_ids[1] is 1000; it must be in [0, 1000)",
+            r"prompt_token_ids[1] is 1000; it must be in [0, 999]",
         ),
         (submission(prompt_token_ids=pack_int32([-5])), "prompt_token_ids[0] is -5"),
         (
@@ -150,7 +150,7 @@ async def test_bug_in_reading_ends_the_stream_with_an_error(folder, worker, conn
 
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
-        monkeypatch.setattr("scheduler_svc.routers.service.request_from_proto", fail)
+        monkeypatch.setattr("scheduler_svc.service.request_from_proto", fail)
         await router.submit(0, [1, 2])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await router.read()

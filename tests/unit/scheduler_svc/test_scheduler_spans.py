@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 import rpc.observe.telemetry
+from contract.step import Result
 from rpc.observe.telemetry import inject
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.plan import Admitted, Finished, StepOutcome
+from scheduler_svc.core.events import Admitted, Finished
+from scheduler_svc.core.reports.load import Queues
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.observers.spans import SequenceSpans, WorkerSpans
+from scheduler_svc.observers.steps import AnsweredStep, SentStep
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = PARENT[:-1] + "0"
@@ -41,8 +44,8 @@ def names(recorded):
 
 def test_queue_span_covers_the_wait(recorded):
     spans = SequenceSpans()
-    spans.submitted(make_request(key=2**63, traceparent=PARENT))
-    spans.admitted(Admitted(1, 2**63, num_cached_tokens=32, queue_s=1.5))
+    spans.on_submitted(make_request(key=2**63, traceparent=PARENT))
+    spans.on_admitted(Admitted(1, 2**63, num_cached_tokens=32, queue_s=1.5))
     ((name, parent, took_s, attributes),) = recorded
     assert name == "queue"
     assert took_s == pytest.approx(1.5)
@@ -53,21 +56,21 @@ def test_queue_span_covers_the_wait(recorded):
 
 def test_untraced_finished_and_dropped_sequences_have_none(recorded):
     spans = SequenceSpans()
-    spans.submitted(make_request(key=0))
-    spans.submitted(make_request(key=2, traceparent=UNSAMPLED))
-    spans.submitted(make_request(source=2, key=1, traceparent=PARENT))
+    spans.on_submitted(make_request(key=0))
+    spans.on_submitted(make_request(key=2, traceparent=UNSAMPLED))
+    spans.on_submitted(make_request(source=2, key=1, traceparent=PARENT))
     spans.drop_source(2)
     for source, key in ((1, 0), (1, 2), (2, 1)):
-        spans.admitted(Admitted(source, key, num_cached_tokens=0, queue_s=0))
-        spans.finished(Finished(source, key, FinishReason.STOP))
+        spans.on_admitted(Admitted(source, key, num_cached_tokens=0, queue_s=0))
+        spans.on_finished(Finished(source, key, FinishReason.STOP))
     assert recorded == []
 
 
 def test_finish_is_written_once_with_its_reason(recorded):
     spans = SequenceSpans()
-    spans.submitted(make_request(traceparent=PARENT))
+    spans.on_submitted(make_request(traceparent=PARENT))
     for _ in range(2):
-        spans.finished(Finished(1, 0, FinishReason.DEADLINE), took_s=0.25)
+        spans.on_finished(Finished(1, 0, FinishReason.DEADLINE), took_s=0.25)
     ((name, _, took_s, attributes),) = recorded
     assert name == "finish"
     assert took_s == pytest.approx(0.25)
@@ -95,19 +98,19 @@ class Worker:
 
     def submit(self, request):
         self.core.submit(request, 0.0)
-        self.sequences.submitted(request)
+        self.sequences.on_submitted(request)
 
     def step(self):
         plan = self.core.schedule(0.0)
-        self.spans.sent(plan, 1000 + plan.step_id, took_s=0.0)
+        self.spans.on_sent(SentStep(plan, 1000 + plan.step_id, Queues(0, 0, 0), took_s=0.0))
         done = [row for row in range(2) if self.core.owner(row) is not None]
-        outcome = StepOutcome(
+        outcome = Result(
             plan.step_id, np.array(done, np.int32), np.full(len(done), 7, np.int32), NONE, NONE
         )
         news = self.core.update(outcome)
-        self.spans.answered(1000 + plan.step_id)
+        self.spans.on_answered(AnsweredStep(1000 + plan.step_id, 0.0, 0.0, 0.0, 0.0))
         for finished in news.finished:
-            self.sequences.finished(finished)
+            self.sequences.on_finished(finished)
         return plan
 
 
@@ -154,7 +157,7 @@ def test_sequence_that_ends_while_preempted_ends_that_span(recorded):
     while "kv_transfer" not in names(recorded):
         worker.step()
     (finished,) = worker.core.cancel(1, [1])
-    spans.finished(finished)
+    spans.on_finished(finished)
     assert names(recorded)[-2:] == ["preempted", "finish"]
 
 

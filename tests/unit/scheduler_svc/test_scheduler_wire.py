@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from contract.errors import InvalidArgumentError, NotFoundError, TooBusyError
+from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from contract.sampling import EarlyStopping
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.plan import Admitted, Finished, News, Pinned
+from scheduler_svc.core.events import Admitted, Finished, Pinned, StepEvents
 from scheduler_svc.core.request import FinishReason
-from scheduler_svc.domain import ModelInfo
 from scheduler_svc.wire.request import request_from_proto
-from scheduler_svc.wire.router import merge_step_outputs, news_to_proto, refused_to_proto
+from scheduler_svc.wire.router import events_to_proto, merge_step_outputs, refused_to_proto
 
 MODEL = ModelInfo(id="m", max_model_len=64, vocab_size=100, eos_token_ids=(1,))
 
@@ -27,7 +27,7 @@ def ints(*values):
 def make_news(entries=(), admitted=(), finished=()):
     """`entries` are (source, key, token, result index)."""
     columns = np.array(entries, np.int64).reshape(-1, 4).T
-    return News(
+    return StepEvents(
         sources=columns[0].astype(np.int32),
         seq_keys=columns[1].astype(np.uint64),
         token_ids=columns[2].astype(np.int32),
@@ -47,7 +47,7 @@ def decode(output):
 class TestNews:
     def test_one_message_for_each_source_in_order(self):
         news = make_news([(2, 7, 70, 0), (1, 5, 50, 1), (2, 6, 60, 2), (2, 7, 71, 3)])
-        outputs = news_to_proto(9, news, ())
+        outputs = events_to_proto(9, news, ())
         assert {source: decode(output) for source, output in outputs.items()} == {
             1: ([5], [50]),
             2: ([7, 6, 7], [70, 60, 71]),
@@ -55,7 +55,7 @@ class TestNews:
         assert all(output.step_id == 9 for output in outputs.values())
 
     def test_nothing_new_is_no_message(self):
-        assert news_to_proto(1, make_news(), ()) == {}
+        assert events_to_proto(1, make_news(), ()) == {}
 
     def test_ends_and_admissions_alone_are_a_message(self):
         news = make_news(
@@ -65,7 +65,7 @@ class TestNews:
                 Finished(4, 2, FinishReason.ERROR, error="broken"),
             ],
         )
-        outputs = news_to_proto(1, news, ())
+        outputs = events_to_proto(1, news, ())
         assert outputs[3].admitted[0] == scheduler_pb2.SequenceAdmitted(
             seq_key=1, num_cached_tokens=16, queue_s=0.5
         )
@@ -78,7 +78,7 @@ class TestNews:
 
     def test_pins_alone_are_a_message(self):
         news = replace(make_news(), pinned=(Pinned(3, 1, 32), Pinned(3, 2, 0)))
-        (output,) = news_to_proto(1, news, ()).values()
+        (output,) = events_to_proto(1, news, ()).values()
         pins = [(pinned.seq_key, pinned.num_pinned_tokens) for pinned in output.pinned]
         assert pins == [(1, 32), (2, 0)]
         merged = merge_step_outputs([output, scheduler_pb2.StepOutput(step_id=2)])
@@ -86,7 +86,7 @@ class TestNews:
 
     def test_every_finish_reason_has_its_own_number(self):
         finished = [Finished(1, key, reason) for key, reason in enumerate(FinishReason)]
-        (output,) = news_to_proto(1, make_news(finished=finished), ()).values()
+        (output,) = events_to_proto(1, make_news(finished=finished), ()).values()
         names = [common_pb2.FinishReason.Name(end.finish_reason) for end in output.finished]
         assert names == [f"FINISH_REASON_{reason.name}" for reason in FinishReason]
 
@@ -96,7 +96,7 @@ class TestNews:
             worker_pb2.SampledLogprob(index=i, logprob=common_pb2.TokenLogprob(logprob=-i))
             for i in (0, 2, 3)
         ]
-        outputs = news_to_proto(1, news, logprobs)
+        outputs = events_to_proto(1, news, logprobs)
         assert {item.index: item.logprob.logprob for item in outputs[1].logprobs} == {0: -3, 1: 0}
         assert not outputs[2].logprobs
 
@@ -247,7 +247,7 @@ def test_what_a_search_found_goes_out_with_its_ends():
             Finished(4, 2, FinishReason.LENGTH, token_ids=(7, 6, 5), cumulative_logprob=-0.75),
         ],
     )
-    (output,) = news_to_proto(1, news, ()).values()
+    (output,) = events_to_proto(1, news, ()).values()
     assert decode(output) == ([9, 1, 1, 2, 2, 2], [90, 7, 8, 7, 6, 5])
     assert [end.cumulative_logprob for end in output.finished] == [-0.5, -0.75]
 
@@ -270,5 +270,5 @@ def test_refusal_carries_code_and_hint():
 
 
 def test_large_keys_are_packed_whole():
-    (output,) = news_to_proto(1, make_news([(1, 2**62, 1, 0)]), ()).values()
+    (output,) = events_to_proto(1, make_news([(1, 2**62, 1, 0)]), ()).values()
     assert output.seq_keys == pack_uint64([2**62])

@@ -3,21 +3,17 @@
 import numpy as np
 import pytest
 
+from contract.codec.info import worker_info_from_proto
+from contract.codec.search import search_to_note
+from contract.codec.state import check_holdings, holdings_from_proto, holdings_to_proto
+from contract.codec.step import plan_to_proto, result_from_proto, token_logprob_to_proto
 from contract.errors import InvalidArgumentError
 from contract.hashing import BlockHash
+from contract.info import ModelInfo
 from contract.packing import pack_int32
+from contract.step import NewSequence, OutputState, Plan, SearchState
 from quire.v1 import common_pb2, worker_pb2
-from scheduler_svc.core.beams.search import OutputState, SearchState
-from scheduler_svc.core.plan import NewSequence, StepPlan
-from scheduler_svc.domain import ModelInfo
-from scheduler_svc.wire.beam import search_to_note
-from scheduler_svc.wire.holdings import check_holdings, holdings_from_proto, holdings_to_proto
-from scheduler_svc.wire.worker import (
-    plan_to_proto,
-    result_from_proto,
-    with_candidates,
-)
-from scheduler_svc.wire.worker_info import worker_info_from_proto
+from scheduler_svc.wire.beam import with_candidates
 
 MODEL = ModelInfo(id="m", max_model_len=64, vocab_size=100, eos_token_ids=(1,))
 
@@ -31,7 +27,7 @@ def ints(*values):
 
 def test_plan_becomes_a_batch():
     sampling = common_pb2.SamplingParams(temperature=0.0, seed=5, logit_bias={3: 1.0})
-    plan = StepPlan(
+    plan = Plan(
         step_id=4,
         released_rows=ints(9),
         new_sequences=(
@@ -55,7 +51,6 @@ def test_plan_becomes_a_batch():
         chunk_rows=ints(2),
         chunk_lens=ints(2),
         num_decodes=5,
-        num_scheduled_tokens=7,
         pins=((BlockHash(b"p" * 32), 2.5), (BlockHash(b"q" * 32), 3.0)),
     )
     assert plan_to_proto(plan, epoch=6, step_id_base=100) == worker_pb2.StepBatch(
@@ -89,7 +84,7 @@ def test_plan_becomes_a_batch():
     )
 
 
-def test_result_becomes_an_outcome():
+def test_a_result_is_read_from_its_message():
     result = result_from_proto(
         worker_pb2.StepResult(
             step_id=104,
@@ -102,11 +97,11 @@ def test_result_becomes_an_outcome():
         step_id_base=100,
         max_num_seqs=4,
     )
-    assert result.outcome.step_id == 4
-    assert result.outcome.sampled_rows.tolist() == [0, 3]
-    assert result.outcome.sampled_token_ids.tolist() == [7, 8]
-    assert result.outcome.stopped_rows.tolist() == [3]
-    assert result.outcome.failed_rows.tolist() == [1]
+    assert result.step_id == 4
+    assert result.sampled_rows.tolist() == [0, 3]
+    assert result.sampled_token_ids.tolist() == [7, 8]
+    assert result.stopped_rows.tolist() == [3]
+    assert result.failed_rows.tolist() == [1]
     assert result.execute_s == 0.5
 
 
@@ -130,7 +125,9 @@ def test_wrong_result_is_named(fields, problem):
 def test_worker_without_room_is_named(field):
     sizes = {"max_num_seqs": 1, "num_blocks": 1, "block_size": 1, "max_num_batched_tokens": 1}
     model = common_pb2.ModelInfo(max_model_len=1, vocab_size=1)
-    assert worker_info_from_proto(worker_pb2.WorkerInfo(model=model, **sizes)).num_blocks == 1
+    assert (
+        worker_info_from_proto(worker_pb2.WorkerInfo(model=model, **sizes)).limits.num_blocks == 1
+    )
     with pytest.raises(InvalidArgumentError, match=f"{field} is 0"):
         worker_info_from_proto(worker_pb2.WorkerInfo(model=model, **(sizes | {field: 0})))
 
@@ -139,9 +136,9 @@ def test_a_worker_may_say_how_many_tokens_keep_it_busy():
     sizes = {"max_num_seqs": 1, "num_blocks": 1, "block_size": 1, "max_num_batched_tokens": 8}
     model = common_pb2.ModelInfo(max_model_len=1, vocab_size=1)
     message = worker_pb2.WorkerInfo(model=model, **sizes)
-    assert worker_info_from_proto(message).num_saturating_tokens is None
+    assert worker_info_from_proto(message).limits.num_saturating_tokens is None
     message.num_saturating_tokens = 8
-    assert worker_info_from_proto(message).num_saturating_tokens == 8
+    assert worker_info_from_proto(message).limits.num_saturating_tokens == 8
     message.num_saturating_tokens = 9
     with pytest.raises(InvalidArgumentError, match="num_saturating_tokens is 9"):
         worker_info_from_proto(message)
@@ -159,26 +156,23 @@ def test_worker_that_takes_kv_says_which_it_is():
 
 
 def test_only_beams_have_candidates():
-    result = result_from_proto(
-        worker_pb2.StepResult(
-            step_id=1,
-            sampled_rows=pack_int32([3, 0, 2]),
-            sampled_token_ids=pack_int32([5, 6, 7]),
-            logprobs=[
-                worker_pb2.SampledLogprob(
-                    index=index,
-                    logprob=common_pb2.TokenLogprob(
-                        top_token_ids=[10 + index, 20 + index], top_logprobs=[-0.5, -1.5]
-                    ),
-                )
-                for index in (0, 1)
-            ],
-        ),
-        step_id_base=0,
-        max_num_seqs=4,
+    message = worker_pb2.StepResult(
+        step_id=1,
+        sampled_rows=pack_int32([3, 0, 2]),
+        sampled_token_ids=pack_int32([5, 6, 7]),
+        logprobs=[
+            worker_pb2.SampledLogprob(
+                index=index,
+                logprob=common_pb2.TokenLogprob(
+                    top_token_ids=[10 + index, 20 + index], top_logprobs=[-0.5, -1.5]
+                ),
+            )
+            for index in (0, 1)
+        ],
     )
-    assert with_candidates(result, frozenset()) is result.outcome
-    outcome = with_candidates(result, frozenset({1, 2, 3}))
+    result = result_from_proto(message, step_id_base=0, max_num_seqs=4)
+    assert with_candidates(result, message.logprobs, frozenset()) is result
+    outcome = with_candidates(result, message.logprobs, frozenset({1, 2, 3}))
     assert outcome.candidate_rows.tolist() == [3, 2]
     assert outcome.candidate_counts.tolist() == [2, 0], "the worker said nothing of row 2"
     assert outcome.candidate_token_ids.tolist() == [10, 20]
@@ -217,9 +211,9 @@ class TestHoldings:
         ]
         holdings = holdings_from_proto(parts)
         assert list(holdings.host.block_ids) == [3, 1, 0]
-        assert list(holdings.host.hashes) == [b"a" * 32, b"b" * 32, b"c" * 32]
+        assert holdings.host.hashes == [b"a" * 32, b"b" * 32, b"c" * 32]
         assert len(holdings.rows) == 2
-        assert holdings.rows[0].logprobs == (LOGPROB.SerializeToString(),) * 2
+        assert [*map(token_logprob_to_proto, holdings.rows[0].logprobs)] == [LOGPROB] * 2
         assert holdings.pins == ((b"a" * 32, 1.5), (b"d" * 32, 60.0))
         check_holdings(holdings, self.INFO)
         assert holdings_to_proto(holdings_from_proto([holdings_to_proto(holdings)])) == (
@@ -229,8 +223,8 @@ class TestHoldings:
     @pytest.mark.parametrize(
         ("field", "value", "problem"),
         [
-            ("block_ids", pack_int32([8]), "rows.block_ids has 8"),
-            ("block_ids", pack_int32([1, 1]), "rows.block_ids has a block twice"),
+            ("block_ids", pack_int32([8]), r"rows.block_ids\[0\] is 8"),
+            ("block_ids", pack_int32([1, 1]), "rows.block_ids has 1 twice"),
             ("block_ids", b"", "rows.num_computed_tokens is or has 2; the limit is 0"),
             ("num_computed_tokens", 3, "rows.num_computed_tokens is or has 3; the limit is 2"),
             ("token_ids", pack_int32([1, 100, 2]), r"rows.token_ids\[1\] is 100"),
@@ -241,7 +235,7 @@ class TestHoldings:
             (
                 "logprobs",
                 [common_pb2.TokenLogprob(top_token_ids=[100], top_logprobs=[-1])],
-                "rows.logprobs.top_token_ids has 100; ids must be below 100",
+                r"rows.logprobs.top_token_ids\[0\] is 100",
             ),
         ],
     )
@@ -327,9 +321,9 @@ class TestHoldings:
         ("labels", "left_s", "problem"),
         [
             (b"a" * 31, [1.0], r"pins\.labels has 31 bytes"),
-            (b"a" * 32, [float("nan")], r"pins\.left_s has nan"),
-            (b"a" * 32, [0.0], r"pins\.left_s has 0"),
-            (b"a" * 32, [1e9], r"pins\.left_s has 1000000000"),
+            (b"a" * 32, [float("nan")], r"pins\.left_s is nan"),
+            (b"a" * 32, [0.0], r"pins\.left_s is 0"),
+            (b"a" * 32, [1e9], r"pins\.left_s is 1000000000"),
             (b"a" * 64, [1.0, 2.0], r"pins\.labels has a label twice"),
         ],
     )
@@ -345,5 +339,5 @@ class TestHoldings:
         with pytest.raises(InvalidArgumentError, match=r"rows is or has 3; the limit is 2"):
             check_holdings(rows, self.INFO)
         disk = holdings_from_proto([worker_pb2.ReadHoldingsResponse(disk=self.NAMED)])
-        with pytest.raises(InvalidArgumentError, match=r"disk\.block_ids has 3"):
+        with pytest.raises(InvalidArgumentError, match=r"disk\.block_ids\[0\] is 3"):
             check_holdings(disk, self.INFO)

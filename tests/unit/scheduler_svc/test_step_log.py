@@ -6,36 +6,44 @@ import pytest
 from scheduler_fake_worker import FakeWorker
 from scheduler_harness import running_scheduler
 
+from contract.step import Plan, StepId
 from quire.v1 import common_pb2, scheduler_pb2
-from scheduler_svc.core.plan import StepId, StepPlan
 from scheduler_svc.core.reports.load import Queues
 from scheduler_svc.observers.step_log import MAX_STEPS, StepLog
+from scheduler_svc.observers.steps import AnsweredStep, SentStep
 
-NOTHING = np.array([], np.int32)
 TWO = np.array([4, 5], np.int32)
 
 
-def plan(step_id, *, num_decodes=0, num_prefill_tokens=0, **more) -> StepPlan:
-    return StepPlan(
+def plan(step_id, *, num_decodes=0, num_prefill_tokens=0, **more) -> Plan:
+    return Plan(
         StepId(step_id),
-        *(NOTHING, (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING),
         num_decodes,
-        num_decodes + num_prefill_tokens,
+        chunk_rows=np.array([0], np.int32),
+        chunk_lens=np.array([num_prefill_tokens], np.int32),
         **more,
     )
 
 
+def sent(plan, queues):
+    return SentStep(plan, 0, queues, 0.0)
+
+
 def test_a_step_is_told_of_when_it_is_answered():
     log = StepLog()
-    log.sent(plan(1, num_prefill_tokens=7, swap_in_src_block_ids=TWO), Queues(1, 2, 0))
-    log.sent(plan(2, num_decodes=3, swap_out_src_block_ids=TWO), Queues(3, 1, 2))
+    log.on_sent(
+        SentStep(plan(1, num_prefill_tokens=7, swap_in_src_block_ids=TWO), 0, Queues(1, 2, 0), 0.0)
+    )
+    log.on_sent(
+        SentStep(plan(2, num_decodes=3, swap_out_src_block_ids=TWO), 0, Queues(3, 1, 2), 0.0)
+    )
     assert log.latest(10, 0) == ()
-    log.answered(0.5, 0.75, 100.0)
+    log.on_answered(AnsweredStep(0, 0.5, 0.75, 0.0, 100.0))
     (first,) = log.latest(10, 0)
     assert (first.num_prefill_tokens, first.num_decode_tokens) == (7, 0)
     assert (first.execute_s, first.rpc_s, first.answered_at_s) == (0.5, 0.75, 100.0)
     assert (first.num_swapped_in_blocks, first.num_swapped_out_blocks) == (2, 0)
-    log.answered(0.25, 0.5, 101.0)
+    log.on_answered(AnsweredStep(0, 0.25, 0.5, 0.0, 101.0))
     second = log.latest(10, 0)[1]
     assert (second.num_running, second.num_waiting, second.num_preemptions) == (3, 1, 2)
     assert (second.num_swapped_in_blocks, second.num_swapped_out_blocks) == (0, 2)
@@ -47,16 +55,16 @@ def test_a_step_is_told_of_when_it_is_answered():
 def test_preemptions_are_those_since_the_step_before():
     log = StepLog()
     for step_id, num_preemptions in enumerate((1, 1, 4), start=1):
-        log.sent(plan(step_id), Queues(0, 0, num_preemptions))
-        log.answered(0.1, 0.1, 0.0)
+        log.on_sent(sent(plan(step_id), Queues(0, 0, num_preemptions)))
+        log.on_answered(AnsweredStep(0, 0.1, 0.1, 0.0, 0.0))
     assert [step.num_preemptions for step in log.latest(10, 0)] == [1, 0, 3]
 
 
 def test_the_latest_steps_are_remembered_and_asked_for_in_order():
     log = StepLog()
     for step_id in range(1, MAX_STEPS + 11):
-        log.sent(plan(step_id), Queues(0, 0, 0))
-        log.answered(0.0, 0.0, 0.0)
+        log.on_sent(sent(plan(step_id), Queues(0, 0, 0)))
+        log.on_answered(AnsweredStep(0, 0.0, 0.0, 0.0, 0.0))
     last = MAX_STEPS + 10
     assert [step.step_id for step in log.latest(3, 0)] == [last - 2, last - 1, last]
     assert [step.step_id for step in log.latest(10, last - 2)] == [last - 1, last]

@@ -8,17 +8,18 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from contract.errors import BrokenInvariantError
+from contract.limits import Limits
 from contract.sampling import SamplingParams
-from gpu_worker.step.messages import BrokenInvariantError, Limits, NewRow, StepInput
+from contract.step import NewSequence, Plan, Result
 from quire.v1 import common_pb2
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 from sim_worker.steps import SimulatedSteps
 from sim_worker.time_model import TimeModel
 
-CANDIDATES = {name for name in StepOutcome.__slots__ if name.startswith("candidate_")}
+CANDIDATES = {name for name in Result.__slots__ if name.startswith("candidate_")}
 """What an outcome has beside a worker's output, of searches: there are none here."""
 
 LIMITS = Limits(
@@ -53,29 +54,29 @@ def ints(*values):
 
 def new_row(row=0, tokens=(5, 6, 7, 8, 9), blocks=(0, 1), computed=0):
     sampling = SamplingParams(seed=row)
-    return NewRow(row, row, ints(*tokens), len(tokens), computed, ints(*blocks), sampling, 20)
+    return NewSequence(row, row, ints(*tokens), len(tokens), computed, ints(*blocks), sampling, 20)
 
 
 def first_step(**changes):
-    return StepInput(1, 0, new_rows=(new_row(),), chunk_rows=ints(0), chunk_lens=ints(5), **changes)
+    return Plan(1, 0, new_sequences=(new_row(),), chunk_rows=ints(0), chunk_lens=ints(5), **changes)
 
 
 async def test_a_block_that_another_row_holds_may_not_be_given_to_write(steps):
     await steps.submit(0, first_step())
-    step = StepInput(2, 1, new_rows=(new_row(1, blocks=(2, 1)),))
+    step = Plan(2, 1, new_sequences=(new_row(1, blocks=(2, 1)),))
     with pytest.raises(BrokenInvariantError, match="row 1 gets block 1 to write, which is in 1"):
         await steps.submit(0, step)
 
 
 async def test_a_block_may_not_be_twice_in_a_table(steps):
-    step = StepInput(1, 0, new_rows=(new_row(blocks=(3, 3)),))
+    step = Plan(1, 0, new_sequences=(new_row(blocks=(3, 3)),))
     with pytest.raises(BrokenInvariantError, match="row 0 gets block 3 to write"):
         await steps.submit(0, step)
 
 
 async def test_a_table_may_not_grow_by_a_block_of_another(steps):
     await steps.submit(0, first_step())
-    step = StepInput(2, 1, appended_rows=ints(0), appended_block_ids=ints(0))
+    step = Plan(2, 1, appended_rows=ints(0), appended_block_ids=ints(0))
     with pytest.raises(BrokenInvariantError, match="row 0 gets block 0 to write"):
         await steps.submit(0, step)
 
@@ -83,9 +84,9 @@ async def test_a_table_may_not_grow_by_a_block_of_another(steps):
 async def test_a_prefix_must_be_what_was_computed(steps):
     await steps.submit(0, first_step())
     good = new_row(1, tokens=(5, 6, 7, 8, 3), blocks=(0, 2), computed=4)
-    await steps.submit(0, StepInput(2, 1, new_rows=(good,), chunk_rows=ints(1), chunk_lens=ints(1)))
+    await steps.submit(0, Plan(2, 1, new_sequences=(good,), chunk_rows=ints(1), chunk_lens=ints(1)))
     bad = new_row(2, tokens=(5, 6, 8, 7, 3), blocks=(0, 3), computed=4)
-    step = StepInput(3, 2, new_rows=(bad,), chunk_rows=ints(2), chunk_lens=ints(1))
+    step = Plan(3, 2, new_sequences=(bad,), chunk_rows=ints(2), chunk_lens=ints(1))
     with pytest.raises(BrokenInvariantError, match="block 0 does not hold its position 2"):
         await steps.submit(0, step)
 
@@ -93,7 +94,7 @@ async def test_a_prefix_must_be_what_was_computed(steps):
 async def test_a_fork_without_its_copy_is_noticed(steps):
     await steps.submit(0, first_step())
     fork = new_row(1, tokens=(5, 6, 7, 8, 9, 10), blocks=(0, 2), computed=5)
-    step = StepInput(2, 1, new_rows=(fork,), chunk_rows=ints(1), chunk_lens=ints(1))
+    step = Plan(2, 1, new_sequences=(fork,), chunk_rows=ints(1), chunk_lens=ints(1))
     with pytest.raises(BrokenInvariantError, match="block 2 does not hold its position 4"):
         await steps.submit(0, step)
 
@@ -101,10 +102,10 @@ async def test_a_fork_without_its_copy_is_noticed(steps):
 async def test_a_fork_with_its_copy_is_right(steps):
     await steps.submit(0, first_step())
     fork = new_row(1, tokens=(5, 6, 7, 8, 9, 10), blocks=(0, 2), computed=5)
-    step = StepInput(
+    step = Plan(
         2,
         1,
-        new_rows=(fork,),
+        new_sequences=(fork,),
         copy_src_block_ids=ints(1),
         copy_dst_block_ids=ints(2),
         chunk_rows=ints(1),
@@ -121,15 +122,15 @@ async def test_a_block_that_moves_takes_its_writer_along(steps):
         "copy_src_block_ids": ints(1),
         "copy_dst_block_ids": ints(7),
     }
-    assert (await steps.submit(0, StepInput(2, 1, **moves))).sampled_rows.tolist() == [0]
+    assert (await steps.submit(0, Plan(2, 1, **moves))).sampled_rows.tolist() == [0]
     # its old place is another's now
-    other = StepInput(3, 1, new_rows=(new_row(1, blocks=(1, 2)),))
+    other = Plan(3, 1, new_sequences=(new_row(1, blocks=(1, 2)),))
     await steps.submit(0, other)
 
 
 async def test_a_block_may_not_move_to_where_another_is(steps):
     await steps.submit(0, first_step())
-    step = StepInput(2, 1, renamed_src_block_ids=ints(1), renamed_dst_block_ids=ints(0))
+    step = Plan(2, 1, renamed_src_block_ids=ints(1), renamed_dst_block_ids=ints(0))
     with pytest.raises(BrokenInvariantError, match="block 1 is renamed to 0, which is in a table"):
         await steps.submit(0, step)
 
@@ -141,13 +142,13 @@ def moves(step_id, num_decodes=0, **pairs):
         for kind, pair in pairs.items()
         for end, blocks in zip(("src", "dst"), pair, strict=True)
     }
-    return StepInput(step_id, num_decodes, **lists)
+    return Plan(step_id, num_decodes, **lists)
 
 
 def resumed(step_id, blocks):
     """The first sequence, all but its last token computed."""
     new = new_row(1, tokens=(5, 6, 7, 8, 9, 10), blocks=blocks, computed=5)
-    return StepInput(step_id, 0, new_rows=(new,), chunk_rows=ints(1), chunk_lens=ints(1))
+    return Plan(step_id, 0, new_sequences=(new,), chunk_rows=ints(1), chunk_lens=ints(1))
 
 
 async def swapped_out(**options):
@@ -160,7 +161,7 @@ async def swapped_out(**options):
     await steps.attach(0)
     await steps.submit(0, first_step())
     await steps.submit(0, moves(2, 1, swap_out=([0, 1], [3, 2])))
-    await steps.submit(0, StepInput(3, 0, released_rows=ints(0)))
+    await steps.submit(0, Plan(3, 0, released_rows=ints(0)))
     return steps, 4
 
 
@@ -172,7 +173,7 @@ async def until_ended(steps, step, num_moves):
         num_new = len(output.stored_disk_block_ids) + len(output.loaded_host_block_ids)
         assert num_new > 0
         num_ended += num_new
-        step = StepInput(step.step_id + 1, 0)
+        step = Plan(step.step_id + 1, 0)
         if num_ended == num_moves:
             return step.step_id
 
@@ -196,7 +197,7 @@ async def test_a_swap_in_may_not_be_read_in_its_own_step():
     steps, step_id = await swapped_out()
     swap_in = {"swap_in_src_block_ids": ints(3), "swap_in_dst_block_ids": ints(5)}
     copy = {"copy_src_block_ids": ints(5), "copy_dst_block_ids": ints(7)}
-    await steps.submit(0, StepInput(step_id, 0, **swap_in, **copy))
+    await steps.submit(0, Plan(step_id, 0, **swap_in, **copy))
     with pytest.raises(BrokenInvariantError, match="block 7 does not hold its position 0"):
         await steps.submit(0, resumed(step_id + 1, (7, 6)))
 
@@ -211,10 +212,10 @@ async def test_a_swap_in_may_not_go_to_a_block_in_use(steps):
 async def test_a_rename_without_its_copy_is_noticed(steps):
     await steps.submit(0, first_step())
     sharing = new_row(1, tokens=(5, 6, 7, 8, 3), blocks=(0, 2), computed=4)
-    renaming = StepInput(
+    renaming = Plan(
         2,
         1,
-        new_rows=(sharing,),
+        new_sequences=(sharing,),
         chunk_rows=ints(1),
         chunk_lens=ints(1),
         renamed_src_block_ids=ints(0),
@@ -269,13 +270,13 @@ async def test_a_step_that_only_waits_for_the_disk_lets_one_that_computes_pass()
     steps, step_id = await swapped_out(speedup=1e-4)  # a block takes 200 s
     waiting = steps.submit(0, moves(step_id, **STORE))
     new = new_row(0, blocks=(5, 6))
-    computing = StepInput(step_id + 1, 0, new_rows=(new,), chunk_rows=ints(0), chunk_lens=ints(5))
+    computing = Plan(step_id + 1, 0, new_sequences=(new,), chunk_rows=ints(0), chunk_lens=ints(5))
     assert (await steps.submit(0, computing)).sampled_rows.tolist() == [0]
     assert (await waiting).stored_disk_block_ids.tolist() == []
 
 
 async def test_a_step_behind_one_that_failed_is_refused_until_somebody_attaches(steps):
-    step = StepInput(1, 0, new_rows=(new_row(blocks=(3, 3)),))
+    step = Plan(1, 0, new_sequences=(new_row(blocks=(3, 3)),))
     results = [steps.submit(0, step), steps.submit(0, first_step())]
     done = await asyncio.gather(*results, return_exceptions=True)
     assert [type(error).__name__ for error in done] == ["BrokenInvariantError", "UnavailableError"]
@@ -310,8 +311,8 @@ async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_block
             in_flight.append(steps.submit(0, as_input(plan)))
         if len(in_flight) == 2 or (in_flight and dice.random() < 0.5):
             output = await in_flight.popleft()
-            names = {field.name for field in fields(StepOutcome)} - CANDIDATES
-            news = core.update(StepOutcome(**{name: getattr(output, name) for name in names}))
+            names = {field.name for field in fields(Result)} - CANDIDATES
+            news = core.update(Result(**{name: getattr(output, name) for name in names}))
             ended += len(news.finished)
     assert ended == submitted >= 60
     assert core.load().num_preemptions > 5
@@ -329,7 +330,7 @@ def as_input(plan):
 
     def row(new):
         seed = common_pb2.SamplingParams.FromString(new.sampling).seed + new.output_index
-        return NewRow(
+        return NewSequence(
             new.seq_id,
             new.row,
             new.token_ids,
@@ -342,7 +343,7 @@ def as_input(plan):
 
     same = {
         field.name: getattr(plan, field.name)
-        for field in fields(StepInput)
-        if field.name not in ("new_rows", "serialize")
+        for field in fields(Plan)
+        if field.name not in ("new_sequences", "serialize")
     }
-    return StepInput(new_rows=tuple(map(row, plan.new_sequences)), **same)
+    return Plan(new_sequences=tuple(map(row, plan.new_sequences)), **same)

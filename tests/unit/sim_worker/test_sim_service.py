@@ -9,7 +9,7 @@ import pytest
 
 from quire.v1 import common_pb2
 from scheduler_svc.journal.replay import replay
-from scheduler_svc.journal.replay_report import describe
+from scheduler_svc.journal.report import describe
 from sim_worker.app import run_sim_workers
 from sim_worker.settings import SimWorkerSettings
 from tests.unit.scheduler_svc.scheduler_harness import FakeRouter, running_scheduler

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from contract.limits import Limits
 from contract.sampling import SamplingParams
+from contract.step import NewSequence, Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import kv_dtypes
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.registry import open_model
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 from tests.lora_fixture import make_adapter, merge
 from tests.unit.gpu_worker.models.paged_loop import CPU, random_prompt
 
@@ -92,12 +93,12 @@ class Worker:
             released += done
             decoding = [i for i in tokens if i not in released]
             result = self.executor.step(
-                StepInput(
+                Plan(
                     step_id,
                     len(decoding),
                     released_rows=np.array(done, np.int32),
-                    new_rows=tuple(
-                        NewRow(
+                    new_sequences=tuple(
+                        NewSequence(
                             seq_id=i,
                             row=i,
                             token_ids=np.array(prompts[i], np.int32),

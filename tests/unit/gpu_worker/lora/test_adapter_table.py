@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from contract.limits import Limits
 from contract.sampling import SamplingParams
+from contract.step import NewSequence, Plan
 from gpu_worker.lora.step_adapters import AdapterTable
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 from gpu_worker.step.rows import Rows
 
 LIMITS = Limits(
@@ -26,12 +27,12 @@ def rows():
 
 def step(step_id, *, new=(), released=()):
     """A step that computes nothing; `new` are rows and the adapters of each."""
-    return StepInput(
+    return Plan(
         step_id,
         0,
         released_rows=np.array(released, np.int32),
-        new_rows=tuple(
-            NewRow(
+        new_sequences=tuple(
+            NewSequence(
                 seq_id=1,
                 row=row,
                 token_ids=np.array([5, 6], np.int32),
@@ -48,14 +49,14 @@ def step(step_id, *, new=(), released=()):
 
 
 def test_one_that_no_row_has_goes_at_once(rows):
-    table = AdapterTable({1: SQL, 2: CHAT}, rows)
+    table = AdapterTable({1: SQL, 2: CHAT}, rows.adapters_in_use)
     rows.apply(step(1, new=[(0, 2)]))
     table.remove(1)
     assert table.by_number == {2: CHAT}
 
 
 def test_one_that_rows_have_goes_with_the_last_of_them(rows):
-    table = AdapterTable({1: SQL}, rows)
+    table = AdapterTable({1: SQL}, rows.adapters_in_use)
     rows.apply(step(1, new=[(0, 1), (2, 1), (1, 0)]))
     table.remove(1)
     for step_id, released, left in ((2, [0, 1], {1: SQL}), (3, [2], {})):
@@ -65,7 +66,7 @@ def test_one_that_rows_have_goes_with_the_last_of_them(rows):
 
 
 def test_a_new_attachment_frees_what_the_rows_before_had(rows):
-    table = AdapterTable({1: SQL}, rows)
+    table = AdapterTable({1: SQL}, rows.adapters_in_use)
     rows.apply(step(1, new=[(0, 1)]))
     table.remove(1)
     rows.clear()
@@ -74,7 +75,7 @@ def test_a_new_attachment_frees_what_the_rows_before_had(rows):
 
 
 def test_what_comes_is_seen_by_whoever_looks(rows):
-    table = AdapterTable({}, rows)
+    table = AdapterTable({}, rows.adapters_in_use)
     seen = table.by_number
     table.add(1, CHAT)
     assert seen == {1: CHAT}

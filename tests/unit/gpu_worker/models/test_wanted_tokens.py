@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from contract.limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.native_layers import NativeLayers
 from gpu_worker.step.input_batch import build_input_batch
-from gpu_worker.step.messages import Limits
 from gpu_worker.step.rows import Rows, ScheduledRows
 from kernels import ops
 from kernels.cpu.library import native

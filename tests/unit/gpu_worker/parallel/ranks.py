@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch.distributed import PrefixStore, destroy_process_group
 
+from contract.limits import Limits
 from contract.sampling import SamplingParams
+from contract.step import NewSequence, Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import kv_dtypes
 from gpu_worker.models.registry import open_model
 from gpu_worker.parallel.collectives import Ranks, find_store, open_store
 from gpu_worker.parallel.place import Place
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.messages import Limits, NewRow, StepInput
 from gpu_worker.weights.quantized_linear import Quantization
 from rpc.observe import logs
 
@@ -101,11 +102,11 @@ def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:
     pool = KvPool(config, limits.num_blocks, BLOCK_SIZE, dtypes, device)
     executor = Executor(model, pool, limits, (), device, ranks=ranks)
     prompts = [np.random.default_rng(n).integers(5, 500, n).astype(np.int32) for n in PROMPT_LENS]
-    first = StepInput(
+    first = Plan(
         step_id=1,
         num_decodes=0,
-        new_rows=tuple(
-            NewRow(
+        new_sequences=tuple(
+            NewSequence(
                 seq_id=row,
                 row=row,
                 token_ids=prompt,
@@ -120,7 +121,7 @@ def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:
         chunk_rows=np.arange(num_rows, dtype=np.int32),
         chunk_lens=np.array(PROMPT_LENS, np.int32),
     )
-    decodes = [StepInput(step_id=i, num_decodes=num_rows) for i in range(2, NUM_TOKENS + 1)]
+    decodes = [Plan(step_id=i, num_decodes=num_rows) for i in range(2, NUM_TOKENS + 1)]
     outputs = [executor.step(step) for step in (first, *decodes)]
     tokens: list[list[int]] = [[] for _ in prompts]
     for output in outputs:

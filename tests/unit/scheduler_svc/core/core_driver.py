@@ -2,17 +2,17 @@
 
 import numpy as np
 
+from contract.step import Plan, Result
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.moves import Replica
+from scheduler_svc.core.events import StepEvents
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import News, StepOutcome, StepPlan
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 
 ROUTER = SourceId(0)
 
 
-def make_core(num_blocks: int = 16, **overrides) -> Replica:
+def make_core(num_blocks: int = 16, **overrides) -> Scheduler:
     settings = {
         "block_size": 4,
         "max_num_seqs": 8,
@@ -20,7 +20,7 @@ def make_core(num_blocks: int = 16, **overrides) -> Replica:
         "max_model_len": 64,
         "watermark": 0.0,
     }
-    return Replica(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
+    return Scheduler(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
 
 
 def submit(
@@ -41,7 +41,7 @@ def submit(
     check(core)
 
 
-def schedule(core: Scheduler, now: float = 0.0) -> StepPlan:
+def schedule(core: Scheduler, now: float = 0.0) -> Plan:
     plan = core.schedule(now)
     assert plan is not None
     check(core)
@@ -49,16 +49,16 @@ def schedule(core: Scheduler, now: float = 0.0) -> StepPlan:
 
 
 def answer(
-    core: Scheduler, plan: StepPlan, *rows: int, stopped=(), failed=(), failed_blocks=(), **disk
-) -> News:
+    core: Scheduler, plan: Plan, *rows: int, stopped=(), failed=(), failed_blocks=(), **disk
+) -> StepEvents:
     """Each of `rows` sampled token 7; `disk` has ends of disk moves, by the outcome's fields."""
-    outcome = StepOutcome(
+    outcome = Result(
         plan.step_id,
         np.array(rows, np.int32),
         np.full(len(rows), 7, np.int32),
         np.array(stopped, np.int32),
         np.array(failed, np.int32),
-        np.array(failed_blocks, np.int32),
+        failed_swap_in_block_ids=np.array(failed_blocks, np.int32),
         **{name: np.array([*blocks], np.int32) for name, blocks in disk.items()},
     )
     news = core.update(outcome)
@@ -66,38 +66,38 @@ def answer(
     return news
 
 
-def new(plan: StepPlan):
+def new(plan: Plan):
     """(row, computed tokens, block ids) of each new sequence."""
     return [(s.row, s.num_computed_tokens, s.block_ids.tolist()) for s in plan.new_sequences]
 
 
-def chunks(plan: StepPlan) -> dict[int, int]:
+def chunks(plan: Plan) -> dict[int, int]:
     return dict(zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True))
 
 
-def grown(plan: StepPlan) -> dict[int, int]:
+def grown(plan: Plan) -> dict[int, int]:
     return dict(zip(plan.appended_rows.tolist(), plan.appended_block_ids.tolist(), strict=True))
 
 
-def stores(plan: StepPlan) -> dict[int, int]:
+def stores(plan: Plan) -> dict[int, int]:
     """Host block to disk block."""
     sources, targets = plan.disk_store_src_block_ids, plan.disk_store_dst_block_ids
     return dict(zip(sources.tolist(), targets.tolist(), strict=True))
 
 
-def loads(plan: StepPlan) -> dict[int, int]:
+def loads(plan: Plan) -> dict[int, int]:
     """Disk block to host block."""
     sources, targets = plan.disk_load_src_block_ids, plan.disk_load_dst_block_ids
     return dict(zip(sources.tolist(), targets.tolist(), strict=True))
 
 
-def outs(plan: StepPlan) -> dict[int, int]:
+def outs(plan: Plan) -> dict[int, int]:
     """Device block to host block."""
     sources, targets = plan.swap_out_src_block_ids, plan.swap_out_dst_block_ids
     return dict(zip(sources.tolist(), targets.tolist(), strict=True))
 
 
-def ins(plan: StepPlan) -> dict[int, int]:
+def ins(plan: Plan) -> dict[int, int]:
     """Host block to device block."""
     sources, targets = plan.swap_in_src_block_ids, plan.swap_in_dst_block_ids
     return dict(zip(sources.tolist(), targets.tolist(), strict=True))

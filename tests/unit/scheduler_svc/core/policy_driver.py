@@ -5,18 +5,18 @@ from types import MappingProxyType
 
 import numpy as np
 
+from contract.step import Result
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.handover.moves import Replica
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import StepOutcome
 from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
 
 ROUTER = SourceId(0)
 NONE = np.array([], np.int32)
 NO_ARGS = MappingProxyType({})
 
 
-def make_core(policy="fcfs", args=NO_ARGS, **overrides) -> Replica:
+def make_core(policy="fcfs", args=NO_ARGS, **overrides) -> Scheduler:
     settings = {
         "num_blocks": 64,
         "block_size": 4,
@@ -28,7 +28,7 @@ def make_core(policy="fcfs", args=NO_ARGS, **overrides) -> Replica:
         "policy": policy,
         "policy_args": tuple(args.items()),
     }
-    return Replica(SchedulerConfig(**(settings | overrides)))
+    return Scheduler(SchedulerConfig(**(settings | overrides)))
 
 
 def request(key, *, num_tokens=4, max_tokens=1, **more) -> Request:
@@ -41,7 +41,7 @@ def request(key, *, num_tokens=4, max_tokens=1, **more) -> Request:
 class Worker:
     """Answers one step after the other; every row that may sample does, and none stops."""
 
-    def __init__(self, core: Replica, now: float = 0.0) -> None:
+    def __init__(self, core: Scheduler, now: float = 0.0) -> None:
         self.core, self.now = core, now
         self.max_paced_tokens: int | None = None
         self.max_prompt_tokens: int | None = None
@@ -79,7 +79,7 @@ class Worker:
             self.known[row] += 1
             self.service[self.tenant[row]] += 2
         sampled = np.array(rows, np.int32)
-        news = self.core.update(StepOutcome(plan.step_id, sampled, sampled, NONE, NONE))
+        news = self.core.update(Result(plan.step_id, sampled, sampled, NONE, NONE))
         self.admitted += [item.seq_key for item in news.admitted]
         self.ends |= {end.seq_key: end.reason for end in news.finished}
         return True

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from core_driver import ROUTER, answer, chunks, make_core, new, schedule, submit
 
+from contract.arrays import ints
+from contract.step import Plan, Result
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.errors import MigrationRefusedError, RequestTooLongError
-from scheduler_svc.core.handover.moves import Replica
+from scheduler_svc.core.events import StepEvents
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import News, StepOutcome, StepPlan, ints
 from scheduler_svc.core.request import FinishReason, Request, SeqKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus
@@ -44,11 +45,11 @@ def search(
     check(core)
 
 
-def report(core: Scheduler, plan: StepPlan, **rows: dict[int, float]) -> News:
+def report(core: Scheduler, plan: Plan, **rows: dict[int, float]) -> StepEvents:
     """Each row named, as in `r0={7: -0.5}`, reports these candidates."""
     by_row = {int(name.removeprefix("r")): likely for name, likely in rows.items()}
     likely = list(by_row.values())
-    outcome = StepOutcome(
+    outcome = Result(
         plan.step_id,
         sampled_rows=ints(list(by_row)),
         sampled_token_ids=ints([next(iter(each)) for each in likely]),
@@ -64,11 +65,11 @@ def report(core: Scheduler, plan: StepPlan, **rows: dict[int, float]) -> News:
     return news
 
 
-def tokens(plan: StepPlan) -> list[list[int]]:
+def tokens(plan: Plan) -> list[list[int]]:
     return [new.token_ids.tolist() for new in plan.new_sequences]
 
 
-def copies(plan: StepPlan) -> list[tuple[int, int]]:
+def copies(plan: Plan) -> list[tuple[int, int]]:
     return list(zip(plan.copy_src_block_ids, plan.copy_dst_block_ids, strict=True))
 
 
@@ -205,8 +206,8 @@ def test_what_resumes_shares_what_it_has_in_common():
     search(core, 0, [1, 2, 3, 4, 5, 6], max_tokens=6)
     report(core, schedule(core), r0=LIKELY)
     plan = schedule(core)
-    group = next(iter(core._beams))
-    core._preempt(group.leader)
+    group = next(iter(core.beams))
+    core.preemption.preempt(group.leader)
     check(core)
     assert core.load().num_waiting == 1
     assert answer(core, plan, 0, 1).seq_keys.size == 0, "what was under way is void"
@@ -291,14 +292,14 @@ def most_blocks_held(n: int) -> int:
     while (plan := core.schedule(0.0)) is not None:
         load = core.load()
         most = max(most, load.num_blocks - load.num_free_blocks - load.num_cached_blocks)
-        sampling = [seq.row for seq in core._live if seq.status is SeqStatus.DECODE]
+        sampling = [seq.row for seq in core.live if seq.status is SeqStatus.DECODE]
         answer(core, plan, *sampling)
     assert core.load().num_running == core.load().num_waiting == 0
     return most
 
 
 def test_a_search_does_not_migrate():
-    core = Replica(replace(make_core().config, num_host_blocks=8))
+    core = Scheduler(replace(make_core().config, num_host_blocks=8))
     search(core, 0, [1, 2, 3], n=2)
     schedule(core)
     with pytest.raises(MigrationRefusedError, match="it is a beam search"):

@@ -24,7 +24,7 @@ def test_a_held_block_and_a_taken_one_exchange_numbers():
     assert (pool.ref_count(1), pool.ref_count(4)) == (2, 1)
     assert pool.find([b"p"]) == [1]
     pool.drop([4])
-    assert pool.allocate(1) == [4], "the old place is blank: its content has gone"
+    assert pool.allocate(1) == [4], "the old place is free: its content has gone"
 
 
 @pytest.mark.parametrize("eviction", list(Eviction))
@@ -42,10 +42,10 @@ def test_a_cached_block_keeps_its_place_in_the_order_of_eviction(eviction):
     assert evicted == [(0, b"0"), (3, b"1"), (2, b"2")]
 
 
-def test_a_blank_block_has_nothing_to_exchange():
+def test_a_free_block_has_nothing_to_exchange():
     pool = make_pool()
     pool.allocate(1)
-    with pytest.raises(BrokenInvariantError, match="exchange of blank block 5"):
+    with pytest.raises(BrokenInvariantError, match="exchange of free block 5"):
         pool.exchange(0, 5)
 
 
@@ -57,7 +57,7 @@ def test_blocks_beyond_the_border_are_given_last_and_low_numbers_first():
     pool.drop([0])
     assert pool.allocate(4) == [0, 2, 3, 4]
     pool.drop([4, 2])
-    assert pool.num_free == 3
+    assert pool.num_available == 3
     assert pool.allocate_before(3) == 2
     assert pool.allocate_before(4) is None, "4 is next"
     assert pool.allocate_before(5) == 4
@@ -89,7 +89,7 @@ def test_of_two_contents_that_a_block_is_said_to_have_the_first_counts():
     pool.restore([], [3, 3, 4], [b"p", b"q", b"p"])
     assert pool.find([b"p"]) == [3]
     assert pool.find([b"q"]) == []
-    assert (pool.num_cached, pool.num_blank) == (1, 5)
+    assert (pool.num_cached, pool.num_free) == (1, 5)
 
 
 def test_of_what_another_scheduler_left_the_youngest_name_goes_first():
@@ -134,13 +134,13 @@ def test_a_block_is_cached_if_nobody_holds_it_and_it_can_be_found():
 
 def test_a_pool_may_be_empty():
     pool = make_pool(0)
-    assert (pool.num_free, pool.allocate(0), pool.ref_counts.tolist()) == (0, [], [])
+    assert (pool.num_available, pool.allocate(0), pool.ref_counts.tolist()) == (0, [], [])
 
 
 def test_of_what_is_restored_what_became_known_last_is_evicted_first():
     pool = BlockPool(4, DeviceBlockId)
     pool.restore([[1]], [2, 1, 3], [b"a", b"b", b"c"])
-    assert (pool.num_blank, pool.num_cached, pool.ref_count(1)) == (1, 2, 1)
+    assert (pool.num_free, pool.num_cached, pool.ref_count(1)) == (1, 2, 1)
     assert pool.find([b"a", b"b", b"c"]) == [2, 1, 3]
     assert pool.allocate(3) == [0, 3, 2]
 
@@ -149,4 +149,4 @@ def test_of_two_restored_blocks_with_one_content_the_older_is_kept():
     pool = BlockPool(4, DeviceBlockId)
     pool.restore([], [2, 1], [b"a", b"a"])
     assert pool.find([b"a"]) == [2]
-    assert pool.num_blank == 3
+    assert pool.num_free == 3

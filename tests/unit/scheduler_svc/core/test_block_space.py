@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from core_driver import answer, make_core, new, schedule, submit
 
+from contract.arrays import ints
 from contract.hashing import BlockHash
+from contract.step import Result
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.plan import StepOutcome, ints
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from tests.property.worker import FakeWorker
 
@@ -51,7 +52,7 @@ def pair():
 
 
 def test_a_result_when_nothing_is_in_flight_is_a_bug():
-    outcome = StepOutcome(1, ints([]), ints([]), ints([]), ints([]))
+    outcome = Result(1, ints([]), ints([]), ints([]), ints([]))
     with pytest.raises(BrokenInvariantError, match=r"result of step 1; in flight: \[\]"):
         make_core().update(outcome)
 
@@ -67,8 +68,8 @@ def test_a_result_before_that_of_an_older_step_is_a_bug():
 @pytest.mark.parametrize(
     ("misuse", "message"),
     [
-        (lambda pool: pool.allocate(3), r"allocate\(3\) with 2 free blocks"),
-        (lambda pool: pool.share([1]), "share of blank block 1"),
+        (lambda pool: pool.allocate(3), r"allocate\(3\) with 2 available blocks"),
+        (lambda pool: pool.share([1]), "share of free block 1"),
         (lambda pool: pool.drop([0, 1]), "drop of free block 1"),
     ],
 )
@@ -86,25 +87,25 @@ def test_all_of_a_pool_can_be_taken():
     (first,) = pool.allocate(1)
     pool.publish([first], [BlockHash(b"1")])
     pool.drop([first])
-    assert sorted(pool.allocate(pool.num_free)) == [0, 1, 2]
+    assert sorted(pool.allocate(pool.num_available)) == [0, 1, 2]
 
 
-def test_what_is_forgotten_is_blank():
+def test_what_is_forgotten_is_free():
     pool = BlockPool(1, DeviceBlockId)
     pool.publish(pool.allocate(1), [BlockHash(b"1")])
     pool.drop([0])
-    assert (pool.num_cached, pool.num_blank, pool.find([b"1"])) == (1, 0, [0])
+    assert (pool.num_cached, pool.num_free, pool.find([b"1"])) == (1, 0, [0])
     pool.forget([0])
-    assert (pool.num_cached, pool.num_blank, pool.find([b"1"])) == (0, 1, [])
+    assert (pool.num_cached, pool.num_free, pool.find([b"1"])) == (0, 1, [])
 
 
 def test_cached_tokens_are_counted_in_all_tiers(pair):
     request = Request(SourceId(0), SeqKey(20), "", np.full(9, 1, np.int32), 1, 1, b"")
-    assert pair.core._lookup.num_cached_tokens(request) == 8
+    assert pair.core.lookup.num_cached_tokens(request) == 8
     pair.run_alone(20, [1] * 5)  # now the first block is in both
-    assert pair.core._lookup.num_cached_tokens(request) == 8
+    assert pair.core.lookup.num_cached_tokens(request) == 8
     without = make_core(enable_prefix_caching=False)
-    assert without._lookup.num_cached_tokens(request) == 0
+    assert without.lookup.num_cached_tokens(request) == 0
 
 
 def test_blocks_keep_their_order_when_a_later_one_is_on_its_way_for_another(pair):
@@ -129,4 +130,4 @@ def test_generated_tokens_are_found_while_their_sequence_runs():
 
 
 def test_a_source_whose_last_sequence_has_ended_is_forgotten(pair):
-    assert not pair.core._live._by_source
+    assert not pair.core.live._by_source

@@ -6,8 +6,8 @@ from policy_driver import ROUTER, Worker, make_core, request
 
 from scheduler_svc.core.errors import DeadlineError
 from scheduler_svc.core.invariants import check
+from scheduler_svc.core.limits import Rates
 from scheduler_svc.core.request import FinishReason, Request, SeqKey
-from scheduler_svc.core.tiers.rates import Rates
 
 
 def test_one_that_waits_past_its_deadline_ends_without_a_block():

@@ -16,7 +16,7 @@ def copied(plan) -> list[tuple[int, int]]:
 
 
 def held(core) -> list[int]:
-    return [block for block, count in enumerate(core._pool.ref_counts.tolist()) if count]
+    return [block for block, count in enumerate(core.pool.ref_counts.tolist()) if count]
 
 
 def make_scattered(**overrides):
@@ -107,7 +107,7 @@ def test_what_starts_meanwhile_and_shares_a_block_keeps_it_where_it_is():
     assert renamed(plan) == {}
 
 
-def test_blank_places_are_taken_before_cached_ones():
+def test_free_places_are_taken_before_cached_ones():
     core = make_scattered(enable_prefix_caching=True)
     assert core.load().num_cached_blocks == 2, "the full first block of each that ended"
     core.defragment()

@@ -9,10 +9,10 @@ from scheduler_svc.core.reports.describe import BlockState, Query, Tier, describ
 from scheduler_svc.core.request import Request, SeqKey
 from scheduler_svc.core.sequence import SeqStatus
 from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, schedule, submit
-from tests.unit.scheduler_svc.core.test_replica import make_replica
+from tests.unit.scheduler_svc.core.test_moves import make_host_core
 
-BLANK, CACHED, HELD, SHARED = (
-    BlockState.BLANK,
+FREE, CACHED, HELD, SHARED = (
+    BlockState.FREE,
     BlockState.CACHED,
     BlockState.HELD,
     BlockState.SHARED,
@@ -22,7 +22,7 @@ BLANK, CACHED, HELD, SHARED = (
 @pytest.fixture
 def core():
     """Sequence 1 has ended; 2 and 3 share a block; 4 is on the host."""
-    core = make_replica(num_blocks=9, preemption_mode=PreemptionMode.SWAP)
+    core = make_host_core(num_blocks=9, preemption_mode=PreemptionMode.SWAP)
     submit(core, 1, [1] * 5, max_tokens=1)
     answer(core, schedule(core), 0)
     submit(core, 2, [2, 2, 2, 2, 3])
@@ -30,7 +30,7 @@ def core():
     submit(core, 3, [2, 2, 2, 2, 4, 5])
     submit(core, 4, [9] * 4)
     answer(core, schedule(core), 0, 1, 2)
-    core._preempt(next(seq for seq in core._live if seq.seq_id == 4))
+    core.preemption.preempt(next(seq for seq in core.live if seq.seq_id == 4))
     return core
 
 
@@ -42,13 +42,13 @@ def test_every_block_is_counted_once(core):
     assert states.count(SHARED) == 1
     assert states.count(HELD) == 3 - 1  # the second block of each
     assert states.count(CACHED) == 2  # of sequences 1 and 4
-    assert states.count(BLANK) == 4
+    assert states.count(FREE) == 4
     assert {state: count for state, count in device.state_to_num_blocks.items() if count} == {
-        state: states.count(state) for state in (BLANK, CACHED, HELD, SHARED)
+        state: states.count(state) for state in (FREE, CACHED, HELD, SHARED)
     }
     counts = device.ref_counts.tolist()
     assert [count > 1 for count in counts] == [state is SHARED for state in states]
-    assert [BlockState(state) for state in host.states[:2]] == [HELD, BLANK]
+    assert [BlockState(state) for state in host.states[:2]] == [HELD, FREE]
     assert host.state_to_num_blocks[HELD] == 1
 
 
@@ -107,12 +107,12 @@ def test_more_than_the_limit_is_refused(core, query):
 
 
 def test_core_without_host_blocks_has_one_tier():
-    (device,) = describe(make_replica(num_host_blocks=0), Query()).tiers
-    assert device.state_to_num_blocks[BLANK] == 16
+    (device,) = describe(make_host_core(num_host_blocks=0), Query()).tiers
+    assert device.state_to_num_blocks[FREE] == 16
 
 
 def test_pinned_block_is_told_from_a_held_one():
-    core = make_replica()
+    core = make_host_core()
     request = Request(
         *(ROUTER, SeqKey(1), "r", np.arange(9, dtype=np.int32), 1, 2, b""), cache_pin_s=60.0
     )
@@ -126,5 +126,5 @@ def test_pinned_block_is_told_from_a_held_one():
     (device, _) = describe(core, Query()).tiers
     assert [BlockState(state) for state in device.states[:3]] == [
         *(BlockState.PINNED, BlockState.PINNED),
-        BLANK,
+        FREE,
     ]

@@ -67,7 +67,7 @@ def test_an_evicted_host_block_is_stored_in_the_plan_that_reuses_it():
     assert (load.num_cached_disk_blocks, load.num_stored_blocks) == (1, 1)
 
 
-def test_a_failed_store_leaves_the_disk_block_blank():
+def test_a_failed_store_leaves_the_disk_block_free():
     core = make_full(num_prompts=3)
     submit(core, 3, [4] * 9, max_tokens=1)
     answer(core, schedule(core), 0, failed_disk_block_ids=[0])
@@ -88,17 +88,17 @@ def test_a_host_block_that_is_evicted_before_it_is_filled_is_lost():
 def test_what_the_disk_has_is_not_stored_again():
     core = make_full(num_disk_blocks=16)
     submit(core, 10, [1] * 9, max_tokens=1)
-    ((seq, _),) = core._fetching._awaited.items()
+    ((seq, _),) = core.fetching._awaited.items()
     plan = schedule(core)
     assert loads(plan) == {1: 3, 0: 0}
     answer(core, plan, stored_disk_block_ids=stores(plan).values(), loaded_host_block_ids=[3, 0])
     core.cancel(ROUTER, [10])
-    assert core._tier.pool.find(seq.block_hashes) == [3, 0]
+    assert core.tier.pool.find(seq.block_hashes) == [3, 0]
     for key in range(11, 14):
-        on_host = core._tier.pool.find(seq.block_hashes)
+        on_host = core.tier.pool.find(seq.block_hashes)
         assert not {*on_host} & stores(run_to_disk(core, key)).keys()
-    assert not core._tier.pool.find(seq.block_hashes)
-    assert core._tier.disk.pool.find(seq.block_hashes) == [1, 0]
+    assert not core.tier.pool.find(seq.block_hashes)
+    assert core.tier.disk.pool.find(seq.block_hashes) == [1, 0]
 
 
 def test_no_more_stores_than_the_limit_are_under_way():
@@ -161,16 +161,16 @@ def test_placement_counts_what_any_tier_has_of_a_prompt():
         tokens = np.full(8, key + 1, np.int32)
         extend_chain(chain, root_hash(""), tokens, core.config.block_size)
         chains.append(chain)
-    assert [core._lookup.num_cached_blocks(chain) for chain in chains] == [2, 2, 2, 2, 2, 0]
-    assert core._lookup.num_cached_blocks(chains[1][:1]) == 1
+    assert [core.lookup.num_cached_blocks(chain) for chain in chains] == [2, 2, 2, 2, 2, 0]
+    assert core.lookup.num_cached_blocks(chains[1][:1]) == 1
 
 
 def test_a_prompt_on_host_and_disk_has_its_host_block_held_meanwhile():
     core = make_full()
     submit(core, 10, [2] * 9, max_tokens=1)
-    (seq,) = core._fetching._awaited
+    (seq,) = core.fetching._awaited
     assert seq.fetched_block_ids == (3, 0)
-    assert core._tier.pool.ref_count(3) == 1
+    assert core.tier.pool.ref_count(3) == 1
     assert loads(schedule(core)) == {2: 0}
 
 
@@ -189,7 +189,7 @@ def test_equal_prompts_share_their_loads():
         submit(core, key, [1] * 9, max_tokens=1)
     plan = schedule(core)
     assert loads(plan) == {1: 3, 0: 0}
-    assert core._tier.pool.ref_count(0) == 3, "two sequences and the load"
+    assert core.tier.pool.ref_count(0) == 3, "two sequences and the load"
     answer(core, plan, loaded_host_block_ids=[3, 0])
     assert [num_computed for _, num_computed, _ in new(run_until_new(core))] == [8, 8]
     assert core.load().num_loaded_blocks == 2
@@ -198,9 +198,9 @@ def test_equal_prompts_share_their_loads():
 def test_a_new_prompt_leaves_half_of_the_host_alone_until_its_turn():
     core = make_full(num_prompts=3, num_host_blocks=2)
     submit(core, 9, [1] * 9, max_tokens=1)
-    assert not core._fetching._awaited, "it would take all of the host"
+    assert not core.fetching._awaited, "it would take all of the host"
     assert loads(schedule(core)) == {0: 0}
-    assert len(core._fetching) == 1
+    assert len(core.fetching) == 1
 
 
 def test_loads_go_out_a_few_at_a_time():
@@ -219,7 +219,7 @@ def test_what_fails_to_be_loaded_is_forgotten_and_computed():
     answer(core, plan, loaded_host_block_ids=[3], failed_host_block_ids=[0])
     plan = run_until_new(core)
     assert [num_computed for _, num_computed, _ in new(plan)] == [4], "what precedes it"
-    assert core._tier.disk.pool.find(core._rows.owner(0).block_hashes[1:2]) == []
+    assert core.tier.disk.pool.find(core.rows.owner(0).block_hashes[1:2]) == []
     assert core.load().num_failed_disk_moves == 1
 
 

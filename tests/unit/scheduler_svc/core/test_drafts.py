@@ -4,8 +4,8 @@ import pytest
 from core_driver import answer, chunks, grown, make_core, new, schedule, submit
 
 from scheduler_svc.core.errors import DeadlineError
+from scheduler_svc.core.limits import Rates
 from scheduler_svc.core.request import FinishReason
-from scheduler_svc.core.tiers.rates import Rates
 
 K = 3
 PROMPT = [1, 2, 3, 4, 5]
@@ -39,7 +39,7 @@ def test_a_result_brings_several_tokens_in_order():
     assert news.token_ids.tolist() == [7, 7, 7]
     assert news.seq_keys.tolist() == [1, 1, 1]
     assert news.result_index.tolist() == [0, 1, 2]
-    assert core._rows.num_tokens(0) == 9
+    assert core.rows.num_tokens(0) == 9
 
 
 def test_tokens_of_several_rows_are_told_apart():
@@ -50,7 +50,7 @@ def test_tokens_of_several_rows_are_told_apart():
     answer(core, first, 0, 1)
     news = answer(core, schedule(core), 0, 1, 1, 1)
     assert news.seq_keys.tolist() == [1, 2, 2, 2]
-    assert [core._rows.num_tokens(row) for row in (0, 1)] == [7, 6]
+    assert [core.rows.num_tokens(row) for row in (0, 1)] == [7, 6]
 
 
 def test_a_sequence_ends_with_the_result_that_has_its_last_token():
@@ -117,7 +117,7 @@ def test_a_deadline_can_be_met_in_as_few_steps_as_guesses_may_need():
     requests = []
     for core in cores:
         submit(core, 1, PROMPT, **request)
-        requests.append(next(iter(core._live)).request)
+        requests.append(next(iter(core.live)).request)
     with pytest.raises(DeadlineError, match="8 steps"):
         cores[0].check_deadline(requests[0], 0.0, rates)
     cores[1].check_deadline(requests[1], 0.0, rates)

@@ -33,7 +33,7 @@ class Cache:
         self.pool.drop(self.use(*names))
 
     def evict_all(self) -> str:
-        self.pool.drop(self.pool.allocate(self.pool.num_free))
+        self.pool.drop(self.pool.allocate(self.pool.num_available))
         return " ".join(self.evicted)
 
 
@@ -129,14 +129,14 @@ def test_what_is_not_to_be_trusted_is_new_when_it_comes_again(eviction, is_held)
 
 
 @ALL
-def test_a_block_that_is_not_to_be_trusted_is_blank_at_once(eviction):
+def test_a_block_that_is_not_to_be_trusted_is_free_at_once(eviction):
     cache = Cache(eviction, num_blocks=2)
     held = cache.use("a0")
     cache.run("b0")
     cache.pool.forget([held[0], *cache.pool.find([b"b0"])])
-    assert (cache.pool.num_blank, cache.pool.num_cached) == (1, 0)
+    assert (cache.pool.num_free, cache.pool.num_cached) == (1, 0)
     cache.pool.drop(held)
-    assert (cache.evict_all(), cache.pool.num_blank) == ("", 2)
+    assert (cache.evict_all(), cache.pool.num_free) == ("", 2)
 
 
 @ALL
@@ -149,7 +149,7 @@ def test_whatever_is_found_has_its_prefix_found_too(eviction, num_blocks, uses):
     cache = Cache(eviction, num_blocks)
     held: list[list[DeviceBlockId]] = []
     for word, num_kept in uses:
-        while len(held) > num_kept or (held and cache.pool.num_free < len(word)):
+        while len(held) > num_kept or (held and cache.pool.num_available < len(word)):
             cache.pool.drop(held.pop(0))
         held.append(cache.use(*(word[: length + 1] for length in range(len(word)))))
         names = {name.decode() for name in cache.pool._hash_to_block}

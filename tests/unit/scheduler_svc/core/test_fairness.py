@@ -26,7 +26,7 @@ def test_fair_weighs_what_was_served():
 def test_fair_charges_neither_what_the_cache_has_nor_what_is_computed_again():
     core = make_core("fair", num_blocks=4, max_num_seqs=2)
     served = Counter()
-    core._policy.served = lambda account, new, out: served.update({account: new, "out": out})
+    core.policy.charge = lambda account, new, out: served.update({account: new, "out": out})
     core.submit(request(1, num_tokens=7, max_tokens=6, tenant="a"), 0.0)
     core.submit(request(2, num_tokens=7, max_tokens=6, tenant="b"), 1.0)
     Worker(core).run()
@@ -40,35 +40,35 @@ def test_fair_charges_neither_what_the_cache_has_nor_what_is_computed_again():
 def test_a_tenant_that_comes_back_has_no_credit():
     policy = TenantFair(weight_in=1, weight_out=1)
     policy.began_waiting("busy")
-    policy.served("busy", 1000, 0)
+    policy.charge("busy", 1000, 0)
     policy.began_waiting("idle")
-    assert policy.debt("idle") == 1000
+    assert policy.num_served("idle") == 1000
     policy.stopped_waiting("busy")
-    policy.served("idle", 500, 0)
+    policy.charge("idle", 500, 0)
     policy.stopped_waiting("idle")
     policy.began_waiting("busy")
-    assert policy.debt("busy") == 1500, "as the last that left"
+    assert policy.num_served("busy") == 1500, "as the last that left"
 
 
 def test_a_tenant_that_took_much_and_left_is_remembered():
     policy = TenantFair()
     policy.began_waiting("steady")
     policy.began_waiting("burst")
-    policy.served("burst", 1000, 0)
+    policy.charge("burst", 1000, 0)
     policy.stopped_waiting("burst")
     policy.began_waiting("burst")
-    assert (policy.debt("steady"), policy.debt("burst")) == (0, 1000)
+    assert (policy.num_served("steady"), policy.num_served("burst")) == (0, 1000)
 
 
 def test_tenants_that_come_once_are_forgotten_and_those_that_took_much_are_not():
     policy = TenantFair()
-    policy.served("burst", 1_000_000, 0)
+    policy.charge("burst", 1_000_000, 0)
     for index in range(10_000):
         policy.began_waiting(f"tenant {index}")
-        policy.served(f"tenant {index}", 10, 0)
+        policy.charge(f"tenant {index}", 10, 0)
         policy.stopped_waiting(f"tenant {index}")
     assert len(policy._counters) <= 1026
-    assert policy.debt("burst") == 1_000_000
+    assert policy.num_served("burst") == 1_000_000
 
 
 # --- a bound --------------------------------------------------------------------------------------
@@ -82,14 +82,14 @@ def gap_between_tenants(policy, backlogs, num_rows) -> float:
     core = make_core(policy, max_num_seqs=num_rows, max_num_batched_tokens=32)
     for tenant, backlog in backlogs.items():
         for prompt, output in backlog:
-            key = len(core._live.of_source(ROUTER))
+            key = len(core.live.of_source(ROUTER))
             item = request(key, num_tokens=prompt, max_tokens=output, tenant=tenant)
             core.submit(item, float(key))
     worker = Worker(core)
     worst = 0.0
     while worker.step():
-        live = core._live.of_source(ROUTER)
-        if {seq.request.tenant for seq in live if seq in core._waiting} != {"a", "b"}:
+        live = core.live.of_source(ROUTER)
+        if {seq.request.tenant for seq in live if seq in core.queue} != {"a", "b"}:
             break
         worst = max(worst, abs(worker.service["a"] - worker.service["b"]))
     return worst

@@ -3,11 +3,11 @@
 import pytest
 from core_driver import answer, make_core, schedule, submit
 
+from contract.step import StepId
 from scheduler_svc.core.blocks import DeviceBlockId, DiskBlockId
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import StepId
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.sequence import SeqStatus
 
 
@@ -25,10 +25,10 @@ class Host:
             submit(self.core, key, [key] * 5)
         answer(self.core, schedule(self.core), 0, 1, 2)
         for _ in range(3):
-            self.core._preempt(self.core._running.last(self.core._rank))
-        self.seqs = sorted(self.core._live, key=lambda seq: seq.seq_key)
-        self.tier = self.core._tier
-        self.tier.send(PlanDraft(StepId(2), 0.0, 0, 64))
+            self.core.preemption.preempt(max(self.core.running, key=self.core.queue.sort_key))
+        self.seqs = sorted(self.core.live, key=lambda seq: seq.seq_key)
+        self.tier = self.core.tier
+        self.tier.send(PlanBuilder(StepId(2), 0.0, 0))
         assert [self.blocks(key) for key in range(3)] == [(2, 0)] * 3
 
     def blocks(self, key):
@@ -36,8 +36,8 @@ class Host:
         return len(self.seqs[key].host_block_ids), len(self.seqs[key].disk_block_ids)
 
     def make_room(self, key, num_blocks):
-        has_room = self.core._host_room.make_for_fetch(self.seqs[key], num_blocks)
-        assert has_room == (self.tier.pool.num_free >= num_blocks)
+        has_room = self.core.host_room.make_for_fetch(self.seqs[key], num_blocks)
+        assert has_room == (self.tier.pool.num_available >= num_blocks)
         return has_room
 
     @property
@@ -100,4 +100,4 @@ def test_a_store_that_fails_concerns_who_needs_it_and_waits():
     for seq in host.seqs[:2]:
         seq.disk_block_ids = (block,)
     host.seqs[1].move(SeqStatus.FETCHING)  # it has found the content on the host again
-    assert host.core._host_room.spilled_to(block) == host.seqs[:1]
+    assert host.core.host_room.spilled_to(block) == host.seqs[:1]

@@ -186,7 +186,7 @@ def test_a_sequence_starts_when_the_last_of_its_blocks_is_there():
 
 def test_a_sequence_cancelled_while_swapped_leaves_nothing():
     core, plan = make_swapping_in()
-    core._preempt(core._running.last(core._rank))
+    core.preemption.preempt(max(core.running, key=core.queue.sort_key))
     check(core)
     assert core.load().num_swapped == 1, "its blocks on the host were kept"
     core.cancel(ROUTER, [1])
@@ -212,7 +212,7 @@ def make_demoted(num_host_blocks=4, **overrides):
     core = make_core(num_blocks=4, num_host_blocks=num_host_blocks, **overrides)
     run_alone(core, 0, [1] * 13, max_tokens=1)
     submit(core, 1, [2] * 11, max_tokens=2)
-    plan = schedule(core)  # three blocks: the blank one, and the tail of the other prompt
+    plan = schedule(core)  # three blocks: the free one, and the tail of the other prompt
     assert new(plan) == [(0, 0, [3, 2, 1])]
     return core, plan
 
@@ -285,10 +285,10 @@ def test_a_swap_in_that_two_waited_for_is_called_off_with_the_second():
         plan = schedule(core)
     assert len(ins(plan)) == 2, "and two wait"
     for key in (10, 11):
-        assert core._tier.has_moves
+        assert core.tier.has_moves
         core.cancel(ROUTER, [key])
         check(core)
-    assert not core._tier.has_moves
+    assert not core.tier.has_moves
 
 
 def test_a_corrupt_block_of_the_cache_is_not_found_again():

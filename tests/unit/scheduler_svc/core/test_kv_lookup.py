@@ -18,12 +18,12 @@ class Place:
     def __init__(self, **request):
         self.core = make_core(num_host_blocks=8, num_disk_blocks=8)
         submit(self.core, 0, PROMPT, **request)
-        (self.seq,) = self.core._live
+        (self.seq,) = self.core.live
         self.hashes = []
         extend_chain(self.hashes, root_hash(""), self.seq.token_ids, 4)
-        tier = self.core._tier
-        self.pools = {"device": self.core._pool, "host": tier.pool, "disk": tier.disk.pool}
-        self.lookup = self.core._lookup
+        tier = self.core.tier
+        self.pools = {"device": self.core.pool, "host": tier.pool, "disk": tier.disk.pool}
+        self.lookup = self.core.lookup
 
     def put(self, tier, *indices):
         """Have a tier cache those of the prompt's blocks; return them."""
@@ -49,7 +49,7 @@ def test_what_is_on_its_way_is_shared():
     place = Place()
     device, host = place.put("device", 0), place.put("host", 1, 2)
     place.pools["host"].share(host[:1])
-    place.core._tier.swap_in(host[:1], [9])
+    place.core.tier.swap_in(host[:1], [9])
     assert place.found() == (device, [9], host[1:], 12)
 
 
@@ -73,9 +73,9 @@ def test_a_swapped_one_has_its_own_kv_from_where_it_is_nearest():
 def test_without_a_prefix_cache_nobody_finds_anything():
     core = make_core(enable_prefix_caching=False)
     submit(core, 0, PROMPT)
-    (seq,) = core._live
-    assert core._lookup.past_device(seq) == []
-    assert core._lookup.num_cached_tokens(seq.request) == 0
+    (seq,) = core.live
+    assert core.lookup.past_device(seq) == []
+    assert core.lookup.num_cached_tokens(seq.request) == 0
     assert seq.block_hashes == [], "they are not even named"
 
 

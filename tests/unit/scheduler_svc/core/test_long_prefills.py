@@ -2,7 +2,8 @@
 
 from policy_driver import Worker, make_core, request
 
-from scheduler_svc.core.reports.load import PromptQueue, read_prompts
+from scheduler_svc.core.pacing import PromptQueue
+from scheduler_svc.core.reports.load import read_prompts
 
 
 def test_a_long_prompt_leaves_half_of_each_step_to_short_ones():

@@ -24,13 +24,13 @@ def run(core, key, prompt, now=0.0, **options) -> list[int]:
 
 
 def num_found(core, prompt) -> int:
-    return core._lookup.num_cached_tokens(make_request(prompt))
+    return core.lookup.num_cached_tokens(make_request(prompt))
 
 
 def make_request(prompt):
     core = make_core()
     submit(core, 0, [*prompt, 9])
-    return next(iter(core._live)).request
+    return next(iter(core.live)).request
 
 
 def test_a_pinned_prompt_outlives_newer_ones_until_its_time_has_passed():
@@ -65,10 +65,10 @@ def test_a_partial_block_is_not_pinned():
 def test_more_than_is_pinned_can_be_asked_for():
     core = make_core()
     run(core, 0, A, cache_pin_s=10.0)
-    assert core._pins.give_up(5), "there were some"
+    assert core.pins.give_up(5), "there were some"
     check(core)
     assert core.load().num_pinned_blocks == 0
-    assert not core._pins.give_up(1)
+    assert not core.pins.give_up(1)
 
 
 def test_of_a_request_that_comes_back_with_output_the_prompt_is_pinned_and_no_more():

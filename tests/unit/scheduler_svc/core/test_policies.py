@@ -97,13 +97,13 @@ def test_the_worst_by_the_policy_is_preempted(policy, worst):
     core.submit(request(2, tenant="a", max_tokens=8, priority=1, deadline=50.0), 2.0)
     core.submit(request(3, tenant="b", max_tokens=8, priority=2, deadline=20.0), 3.0)
     if policy == "fair":
-        core._policy.served("a", 100, 0)
+        core.policy.charge("a", 100, 0)
     worker = Worker(core, now=3.0)
     worker.step()
     assert core.load().num_preemptions == 0
     worker.step()
     assert core.load().num_preemptions == 1
-    (waiting,) = [seq for seq in core._live if seq in core._waiting]
+    (waiting,) = [seq for seq in core.live if seq in core.queue]
     assert waiting.seq_key == worst
     worker.run()
     assert set(worker.ends.values()) == {FinishReason.LENGTH}
@@ -112,7 +112,7 @@ def test_the_worst_by_the_policy_is_preempted(policy, worst):
 # --- policies from outside ------------------------------------------------------------------------
 
 OUTSIDE = '''
-from scheduler_svc.core.policies.policy import Place, Policy
+from scheduler_svc.core.policies.policy import Policy, Rank
 from scheduler_svc.core.request import Request
 
 
@@ -122,8 +122,8 @@ class ShortestFirst(Policy):
     def __init__(self, s_per_token: float = 0.1) -> None:
         self._s_per_token = s_per_token
 
-    def place(self, request: Request, arrived: float) -> Place:
-        return Place((arrived + self._s_per_token * len(request.prompt_token_ids),))
+    def rank(self, request: Request, arrived: float) -> Rank:
+        return Rank((arrived + self._s_per_token * len(request.prompt_token_ids),))
 '''
 
 
@@ -161,12 +161,12 @@ def test_a_policy_that_cannot_be_is_named(name, args, problem):
         make_policy(name, args.items())
 
 
-def test_places_of_one_policy_compare():
+def test_ranks_of_one_policy_compare():
     """Every built-in gives keys that sort, whatever a request asks."""
     for name in ("fcfs", "priority", "fair", "deadline", "priority+fair+deadline"):
         policy = make_policy(name, ())
         assert isinstance(policy, Policy)
         items = [request(i, priority=i % 3 - 1, deadline=9.0 if i % 2 else None) for i in range(6)]
-        places = [policy.place(item, float(i)) for i, item in enumerate(items)]
-        ordered = sorted(places, key=lambda place: (place.band, place.key))
-        assert all((a.band, a.key) <= (b.band, b.key) for a, b in pairwise(ordered))
+        ranks = [policy.rank(item, float(i)) for i, item in enumerate(items)]
+        ordered = sorted(ranks, key=lambda rank: (rank.level, rank.key))
+        assert all((a.level, a.key) <= (b.level, b.key) for a, b in pairwise(ordered))

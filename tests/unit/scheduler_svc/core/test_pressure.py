@@ -3,9 +3,10 @@
 import pytest
 from core_driver import ROUTER, answer, chunks, make_core, new, outs, schedule, submit
 
+from contract.info import MemoryLevel
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.pressure import MemoryLevel, Pressure
+from scheduler_svc.core.pressure import Pressure
 
 OK, WARNING, CRITICAL = MemoryLevel
 HOST = {
@@ -29,7 +30,7 @@ def run_some(core, num_seqs, **fields):
 def step(core, now=0.0):
     """Have all that run get one token each; return the plan."""
     plan = schedule(core, now)
-    rows = [seq.row for seq in core._running if seq.status.name == "DECODE"]
+    rows = [seq.row for seq in core.running if seq.status.name == "DECODE"]
     answer(core, plan, *rows)
     return plan
 
@@ -112,7 +113,7 @@ def test_when_critical_the_last_half_is_preempted_and_halved_again_while_it_last
     run_some(core, 8)
     core.set_memory_level(CRITICAL)
     step(core, now=100.0)
-    assert [seq.seq_key for seq in core._running] == [0, 1, 2, 3]
+    assert [seq.seq_key for seq in core.running] == [0, 1, 2, 3]
     step(core, now=109.0)
     assert num_running(core) == 4
     step(core, now=110.0)
@@ -165,7 +166,7 @@ def test_siblings_wait_for_their_turn_as_others_do():
     plan = schedule(core)
     assert (num_running(core), core.load().num_waiting) == (1, 2)
     for _ in range(20):
-        answer(core, plan, *(seq.row for seq in core._running))
+        answer(core, plan, *(seq.row for seq in core.running))
         assert num_running(core) <= 1
         if (plan := core.schedule(0.0)) is None:
             break
@@ -185,11 +186,11 @@ def test_a_search_runs_whole_or_not_at_all():
 
 def test_a_level_that_is_told_again_changes_no_bound():
     pressure = Pressure()
-    pressure.change(WARNING, 6)
-    pressure.change(WARNING, 2)
+    pressure.set_level(WARNING, 6)
+    pressure.set_level(WARNING, 2)
     assert pressure.max_running == 6
-    pressure.change(CRITICAL, 6)
-    pressure.look(0.0, 6)
-    pressure.change(CRITICAL, 6)
-    pressure.look(1.0, 3)
+    pressure.set_level(CRITICAL, 6)
+    pressure.lower_bound(0.0, 6)
+    pressure.set_level(CRITICAL, 6)
+    pressure.lower_bound(1.0, 3)
     assert pressure.max_running == 3

@@ -24,7 +24,7 @@ def copied(plan):
 
 
 def held(core):
-    return [block for block, count in enumerate(core._pool.ref_counts.tolist()) if count]
+    return [block for block, count in enumerate(core.pool.ref_counts.tolist()) if count]
 
 
 def run_three(core, max_tokens=3):
@@ -58,9 +58,9 @@ def test_a_sequence_that_was_too_long_is_taken_when_blocks_have_come():
 def test_an_idle_pool_is_shrunk_at_once():
     core = core_of()
     core.shrink(5)
-    assert not core.is_shrunk, "that needs a look between two steps"
+    assert not core.resizing.is_shrunk, "that needs a look between two steps"
     assert core.schedule(0.0) is None
-    assert core.is_shrunk
+    assert core.resizing.is_shrunk
     check(core)
     core.resize(5)
     check(core)
@@ -73,18 +73,18 @@ def test_held_blocks_move_below_and_are_gone_when_the_step_is_answered():
     answer(core, run_three(core, max_tokens=9), 0, 1, 2)
     core.cancel(ROUTER, [0])
     core.shrink(4)
-    assert core.num_leaving_blocks == 2
+    assert core.resizing.num_leaving_blocks == 2
     plan = schedule(core)
     assert copied(plan) == [(5, 1), (4, 0)]
     assert held(core) == [0, 1, 2, 3, 4, 5], "the step may still read the old places"
-    assert not core.is_shrunk
+    assert not core.resizing.is_shrunk
     assert core.schedule(0.0) is None, "until it is answered nothing else is made room for"
     answer(core, plan, 1, 2)
     assert held(core) == [0, 1, 2, 3]
     following = schedule(core)
-    assert not core.is_shrunk, "it may have told the worker of what was in them"
+    assert not core.resizing.is_shrunk, "it may have told the worker of what was in them"
     answer(core, following, 1, 2)
-    assert core.is_shrunk
+    assert core.resizing.is_shrunk
     core.resize(4)
     check(core)
 
@@ -98,7 +98,7 @@ def test_what_goes_counts_as_free_nowhere():
     (tier,) = describe(core, Query()).tiers
     counts = tier.state_to_num_blocks
     free = load.num_free_blocks + load.num_cached_blocks
-    assert counts[BlockState.BLANK] + counts[BlockState.CACHED] == free
+    assert counts[BlockState.FREE] + counts[BlockState.CACHED] == free
     assert space.device.num_free_blocks == free == 2, "where sequence 0 was"
     assert (counts[BlockState.HELD], counts[BlockState.RETIRED]) == (4, 6)
     core.resize(12)  # the worker could not
@@ -119,11 +119,11 @@ def test_it_is_shrunk_when_every_step_is_answered_that_was_sent_before():
     answer(core, following, 0, 1, 2)
     released = schedule(core)
     assert released.released_rows.tolist() == [2]
-    assert not core.is_shrunk
-    while not core.is_shrunk:
-        answer(core, released, *(row for row in (0, 1) if core._rows.owner(row)))
+    assert not core.resizing.is_shrunk
+    while not core.resizing.is_shrunk:
+        answer(core, released, *(row for row in (0, 1) if core.rows.owner(row)))
         released = core.schedule(0.0)
-    assert core._steps.last_answered >= 3, "with which the worker forgot the row"
+    assert core.steps.last_answered >= 3, "with which the worker forgot the row"
     core.resize(4)
     check(core)
 
@@ -138,7 +138,7 @@ def test_sequences_that_do_not_fit_any_more_are_preempted_and_come_again():
     assert plan.swap_out_src_block_ids.tolist() == [4, 5]
     answer(core, plan, 0, 1)
     core.schedule(0.0)
-    assert core.num_leaving_blocks == 0
+    assert core.resizing.num_leaving_blocks == 0
 
 
 def test_what_is_cached_beyond_is_demoted_as_far_as_there_is_room():
@@ -147,18 +147,18 @@ def test_what_is_cached_beyond_is_demoted_as_far_as_there_is_room():
         submit(core, key, [10 * key + token for token in PROMPT], max_tokens=1)
         answer(core, schedule(core), 0)
     assert core.load().num_cached_blocks == 3
-    found = [core._pool._hash_to_block[each] for each in core._pool._cached]
+    found = [core.pool._hash_to_block[each] for each in core.pool._cached]
     core.shrink(min(found) + 1)
     load = core.load()
     assert (load.num_cached_blocks, load.num_demoted_blocks) == (1, 2)
-    assert not core.is_shrunk
+    assert not core.resizing.is_shrunk
     plan = schedule(core)
     assert set(plan.swap_out_src_block_ids.tolist()) == {*found} - {min(found)}
     assert core.schedule(0.0) is None
-    assert not core.is_shrunk, "the worker may still read them"
+    assert not core.resizing.is_shrunk, "the worker may still read them"
     answer(core, plan)
     assert core.schedule(0.0) is None
-    assert core.is_shrunk
+    assert core.resizing.is_shrunk
 
 
 def test_what_the_worker_keeps_after_all_is_in_use_again():
@@ -169,7 +169,7 @@ def test_what_the_worker_keeps_after_all_is_in_use_again():
     core.resize(12)
     check(core)
     assert core.load().num_free_blocks == 6
-    assert not core.is_shrunk
+    assert not core.resizing.is_shrunk
 
 
 def test_pins_are_given_up_beyond_their_share_of_what_is_left():
@@ -188,7 +188,7 @@ def test_a_pool_that_waits_for_pins_alone_gives_them_up():
         submit(core, key, [10 * key + i for i in range(7)], max_tokens=1, cache_pin_s=1000.0)
         answer(core, schedule(core), 0)
     core.shrink(2)
-    while not core.is_shrunk:
+    while not core.resizing.is_shrunk:
         plan = core.schedule(0.0)
         if plan is not None:
             answer(core, plan)
@@ -207,7 +207,7 @@ def test_a_pool_that_waits_for_pins_alone_gives_them_up():
 def test_a_size_beyond_its_limits_is_refused(num_blocks, why):
     core = core_of(min_num_blocks=8)
     with pytest.raises(ResizeRefusedError, match=why):
-        core.check_resize(num_blocks)
+        core.resizing.check(num_blocks)
     with pytest.raises(ResizeRefusedError, match=why):
         core.shrink(num_blocks)
     check(core)
@@ -232,13 +232,13 @@ def test_a_pool_is_not_made_smaller_with_blocks_in_use_beyond():
     pool = BlockPool(8, DeviceBlockId)
     blocks = pool.allocate(6)
     pool.retire_from(4)
-    assert (pool.num_free, pool.num_leaving, pool.num_usable) == (-2, 2, 4)
+    assert (pool.num_available, pool.num_leaving, pool.num_usable) == (-2, 2, 4)
     with pytest.raises(BrokenInvariantError, match=r"resize\(4\) with blocks in use beyond"):
         pool.resize(4)
     with pytest.raises(BrokenInvariantError, match=r"resize\(3\) with blocks in use beyond"):
         pool.resize(3)
     pool.drop(blocks[2:])
-    assert (pool.num_free, pool.num_leaving) == (2, 0)
+    assert (pool.num_available, pool.num_leaving) == (2, 0)
     pool.resize(4)
     assert pool.allocate(2) == [2, 3]
     pool.resize(6)

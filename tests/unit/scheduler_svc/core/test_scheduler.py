@@ -8,9 +8,9 @@ import pytest
 from core_driver import ROUTER, answer, chunks, grown, make_core, new, schedule, submit
 
 from contract.hashing import extend_chain, root_hash
+from contract.step import Result, StepId
 from scheduler_svc.core.errors import BrokenInvariantError, QueueFullError, RequestTooLongError
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.plan import StepId, StepOutcome
 from scheduler_svc.core.request import FinishReason
 
 
@@ -102,7 +102,7 @@ def test_eviction_takes_the_oldest_sequence_first_and_its_tail_before_its_head()
         submit(core, key, prompt, max_tokens=1)
         answer(core, schedule(core), 0)
         assert core.schedule(0.0) is not None  # tells the worker that the row is gone
-        core.update(StepOutcome(StepId(2 * key + 2), *[np.array([], np.int32)] * 4))
+        core.update(Result(StepId(2 * key + 2), *[np.array([], np.int32)] * 4))
     assert core.load().num_cached_blocks == 4
     submit(core, 2, [3] * 4, max_tokens=1)
     assert new(schedule(core)) == [(0, 0, [1])], "the tail of the older"
@@ -115,11 +115,11 @@ def test_cached_blocks_without_enough_free_ones_are_not_taken():
     answer(core, first, 0)
     submit(core, 1, [1] * 8 + [2] * 6, max_tokens=2)  # two found, two more needed, two free
     submit(core, 2, [5], max_tokens=1)
-    before = [core._pool.ref_count(block) for block in range(4)]
+    before = [core.pool.ref_count(block) for block in range(4)]
     plan = schedule(core)  # sequence 0 takes one of the two free blocks to grow
     assert grown(plan) == {0: 2}
     assert not plan.new_sequences, "first come, first served: 2 does not overtake 1"
-    assert [core._pool.ref_count(block) for block in range(4)] == [*before[:2], 1, 0]
+    assert [core.pool.ref_count(block) for block in range(4)] == [*before[:2], 1, 0]
 
 
 def test_the_watermark_keeps_room_for_the_running_to_grow():
@@ -161,7 +161,7 @@ def test_siblings_share_the_prompt_and_copy_its_last_block():
     assert chunks(second) == {1: 1, 2: 1}
     assert second.copy_src_block_ids.tolist() == [1, 1]
     assert second.copy_dst_block_ids.tolist() == [2, 3]
-    assert core._pool.ref_count(0) == 3
+    assert core.pool.ref_count(0) == 3
 
 
 def test_a_sibling_takes_over_when_the_first_is_cancelled():

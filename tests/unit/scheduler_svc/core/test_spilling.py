@@ -21,7 +21,6 @@ from scheduler_svc.core.blocks import DeviceBlockId
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.sequence import SeqStatus
-from scheduler_svc.core.tiers.host_room import HostRoom
 
 
 def make_spilled(**overrides):
@@ -71,7 +70,7 @@ def test_of_what_spills_others_find_the_full_blocks():
     answer(core, plan, 0, stored_disk_block_ids=stores(plan).values())
     chain = []
     extend_chain(chain, root_hash(""), np.array([3] * 5 + [7] * 3, np.int32), 4)
-    assert core._tier.disk.pool.find(chain) == [0], "of the eighth token there is no KV"
+    assert core.tier.disk.pool.find(chain) == [0], "of the eighth token there is no KV"
 
 
 def fetch_spilled(core, plan, **ends):
@@ -170,12 +169,12 @@ def test_no_more_is_let_go_than_there_is_need_for():
 
 def test_what_was_fetched_for_one_that_waits_is_let_go_for_one_that_comes_back():
     core, _ = preempt_beside([1] * 5, [2] * 5)
-    (swapped,) = [seq for seq in core._live if seq.status is SeqStatus.SWAPPED]
-    assert core._tier.pool.num_free == 0
-    assert core._host_room.make_for_fetch(swapped, 1)
-    assert core._tier.pool.num_free == 1
-    assert core._host_room.make_for_fetch(swapped, 1)
-    assert core._tier.pool.num_free == 1, "it was enough"
+    (swapped,) = [seq for seq in core.live if seq.status is SeqStatus.SWAPPED]
+    assert core.tier.pool.num_available == 0
+    assert core.host_room.make_for_fetch(swapped, 1)
+    assert core.tier.pool.num_available == 1
+    assert core.host_room.make_for_fetch(swapped, 1)
+    assert core.tier.pool.num_available == 1, "it was enough"
     check(core)
 
 
@@ -219,23 +218,24 @@ def test_by_cost_the_way_of_what_spills_counts(num_host_blocks, disk_bytes_per_s
     assert bool(outs(plan)) == bool(stores(plan)) == spills
 
 
-def test_without_room_anywhere_the_first_in_order_has_that_of_those_behind_it():
+def test_without_room_anywhere_the_first_in_order_has_that_of_those_behind_it(monkeypatch):
     core, plan = make_spilled(num_disk_blocks=2)
     answer(core, plan, 0, stored_disk_block_ids=[0, 1])
-    swapped = {seq.seq_key: seq for seq in core._live if seq.status is SeqStatus.SWAPPED}
+    swapped = {seq.seq_key: seq for seq in core.live if seq.status is SeqStatus.SWAPPED}
     assert swapped.keys() == {1, 2}, "2 has spilled, and filled the disk"
-    room = HostRoom(core.config, core._tier, core._waiting, core._live, lambda seq: -seq.seq_key)
-    assert room.make_for_fetch(swapped[2], 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(core.queue, "sort_key", lambda seq: -seq.seq_key)
+        assert core.host_room.make_for_fetch(swapped[2], 2)
     assert swapped[1].status is SeqStatus.WAITING
-    assert core._tier.pool.num_free >= 2
+    assert core.tier.pool.num_available >= 2
     check(core)
 
 
 def test_who_is_not_wholly_on_the_host_yet_does_not_spill():
     core, plan = make_spilled()
     answer(core, plan, 0, stored_disk_block_ids=[0, 1])
-    (swapped,) = [seq for seq in core._live if seq.seq_key == 1]
-    room, tier = core._host_room, core._tier
+    (swapped,) = [seq for seq in core.live if seq.seq_key == 1]
+    room, tier = core.host_room, core.tier
     assert len(room._find_spills(1)) == 1
     tier._swap_outs[swapped.host_block_ids[-1]] = DeviceBlockId(5)
     assert room._find_spills(1) is None

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from contract.step import Result, StepId
 from scheduler_svc.core.blocks import DeviceBlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import BrokenInvariantError
-from scheduler_svc.core.plan import StepId, StepOutcome
-from scheduler_svc.core.plan_builder import PlanDraft
+from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 HASH, OTHER = bytes([1]) * 32, bytes([2]) * 32
@@ -20,7 +20,7 @@ def make_tier(**overrides):
 
 
 def send(tier, step=1):
-    draft = PlanDraft(StepId(step), 0.0, 0, 64)
+    draft = PlanBuilder(StepId(step), 0.0, 0)
     tier.send(draft)
     return draft
 
@@ -28,7 +28,7 @@ def send(tier, step=1):
 def outcome(**disk):
     none = np.empty(0, np.int32)
     ends = {name: np.array(blocks, np.int32) for name, blocks in disk.items()}
-    return StepOutcome(StepId(1), none, none, none, none, **ends)
+    return Result(StepId(1), none, none, none, none, **ends)
 
 
 def test_a_store_alone_asks_for_a_step_and_so_does_a_load():
@@ -181,7 +181,7 @@ def test_what_is_not_to_be_trusted_is_not_found_when_its_store_ends():
     tier.forget([HASH])
     end_of_store(tier, disk)
     assert tier.disk.pool.find([HASH]) == []
-    assert tier.disk.pool.num_blank == 4
+    assert tier.disk.pool.num_free == 4
 
 
 def test_what_is_not_to_be_trusted_is_not_found_when_its_load_ends():

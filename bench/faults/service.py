@@ -1,0 +1,208 @@
+"""The service that chaos harms: its processes, the links between them, and what can fail."""
+
+import asyncio
+import contextlib
+import itertools
+import random
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from faults.link import Link
+from harness.case import BenchError
+from harness.processes import Process, free_ports
+from prometheus_client.parser import text_string_to_metric_families
+
+_POLL_S = 0.05
+_STOP_S = 30.0
+_START_S = 180.0
+_SCHEDULER = "scheduler"
+"""In faults and questions: the scheduler that serves, of possibly several."""
+_EXIT_STALE_EPOCH = 3
+"""A scheduler's, when a newer one has taken over; its supervisor would start it again."""
+
+
+class What(StrEnum):
+    """What can happen to a process, or to the link before it."""
+
+    KILLED = "killed"
+    """SIGKILL; it is started again after some seconds."""
+    STOPPED = "stopped"
+    """SIGSTOP, and SIGCONT after some seconds."""
+    CUT = "link cut"
+    """All connections break."""
+    SILENT = "link silent"
+    """Nothing passes for some seconds, and then all that was held up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    what: What
+    name: str
+    """The process, or the process behind the link."""
+    seconds: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """For a table."""
+        return f"{self.name.split('-')[0]} {self.what}"
+
+
+class ChaosService:
+    """Two routers, a scheduler and two workers, with a link before each gRPC port.
+
+    With a standby there are two schedulers; one serves, and a restarted one stands by.
+    """
+
+    def __init__(self, directory: Path, model: Path, num_blocks: int, *, has_standby: bool) -> None:
+        """`directory` is for sockets and logs; each device pool has `num_blocks`."""
+        self._directory = directory
+        self._processes: dict[str, Process] = {}
+        self._links: dict[str, Link] = {}
+        self._schedulers = [f"scheduler-{i}" for i in range(1 + has_standby)]
+        self.routers = ["router-0", "router-1"]
+        workers = ["worker-0", "worker-1"]
+        self._ports = iter(free_ports(len((*workers, *self._schedulers, *self.routers))))
+        for worker in workers:
+            self._add(
+                *(worker, "gpu_worker", "--device=cpu", "--dtype=float32", "--num-threads=1"),
+                *(f"--model={model}", f"--num-blocks={num_blocks}", "--host-kv-memory-gb=0.1"),
+                "--max-num-batched-tokens=512",
+            )
+        for scheduler in self._schedulers:
+            self._add(
+                *(scheduler, "scheduler_svc", f"--workers={self._targets(workers)}"),
+                *("--claim-s=5", *(("--standby",) if has_standby else ())),
+            )
+        schedulers = self._targets(self._schedulers)
+        for router in self.routers:
+            self._add(router, "router", f"--model={model}", f"--scheduler={schedulers}")
+
+    @property
+    def targets(self) -> list[str]:
+        """Where clients find the routers."""
+        return self._targets(self.routers).split(",")
+
+    async def wait_until_ready(self, names: list[str] | None = None) -> None:
+        """Wait for some processes, or all; a scheduler that ended as it was fenced is restarted.
+
+        One ready scheduler is enough: a standby is not ready.
+        """
+        deadline = time.monotonic() + _START_S
+        for name in names or self._kinds():
+            while not await self._is_ready(await self._resolve(name)):
+                for each in self._processes:
+                    self._check(each)
+                if time.monotonic() > deadline:
+                    raise BenchError(f"{name} is not ready after {_START_S:.0f} s; see --logs")
+                await asyncio.sleep(_POLL_S)
+
+    def draw(self, chance: random.Random, hang_s: float) -> Iterator[Fault]:
+        """Draw faults without end: of each three, one for each kind of process or its link.
+
+        The first three are kills.
+        """
+        for number in itertools.count():
+            for kind in chance.sample(("worker", "scheduler", "router"), 3):
+                name = chance.choice([each for each in self._kinds() if each.startswith(kind)])
+                what = chance.choice((What.KILLED, *What))
+                if what is What.KILLED or number == 0:
+                    yield Fault(What.KILLED, name, chance.choice((0.0, 0.0, 1.0)))
+                else:
+                    yield Fault(what, name, 0.0 if what is What.CUT else hang_s)
+
+    async def befall(self, fault: Fault) -> None:
+        """Let a fault happen; returns when what failed is there again, though not ready yet."""
+        name = await self._resolve(fault.name)
+        process, link = self._processes[name], self._links[name]
+        match fault.what:
+            case What.KILLED:
+                await process.kill()
+                await asyncio.sleep(fault.seconds)
+                process.start()
+            case What.STOPPED:
+                process.signal(signal.SIGSTOP)
+                await asyncio.sleep(fault.seconds)
+                process.signal(signal.SIGCONT)
+            case What.CUT:
+                link.cut()
+            case What.SILENT:
+                await link.silence(fault.seconds)
+
+    async def metrics(self, name: str) -> Mapping[str, float]:
+        """Each metric's name to the sum of its samples."""
+        body = await self._processes[await self._resolve(name)].get("/metrics")
+        sums: dict[str, float] = {}
+        for family in text_string_to_metric_families(body or ""):
+            for sample in family.samples:
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        return sums
+
+    async def start(self) -> None:
+        for link in self._links.values():
+            await link.open()
+        for process in self._processes.values():
+            process.start()
+        await self.wait_until_ready()
+
+    async def close(self) -> None:
+        """End everything, routers first."""
+        for name in sorted(self._processes, key=lambda name: name not in self.routers):
+            await self._processes[name].stop(_STOP_S)
+        for link in self._links.values():
+            await link.close()
+
+    def save_logs(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for log in self._directory.glob("*.log"):
+            shutil.copy(log, directory)
+
+    def _kinds(self) -> list[str]:
+        """All processes by name, but the schedulers as the one that serves."""
+        return [_SCHEDULER, *(name for name in self._processes if name not in self._schedulers)]
+
+    async def _resolve(self, name: str) -> str:
+        """Return the process that is meant: of the schedulers the ready one, if one is."""
+        if name != _SCHEDULER:
+            return name
+        for each in self._schedulers:
+            if await self._is_ready(each):
+                return each
+        return self._schedulers[0]
+
+    def _add(self, name: str, module: str, *flags: str) -> None:
+        """Add a process, and the link before it."""
+        socket, port = self._directory / f"{name}.sock", next(self._ports)
+        argv = ["-m", module, f"--uds={socket}", f"--http-port={port}", *flags]
+        self._processes[name] = Process(name, argv, self._directory / f"{name}.log", port)
+        self._links[name] = Link(self._directory / f"to-{name}.sock", socket)
+
+    def _targets(self, names: list[str]) -> str:
+        """The addresses of links, as a flag has them."""
+        return ",".join(f"unix:{self._directory}/to-{name}.sock" for name in names)
+
+    def _check(self, name: str) -> None:
+        process = self._processes[name]
+        if name in self._schedulers and process.exit_code == _EXIT_STALE_EPOCH:
+            process.start()
+        process.check_runs()
+
+    async def _is_ready(self, name: str) -> bool:
+        return await self._processes[name].get("/ready") is not None
+
+
+@contextlib.asynccontextmanager
+async def chaos_service(
+    directory: Path, model: Path, num_blocks: int, *, has_standby: bool = False
+) -> AsyncIterator[ChaosService]:
+    """Start the service and wait until it is ready; it ends with the block, or with us."""
+    service = ChaosService(directory, model, num_blocks, has_standby=has_standby)
+    try:
+        await service.start()
+        yield service
+    finally:
+        await service.close()

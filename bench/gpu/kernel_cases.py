@@ -1,0 +1,309 @@
+"""What `gpu_kernels.py` measures: each kernel over shapes of models and of loads."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from gpu.dense_attention import flex, sdpa
+
+from kernels import reference
+from kernels.ops import launcher
+from kernels.tuning.workload import Layout, Model, paged_inputs, queries
+
+LLAMA_8B = Model(32, 8, 128, 16, torch.bfloat16)
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A case with its tensors in memory."""
+
+    launch: Callable[[], object]
+    num_bytes: int
+    """The least that must be read and written."""
+    flops: int = 0
+    """0: bound by memory whatever the device."""
+    baselines: dict[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
+    """By name: a function that prepares its launch."""
+    expected: str | None = None
+    """The baseline with the same result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table; its tensors are made when its turn comes."""
+
+    kernel: str
+    shape: str
+    prepare: Callable[[torch.device], Prepared]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Bounds of the cases: none, or tiny for a run that only shows that nothing fails."""
+
+    max_seqs: int
+    max_tokens: int
+    """Most tokens of a sequence, or of a step."""
+    max_width: int
+    dtype: torch.dtype
+
+    def lens(self, seq_lens: Sequence[int]) -> list[int]:
+        """Cut a batch to these bounds."""
+        return [min(each, self.max_tokens) for each in seq_lens[: self.max_seqs]]
+
+
+WHOLE = Size(1 << 30, 1 << 30, 1 << 30, torch.bfloat16)
+TINY = Size(2, 20, 32, torch.float16)  # the interpreter multiplies no bfloat16
+
+
+def all_cases(size: Size) -> list[Case]:
+    """Return every case; those of a tiny `size` say the shape that they stand for."""
+    return [*_decode_cases(size), *_prefill_cases(size), *_row_cases(size), *_block_cases(size)]
+
+
+def _cut(model: Model, size: Size) -> Model:
+    if size is WHOLE:
+        return model
+    return replace(
+        model,
+        num_heads=min(2, model.num_heads // model.num_kv_heads),
+        num_kv_heads=1,
+        head_dim=min(model.head_dim, size.max_width),
+        dtype=size.dtype,
+    )
+
+
+def _model_text(model: Model) -> str:
+    stored = "" if model.stored is None else f" {str(model.stored).removeprefix('torch.')[:6]}"
+    return f"{model.num_heads}/{model.num_kv_heads}x{model.head_dim} P{model.block_size}{stored}"
+
+
+def _decode(
+    size: Size,
+    text: str,
+    seq_lens: Sequence[int],
+    model: Model = LLAMA_8B,
+    *,
+    layout: Layout = Layout.BLOCK_MAJOR,
+    window: int | None = None,
+    with_flex: bool = False,
+) -> Case:
+    lens = size.lens(seq_lens)
+    small = _cut(model, size)
+
+    def prepare(device: torch.device) -> Prepared:
+        paged = paged_inputs(small, lens, device, layout)
+        query = queries(small, len(lens), device)
+        scale = small.head_dim**-0.5
+        seen = sum(min(each, window or each) for each in lens)
+        baselines = {}
+        if len(set(lens)) == 1 and small.stored is None and window is None:
+            baselines["sdpa"] = lambda: sdpa(query, paged, 1, lens[0])
+            if with_flex:
+                baselines["flex"] = lambda: flex(query, paged, 1, lens[0])
+        return Prepared(
+            lambda: launcher(reference.paged_attention_decode)(
+                query,
+                *paged.args,
+                scale,
+                window=window,
+                key_scales=paged.key_scales,
+                value_scales=paged.value_scales,
+            ),
+            seen * small.slot_bytes() + 2 * query.nbytes,
+            baselines=baselines,
+            expected="sdpa" if baselines else None,
+        )
+
+    notes = "" if window is None else f" window {window}"
+    notes += " layer-major" if layout is Layout.LAYER_MAJOR else ""
+    return Case("decode", f"{text} {_model_text(model)}{notes}", prepare)
+
+
+def _decode_cases(size: Size) -> list[Case]:
+    long, uniform = [131_072], [8192] * 64
+    cases = [
+        _decode(size, "1x128k", long, with_flex=True),
+        _decode(size, "64x8k", uniform, with_flex=True),
+        _decode(size, "256x1k", [1024] * 256),
+        _decode(size, "1x128k+63x512", [131_072, *[512] * 63]),
+        _decode(size, "1x1k", [1024]),
+        _decode(size, "8x2k", [2048] * 8),
+        _decode(size, "64x8k", uniform, window=4096),
+        _decode(size, "1x128k", long, replace(LLAMA_8B, num_heads=4, num_kv_heads=1)),
+        _decode(size, "16x4k", [4096] * 16, replace(LLAMA_8B, num_kv_heads=32)),
+    ]
+    for head_dim in (64, 80, 96, 256):
+        heads = {"num_heads": 16, "num_kv_heads": 8} if head_dim == 256 else {}
+        cases.append(
+            _decode(size, "32x8k", [8192] * 32, replace(LLAMA_8B, head_dim=head_dim, **heads))
+        )
+    for stored in (torch.int8, torch.float8_e4m3fn):
+        model = replace(LLAMA_8B, stored=stored)
+        cases += [_decode(size, "64x8k", uniform, model), _decode(size, "1x128k", long, model)]
+    for block_size in (16, 32, 64, 128):
+        model = replace(LLAMA_8B, block_size=block_size)
+        if block_size != 16:
+            cases.append(_decode(size, "64x8k", uniform, model))
+        cases.append(_decode(size, "64x8k", uniform, model, layout=Layout.LAYER_MAJOR))
+    return cases
+
+
+def _prefill(
+    size: Size,
+    text: str,
+    chunks: Sequence[tuple[int, int]],  # (query_len, seq_len)
+    model: Model = LLAMA_8B,
+    *,
+    with_flex: bool = False,
+) -> Case:
+    seq_lens = size.lens([seq_len for _, seq_len in chunks])
+    query_lens = [
+        min(query_len, seq_len) for (query_len, _), seq_len in zip(chunks, seq_lens, strict=False)
+    ]
+    small = _cut(model, size)
+
+    def prepare(device: torch.device) -> Prepared:
+        paged = paged_inputs(small, seq_lens, device)
+        query = queries(small, sum(query_lens), device)
+        starts = torch.tensor([0, *query_lens], device=device).cumsum(0).to(torch.int32)
+        scale = small.head_dim**-0.5
+        pairs = sum(
+            query_len * (seq_len - query_len) + query_len * (query_len + 1) // 2
+            for query_len, seq_len in zip(query_lens, seq_lens, strict=True)
+        )
+        baselines = {}
+        if len(set(seq_lens)) == len(set(query_lens)) == 1 and small.stored is None:
+            baselines["sdpa"] = lambda: sdpa(query, paged, query_lens[0], seq_lens[0])
+            if with_flex:
+                baselines["flex"] = lambda: flex(query, paged, query_lens[0], seq_lens[0])
+        return Prepared(
+            lambda: launcher(reference.paged_attention_prefill)(
+                query,
+                *paged.args,
+                starts,
+                max(query_lens),
+                scale,
+                key_scales=paged.key_scales,
+                value_scales=paged.value_scales,
+            ),
+            sum(seq_lens) * small.slot_bytes() + 2 * query.nbytes,
+            4 * pairs * small.num_heads * small.head_dim,
+            baselines,
+            "sdpa" if baselines else None,
+        )
+
+    return Case("prefill", f"{text} {_model_text(model)}", prepare)
+
+
+def _prefill_cases(size: Size) -> list[Case]:
+    whole = [(8192, 8192)]
+    return [
+        _prefill(size, "1x8k", whole, with_flex=True),
+        _prefill(size, "4x2k", [(2048, 2048)] * 4),
+        _prefill(size, "32x256", [(256, 256)] * 32),
+        _prefill(size, "2k after 30k", [(2048, 32_768)], with_flex=True),
+        _prefill(size, "512 after 128k", [(512, 131_072)]),
+        _prefill(size, "mixed", [(4096, 4096), (17, 9000), (1000, 20_000), (333, 333)]),
+        _prefill(size, "1x8k", whole, replace(LLAMA_8B, head_dim=64)),
+        _prefill(
+            size, "1x8k", whole, replace(LLAMA_8B, num_heads=16, num_kv_heads=8, head_dim=256)
+        ),
+        _prefill(size, "1x8k", whole, replace(LLAMA_8B, block_size=128)),
+        _prefill(size, "1x8k", whole, replace(LLAMA_8B, stored=torch.int8)),
+        _prefill(size, "1x8k", whole, replace(LLAMA_8B, stored=torch.float8_e4m3fn)),
+    ]
+
+
+def _rows(
+    name: str,
+    shape: str,
+    make: Callable[[torch.device], tuple[tuple[torch.Tensor, ...], tuple[object, ...], int]],
+) -> Case:
+    """A case whose baseline is the twin; `make` returns tensors, other arguments, bytes."""
+
+    def prepare(device: torch.device) -> Prepared:
+        tensors, rest, num_bytes = make(device)
+        return Prepared(
+            lambda: launcher(getattr(reference, name))(*tensors, *rest),
+            num_bytes,
+            baselines={"torch": lambda: lambda: getattr(reference, name)(*tensors, *rest)},
+        )
+
+    return Case(name, shape, prepare)
+
+
+def _row_cases(size: Size) -> list[Case]:
+    cases = []
+    for num_tokens in (256, 8192):
+        tokens, hidden = min(num_tokens, size.max_tokens), min(4096, size.max_width)
+        wide = min(14_336, size.max_width)
+
+        def norm(device, tokens=tokens, hidden=hidden):  # noqa: ANN001, ANN202
+            x = torch.randn(tokens, hidden, device=device).to(size.dtype)
+            return (x, x.clone(), x[0].clone()), (1e-5,), 4 * x.nbytes
+
+        def gate(device, tokens=tokens, wide=wide):  # noqa: ANN001, ANN202
+            x = torch.randn(tokens, 2 * wide, device=device).to(size.dtype)
+            return (x,), (), x.nbytes * 3 // 2
+
+        def rotate(device, tokens=tokens):  # noqa: ANN001, ANN202
+            model = _cut(LLAMA_8B, size)
+            paged = paged_inputs(model, [tokens], device)
+            heads = queries(model, tokens, device)
+            key = heads[:, : model.num_kv_heads].contiguous()
+            cos_sin = torch.randn(tokens, model.head_dim, device=device)
+            places = torch.arange(tokens, device=device)
+            caches = paged.key_cache, paged.value_cache
+            given = heads, key, key.clone(), cos_sin, places, *caches, places
+            return given, (), 2 * heads.nbytes + 4 * key.nbytes + cos_sin.nbytes
+
+        cases += [
+            _rows("add_rms_norm", f"{num_tokens}x4096", norm),
+            _rows("silu_mul", f"{num_tokens}x14336", gate),
+            _rows("rotary_store_kv", f"{num_tokens} tokens 32/8x128", rotate),
+        ]
+    vocabulary = min(151_936, 4 * size.max_width)
+    for num_seqs, text, k, p in (
+        (1, "top_p 0.9", None, 0.9),
+        (64, "top_p 0.9", None, 0.9),
+        (64, "top_k 50", 50, 1.0),
+        (256, "temperature", None, 1.0),
+    ):
+
+        def sample(device, num_seqs=num_seqs, k=k, p=p):  # noqa: ANN001, ANN202
+            num_seqs = min(num_seqs, size.max_seqs)
+            logits = torch.randn(num_seqs, vocabulary, device=device) * 4
+            ones = torch.ones(num_seqs, device=device)
+            ids = torch.arange(num_seqs, device=device)
+            top_k = torch.full_like(ids, min(k or vocabulary, vocabulary))
+            given = logits, ones, top_k, ones.double() * p, ones * 0, ids, ids
+            return given, (), logits.nbytes
+
+        cases.append(_rows("sample", f"{num_seqs}x151936 {text}", sample))
+    return cases
+
+
+def _block_cases(size: Size) -> list[Case]:
+    cases = []
+    for name, num_pieces, piece_bytes in (
+        ("gather_blocks", 1, 2 * _MIB),
+        ("scatter_blocks", 1, 2 * _MIB),
+        ("gather_blocks", 64, 32 * 1024),
+        ("scatter_blocks", 64, 32 * 1024),
+    ):
+
+        def blocks(device, num_pieces=num_pieces, piece_bytes=piece_bytes):  # noqa: ANN001, ANN202
+            count, num_pieces = min(256, size.max_tokens // 4), min(num_pieces, size.max_width // 8)
+            piece_bytes = min(piece_bytes, 16 * size.max_width)
+            pool = torch.zeros(
+                num_pieces, 2 * count, piece_bytes, dtype=torch.uint8, device=device
+            ).transpose(0, 1)
+            ids = torch.randperm(2 * count, device=device)[:count]
+            staged = torch.zeros(count, num_pieces, piece_bytes, dtype=torch.uint8, device=device)
+            return (pool, ids, staged), (), 2 * staged.nbytes
+
+        text = f"256 blocks of {num_pieces}x{piece_bytes // 1024} KiB"
+        cases.append(_rows(name, text, blocks))
+    return cases

@@ -1,0 +1,131 @@
+"""Measures three processes on random weights of one shape, and the same service in one process.
+
+    python -m gpu.serve --shape 8B --bandwidth 4.1e12 --json out.json    (in bench/, as gpu.sh does)
+
+Throughput, time to first token and between tokens at each concurrency; how long the device idles
+between decode steps, by its own clock; which share of the bandwidth a decode of one sequence gets;
+and what three processes produce against one (engines/split.py).
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import re
+import tempfile
+from pathlib import Path
+
+import aiohttp
+from engines.split import GRPC, ONE_GRPC, by_grpc, measure_split
+from harness.case import Results, arguments, main, numbers, write_json
+from harness.load import LoadResult, Workload, find_model, print_loads, run_load
+from harness.processes import HOST, free_ports, service
+from make_model import SHAPES, Sizes, write_shape
+
+_POLL_S = 0.02
+
+
+async def idle_share(metrics_url: str, num_tokens: int) -> float | None:
+    """The share of time that the device idles in the middle of a load, when only decodes run.
+
+    Looks from 40 % to 80 % of the `num_tokens` that the load will sample; None: too short to tell.
+    """
+    async with aiohttp.ClientSession() as session:
+
+        async def read() -> tuple[float, float, float]:
+            async with session.get(metrics_url) as response:
+                text = await response.text()
+            names = ("device_busy_seconds_total", "sampled_tokens_total")
+            found = (re.search(rf"^quire_worker_{n} (\S+)$", text, re.MULTILINE) for n in names)
+            busy_s, sampled = (float(match.group(1)) if match else 0.0 for match in found)
+            return asyncio.get_running_loop().time(), busy_s, sampled
+
+        async def when(sampled: float) -> tuple[float, float, float]:
+            while (values := await read())[2] < sampled:  # noqa: ASYNC110 - metrics only answer
+                await asyncio.sleep(_POLL_S)
+            return values
+
+        first = (await read())[2]
+        begin_s, busy_before_s, _ = await when(first + 0.4 * num_tokens)
+        end_s, busy_after_s, _ = await when(first + 0.8 * num_tokens)
+    if end_s - begin_s < 5 * _POLL_S:
+        return None
+    return 1 - (busy_after_s - busy_before_s) / (end_s - begin_s)
+
+
+async def measure(given: argparse.Namespace) -> Results:
+    """Start, measure and stop everything; write JSON whenever a number is known."""
+    sizes = SHAPES[given.shape]
+    (worker_port,) = free_ports(1)
+    flags = (
+        *("--device", given.device, "--kv-cache-memory-gb", str(given.kv_cache_memory_gb)),
+        *("--max-num-seqs", str(max(given.concurrency))),
+        *("--dtype", "bfloat16" if given.device == "cuda" else "float32"),
+        *("--host-kv-memory-gb", "0", "--max-model-len", str(min(sizes.context, 4096))),
+    )
+    results: dict[str, float] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-gpu-"))
+        model = Path(directory) / given.shape
+        write_shape(model, sizes)
+        os.environ["QUIRE_LOAD_FORMAT"] = "dummy"  # reaches every worker
+        up = (*flags, "--worker-http-port", str(worker_port))
+        three = await stack.enter_async_context(service(model, up))
+        one = await stack.enter_async_context(service(model, flags, in_one_process=True))
+        await asyncio.gather(three.wait_until_ready(), one.wait_until_ready())
+        name = await find_model(three.base_url)
+        loads: list[LoadResult] = []
+        for concurrency in given.concurrency:
+            workload = Workload(name, concurrency, given.input_len, given.output_len)
+            metrics_url = f"http://{HOST}:{worker_port}/metrics"
+            idling = asyncio.create_task(idle_share(metrics_url, concurrency * given.output_len))
+            loads.append(load := await run_load(three.base_url, workload, concurrency))
+            results |= load.metrics()
+            if (idle := await idling) is not None:
+                results[f"idle_share_c{concurrency}"] = idle
+            if concurrency == 1 and given.bandwidth:
+                results["bandwidth_share_c1"] = _bandwidth_share(sizes, load, given)
+            _save(given, results)
+        print_loads(loads)
+        for concurrency in given.split_concurrency:
+            workload = Workload(name, max(2, concurrency), given.input_len, given.output_len // 2)
+            sides = {ONE_GRPC: by_grpc(one), GRPC: by_grpc(three)}
+            tax = await measure_split(
+                sides, workload, concurrency, 1 if given.quick else given.split_rounds
+            )
+            print(tax.table(), flush=True)
+            results |= {
+                f"three_over_one_c{concurrency}": tax.ratios()["split_ratio"].median,
+                f"one_process_tok_s_c{concurrency}": tax.metrics()["split_one_grpc_tok_s"],
+            }
+            _save(given, results)
+    return results
+
+
+def _save(given: argparse.Namespace, results: Results) -> None:
+    """Keep what is known, in case the rest takes too long."""
+    if given.json is not None:
+        write_json(given.json, results)
+
+
+def _bandwidth_share(sizes: Sizes, load: LoadResult, given: argparse.Namespace) -> float:
+    """Bytes per second that a decode of one sequence reads ÷ what the device can read."""
+    context = given.input_len + given.output_len / 2
+    num_bytes = 2 * sizes.step_parameters + context * sizes.kv_bytes_per_token(2)
+    share: float = num_bytes / (load.tpot_mean_ms / 1e3) / given.bandwidth
+    return share
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__, quick="one round of the split")
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, required=True)
+    add("--bandwidth", type=float, default=0.0, help="bytes per second that the device can read")
+    add("--device", default="cuda")
+    add("--concurrency", type=numbers, default="1,32,256")
+    add("--split-concurrency", type=numbers, default="1,256")
+    add("--split-rounds", type=int, default=2)
+    add("--input-len", type=int, default=128)
+    add("--output-len", type=int, default=256)
+    add("--kv-cache-memory-gb", type=float, default=12.0)
+    main(parser.parse_args(), measure)

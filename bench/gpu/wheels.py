@@ -1,0 +1,96 @@
+"""Collects the wheels that Quire needs beside torch, and unpacks those that a machine lacks.
+
+    python bench/gpu/wheels.py collect DIR          for Python 3.12 on x86-64 Linux
+    python bench/gpu/wheels.py install DIR SITE     into SITE, which goes to PYTHONPATH
+
+A package that the machine has in a sufficient version stays: its transformers was chosen with it.
+"""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email import message_from_bytes
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+_ROOT: Final = Path(__file__).parents[2]
+_TESTS: Final = ("pytest>=9", "pytest-asyncio", "pytest-timeout", "pytest-randomly", "hypothesis")
+_NOT_SENT: Final = {"torch", "numpy", "transformers", "triton"}
+"""What the machine has; torch alone would be gigabytes."""
+_GLIBC: Final = (17, 24, 27, 28, 31, 34)
+_MAX_BYTES: Final = 60 * 1024**2
+
+
+def requirements() -> list[Requirement]:
+    """Requirements of all processes, from pyproject.toml, and of the kernels' tests."""
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+    texts = [*project["dependencies"], *project["optional-dependencies"]["worker"], *_TESTS]
+    return [each for each in map(Requirement, texts) if each.name not in _NOT_SENT]
+
+
+def collect(directory: Path) -> None:
+    """Download them and their dependencies."""
+    directory.mkdir(parents=True, exist_ok=True)
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in _GLIBC] + ["manylinux2014_x86_64"]
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(directory)),
+            *("--only-binary=:all:", "--python-version=3.12", "--implementation=cp"),
+            *(f"--platform={name}" for name in platforms),
+            *map(str, requirements()),
+        ],
+        check=True,
+    )
+    for wheel in directory.glob("*.whl"):
+        if parse_wheel_filename(wheel.name)[0] in _NOT_SENT:
+            wheel.unlink()
+    num_bytes = sum(wheel.stat().st_size for wheel in directory.glob("*.whl"))
+    print(f"{directory}: {num_bytes / 1024**2:.1f} MiB")
+    if num_bytes > _MAX_BYTES:
+        sys.exit(f"{directory} is larger than {_MAX_BYTES / 1024**2:.0f} MiB")
+
+
+def install(directory: Path, site: Path) -> None:
+    """Unpack what is missing or too old, and what that depends on."""
+    wheels = {parse_wheel_filename(wheel.name)[0]: wheel for wheel in directory.glob("*.whl")}
+    to_check, taken = requirements(), set()
+    while to_check:
+        requirement = to_check.pop()
+        name = canonicalize_name(requirement.name)
+        if name in taken or name not in wheels or _is_there(requirement):
+            continue
+        taken.add(name)
+        with zipfile.ZipFile(wheels[name]) as archive:
+            archive.extractall(site)
+            to_check += _dependencies(archive)
+        print(wheels[name].name, file=sys.stderr)
+
+
+def _is_there(requirement: Requirement) -> bool:
+    try:
+        version = metadata.version(requirement.name)
+    except metadata.PackageNotFoundError:
+        return False
+    return requirement.specifier.contains(version, prereleases=True)
+
+
+def _dependencies(wheel: zipfile.ZipFile) -> list[Requirement]:
+    (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    texts = message_from_bytes(wheel.read(path)).get_all("Requires-Dist", [])
+    parsed = map(Requirement, texts)
+    return [each for each in parsed if not each.marker or each.marker.evaluate({"extra": ""})]
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["collect", to]:
+            collect(Path(to))
+        case ["install", source, to]:
+            install(Path(source), Path(to))
+        case _:
+            sys.exit(__doc__)

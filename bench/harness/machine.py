@@ -1,0 +1,66 @@
+"""Facts that a number means nothing without: the CPU, its instructions, versions, the commit."""
+
+import contextlib
+import os
+import platform
+import subprocess
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[2]
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "grpcio", "protobuf", "vllm")
+_INSTRUCTION_SETS = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_bf16", "amx_int8"),
+    *("asimd", "asimddp", "sve", "sve2", "bf16", "i8mm"),  # Arm's
+)
+"""Sets that the kernels look for, or that decide how fast matrix products are."""
+
+
+def machine_facts() -> dict[str, Any]:
+    """Describe the machine, the versions in use and the state of the checkout."""
+    cpu = _cpuinfo()
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "cpu": cpu.get("model name", platform.processor() or platform.machine()),
+        "cpu_family_model": f"{cpu.get('cpu family', '?')}/{cpu.get('model', '?')}",
+        "instruction_sets": _instruction_sets(cpu),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        **_versions(),
+        "commit": _commit(),
+    }
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The fields of the first processor in /proc/cpuinfo; empty if there is none."""
+    with contextlib.suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
+        lines = (line.partition(":") for line in first.splitlines())
+        return {name.strip(): value.strip() for name, _, value in lines}
+    return {}
+
+
+def _instruction_sets(cpu: dict[str, str]) -> str:
+    flags = set(cpu.get("flags", cpu.get("Features", "")).split())
+    return " ".join(name for name in _INSTRUCTION_SETS if name in flags)
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def _commit() -> str | None:
+    """The commit that is checked out, with "-dirty" if files differ; None if git cannot tell."""
+    git = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+    return None

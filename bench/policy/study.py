@@ -1,0 +1,351 @@
+"""Plays a recording's requests to a core with another policy, and compares who was served when.
+
+The results in a recording are of rows that another policy fills otherwise, so they cannot be used
+again. Instead the worker is simulated, under these assumptions:
+
+- Requests come when they came. One that was refused is left out: what it would have said is not
+  known.
+- A sequence says, token by token, what it said; it ends by a stop token or its length where it did.
+  One that did not end by itself, but was cancelled, failed, or still ran when the recording
+  stopped, is cancelled when it has as many tokens as it had; if that is none, when it was.
+- Prompts are paced as they are by `step_pacer`, by what was last known of the steps.
+- A step takes `a + b * tokens`, with `a` and `b` from the recorded steps (`step_times`), and moves
+  between device and host at the bandwidth that the worker had measured. Nothing fails.
+
+The recorded policy is simulated as well. What its run differs from the recording in is the error of
+these assumptions; what the other policy's run differs from it in is the policy.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import BinaryIO, NamedTuple
+
+from policy.worker import Draw, SimulatedRow, SimulatedWorker
+
+from contract.step import Plan, Result
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.errors import RequestRefusedError
+from scheduler_svc.core.events import Finished, StepEvents
+from scheduler_svc.core.pacing import least_tokens
+from scheduler_svc.core.reports.load import read_prompts
+from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.journal.entries import (
+    CutOff,
+    Entry,
+    Origin,
+    RecordingError,
+    decode_arguments,
+    read_recording,
+)
+from scheduler_svc.observers.step_times import StepTimes, StepTimeSamples
+
+_BY_ITSELF = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE})
+"""Ends that come again by themselves."""
+
+
+_NOT_STUDIED = {
+    "inherit": "sequences taken over from an earlier scheduler",
+    "set_memory_level": "steps with too little memory at the worker",
+    "shrink": "a change of the pool's size",
+    "resize": "a change of the pool's size",
+    "begin_export": "requests that moved between workers",
+    "end_export": "requests that moved between workers",
+    "begin_import": "requests that moved between workers",
+    "end_import": "requests that moved between workers",
+}
+
+
+class SeqName(NamedTuple):
+    """A sequence as its source knows it."""
+
+    source: int
+    seq_key: int
+
+
+@dataclass(slots=True)
+class SequenceHistory:
+    """When what became of a sequence, in seconds after its request came."""
+
+    request_id: str
+    output_index: int
+    arrived: float
+    """In the recorder's seconds."""
+    token_ids: list[int]
+    """Those that it said, and those that it had said before it came."""
+    queue_s: float | None = None
+    """How long it waited; None: it was never admitted here."""
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class Run:
+    """What became of all sequences under one policy."""
+
+    sequences: dict[SeqName, SequenceHistory] = field(default_factory=dict)
+    num_refused: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+
+    def take(self, request: Request, now: float) -> None:
+        """Note that a request was accepted."""
+        for index in range(request.n):
+            if request.outputs and request.outputs[index].finished:
+                continue
+            known = request.outputs[index].token_ids.tolist() if request.outputs else []
+            name = SeqName(request.source, request.first_seq_key + index)
+            self.sequences[name] = SequenceHistory(request.request_id, index, now, known)
+
+    def hear(self, news: StepEvents, now: float) -> None:
+        """Note what the sources hear of a step."""
+        arrays = (news.sources, news.seq_keys, news.token_ids)
+        for source, key, token_id in zip(*(each.tolist() for each in arrays), strict=True):
+            seq = self.sequences[SeqName(source, key)]
+            seq.token_ids.append(token_id)
+            if seq.first_token_s is None:
+                seq.first_token_s = now - seq.arrived
+        for admitted in news.admitted:
+            self.sequences[SeqName(admitted.source, admitted.seq_key)].queue_s = admitted.queue_s
+        self.end(news.finished, now)
+
+    def end(self, finished: Iterable[Finished], now: float) -> None:
+        """Note the ends of sequences."""
+        for item in finished:
+            seq = self.sequences[SeqName(item.source, item.seq_key)]
+            seq.finished_s, seq.reason = now - seq.arrived, item.reason
+
+    def count(self, core: Scheduler) -> None:
+        """Take the counters of the core, at the end."""
+        load = core.load()
+        self.num_steps = load.num_steps
+        self.num_preemptions = load.num_preemptions
+        self.num_recomputed_tokens = load.num_recomputed_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """One recording, and what would have been."""
+
+    origin: Origin
+    config: SchedulerConfig
+    policy: str
+    policy_args: tuple[tuple[str, str], ...]
+    step_times: StepTimes
+    recorded: Run
+    control: Run
+    """The recorded policy, simulated."""
+    other: Run
+    """The other policy, simulated."""
+
+
+def study(file: BinaryIO, policy: str, policy_args: tuple[tuple[str, str], ...]) -> Study:
+    """Simulate a recording's requests under its own policy, and under another.
+
+    Raises:
+        RecordingError: It is no recording, damaged, of another format, of a core that this
+            release's does not follow, too short to tell how long a step takes, or has requests that
+            moved between workers.
+    """
+    recorded = read_recording(file)
+    recording = _Recording(recorded.config)
+    for entry in recorded.entries:
+        if not isinstance(entry, CutOff) and entry.call:
+            recording.add(entry)
+    recording.run.count(recording.core)
+    step_times = recording.step_times.fit()
+    if step_times is None:
+        raise RecordingError("it is too short to tell how long a step takes")
+    other = replace(recorded.config, policy=policy, policy_args=policy_args)
+    return Study(
+        origin=recorded.origin,
+        config=recorded.config,
+        policy=policy,
+        policy_args=policy_args,
+        step_times=step_times,
+        recorded=recording.run,
+        control=_Simulation(recorded.config, recording, step_times).run_all(),
+        other=_Simulation(other, recording, step_times).run_all(),
+    )
+
+
+class _Recording:
+    """Follows a recording with a core like the recorded one, to learn what became of whom."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.core = Scheduler(config)
+        self.run = Run()
+        self.step_times = StepTimeSamples()
+        self.requests: list[tuple[float, Request]] = []
+        self.cut_off: dict[SeqName, float] = {}
+        """When sequences without a token went that did not end by themselves."""
+        self.now = 0.0
+        self.tokens_in_time: int | None = None
+        """The last bound that the recorder had for the decodes' sake; None: it had none."""
+        self.max_prompt_tokens: int | None = None
+        """The last bound that it had for the length of a step."""
+
+    def add(self, entry: Entry) -> None:
+        """Take the next call."""
+        try:
+            self._call(entry)
+        except RecordingError:
+            raise
+        except Exception as error:
+            raise RecordingError(
+                f"this release's core does not follow it ({error}); quire replay FILE shows where"
+            ) from error
+
+    def _call(self, entry: Entry) -> None:
+        given = decode_arguments(entry)
+        self.now = given.get("now", entry.at)
+        match entry.call:
+            case "submit":
+                if entry.raised:
+                    self.run.num_refused += 1
+                    return
+                self.core.submit(**given)
+                self.requests.append((self.now, given["request"]))
+                self.run.take(given["request"], self.now)
+            case "schedule":
+                bound = given["max_paced_tokens"]
+                if bound is not None:
+                    is_for_decodes = bound > least_tokens(read_prompts(self.core), self.core.config)
+                    self.tokens_in_time = bound if is_for_decodes else self.tokens_in_time or 0
+                self.max_prompt_tokens = given["max_prompt_tokens"]
+                plan = self.core.schedule(**given)
+                self.run.end(self.core.take_expired(), self.now)
+                self.core.take_reports()
+                if plan is not None:
+                    self.step_times.sent(plan)
+            case "update":
+                (result,) = given.values()
+                self.step_times.answered(result.step_id, self.now)
+                self.run.hear(self.core.update(result), self.now)
+            case "cancel":
+                self._cut_off(self.core.cancel(**given))
+            case "cancel_source":
+                source = given["source"]
+                live = [name for name, seq in self.run.sequences.items() if seq.reason is None]
+                keys = [SeqKey(name.seq_key) for name in live if name.source == source]
+                self._cut_off(self.core.cancel(source, keys))
+            case "defragment":  # moves blocks, and changes no token
+                self.core.defragment()
+            case name:
+                raise RecordingError(f"it has {_NOT_STUDIED[name]}, which another policy changes")
+
+    def _cut_off(self, finished: Iterable[Finished]) -> None:
+        ends = tuple(finished)
+        self.run.end(ends, self.now)
+        self.cut_off.update((SeqName(end.source, end.seq_key), self.now) for end in ends)
+
+
+class _Simulation:
+    """The requests of a recording, a core with some policy, and a worker two steps behind it."""
+
+    def __init__(
+        self, config: SchedulerConfig, recording: _Recording, step_times: StepTimes
+    ) -> None:
+        self._core = Scheduler(config)
+        self._recording = recording
+        self._step_times = step_times
+        self._worker = SimulatedWorker(self._draw)
+        self._names: dict[int, SeqName] = {}  # by sequence, as this core numbers them
+        self._run = Run()
+        self._in_flight: deque[tuple[float, Result]] = deque()
+        self._free_at = 0.0
+        self._unasked = {
+            name: history
+            for name, history in recording.run.sequences.items()
+            if history.reason not in _BY_ITSELF
+        }
+        """Sequences that somebody ends."""
+
+    def run_all(self) -> Run:
+        """Run until everybody has ended."""
+        calls = self._calls()
+        while True:
+            now = self._next_time(calls)
+            if now is None:
+                break
+            while calls and calls[0][0] <= now:
+                self._make(heapq.heappop(calls)[2], now)
+            while self._in_flight and self._in_flight[0][0] <= now:
+                self._hear(self._core.update(self._in_flight.popleft()[1]), now)
+            self._plan(now)
+        self._run.count(self._core)
+        return self._run
+
+    def _calls(self) -> list[tuple[float, int, Request | SeqName]]:
+        """Return what comes from outside, with when, as a heap."""
+        recording = self._recording
+        calls: list[tuple[float, Request | SeqName]] = [*recording.requests]
+        for name, history in self._unasked.items():
+            if history.first_token_s is None:  # it said nothing
+                calls.append((recording.cut_off.get(name, recording.now), name))
+        heap = [(when, number, call) for number, (when, call) in enumerate(calls)]
+        heapq.heapify(heap)
+        return heap
+
+    def _next_time(self, calls: list[tuple[float, int, Request | SeqName]]) -> float | None:
+        times = [self._in_flight[0][0]] if self._in_flight else []
+        if calls:
+            times.append(calls[0][0])
+        return min(times, default=None)
+
+    def _make(self, call: Request | SeqName, now: float) -> None:
+        if isinstance(call, SeqName):
+            self._cancel(call, now)
+            return
+        try:
+            self._core.submit(call, now)
+        except RequestRefusedError:
+            self._run.num_refused += 1
+        else:
+            self._run.take(call, now)
+
+    def _cancel(self, name: SeqName, now: float) -> None:
+        self._run.end(self._core.cancel(SourceId(name.source), [name.seq_key]), now)
+
+    def _plan(self, now: float) -> None:
+        most = self._recording.max_prompt_tokens
+        while (plan := self._core.schedule(now, self._max_paced_tokens(), most)) is not None:
+            self._remember_names(plan)
+            outcome = self._worker.execute(plan)
+            self._free_at = max(now, self._free_at) + self._step_times.seconds(
+                plan, self._core.config
+            )
+            self._in_flight.append((self._free_at, outcome))
+        self._run.end(self._core.take_expired(), now)
+        self._core.take_reports()
+
+    def _max_paced_tokens(self) -> int | None:
+        in_time = self._recording.tokens_in_time
+        if in_time is None:
+            return None
+        return max(in_time, least_tokens(read_prompts(self._core), self._core.config))
+
+    def _remember_names(self, plan: Plan) -> None:
+        for new in plan.new_sequences:
+            if (owner := self._core.owner(new.row)) is not None:
+                self._names[new.seq_id] = SeqName(*owner)
+
+    def _hear(self, news: StepEvents, now: float) -> None:
+        self._run.hear(news, now)
+        spoken = zip(news.sources.tolist(), news.seq_keys.tolist(), strict=True)
+        for name in {SeqName(*pair) for pair in spoken} & self._unasked.keys():
+            heard = self._run.sequences[name]
+            if heard.reason is None and len(heard.token_ids) >= len(self._unasked[name].token_ids):
+                self._cancel(name, now)
+
+    def _draw(self, row: SimulatedRow) -> Draw:
+        history = self._recording.run.sequences[self._names[row.new.seq_id]]
+        said, index = history.token_ids, row.num_outputs
+        if index >= len(said):  # it is being cancelled
+            return Draw(0)
+        is_last = history.reason is FinishReason.STOP and index == len(said) - 1
+        return Draw(said[index], is_last)

@@ -1,0 +1,94 @@
+"""Checks of what another process sent. Each raises InvalidArgumentError: field, value and limit."""
+
+from collections.abc import Sized
+
+import numpy as np
+
+from contract.arrays import Int32Array, Labels
+from contract.errors import InvalidArgumentError
+from contract.hashing import HASH_BYTES
+from quire.v1 import common_pb2
+
+
+def check_number(field: str, value: float, least: float, most: float) -> None:
+    """Check that a number is in [least, most], which NaN is not."""
+    if not least <= value <= most:  # false for NaN
+        raise InvalidArgumentError(field, f"is {value}; it must be in [{least}, {most}]")
+
+
+def check_positive(field: str, value: float, most: float) -> None:
+    """Check that a number is in (0, most], which NaN is not."""
+    if not 0 < value <= most:  # false for NaN
+        raise InvalidArgumentError(field, f"is {value}; it must be in (0, {most}]")
+
+
+def check_num_entries(field: str, count: int, least: int, most: int) -> None:
+    """Check a number of entries."""
+    if not least <= count <= most:
+        raise InvalidArgumentError(field, f"has {count} entries; it must have {least} to {most}")
+
+
+def check_at_most(field: str, value: int, most: int) -> None:
+    """Check a number, or a number of entries."""
+    if value > most:
+        raise InvalidArgumentError(field, f"is or has {value}; the limit is {most}")
+
+
+def check_size(field: str, value: bytes, most: int) -> None:
+    """Check a number of bytes."""
+    if len(value) > most:
+        raise InvalidArgumentError(field, f"has {len(value)} bytes; it must have at most {most}")
+
+
+def check_values(field: str, values: Int32Array, least: int, most: int) -> None:
+    """Check that all values are in [least, most]."""
+    if not values.size:
+        return
+    if least <= int(np.minimum.reduce(values)) and int(np.maximum.reduce(values)) <= most:
+        return
+    index = int(np.argmax((values < least) | (values > most)))
+    raise InvalidArgumentError(
+        f"{field}[{index}]", f"is {values[index]}; it must be in [{least}, {most}]"
+    )
+
+
+def check_distinct(field: str, values: Int32Array) -> None:
+    """Check that no value occurs twice."""
+    if len(values) > 1:
+        ordered = np.sort(values)
+        twice = ordered[1:] == ordered[:-1]
+        if twice.any():
+            value = ordered[np.argmax(twice)]
+            raise InvalidArgumentError(field, f"has {value} twice; each may occur once")
+
+
+def check_parallel(field: str, values: Sized, other: str, others: Sized) -> None:
+    """Check that there is one value for each of `others`."""
+    if len(values) != len(others):
+        raise InvalidArgumentError(
+            field, f"has {len(values)} entries; it must have one for each of {other}, {len(others)}"
+        )
+
+
+def unpack_labels(packed: bytes, field: str, other: str, count: int) -> Labels:
+    """Unpack uint8[count, 32], one label for each of `other`; shares their memory."""
+    if len(packed) != HASH_BYTES * count:
+        raise InvalidArgumentError(
+            field,
+            f"has {len(packed)} bytes; it must have {HASH_BYTES} for each of {other}, {count}",
+        )
+    return np.frombuffer(packed, np.uint8).reshape(count, HASH_BYTES)
+
+
+def check_top_tokens(logprob: common_pb2.TokenLogprob, field: str, vocab_size: int) -> None:
+    """Check that the likeliest tokens are the model's, and each has a log-probability."""
+    token_ids = logprob.top_token_ids
+    if len(token_ids) != len(logprob.top_logprobs):
+        raise InvalidArgumentError(
+            f"{field}.top_logprobs",
+            f"has {len(logprob.top_logprobs)} entries; it must have {len(token_ids)}",
+        )
+    if token_ids and max(token_ids) >= vocab_size:
+        raise InvalidArgumentError(
+            f"{field}.top_token_ids", f"has {max(token_ids)}; ids must be below {vocab_size}"
+        )

@@ -1,0 +1,204 @@
+"""What workers and models are, to protobuf and back."""
+
+import math
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Final
+
+from contract.codec.checks import check_number
+from contract.errors import InvalidArgumentError
+from contract.info import MemoryLevel, ModelInfo, WorkerInfo
+from contract.limits import Limits
+from contract.lora import DIGEST_BYTES, LoraAdapter
+from quire.v1 import common_pb2, worker_pb2
+
+_LIMITS: Final = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "num_blocks",
+    "block_size",
+    "num_host_blocks",
+    "num_disk_blocks",
+)
+_COPIED: Final = (
+    "worker_id",
+    "device",
+    "block_bytes",
+    "dtype",
+    "swap_bytes_per_s",
+    "prefill_tokens_per_s",
+    "disk_bytes_per_s",
+    "instance_id",
+    "takes_kv",
+    "num_draft_tokens",
+    "host_is_device_memory",
+    "can_unload",
+)
+"""Fields of `WorkerInfo` under the same names in its message; `_LIMITS` are those of `Limits`."""
+_limits, _copied = attrgetter(*_LIMITS), attrgetter(*_COPIED)
+_LEVEL_TO_PROTO: Final = {
+    MemoryLevel.OK: common_pb2.MEMORY_LEVEL_OK,
+    MemoryLevel.WARNING: common_pb2.MEMORY_LEVEL_WARNING,
+    MemoryLevel.CRITICAL: common_pb2.MEMORY_LEVEL_CRITICAL,
+}
+_LEVEL_FROM_PROTO: Final = {number: level for level, number in _LEVEL_TO_PROTO.items()}
+
+_MAX_NUM_SEQS: Final = 2**16
+_MAX_BLOCKS: Final = 2**24
+_MAX_BLOCK_SIZE: Final = 2**16
+_MAX_TOKENS: Final = 2**32
+# The scheduler keeps arrays of these sizes: what a worker says must not exhaust its memory.
+
+
+def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
+    """Make what `Attach` answers."""
+    return worker_pb2.WorkerInfo(
+        **dict(zip(_COPIED, _copied(info), strict=True)),
+        **dict(zip(_LIMITS, _limits(info.limits), strict=True)),
+        model=model_info_to_proto(info.model),
+        max_num_blocks=info.max_num_blocks,
+        min_num_blocks=0 if info.max_num_blocks is None else info.min_num_blocks,
+        num_saturating_tokens=info.limits.num_saturating_tokens,
+    )
+
+
+def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
+    """Parse a worker's description of itself.
+
+    Raises:
+        InvalidArgumentError: A number is out of its range.
+    """
+    model = message.model
+    adapters = (adapter_from_worker(each, "worker.model.adapters") for each in model.adapters)
+    info = WorkerInfo(
+        **dict(zip(_COPIED, _copied(message), strict=True)),
+        model_id=model.id,
+        eos_token_ids=tuple(model.eos_token_ids),
+        structured_output=model.structured_output,
+        directory=model.directory,
+        limits=Limits(
+            **dict(zip(_LIMITS, _limits(message), strict=True)),
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            adapters={adapter: number for number, adapter in enumerate(adapters, start=1)},
+            num_saturating_tokens=message.num_saturating_tokens or None,
+        ),
+        max_num_blocks=message.max_num_blocks if message.HasField("max_num_blocks") else None,
+        min_num_blocks=message.min_num_blocks or 1,
+    )
+    _check_ranges(info)
+    _check_together(info)
+    return info
+
+
+def model_info_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
+    """Make the description of a model, for a scheduler or a router."""
+    return common_pb2.ModelInfo(
+        id=model.id,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        structured_output=model.structured_output,
+        adapters=adapters_to_proto(model.adapters),
+        directory=model.directory,
+    )
+
+
+def adapters_to_proto(adapters: Iterable[LoraAdapter]) -> list[common_pb2.LoraAdapter]:
+    """Make the descriptions of adapters, in the order of their names."""
+    return [adapter_to_proto(each) for each in sorted(adapters, key=lambda each: each.name)]
+
+
+def adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
+    """Make the description of an adapter."""
+    return common_pb2.LoraAdapter(
+        name=adapter.name, digest=adapter.digest, directory=adapter.directory
+    )
+
+
+def adapter_from_worker(message: common_pb2.LoraAdapter, field: str) -> LoraAdapter:
+    """Parse what a worker says of an adapter, in `field`.
+
+    Raises:
+        InvalidArgumentError: It has no name, or a digest of another length.
+    """
+    if not message.name or len(message.digest) != DIGEST_BYTES:
+        raise InvalidArgumentError(
+            field,
+            f"has {message.name!r} with a digest of {len(message.digest)} bytes; each must have a"
+            f" name and {DIGEST_BYTES} bytes",
+        )
+    return LoraAdapter(message.name, message.digest, message.directory)
+
+
+def memory_level_to_proto(level: MemoryLevel | None) -> common_pb2.MemoryLevel:
+    """Return the number of a level; None is not watched."""
+    return common_pb2.MEMORY_LEVEL_UNSPECIFIED if level is None else _LEVEL_TO_PROTO[level]
+
+
+def memory_level_from_proto(number: common_pb2.MemoryLevel) -> MemoryLevel:
+    """Return the level of a number; one that is not watched, or not known here, is OK."""
+    return _LEVEL_FROM_PROTO.get(number, MemoryLevel.OK)
+
+
+def _check_ranges(info: WorkerInfo) -> None:
+    limits = info.limits
+    most_blocks = _most_blocks(info)
+    for field, value, least, most in (
+        ("model.max_model_len", limits.max_model_len, 1, 2**31 - 1),
+        ("model.vocab_size", limits.vocab_size, 1, 2**31 - 1),
+        ("max_num_seqs", limits.max_num_seqs, 1, _MAX_NUM_SEQS),
+        ("max_num_batched_tokens", limits.max_num_batched_tokens, 1, 2**31 - 1),
+        (
+            "num_saturating_tokens",
+            limits.num_saturating_tokens or 0,
+            0,
+            limits.max_num_batched_tokens,
+        ),
+        ("num_blocks", limits.num_blocks, 1, _MAX_BLOCKS),
+        ("max_num_blocks", most_blocks, limits.num_blocks, _MAX_BLOCKS),
+        ("min_num_blocks", info.min_num_blocks, 1, limits.num_blocks),
+        ("num_host_blocks", limits.num_host_blocks, 0, _MAX_BLOCKS),
+        ("num_disk_blocks", limits.num_disk_blocks, 0, _MAX_BLOCKS),
+        ("block_size", limits.block_size, 1, _MAX_BLOCK_SIZE),
+    ):
+        check_number(f"worker.{field}", value, least, most)
+    for field in ("swap_bytes_per_s", "prefill_tokens_per_s", "disk_bytes_per_s"):
+        if not 0 <= (rate := getattr(info, field)) < math.inf:  # false for NaN
+            raise InvalidArgumentError(f"worker.{field}", f"is {rate}; it must be in [0, inf)")
+
+
+def _check_together(info: WorkerInfo) -> None:
+    limits = info.limits
+    for token_id in info.eos_token_ids:
+        if token_id >= limits.vocab_size:
+            raise InvalidArgumentError(
+                "worker.model.eos_token_ids",
+                f"has {token_id}; ids must be in [0, {limits.vocab_size})",
+            )
+    num_tokens = min(limits.max_model_len, _most_blocks(info) * limits.block_size)
+    if limits.max_num_seqs * num_tokens > _MAX_TOKENS:
+        raise InvalidArgumentError(
+            "worker.max_num_seqs",
+            f"is {limits.max_num_seqs}, of up to {num_tokens} tokens each; the product must be at"
+            f" most {_MAX_TOKENS}",
+        )
+    if limits.max_num_batched_tokens < limits.max_num_seqs:
+        raise InvalidArgumentError(
+            "worker.max_num_batched_tokens",
+            f"is {limits.max_num_batched_tokens}; it must be at least max_num_seqs,"
+            f" {limits.max_num_seqs}",
+        )
+    if info.num_draft_tokens >= limits.block_size:
+        raise InvalidArgumentError(
+            "worker.num_draft_tokens",
+            f"is {info.num_draft_tokens}; it must be less than block_size, {limits.block_size}",
+        )
+    if info.takes_kv and not info.instance_id:
+        raise InvalidArgumentError(
+            "worker.instance_id", "is 0; a worker that takes KV must have another"
+        )
+
+
+def _most_blocks(info: WorkerInfo) -> int:
+    return info.limits.num_blocks if info.max_num_blocks is None else info.max_num_blocks

@@ -1,0 +1,105 @@
+"""Log-probabilities of prompt tokens: what the model predicted for each before it saw it.
+
+Symbols: `T` tokens of a step, `N` of them whose successor in the prompt is scored, `V` vocabulary,
+`K` the most top tokens that any row asks for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from contract.step import PromptLogprobs, TokenLogprob
+from gpu_worker.memory.transfer import Download, upload
+from gpu_worker.sampling.params import SamplingTable
+from gpu_worker.step.rows import Rows, ScheduledRows
+
+_MAX_LOGITS_BYTES = 32 * 1024**2
+"""Bytes of float32 logits held at once: those of a whole prompt may exceed the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The scored tokens of one row in one step."""
+
+    row: int
+    position: int
+    """Of the first scored token, in the prompt."""
+    count: int
+    num_top: int
+
+
+class PromptScores:
+    """One step's prompt scores, on their way to the host."""
+
+    def __init__(
+        self, parts: list[_Part], chosen: torch.Tensor, top_ids: torch.Tensor, top: torch.Tensor
+    ) -> None:
+        """`chosen` is float32[N]; `top_ids` int64[N, K] and `top` float32[N, K], best first."""
+        self._parts = parts
+        self._download = Download(chosen, top_ids, top)
+        self.is_done = self._download.is_done
+
+    def wait(self) -> tuple[PromptLogprobs, ...]:
+        """The scores, once they have arrived."""
+        chosen, top_ids, top = self._download.wait()
+        scores, start = [], 0
+        for part in self._parts:
+            logprobs = tuple(
+                TokenLogprob(
+                    index=i - start,
+                    logprob=float(chosen[i]),
+                    top_token_ids=top_ids[i, : part.num_top].astype(np.int32),
+                    top_logprobs=top[i, : part.num_top],
+                )
+                for i in range(start, start + part.count)
+            )
+            scores.append(PromptLogprobs(part.row, part.position, logprobs))
+            start += part.count
+        return tuple(scores)
+
+
+def score_prompts(
+    hidden: torch.Tensor,
+    rows: Rows,
+    scheduled: ScheduledRows,
+    table: SamplingTable,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+) -> PromptScores | None:
+    """Score the prompt tokens that a step computes; None if no row wants any.
+
+    Args:
+        hidden: `[T, E]`, the final hidden states of the step.
+        rows: The rows as of this step.
+        scheduled: What the step computes.
+        table: Says which rows want scores.
+        logits: Maps hidden states to float32 `[*, V]`.
+    """
+    wanting = np.nonzero(table.wants_prompt_logprobs[scheduled.rows])[0]
+    starts = np.cumsum(scheduled.lens) - scheduled.lens  # [S]: of each sequence in the step
+    parts, places, token_ids = [], [], []
+    for i in wanting.tolist():
+        row, first = int(scheduled.rows[i]), int(scheduled.starts[i])
+        # The hidden state at a position scores the next position's token.
+        end = min(first + int(scheduled.lens[i]), int(rows.num_prompt[row]) - 1)
+        if end > first:
+            num_top = int(table.num_top_prompt_logprobs[row])
+            parts.append(_Part(row, first + 1, end - first, num_top))
+            places.append(starts[i] + np.arange(end - first))
+            token_ids.append(rows.token_ids[row, first + 1 : end + 1].astype(np.int64))
+    if not parts:
+        return None
+    index, chosen_ids = upload([np.concatenate(places), np.concatenate(token_ids)], hidden.device)
+    num_top = max(part.num_top for part in parts)
+    vocab_size = table.vocab_size
+    piece = max(1, _MAX_LOGITS_BYTES // (4 * vocab_size))
+    chosen, top_ids, top = [], [], []
+    for start in range(0, len(index), piece):
+        where, ids = index[start : start + piece], chosen_ids[start : start + piece]
+        logprobs = logits(hidden.index_select(0, where)).log_softmax(1)  # [piece, V]
+        chosen.append(logprobs.gather(1, ids.unsqueeze(1)).squeeze(1))
+        best = logprobs.topk(min(num_top, vocab_size), dim=1)
+        top_ids.append(best.indices)
+        top.append(best.values)
+    return PromptScores(parts, torch.cat(chosen), torch.cat(top_ids), torch.cat(top))

@@ -1,0 +1,118 @@
+"""What C is told of the paged caches: the fields of its `attention` and `store_kv`, from tensors.
+
+An op gives numbers and calls C at once; a program gives the names of what each step tells it
+(`kernels.cpu.library.Program`).
+
+Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P` block size.
+"""
+
+from typing import Final, NamedTuple
+
+import torch
+
+from kernels.cpu.library import DTYPES, KV_FORMATS, Field
+
+_SPLIT: Final = 512
+"""Positions of a sequence that one piece of work attends to for a lone token; `SPLIT` in C."""
+_LANES: Final = 16
+
+
+class LayerCaches(NamedTuple):
+    """The keys and values of one layer; scales as `kernels.kv_formats` says."""
+
+    keys: torch.Tensor
+    """[B, P, HKV, D]: int8 or float8_e4m3fn if there are scales, else of the model's dtype."""
+    values: torch.Tensor
+    """As `keys`."""
+    key_scales: torch.Tensor | None = None
+    """bfloat16[B, P, HKV]; None: not quantized."""
+    value_scales: torch.Tensor | None = None
+    """As `key_scales`."""
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return where a tensor's memory begins; 0, which is C's NULL, for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def attention_fields(
+    query: torch.Tensor,  # [T, H, D]
+    caches: LayerCaches,
+    out: torch.Tensor,  # [T, H * D] or [T, H, D], contiguous
+    scale: float,
+    *,
+    num_seqs: Field,
+    num_tokens: Field,
+    block_tables: Field,
+    table_stride: Field,
+    seq_lens: Field,
+    query_start_loc: Field,
+    partials: Field,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[Field, ...]:
+    """Return the fields of C's `attention`, and of `merge_splits`.
+
+    Addresses are those of tensors as `kernels.ops.paged_attention_prefill` takes them;
+    `query_start_loc` 0 is one token for each sequence. `partials` is room for as many float32 as
+    `num_partials` says.
+    """
+    keys, values, key_scales, value_scales = caches
+    _, num_heads, head_dim = query.shape
+    _, block_size, num_kv_heads, _ = keys.shape
+    return (
+        DTYPES[query.dtype], _kv_format(keys, key_scales),
+        num_seqs, num_tokens, num_heads, num_kv_heads, head_dim, block_size, window or 0,
+        query.data_ptr(), keys.data_ptr(), values.data_ptr(),
+        address(key_scales), address(value_scales),
+        block_tables, seq_lens, query_start_loc, address(sinks), out.data_ptr(), partials,
+        *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
+        *_scale_strides(key_scales), *_scale_strides(value_scales),
+        table_stride, scale, softcap or 0.0,
+    )  # fmt: skip
+
+
+def num_partials(num_heads: int, head_dim: int, num_seqs: int, max_len: int) -> int:
+    """Return how many float32 attention needs for partial results; 0: all results are whole.
+
+    A lone token of a long sequence is computed in pieces, which other threads may take. No
+    sequence has more than `max_len` tokens.
+    """
+    num_splits = -(-max_len // _SPLIT)
+    if num_splits == 1:
+        return 0
+    width = -(-head_dim // _LANES) * _LANES + 2
+    return num_seqs * num_heads * num_splits * width
+
+
+def store_fields(
+    key: torch.Tensor,  # [T, HKV, D]
+    value: torch.Tensor,  # [T, HKV, D]
+    caches: LayerCaches,
+    *,
+    num_tokens: Field,
+    slot_mapping: Field,
+) -> tuple[Field, ...]:
+    """Return the fields of C's `store_kv`; `slot_mapping` is an address of int64[T]."""
+    return (
+        key.element_size(), num_tokens, *key.shape[1:], caches.keys.shape[1], slot_mapping,
+        *_side(key, caches.keys, caches.key_scales),
+        *_side(value, caches.values, caches.value_scales),
+    )  # fmt: skip
+
+
+def _side(new: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, ...]:
+    """The keys or the values: C's `struct side`."""
+    return (
+        _kv_format(cache, scales), new.data_ptr(), cache.data_ptr(), address(scales),
+        *new.stride()[:2], *cache.stride()[:3], *_scale_strides(scales),
+    )  # fmt: skip
+
+
+def _kv_format(cache: torch.Tensor, scales: torch.Tensor | None) -> int:
+    return 0 if scales is None else KV_FORMATS[cache.dtype]
+
+
+def _scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if scales is None else scales.stride()

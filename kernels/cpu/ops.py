@@ -1,0 +1,293 @@
+"""The ops in C: each checks its tensors, allocates its result and calls a kernel of the library.
+
+Each takes the library, then what its twin in `kernels.reference` takes, which defines its result,
+and raises ValueError if shapes, dtypes, devices or strides do not fit. `kernels.ops` calls them,
+with a first tensor of a dtype that C knows. The fields of a call are in the order of
+the kernel's structure, which `kernels.cpu.library` lists.
+
+Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `N` width of a
+norm, `I` intermediate size, `P` block size, `M` max blocks per sequence, `V` vocabulary.
+"""
+
+from typing import Final
+
+import torch
+
+from kernels.checks import check_caches, check_options, check_paged, check_suppression, check_tensor
+from kernels.cpu.fields import LayerCaches, address, attention_fields, num_partials, store_fields
+from kernels.cpu.library import DTYPES, Library, native
+from kernels.reference.draw import draw as draw_in_torch
+
+_TOKENS_AND_HEADS: Final = 3  # dimensions of [T, H, N]
+
+
+def rms_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalise `x`, [T, N] or [T, H, N] of any strides over T and H."""
+    rows = x if x.dim() == _TOKENS_AND_HEADS else x.unsqueeze(1)
+    num_tokens, num_heads, width = rows.shape
+    check_tensor("x", rows, (num_tokens, num_heads, width), x.dtype, weight)
+    check_tensor("weight", weight, (width,), x.dtype, x)
+    out = x.new_empty(x.shape)
+    library.rms_norm(
+        DTYPES[x.dtype], num_tokens, num_heads, width,
+        rows.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0,
+        rows.stride(0), rows.stride(1), 0, eps,
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(
+    library: Library, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add and normalise `x` and `residual` [T, N], of any stride over T."""
+    num_tokens, width = x.shape
+    check_tensor("x", x, (num_tokens, width), x.dtype, weight)
+    check_tensor("residual", residual, (num_tokens, width), x.dtype, x)
+    check_tensor("weight", weight, (width,), x.dtype, x)
+    out, total = x.new_empty(x.shape), x.new_empty(x.shape)
+    library.rms_norm(
+        DTYPES[x.dtype], num_tokens, 1, width,
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
+        x.stride(0), 0, residual.stride(0), eps,
+    )  # fmt: skip
+    return out, total
+
+
+def silu_mul(library: Library, gate_up: torch.Tensor) -> torch.Tensor:
+    """Gate `gate_up` [T, 2 * I], of any stride over T."""
+    num_tokens, width = gate_up.shape
+    if width % 2 != 0:
+        raise ValueError(f"gate_up has width {width}, required is a multiple of 2")
+    check_tensor("gate_up", gate_up, (num_tokens, width), gate_up.dtype, gate_up)
+    out = gate_up.new_empty((num_tokens, width // 2))
+    library.silu_mul(
+        DTYPES[gate_up.dtype], num_tokens, width // 2,
+        gate_up.data_ptr(), out.data_ptr(), gate_up.stride(0),
+    )  # fmt: skip
+    return out
+
+
+def rotary(
+    library: Library,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate `query` [T, H, D] and `key` [T, HKV, D], of any strides over tokens and heads.
+
+    No position is checked against the length of `cos_sin`.
+    """
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    if head_dim % 2 != 0:
+        raise ValueError(f"query has head dim {head_dim}, required is a multiple of 2")
+    check_tensor("query", query, (num_tokens, num_heads, head_dim), query.dtype, cos_sin)
+    check_tensor("key", key, (num_tokens, num_kv_heads, head_dim), query.dtype, query)
+    check_tensor("cos_sin", cos_sin, (cos_sin.shape[0], head_dim), torch.float32, query)
+    check_tensor("positions", positions, (num_tokens,), torch.int64, query)
+    query_out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
+    library.rotary(
+        DTYPES[query.dtype], num_tokens, num_heads, num_kv_heads, head_dim // 2,
+        query.data_ptr(), key.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(),
+        query_out.data_ptr(), key_out.data_ptr(),
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), cos_sin.stride(0),
+    )  # fmt: skip
+    return query_out, key_out
+
+
+def store_kv(
+    library: Library,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> None:
+    """Store `key` and `value` [T, HKV, D], to the bits of the twin.
+
+    No slot is checked against the number of blocks.
+    """
+    num_tokens, num_kv_heads, head_dim = key.shape
+    num_blocks, block_size = key_cache.shape[:2]
+    cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    check_tensor("key", key, (num_tokens, num_kv_heads, head_dim), key.dtype, key_cache)
+    check_tensor("value", value, (num_tokens, num_kv_heads, head_dim), key.dtype, key)
+    check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, key)
+    check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, key)
+    caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
+    library.store_kv(
+        *store_fields(
+            key, value, caches, num_tokens=num_tokens, slot_mapping=slot_mapping.data_ptr()
+        )
+    )
+
+
+def rotary_store_kv(
+    library: Library,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Call `rotary`, then `store_kv` with the rotated keys; return the rotated queries."""
+    query, key = rotary(library, query, key, cos_sin, positions)
+    store_kv(
+        library, key, value, key_cache, value_cache, slot_mapping,
+        key_scales=key_scales, value_scales=value_scales,
+    )  # fmt: skip
+    return query
+
+
+def paged_attention_decode(
+    library: Library,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with `query` [S, H, D], one token of each sequence.
+
+    A row depends on no other row of the batch, to the last bit, and is what
+    `paged_attention_prefill` gives for it. No length is checked against M * P.
+    """
+    num_seqs = query.shape[0]
+    if block_tables.shape[0] != num_seqs:
+        raise ValueError(f"block_tables has {block_tables.shape[0]} rows, required are {num_seqs}")
+    caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
+    return _attend(
+        library, query, caches, block_tables, seq_lens, None, scale, window, softcap, sinks
+    )
+
+
+def paged_attention_prefill(
+    library: Library,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    max_query_len: int,  # noqa: ARG001  a GPU's launcher sizes its grid by it
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with `query` [T, H, D], the last tokens of each sequence.
+
+    A row depends on no other sequence, to the last bit, nor on how the prompt was cut into chunks.
+    """
+    check_tensor("query_start_loc", query_start_loc, (len(seq_lens) + 1,), torch.int32, query)
+    caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
+    return _attend(
+        library,
+        query,
+        caches,
+        block_tables,
+        seq_lens,
+        query_start_loc,
+        scale,
+        window,
+        softcap,
+        sinks,
+    )
+
+
+def _attend(
+    library: Library,
+    query: torch.Tensor,
+    caches: LayerCaches,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    keys, values, key_scales, value_scales = caches
+    check_paged(query, keys, values, block_tables, seq_lens, key_scales, value_scales)
+    check_options(query, window, softcap, sinks)
+    num_tokens, num_heads, head_dim = query.shape
+    num_seqs, max_len = len(seq_lens), block_tables.shape[1] * keys.shape[1]
+    out = query.new_empty(query.shape)
+    partials = query.new_empty(
+        num_partials(num_heads, head_dim, num_seqs, max_len), dtype=torch.float32
+    )
+    library.attention(
+        *attention_fields(
+            query, caches, out, scale,
+            num_seqs=num_seqs, num_tokens=num_tokens,
+            block_tables=block_tables.data_ptr(), table_stride=block_tables.stride(0),
+            seq_lens=seq_lens.data_ptr(), query_start_loc=address(query_start_loc),
+            partials=partials.data_ptr(), window=window, softcap=softcap, sinks=sinks,
+        )
+    )  # fmt: skip
+    return out
+
+
+def suppress(
+    library: Library, logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor
+) -> None:
+    """Suppress what masks do not admit, in some rows of `logits` [S, V]."""
+    check_suppression(logits, places, admitted)
+    library.suppress(
+        len(places), logits.shape[1],
+        logits.data_ptr(), places.data_ptr(), admitted.data_ptr(),
+        logits.stride(0), admitted.stride(0),
+    )  # fmt: skip
+
+
+def draw(
+    logits: torch.Tensor, places: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
+) -> torch.Tensor:
+    """Draw a token for some rows of logits: int64[N]. CPUs only, in C or else by its twin.
+
+    A token's weight is `exp((logit - max) / temperature)`. Drawn is the token at which the running
+    sum of weights, in token order, first exceeds `uniform` times their total. Sums are float64 and
+    each row's alone. A token of weight 0 is drawn only from a row without a finite maximum: some id
+    in range.
+
+    Args:
+        logits: float32[S, V]; not changed.
+        places: int64[N]: which rows.
+        temperature: float32[N], above 0.
+        uniform: float64[N] in [0, 1).
+    """
+    check_tensor("logits", logits, tuple(logits.shape[:2]), torch.float32, logits)
+    num_draws = (len(places),)
+    check_tensor("places", places, num_draws, torch.int64, logits)
+    check_tensor("temperature", temperature, num_draws, torch.float32, logits)
+    check_tensor("uniform", uniform, num_draws, torch.float64, logits)
+    library = native()
+    if library is None:
+        return draw_in_torch(logits, places, temperature, uniform)
+    token_ids = torch.empty(num_draws, dtype=torch.int64)
+    library.draw(
+        len(places), logits.shape[1],
+        logits.data_ptr(), places.data_ptr(), temperature.data_ptr(), uniform.data_ptr(),
+        token_ids.data_ptr(), logits.stride(0),
+    )  # fmt: skip
+    return token_ids

@@ -1,1 +1,0 @@
-"""The kernels in C, one module each; `kernels.reference` says what each computes."""

@@ -1,1 +1,0 @@
-"""Whether a process is alive and ready, told by gRPC and HTTP."""

@@ -1,0 +1,86 @@
+"""Asynchronous streams and background tasks."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from rpc.status import calling
+
+_T = TypeVar("_T")
+
+
+class BackgroundTasks:
+    """Tasks that outlive their caller, until `stop`."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a task is running."""
+        return bool(self._tasks)
+
+    async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Return its result. If the caller is cancelled, the work continues."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(retrieve)
+        return await asyncio.shield(task)
+
+    def stop(self) -> None:
+        """Cancel all tasks."""
+        for task in self._tasks:
+            task.cancel()
+
+
+def retrieve(task: asyncio.Task[Any]) -> None:
+    """Look at a task's error, so that asyncio does not complain that nothing did."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def merged(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator[_T]:
+    """Yield the items of all streams as they arrive; raise the first error when all have ended."""
+    queue: asyncio.Queue[tuple[_T] | None] = asyncio.Queue()
+
+    async def read(stream: AsyncGenerator[_T]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    queue.put_nowait((item,))
+        finally:
+            queue.put_nowait(None)
+
+    tasks = [asyncio.create_task(read(stream)) for stream in streams]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            entry = await queue.get()
+            if entry is None:
+                num_open -= 1
+            else:
+                yield entry[0]
+        for task in tasks:
+            await task
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def responses(call: grpc.aio.UnaryStreamCall[Any, Any]) -> AsyncGenerator[Any]:
+    """Yield the messages of a streaming call. Closing the generator cancels the call.
+
+    Raises:
+        QuireError: The peer's error, or UnavailableError if it is lost.
+    """
+    try:
+        with calling():
+            while (message := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                yield message
+    finally:
+        call.cancel()

@@ -1,1 +1,0 @@
-"""Asynchronous streams and tasks."""

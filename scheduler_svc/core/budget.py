@@ -1,0 +1,98 @@
+"""How many tokens a step computes, and how many of them of which prompt: decided here alone.
+
+A step computes one token for each sequence that decodes. What is left of `max_num_batched_tokens`
+is for sequences with known tokens to compute, most of which are prompts. `begin_step` bounds the
+prompts of a step, by the bounds of the pacer (`pacing.py`) and of memory pressure; `grant` divides
+that among sequences.
+"""
+
+from collections.abc import Iterable
+
+from contract.info import MemoryLevel
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.pressure import Pressure
+from scheduler_svc.core.sequence import Sequence
+
+_PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
+"""By memory level, the divisor of the prompts' tokens: these need work space. Chosen, not measured:
+halved where nothing may be added, and halved again where less must run."""
+
+
+class TokenBudget:
+    """The tokens that the step being planned may still compute."""
+
+    def __init__(self, config: SchedulerConfig, pressure: Pressure) -> None:
+        threshold = config.long_prefill_threshold
+        self.long_threshold = config.busy_step_tokens // 2 if threshold is None else threshold
+        """A sequence with more known tokens left to compute is long; 0: none is."""
+        self.num_tokens = 0
+        """Tokens of any kind left in this step."""
+        self.num_prompt_tokens = 0
+        """Those of them that prompts may have."""
+        self.long_prefills: list[Sequence] = []
+        """Long sequences that had half of what was left, and may have what others do not use."""
+        self._pressure = pressure
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._max_chunk = config.max_prefill_chunk
+        self._max_long_prefills = config.max_long_prefills
+
+    def begin_step(
+        self, num_decodes: int, max_paced_tokens: int | None, max_prompt_tokens: int | None
+    ) -> None:
+        """Start a step in which `num_decodes` sequences decode.
+
+        Args:
+            num_decodes: Sequences that compute one token each.
+            max_paced_tokens: The pacer's bound of the prompts' tokens if any sequence decodes,
+                which each of them delays; None: no bound.
+            max_prompt_tokens: The pacer's bound in any case; None: no bound.
+        """
+        left = most = self._max_num_batched_tokens - num_decodes
+        if num_decodes and max_paced_tokens is not None:
+            most = min(most, max_paced_tokens)
+        if max_prompt_tokens is not None:
+            most = min(most, max_prompt_tokens)
+        if self._pressure.level is not MemoryLevel.OK:
+            share = self._max_num_batched_tokens // _PRESSED_SHARES[self._pressure.level]
+            most = min(most, max(1, share))
+        self.num_tokens, self.num_prompt_tokens = left, most
+        self.long_prefills = []
+
+    def grant(self, seq: Sequence, num_in_step: int) -> int:
+        """Return how many known tokens of a running sequence the step computes next; may be 0.
+
+        A sequence with one token left is not a prompt: it costs what a decode does. Such are beams,
+        forks, and what is swapped in. A long prompt leaves half of what is left to others the first
+        time it is asked for in a step, and the second time takes all that they have left.
+
+        Args:
+            seq: The sequence. What this returns counts as spent.
+            num_in_step: Tokens that the step computes of it already.
+        """
+        num_left = seq.num_tokens_left
+        is_prompt = num_left > 1
+        room = self.num_prompt_tokens if is_prompt else self.num_tokens
+        if is_prompt and self.is_long(num_left) and seq not in self.long_prefills:
+            self.long_prefills.append(seq)
+            room = -(-room // 2)
+        if self._max_chunk is not None:
+            room = min(room, self._max_chunk - num_in_step)
+        granted = min(num_left, room)
+        self.num_tokens -= granted
+        paid = granted if is_prompt else 0
+        self.num_prompt_tokens = min(self.num_prompt_tokens - paid, self.num_tokens)
+        return granted
+
+    def is_long(self, num_tokens: int) -> bool:
+        """Whether a sequence with so many known tokens left to compute is long."""
+        return 0 < self.long_threshold < num_tokens
+
+    def may_start(self, num_tokens: int, prefilling: Iterable[Sequence]) -> bool:
+        """Whether a sequence with so many tokens left may start beside those that compute theirs.
+
+        At most `max_long_prefills` long ones do so at a time; short ones overtake the others.
+        """
+        if not self.is_long(num_tokens):
+            return True
+        num_long = sum(self.is_long(seq.num_tokens_left) for seq in prefilling)
+        return num_long < self._max_long_prefills

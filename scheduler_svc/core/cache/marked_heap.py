@@ -1,0 +1,53 @@
+"""A heap with removal from the middle: removed entries are marked, and collected later.
+
+Adding and removing cost O(log n), amortized.
+"""
+
+from collections.abc import Hashable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Generic, TypeVar
+
+from scheduler_svc.core.policies.policy import Key
+
+_FEW_MARKS = 16
+
+ItemT = TypeVar("ItemT", bound=Hashable)
+
+
+class MarkedHeap(Generic[ItemT]):
+    """Items by key, smallest first; among equals by `tie`, and then in the order they came."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Key, int, int, ItemT]] = []
+        self._entries: dict[ItemT, int] = {}
+        """The number of each item's entry; entries of other numbers are marked."""
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, item: ItemT) -> bool:
+        return item in self._entries
+
+    def __iter__(self) -> Iterator[ItemT]:
+        return iter(self._entries)
+
+    def push(self, key: Key, item: ItemT, tie: int = 0) -> None:
+        """Add an item that is not in the heap."""
+        self._num_pushed += 1
+        self._entries[item] = self._num_pushed
+        heappush(self._heap, (key, tie, self._num_pushed, item))
+
+    def discard(self, item: ItemT) -> None:
+        """Take an item out, wherever it is, if it is in the heap."""
+        if self._entries.pop(item, None) is None:
+            return
+        if len(self._heap) > 2 * len(self._entries) + _FEW_MARKS:
+            self._heap = [e for e in self._heap if self._entries.get(e[3]) == e[2]]
+            heapify(self._heap)
+        while self._heap and self._entries.get(self._heap[0][3]) != self._heap[0][2]:
+            heappop(self._heap)
+
+    def first(self) -> tuple[Key, ItemT] | None:
+        """Return the first and its key; it stays."""
+        return (self._heap[0][0], self._heap[0][3]) if self._heap else None

@@ -1,0 +1,40 @@
+"""How far a request came at a worker that was lost: whether it may be what crashed it."""
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.sequence import RUNNING, Sequence
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.scheduler import Scheduler
+
+
+class Progress(Enum):
+    """What a request did at a worker since its sequences last got rows."""
+
+    WAITED = "waited"
+    """None of its sequences runs."""
+    NONE = "none"
+    """It runs, and has gained no token."""
+    SOME = "some"
+    """It runs, and has gained tokens."""
+
+
+def read_progress(core: "Scheduler", request: Request) -> Progress:
+    """Look up a request that is live at `core`."""
+    keys = range(request.first_seq_key, request.first_seq_key + request.n)
+    seqs: list[Sequence] = []
+    for seq in core.live.find(request.source, keys):
+        seqs += [seq] if seq.group is None else seq.group.seqs
+    running = [seq for seq in seqs if seq.status in RUNNING]
+    if any(_has_gained(core, seq) for seq in running):
+        return Progress.SOME
+    return Progress.NONE if any(seq.announced for seq in running) else Progress.WAITED
+
+
+def _has_gained(core: "Scheduler", seq: Sequence) -> bool:
+    if seq.group is not None:  # each step of a beam begins with all tokens before it
+        return len(seq.token_ids) > seq.num_prompt_tokens
+    # `token_ids` are those that it brought to its row.
+    return seq.row is not None and core.rows.num_tokens(seq.row) > len(seq.token_ids)

@@ -1,1 +1,0 @@
-"""Decoding where a step brings several tokens."""

@@ -1,1 +1,0 @@
-"""Data structures that know nothing of scheduling."""

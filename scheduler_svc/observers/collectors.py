@@ -1,0 +1,298 @@
+"""Prometheus metrics read at each scrape: loads, queues and block space of the workers."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from scheduler_svc.core.compact.fragmentation import Fragmentation, FragmentationLevel, SpaceReport
+from scheduler_svc.core.config import SchedulerLoad
+
+MAX_TENANTS = 20
+"""Tenants with a series of their own at a time: clients choose the names, so there may be many."""
+OTHER_TENANTS = "other"
+_LEVELS = tuple(FragmentationLevel)
+
+
+class LoadCollector(Collector):
+    """The load of each worker."""
+
+    def __init__(
+        self,
+        loads: Callable[[], Mapping[str, SchedulerLoad | None]],
+        unloaded: Callable[[], Collection[str]],
+    ) -> None:
+        """`loads` is by worker; None: not attached. `unloaded` lists those without a model."""
+        self._loads = loads
+        self._unloaded = unloaded
+
+    def collect(self) -> Iterable[Metric]:
+        loads = self._loads()
+        attached = GaugeMetricFamily(
+            "quire_worker_attached", "1 if the worker is attached, else 0.", labels=["worker"]
+        )
+        for worker, load in loads.items():
+            attached.add_metric([worker], 1.0 if load is not None else 0.0)
+        yield attached
+        unloaded = GaugeMetricFamily(
+            "quire_worker_model_unloaded",
+            "1 if the worker is not attached because its model is unloaded, else 0.",
+            labels=["worker"],
+        )
+        without_model = self._unloaded()
+        for worker in loads:
+            unloaded.add_metric([worker], 1.0 if worker in without_model else 0.0)
+        yield unloaded
+        for name, help_text, gauge in _GAUGES:
+            yield _fill(GaugeMetricFamily(name, help_text, labels=["worker"]), loads, gauge)
+        for name, help_text, counter in _COUNTERS:
+            yield _fill(CounterMetricFamily(name, help_text, labels=["worker"]), loads, counter)
+
+
+class SpaceCollector(Collector):
+    """How well each attached worker uses its blocks; counting takes time in proportion to them."""
+
+    def __init__(self, spaces: Callable[[], Mapping[str, SpaceReport]]) -> None:
+        """`spaces` reports on each attached worker."""
+        self._spaces = spaces
+
+    def collect(self) -> Iterable[Metric]:
+        spaces = self._spaces()
+        for name, help_text, read in _SPACE_GAUGES:
+            family = GaugeMetricFamily(name, help_text, labels=["worker", "tier"])
+            for worker, space in spaces.items():
+                for tier, fragmentation in (("device", space.device), ("host", space.host)):
+                    family.add_metric([worker, tier], read(fragmentation))
+            yield family
+        occupancy = GaugeMetricFamily(
+            "quire_kv_token_occupancy",
+            "Share of the running sequences' token slots that hold a token's KV; 1 if none run.",
+            labels=["worker"],
+        )
+        for worker, space in spaces.items():
+            occupancy.add_metric([worker], space.occupancy)
+        yield occupancy
+
+
+class QueueCollector(Collector):
+    """Who waits, and how long the oldest steps have been in flight."""
+
+    def __init__(
+        self,
+        queued_by_tenant: Callable[[], Counter[str]],
+        oldest_step_ages_s: Callable[[], Mapping[str, float]],
+        num_unplaced: Callable[[], int],
+    ) -> None:
+        """Read these at each scrape.
+
+        Args:
+            queued_by_tenant: Waiting sequences at all workers.
+            oldest_step_ages_s: By attached worker.
+            num_unplaced: Sequences that wait for a worker.
+        """
+        self._queued_by_tenant = queued_by_tenant
+        self._oldest_step_ages_s = oldest_step_ages_s
+        self._num_unplaced = num_unplaced
+
+    def collect(self) -> Iterable[Metric]:
+        queued = GaugeMetricFamily(
+            "quire_num_requests_waiting_by_tenant",
+            f"Waiting sequences of each of the {MAX_TENANTS} tenants with the most, and of all"
+            f" others ({OTHER_TENANTS}).",
+            labels=["tenant"],
+        )
+        counts = self._queued_by_tenant()
+        listed = counts.most_common(MAX_TENANTS)
+        for tenant, count in listed:
+            queued.add_metric([tenant], count)
+        if num_others := counts.total() - sum(count for _, count in listed):
+            queued.add_metric([OTHER_TENANTS], num_others)
+        yield queued
+        ages = GaugeMetricFamily(
+            "quire_oldest_step_age_seconds",
+            "How long the oldest step has been in flight; 0 if none is.",
+            labels=["worker"],
+        )
+        for worker, age_s in self._oldest_step_ages_s().items():
+            ages.add_metric([worker], age_s)
+        yield ages
+        yield GaugeMetricFamily(
+            "quire_num_requests_unplaced",
+            "Sequences that wait for a worker to be attached, or to have its model loaded.",
+            self._num_unplaced(),
+        )
+
+
+_Read = Callable[[SchedulerLoad], float]
+
+_GAUGES: tuple[tuple[str, str, _Read], ...] = (
+    (
+        "quire_num_requests_running",
+        "Sequences that hold device blocks.",
+        lambda load: load.num_running,
+    ),
+    (
+        "quire_num_requests_waiting",
+        "Sequences that wait for admission.",
+        lambda load: load.num_waiting,
+    ),
+    (
+        "quire_kv_cache_usage_perc",
+        "Share of the device blocks that sequences hold, in [0, 1].",
+        lambda load: 1 - (load.num_free_blocks + load.num_cached_blocks) / load.num_blocks,
+    ),
+    (
+        "quire_memory_level",
+        "Memory pressure at the worker: 0 none; 1 warning: no more run; 2 critical: fewer run.",
+        lambda load: load.memory_level.value,
+    ),
+    ("quire_kv_blocks", "Device blocks.", lambda load: load.num_blocks),
+    ("quire_kv_free_blocks", "Device blocks that hold nothing.", lambda load: load.num_free_blocks),
+    (
+        "quire_kv_cached_blocks",
+        "Device blocks that only the prefix cache holds.",
+        lambda load: load.num_cached_blocks,
+    ),
+    (
+        "quire_kv_pinned_blocks",
+        "Device blocks that pins keep in the prefix cache.",
+        lambda load: load.num_pinned_blocks,
+    ),
+    (
+        "quire_num_requests_swapped",
+        "Sequences that wait for admission with their KV in host or disk blocks.",
+        lambda load: load.num_swapped,
+    ),
+    ("quire_kv_host_blocks", "Host blocks.", lambda load: load.num_host_blocks),
+    (
+        "quire_kv_free_host_blocks",
+        "Host blocks that hold nothing.",
+        lambda load: load.num_free_host_blocks,
+    ),
+    (
+        "quire_kv_cached_host_blocks",
+        "Host blocks that only the prefix cache holds.",
+        lambda load: load.num_cached_host_blocks,
+    ),
+    ("quire_kv_disk_blocks", "Disk blocks.", lambda load: load.num_disk_blocks),
+    (
+        "quire_kv_free_disk_blocks",
+        "Disk blocks that hold nothing.",
+        lambda load: load.num_free_disk_blocks,
+    ),
+    (
+        "quire_kv_cached_disk_blocks",
+        "Disk blocks that only the prefix cache holds.",
+        lambda load: load.num_cached_disk_blocks,
+    ),
+)
+
+_COUNTERS: tuple[tuple[str, str, _Read], ...] = (
+    (
+        "quire_prefix_cache_queries",
+        "Tokens looked up in the prefix cache.",
+        lambda load: load.prefix_cache_queries,
+    ),
+    (
+        "quire_prefix_cache_hits",
+        "Tokens found in the prefix cache.",
+        lambda load: load.prefix_cache_hits,
+    ),
+    ("quire_num_preemptions", "Sequences preempted.", lambda load: load.num_preemptions),
+    (
+        "quire_recomputed_tokens",
+        "Tokens recomputed, of sequences preempted, or live at another worker or scheduler before.",
+        lambda load: load.num_recomputed_tokens,
+    ),
+    (
+        "quire_adopted_tokens",
+        "Tokens of an earlier scheduler's sequences whose KV the worker still had.",
+        lambda load: load.num_adopted_tokens,
+    ),
+    (
+        "quire_kv_swapped_out_blocks",
+        "Blocks copied from device to host, demoted ones included.",
+        lambda load: load.num_swapped_out_blocks,
+    ),
+    (
+        "quire_kv_swapped_in_blocks",
+        "Blocks copied from host to device, promoted ones included.",
+        lambda load: load.num_swapped_in_blocks,
+    ),
+    (
+        "quire_kv_demoted_blocks",
+        "Cached blocks copied to the host when the device needed their room.",
+        lambda load: load.num_demoted_blocks,
+    ),
+    (
+        "quire_kv_promoted_blocks",
+        "Blocks that prompts found in the host's part of the prefix cache.",
+        lambda load: load.num_promoted_blocks,
+    ),
+    (
+        "quire_kv_moved_blocks",
+        "Device blocks moved by defragmentation; two that change places count twice.",
+        lambda load: load.num_moved_blocks,
+    ),
+    (
+        "quire_kv_defragmentations",
+        "Passes of defragmentation that have ended.",
+        lambda load: load.num_defragmentations,
+    ),
+    (
+        "quire_kv_stored_blocks",
+        "Blocks stored on the disk, spilled ones included.",
+        lambda load: load.num_stored_blocks,
+    ),
+    (
+        "quire_kv_loaded_blocks",
+        "Blocks loaded from the disk.",
+        lambda load: load.num_loaded_blocks,
+    ),
+    (
+        "quire_kv_failed_disk_moves",
+        "Stores to and loads from the disk that failed.",
+        lambda load: load.num_failed_disk_moves,
+    ),
+    (
+        "quire_kv_spilled_blocks",
+        "Blocks of swapped sequences moved to the disk to make room on the host.",
+        lambda load: load.num_spilled_blocks,
+    ),
+    (
+        "quire_memory_preemptions",
+        "Sequences preempted because the worker's memory was critical.",
+        lambda load: load.num_memory_preemptions,
+    ),
+    ("quire_steps", "Steps scheduled.", lambda load: load.num_steps),
+)
+
+_SPACE_GAUGES: tuple[tuple[str, str, Callable[[Fragmentation], float]], ...] = (
+    (
+        "quire_kv_fragmentation_rate",
+        "1 - longest run of free blocks / free blocks; unheld cached blocks count as free.",
+        lambda fragmentation: fragmentation.rate,
+    ),
+    (
+        "quire_kv_longest_free_run_blocks",
+        "The longest run of neighbouring blocks that are all free.",
+        lambda fragmentation: fragmentation.longest_free_run,
+    ),
+    (
+        "quire_kv_fragmentation_level",
+        "0 low (rate below 0.2), 1 medium, 2 high (0.5 and more).",
+        lambda fragmentation: _LEVELS.index(fragmentation.level),
+    ),
+)
+
+
+def _fill(
+    family: GaugeMetricFamily | CounterMetricFamily,
+    loads: Mapping[str, SchedulerLoad | None],
+    read: _Read,
+) -> Metric:
+    for worker, load in loads.items():
+        if load is not None:
+            family.add_metric([worker], read(load))
+    return family

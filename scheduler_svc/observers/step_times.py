@@ -1,0 +1,70 @@
+"""How long a worker's steps take, from the times at which its results were taken in.
+
+While a worker is never idle, one result follows the other by the time that a step takes.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from contract.step import Plan
+from scheduler_svc.core.config import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds of a step: a part of its own, and a part for each token."""
+
+    step_s: float
+    token_s: float
+    num_samples: int = 0
+    """Recorded steps that this was learned from."""
+
+    def seconds(self, plan: Plan, config: SchedulerConfig) -> float:
+        """Return how long a plan takes; moves between device and host come on top of it."""
+        num_moves = len(plan.swap_out_src_block_ids) + len(plan.swap_in_src_block_ids)
+        move_s = 0.0
+        if config.swap_bytes_per_s:
+            move_s = num_moves * config.bytes_per_block / config.swap_bytes_per_s
+        return self.step_s + self.token_s * plan.num_scheduled_tokens + move_s
+
+
+class StepTimeSamples:
+    """Gathers steps of a recording."""
+
+    def __init__(self) -> None:
+        self._num_tokens: dict[int, int] = {}
+        """Tokens of the steps in flight, by step."""
+        self._busy_since: float | None = None
+        """When the last result came, if the worker had another step then."""
+        self._samples: list[tuple[int, float]] = []
+
+    def sent(self, plan: Plan) -> None:
+        """Take a step that goes out."""
+        self._num_tokens[plan.step_id] = plan.num_scheduled_tokens
+
+    def answered(self, step_id: int, now: float) -> None:
+        """Take when the result of the oldest step came."""
+        num_tokens = self._num_tokens.pop(step_id)
+        if self._busy_since is not None:
+            self._samples.append((num_tokens, now - self._busy_since))
+        self._busy_since = now if self._num_tokens else None
+
+    def fit(self) -> StepTimes | None:
+        """Fit a line through the samples, by least squares; None: there are too few.
+
+        The longest hundredth is left out: there the process slept.
+        """
+        samples = sorted(self._samples, key=lambda sample: sample[1])
+        samples = samples[: max(2, -(-len(samples) * 99 // 100))]
+        if len(samples) < 2:  # noqa: PLR2004 - a line
+            return None
+        num_tokens, seconds = map(np.array, zip(*samples, strict=True))
+        spread = float(np.var(num_tokens))
+        mean_tokens, mean_s = float(num_tokens.mean()), float(seconds.mean())
+        slope = 0.0
+        if spread:
+            covariance = ((num_tokens - mean_tokens) * (seconds - mean_s)).mean()
+            # neither part is negative: no step takes less time for having more tokens
+            slope = min(max(float(covariance) / spread, 0.0), mean_s / mean_tokens)
+        return StepTimes(mean_s - slope * mean_tokens, slope, len(samples))

@@ -1,0 +1,313 @@
+"""Moves live requests with their KV between workers: for an operator, for balance, for a drain.
+
+A request is always live at exactly one core: once its KV has been copied, it leaves one core and
+joins the other in a single turn of the event loop. If anything fails before that, it continues
+where it was; and if that worker is lost, elsewhere, like every request of a lost worker.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+from prometheus_client import Counter
+
+from contract.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    UnavailableError,
+)
+from contract.step import StepId
+from rpc.tasks import BackgroundTasks
+from scheduler_svc.core.config import SchedulerLoad
+from scheduler_svc.core.errors import MigrationRefusedError
+from scheduler_svc.core.handover.moved_request import Export, Import, LiveRequest
+from scheduler_svc.workers.engine import Engine
+from scheduler_svc.workers.fleet import Fleet
+from scheduler_svc.workers.roster import Roster
+from scheduler_svc.workers.session import Condition, Session
+
+_REBALANCE_S: Final = 0.25
+"""How often it is checked whether a worker has room for a request that waits at another."""
+_PAUSE_S: Final = 5.0
+"""How long rebalancing pauses after a failed move."""
+_MAX_MOVES: Final = 4
+"""Concurrent moves from a draining worker; each is a copy over the network, with room in two host
+tiers."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """A request that has moved."""
+
+    from_worker: str
+    num_seqs: int
+    """Sequences that arrived; the others ended on the way."""
+    num_blocks: int
+    """Blocks whose contents were copied."""
+    was_there: bool = False
+    """Whether it was at the target already."""
+
+
+class Migrator:
+    """Moves requests from one session to another."""
+
+    def __init__(self, roster: Roster, migrations: Counter) -> None:
+        """`migrations` counts by source, target and end."""
+        self._roster = roster
+        self._migrations = migrations
+        self._moves = BackgroundTasks()
+
+    async def migrate(self, request_id: str, worker: str) -> Migration:
+        """Move a live request to a worker. Continues if the caller is cancelled.
+
+        Raises:
+            NotFoundError: There is no such request, or no such worker.
+            InvalidArgumentError: There are several such requests.
+            FailedPreconditionError: It cannot be moved.
+            UnavailableError: A worker is lost.
+        """
+        target = self._roster.engine(worker)
+        found = [
+            (engine, live)
+            for engine in self._roster.engines
+            if engine.session is not None
+            for live in engine.session.call(lambda core: core.moves.find_requests(request_id))
+        ]
+        if not found:
+            raise NotFoundError(f"request {request_id!r} is not live at any worker")
+        if len(found) > 1:
+            raise InvalidArgumentError(
+                "request_id", f"is {request_id!r}, as {len(found)} live requests are called"
+            )
+        ((source, live),) = found
+        if source is target:
+            return Migration(source.target, live.num_seqs, 0, was_there=True)
+        return await self.move(live, source, target)
+
+    async def move(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
+        """Move a live request of `source`; otherwise like `migrate`."""
+        return await self._moves.run(self._run(live, source, target))
+
+    async def rebalance(self) -> None:
+        """Move requests that wait with KV on the host to workers with room, until cancelled."""
+        while True:
+            await asyncio.sleep(_REBALANCE_S)
+            if not self._moves.is_busy and (choice := self._find_imbalance()) is not None:
+                try:
+                    await self.move(*choice)
+                except QuireError:  # logged
+                    await asyncio.sleep(_PAUSE_S)
+
+    def stop(self) -> None:
+        """Cancel moves in progress; the sessions end."""
+        self._moves.stop()
+
+    # --- one move -------------------------------------------------------------------------------
+
+    async def _run(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
+        """Move a request; log and count the outcome."""
+        who = {"request_id": live.request_id, "source": source.target, "target": target.target}
+        started = time.perf_counter()
+        try:
+            moved = await self._move(live, source, target)
+        except QuireError as error:
+            self._count(source, target, "failed")
+            log.warning("a request could not be moved", **who, reason=str(error))
+            raise
+        self._count(source, target, "arrived" if moved.num_seqs else "ended")
+        seconds = round(time.perf_counter() - started, 3)
+        log.info("a request has moved", **who, num_blocks=moved.num_blocks, seconds=seconds)
+        return moved
+
+    async def _move(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
+        giving, taking = source.attached_session(), target.attached_session()
+        _check_exchange(giving, taking)
+        with _refusals(live):
+            export = giving.call(lambda core: core.begin_export(live.source, live.first_seq_key))
+        room = None
+        try:
+            with _refusals(live):
+                room = taking.call(lambda core: core.begin_import(export.moved))
+            await giving.wait_until(_has_answered(export.ready_step))
+            await taking.wait_until(_has_answered(room.ready_step))
+            sources, targets = export.moved.host_block_ids, room.host_block_ids
+            if sources:
+                instance_id = giving.info.instance_id
+                await taking.link.pull_kv(source.target, instance_id, sources, targets)
+            giving.check_alive()
+            taking.check_alive()
+        except QuireError:
+            _go_back(giving, export, taking, room)
+            raise
+        # No await from here on: the request leaves one core and joins the other.
+        num_crashes = giving.crashes.take(export.moved.request)
+        indices = giving.call(lambda core: core.end_export(export.export_id, leaves=True))
+        taking.call(lambda core: core.end_import(room.import_id, indices))
+        if indices:
+            taking.crashes.set(export.moved.request, num_crashes)
+        return Migration(source.target, len(indices), len(sources))
+
+    def _count(self, source: Engine, target: Engine, end: str) -> None:
+        self._migrations.labels(source.target, target.target, end).inc()
+
+    # --- balance --------------------------------------------------------------------------------
+
+    def _find_imbalance(self) -> tuple[LiveRequest, Engine, Engine] | None:
+        """Find a request that waits with its KV on the host, and a worker with room for it."""
+        loads = [
+            (engine, session, session.load())
+            for engine in self._roster.engines
+            if (session := engine.session) is not None
+            and session.info.takes_kv
+            and not session.is_draining
+        ]
+        targets = [
+            (engine, load)
+            for engine, _, load in loads
+            if not load.num_waiting and not load.is_memory_short
+        ]
+        for source, session, load in loads:
+            if not load.num_swapped or not targets:
+                continue
+            if (live := session.call(lambda core: core.moves.first_swapped())) is None:
+                continue
+            for target, room in sorted(targets, key=lambda each: -_num_free_blocks(each[1])):
+                if _has_room(room, live):
+                    return live, source, target
+        return None
+
+
+class Drainer:
+    """Empties workers that are about to end or to give up their model.
+
+    Requests are moved with their KV. Those that cannot be (a worker has no host memory for KV, or
+    too little) stay until the others are gone, and then continue elsewhere as after a loss: their
+    tokens are computed again.
+    """
+
+    def __init__(self, fleet: Fleet, migrator: Migrator) -> None:
+        self._fleet = fleet
+        self._migrator = migrator
+
+    async def run(self) -> None:
+        """Empty and release each worker that announces its end, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                engine = await self._fleet.next_draining()
+                if engine.session is not None:
+                    tasks.create_task(self._empty(engine, engine.session))
+
+    async def _empty(self, engine: Engine, session: Session) -> None:
+        with contextlib.suppress(UnavailableError):  # the worker did not wait
+            await self.move_away(engine, session)
+            await session.let_go()
+            log.info("worker is let go", worker=engine.target)
+
+    async def move_away(self, engine: Engine, session: Session) -> None:
+        """Move all requests that can be moved away from a worker that gets no new ones.
+
+        Raises:
+            UnavailableError: The worker is lost.
+        """
+        started = time.perf_counter()
+        lives = session.call(lambda core: core.moves.find_requests())
+        room = asyncio.Semaphore(_MAX_MOVES)
+        are_moved = await asyncio.gather(*(self._move(live, engine, room) for live in lives))
+        log.info(
+            "a worker is emptied",
+            worker=engine.target,
+            num_requests=len(lives),
+            num_moved=sum(are_moved),
+            seconds=round(time.perf_counter() - started, 3),
+        )
+
+    async def _move(self, live: LiveRequest, source: Engine, room: asyncio.Semaphore) -> bool:
+        async with room:
+            target = self._find_target(source)
+            if target is None:
+                return False
+            try:
+                await self._migrator.move(live, source, target)
+            except QuireError:  # logged
+                return False
+            return True
+
+    def _find_target(self, source: Engine) -> Engine | None:
+        """Find the worker with the most room among those that can take this one's KV."""
+        if source.session is None or not _keeps_kv(source.session):
+            return None
+        loads = [
+            (session.load(), engine)
+            for engine in self._fleet.roster.engines
+            if (session := engine.session) is not None
+            and _keeps_kv(session)
+            and not session.is_draining
+        ]
+        if not loads:
+            return None
+        return max(loads, key=lambda each: _num_free_blocks(each[0]))[1]
+
+
+def _num_free_blocks(load: SchedulerLoad) -> int:
+    return load.num_free_blocks + load.num_cached_blocks
+
+
+def _has_room(load: SchedulerLoad, live: LiveRequest) -> bool:
+    """Whether a request can run at once and to its end, with a spare block per running sequence."""
+    num_host_blocks = load.num_free_host_blocks + load.num_cached_host_blocks
+    return (
+        load.num_running + live.num_seqs <= load.max_num_seqs
+        and live.max_device_blocks + load.num_running <= _num_free_blocks(load)
+        and 0 < live.num_host_blocks <= num_host_blocks
+    )
+
+
+def _has_answered(step: StepId) -> Condition:
+    return lambda core: core.steps.last_answered >= step
+
+
+def _check_exchange(giving: Session, taking: Session) -> None:
+    """Check what the cores do not know about their workers."""
+    if taking.is_draining:
+        raise FailedPreconditionError(f"worker {taking.info.worker_id} is draining")
+    for session, verb in ((giving, "give"), (taking, "take")):
+        if not session.info.takes_kv:
+            raise FailedPreconditionError(
+                f"worker {session.info.worker_id} cannot {verb} KV (takes_kv is false)"
+            )
+    if giving.info.dtype != taking.info.dtype:
+        raise FailedPreconditionError(
+            f"dtype is {giving.info.dtype} here and {taking.info.dtype} at that worker"
+        )
+
+
+@contextlib.contextmanager
+def _refusals(live: LiveRequest) -> Iterator[None]:
+    try:
+        yield
+    except MigrationRefusedError as error:
+        raise FailedPreconditionError(
+            f"request {live.request_id!r} cannot be moved: {error}"
+        ) from None
+
+
+def _go_back(giving: Session, export: Export, taking: Session, room: Import | None) -> None:
+    """Let a request continue where it was. Lost workers are handled elsewhere."""
+    with contextlib.suppress(UnavailableError):
+        giving.call(lambda core: core.end_export(export.export_id, leaves=False))
+    if room is not None:
+        import_id = room.import_id
+        with contextlib.suppress(UnavailableError):
+            taking.call(lambda core: core.end_import(import_id, ()))
+
+
+def _keeps_kv(session: Session) -> bool:
+    return session.info.takes_kv and session.info.limits.num_host_blocks > 0

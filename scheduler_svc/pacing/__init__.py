@@ -1,1 +1,0 @@
-"""How large and how early a step may be so that streams stay in time."""

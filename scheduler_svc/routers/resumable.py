@@ -1,0 +1,441 @@
+"""Resumable requests: their outputs so far, which stream owns each, and when each is given up.
+
+To the core, a sequence belongs to the stream on which it was submitted, for life. When a request is
+resumed through another stream, only its outputs are redirected: nothing is computed again, and
+nothing pauses.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from contract.errors import (
+    AbortedError,
+    AlreadyExistsError,
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+)
+from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
+from quire.v1 import common_pb2, scheduler_pb2
+from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.routers.stream import RouterStream
+from scheduler_svc.wire.router import merge_step_outputs, refused_to_proto, renamed_part
+
+_MAX_UNREAD = 16
+"""Steps whose outputs are sorted together, which costs little more than sorting one step's."""
+_MAX_UNREAD_BYTES = 1 << 20
+_MAX_FIRST_SEQ_KEY = 2**64 - 64
+
+
+class _Output:
+    """What one sequence has produced."""
+
+    def __init__(self, so_far: scheduler_pb2.OutputSoFar | None) -> None:
+        """`so_far` is what it had produced when its router submitted it again."""
+        self.token_ids = bytearray(b"" if so_far is None else so_far.token_ids)
+        """int32, little-endian, as in `quire.v1.StepOutput`."""
+        self.end: scheduler_pb2.SequenceFinished | None = None
+        self.logprobs: list[common_pb2.TokenLogprob] = []
+        """For the tokens from `first_logprob` on, if any are wanted."""
+        self.first_logprob = len(self.token_ids) // 4
+        if so_far is not None and so_far.finished:
+            self.end = so_far.end
+
+
+class ResumableRequest:
+    """One request: how it was submitted, and its outputs. Only `ResumableRequests` changes it."""
+
+    def __init__(self, request: Request, submit: scheduler_pb2.Submit, owner: RouterStream) -> None:
+        self.source = request.source
+        """Its source in the core, whichever stream owns it."""
+        self.first_seq_key = request.first_seq_key
+        self.deadline = request.deadline
+        self.router_id = owner.router_id
+        """The last owner's."""
+        self.owner: RouterStream | None = owner
+        """The stream that receives its outputs; None: no stream does, until one resumes it."""
+        self.owner_seq_key = int(request.first_seq_key)
+        """The owner's key of output 0."""
+        self.until: float | None = None
+        """When it is given up; None: not while it has an owner and has not ended."""
+        so_fars = submit.outputs or [None] * submit.n
+        self.outputs = tuple(_Output(so_far) for so_far in so_fars)
+        self.prompt_logprobs: list[scheduler_pb2.SequencePromptLogprobs] = []
+        self.admitted: scheduler_pb2.SequenceAdmitted | None = None
+        """The first admission of output 0."""
+        self.num_pinned_tokens = 0
+        self._submit = scheduler_pb2.Submit()
+        self._submit.CopyFrom(submit)
+        self._submit.ClearField("outputs")
+        self._num_other_bytes = self._submit.ByteSize()
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Tenant and request id."""
+        return self._submit.tenant, self._submit.request_id
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all its outputs have ended."""
+        return all(output.end is not None for output in self.outputs)
+
+    @property
+    def live_seq_keys(self) -> list[SeqKey]:
+        """The keys, at its source, of the sequences that have not ended."""
+        return [
+            SeqKey(self.first_seq_key + index)
+            for index, output in enumerate(self.outputs)
+            if output.end is None
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Roughly the memory that it takes."""
+        return self._num_other_bytes + sum(len(output.token_ids) for output in self.outputs)
+
+    def add_logprob(self, index: int, logprob: common_pb2.TokenLogprob) -> None:
+        """Keep the log-probability of the next token of an output."""
+        self.outputs[index].logprobs.append(logprob)
+        self._num_other_bytes += logprob.ByteSize()
+
+    def add_prompt_logprobs(self, part: scheduler_pb2.SequencePromptLogprobs) -> None:
+        """Keep the log-probabilities of a part of the prompt."""
+        self.prompt_logprobs.append(part)
+        self._num_other_bytes += part.ByteSize()
+
+    def to_proto(self, first_seq_key: int) -> scheduler_pb2.Resumed:
+        """Return everything, for a router whose key of output 0 is `first_seq_key`."""
+        so_far = scheduler_pb2.StepOutput(
+            seq_keys=b"".join(
+                pack_uint64([first_seq_key + index]) * (len(output.token_ids) // 4)
+                for index, output in enumerate(self.outputs)
+            ),
+            token_ids=b"".join(bytes(output.token_ids) for output in self.outputs),
+        )
+        num_tokens = 0
+        for index, output in enumerate(self.outputs):
+            for place, logprob in enumerate(output.logprobs, num_tokens + output.first_logprob):
+                so_far.logprobs.add(index=place, logprob=logprob)
+            num_tokens += len(output.token_ids) // 4
+            if output.end is not None:
+                so_far.finished.add().CopyFrom(output.end)
+                so_far.finished[-1].seq_key = first_seq_key + index
+        for part in self.prompt_logprobs:
+            so_far.prompt_logprobs.add().CopyFrom(part)
+            so_far.prompt_logprobs[-1].seq_key = first_seq_key
+        if self.admitted is not None:
+            so_far.admitted.add().CopyFrom(self.admitted)
+            so_far.admitted[-1].seq_key = first_seq_key
+        if self.num_pinned_tokens:
+            so_far.pinned.add(seq_key=first_seq_key, num_pinned_tokens=self.num_pinned_tokens)
+        resumed = scheduler_pb2.Resumed(submit=self._submit, so_far=so_far)
+        resumed.submit.first_seq_key = first_seq_key
+        return resumed
+
+
+@dataclass(slots=True)
+class _Source:
+    """A stream, open or gone, on which resumable requests were submitted."""
+
+    key_to_output: dict[int, tuple[ResumableRequest, int]] = field(default_factory=dict)
+    """By sequence key: its request and output index."""
+    unread: list[scheduler_pb2.StepOutput] = field(default_factory=list)
+    """Outputs that are not sorted by sequence yet."""
+    num_unread_bytes: int = 0
+    redirects: dict[RouterStream, dict[int, int]] = field(default_factory=dict)
+    """Which sequences other streams have resumed, and their keys there."""
+
+
+class ResumableRequests:
+    """Every request that was submitted with a `resume_record`, until its grace period is over.
+
+    The owner of a request is the stream that submitted or last resumed it, if that is still open.
+    A request is given up `grace_s` after it has lost its owner or has ended. `now` is always by the
+    clock of the deadlines.
+    """
+
+    def __init__(self, *, grace_s: float, max_bytes: int) -> None:
+        """With a grace period of 0 no request is resumable.
+
+        Beyond `max_bytes`, requests that have ended, and then those without an owner, are given up
+        early, oldest first. If the others still take more, new ones are refused.
+        """
+        self.grace_s = grace_s
+        self._max_bytes = max_bytes
+        self._requests: dict[tuple[str, str], ResumableRequest] = {}
+        """By tenant and id, oldest first."""
+        self._num_bytes = 0
+        """Their size as of the last `give_up`, plus that of requests added since."""
+        self._sources: dict[SourceId, _Source] = {}
+        self._resumed: dict[RouterStream, dict[int, tuple[SourceId, SeqKey]]] = {}
+        """For the streams that have resumed some: their key to source and key in the core."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    # --- routers' messages ----------------------------------------------------------------------
+
+    def add(
+        self, request: Request, submit: scheduler_pb2.Submit, stream: RouterStream
+    ) -> tuple[SourceId, list[SeqKey]] | None:
+        """Add a request that is about to be submitted.
+
+        Returns:
+            The sequences that it replaces, to be cancelled: those of the same request from before
+            its router lost its stream.
+
+        Raises:
+            AlreadyExistsError: It is live at another router.
+            TooBusyError: Resumable requests take as much memory as they may.
+        """
+        if not self.grace_s:
+            return None
+        if self._num_bytes > self._max_bytes:
+            raise TooBusyError(
+                f"the resumable requests take {self._num_bytes} bytes; the limit is "
+                f"{self._max_bytes} (--resume-max-mb)"
+            )
+        kept = ResumableRequest(request, submit, stream)
+        before = self._requests.get(kept.name)
+        stale = None
+        if before is not None:
+            self._read(before.source)
+            if not before.has_ended and before.owner and before.router_id != stream.router_id:
+                raise AlreadyExistsError(
+                    f"request_id {request.request_id!r} is live at another router"
+                )
+            stale = before.source, before.live_seq_keys
+            self._forget(before)
+        self._requests[kept.name] = kept
+        self._num_bytes += kept.num_bytes
+        source = self._sources.setdefault(kept.source, _Source())
+        for index in range(len(kept.outputs)):
+            source.key_to_output[kept.first_seq_key + index] = kept, index
+        return stale
+
+    def resume(self, message: scheduler_pb2.Resume, stream: RouterStream, now: float) -> None:
+        """Make `stream` the owner of a request, send it all outputs, and end the former owner's.
+
+        Raises:
+            NotFoundError: The tenant has no such request, or it was given up.
+            InvalidArgumentError: The keys are taken.
+        """
+        kept = self._requests.get((message.tenant, message.request_id))
+        if kept is None:
+            raise NotFoundError(
+                f"request {message.request_id!r} cannot be resumed: it is not known, was not "
+                f"resumable, or its grace period of {self.grace_s:g} s is over"
+            )
+        if message.first_seq_key > _MAX_FIRST_SEQ_KEY:
+            raise InvalidArgumentError(
+                "first_seq_key",
+                f"is {message.first_seq_key}; it must be at most {_MAX_FIRST_SEQ_KEY}",
+            )
+        self._read(kept.source)
+        stream.claim(self._keys_from(kept, message.first_seq_key))
+        if (before := kept.owner) is not None:
+            before.release(self._keys_from(kept, kept.owner_seq_key))
+            error = AbortedError(f"request {message.request_id!r} was resumed by another call")
+            before.refuse(refused_to_proto(kept.owner_seq_key, error))
+        self._disown(kept)
+        kept.owner, kept.owner_seq_key = stream, message.first_seq_key
+        kept.router_id = stream.router_id
+        kept.until = now + self.grace_s if kept.has_ended else None
+        redirect = self._sources[kept.source].redirects.setdefault(stream, {})
+        resumed = self._resumed.setdefault(stream, {})
+        for index in range(len(kept.outputs)):
+            key = SeqKey(kept.first_seq_key + index)
+            redirect[key] = message.first_seq_key + index
+            resumed[message.first_seq_key + index] = kept.source, key
+        stream.send_resumed(kept.to_proto(message.first_seq_key))
+
+    def leave(self, stream: RouterStream, seq_key: int, now: float) -> bool:
+        """Take a request from its owner, whose client has left; False if it is not resumable.
+
+        Nothing changes if another call has resumed it by now.
+
+        Args:
+            stream: The owner.
+            seq_key: The owner's key of one of its sequences.
+            now: The time.
+        """
+        if (name := self._in_core(stream, seq_key)) is None:
+            return True
+        if (kept := self._find(*name)) is None:
+            return False
+        self._read(kept.source)
+        stream.release(self._keys_from(kept, kept.owner_seq_key))
+        self._orphan(kept, now)
+        return True
+
+    def leave_all(self, stream: RouterStream, now: float) -> frozenset[SeqKey] | None:
+        """Take all requests from a stream that has ended.
+
+        Returns:
+            The keys of the stream's own source that must be cancelled; None: the whole source.
+        """
+        for kept in list(self._requests.values()):
+            if kept.owner is stream:
+                self._orphan(kept, now)
+        self._resumed.pop(stream, None)
+        source = self._sources.get(stream.source)
+        if source is None:
+            return None
+        return stream.live_seq_keys - frozenset(map(SeqKey, source.key_to_output))
+
+    def by_source(
+        self, stream: RouterStream, seq_keys: Iterable[int]
+    ) -> Mapping[SourceId, list[SeqKey]]:
+        """Return a stream's sequences as the core names them, except those resumed elsewhere."""
+        named: dict[SourceId, list[SeqKey]] = {}
+        for seq_key in seq_keys:
+            if (name := self._in_core(stream, seq_key)) is not None:
+                named.setdefault(name[0], []).append(name[1])
+        return named
+
+    # --- outputs and ends -----------------------------------------------------------------------
+
+    def on_output(self, source_id: SourceId, output: scheduler_pb2.StepOutput) -> None:
+        """Keep the outputs of a source, and pass on those of requests resumed elsewhere."""
+        source = self._sources.get(source_id)
+        if source is None:
+            return
+        for stream, names in source.redirects.items():
+            if (part := renamed_part(output, names)) is not None:
+                stream.deliver(part)
+        source.unread.append(output)
+        source.num_unread_bytes += output.ByteSize()
+        if len(source.unread) >= _MAX_UNREAD or source.num_unread_bytes > _MAX_UNREAD_BYTES:
+            self._read(source_id)
+
+    def refuse(self, request: Request, error: QuireError) -> None:
+        """Forget a request that the core has refused; refuse it to a stream that has resumed it."""
+        kept = self._find(request.source, request.first_seq_key)
+        if kept is None:
+            return
+        owner, seq_key = kept.owner, kept.owner_seq_key
+        self._forget(kept)
+        if owner is not None and (owner.source, seq_key) != (kept.source, kept.first_seq_key):
+            owner.release(self._keys_from(kept, seq_key))
+            owner.refuse(refused_to_proto(seq_key, error))
+
+    def give_up(self, now: float) -> Iterator[tuple[SourceId, list[SeqKey]]]:
+        """Give up requests that are due; yield their sequences that must be cancelled.
+
+        Call it about every second: only here is it noticed that a request has ended.
+        """
+        for source_id in list(self._sources):
+            self._read(source_id)
+        for kept in list(self._requests.values()):
+            if kept.until is None and kept.has_ended:
+                kept.until = now + self.grace_s
+            is_late = kept.owner is None and kept.deadline is not None and kept.deadline <= now
+            if is_late or (kept.until is not None and kept.until <= now):
+                yield from self._drop(kept)
+        self._num_bytes = sum(kept.num_bytes for kept in self._requests.values())
+        idle = (kept for kept in self._requests.values() if kept.until is not None)
+        for kept in sorted(idle, key=lambda kept: not kept.has_ended):
+            if self._num_bytes <= self._max_bytes:
+                break
+            self._num_bytes -= kept.num_bytes
+            yield from self._drop(kept)
+
+    def forget_all(self) -> None:
+        """Forget every request: their tokens belong to a model that is no longer served."""
+        for kept in list(self._requests.values()):
+            self._forget(kept)
+        self._num_bytes = 0
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    def _read(self, source_id: SourceId) -> None:
+        """Sort the unread outputs of a source by sequence; work per sequence, not per token."""
+        source = self._sources[source_id]
+        if not source.unread:
+            return
+        # Parts are copied, because a part of a message keeps the whole message alive.
+        merged = merge_step_outputs(source.unread)
+        source.unread, source.num_unread_bytes = [], 0
+        find = source.key_to_output.get
+        seq_keys = unpack_uint64(merged.seq_keys, "seq_keys")
+        order = np.argsort(seq_keys, kind="stable")
+        keys, starts = np.unique(seq_keys[order], return_index=True)
+        token_ids = pack_int32(unpack_int32(merged.token_ids, "token_ids")[order])
+        bounds = [*(4 * starts).tolist(), len(token_ids)]
+        for key, (start, end) in zip(keys.tolist(), pairwise(bounds), strict=True):
+            if (found := find(key)) is not None:
+                found[0].outputs[found[1]].token_ids += token_ids[start:end]
+        for item in merged.logprobs:
+            if (found := find(int(seq_keys[item.index]))) is not None:
+                found[0].add_logprob(found[1], deepcopy(item.logprob))
+        for part in merged.prompt_logprobs:
+            if (found := find(part.seq_key)) is not None:
+                found[0].add_prompt_logprobs(deepcopy(part))
+        for admitted in merged.admitted:
+            if (found := find(admitted.seq_key)) is not None and found[1] == 0:
+                found[0].admitted = found[0].admitted or deepcopy(admitted)
+        for pinned in merged.pinned:
+            if (found := find(pinned.seq_key)) is not None:
+                kept = found[0]
+                kept.num_pinned_tokens = max(kept.num_pinned_tokens, pinned.num_pinned_tokens)
+        for finished in merged.finished:
+            if (found := find(finished.seq_key)) is not None:
+                found[0].outputs[found[1]].end = deepcopy(finished)
+
+    def _in_core(self, stream: RouterStream, seq_key: int) -> tuple[SourceId, SeqKey] | None:
+        """Return a stream's sequence as the core names it; None: another call has resumed it.
+
+        The former owner may not know yet; its messages about the request must end nothing.
+        """
+        if (name := self._resumed.get(stream, {}).get(seq_key)) is not None:
+            return name
+        kept = self._find(stream.source, seq_key)
+        if kept is not None and (kept.owner, kept.owner_seq_key) != (stream, kept.first_seq_key):
+            return None
+        return stream.source, SeqKey(seq_key)
+
+    def _find(self, source_id: SourceId, key: int) -> ResumableRequest | None:
+        source = self._sources.get(source_id)
+        found = None if source is None else source.key_to_output.get(key)
+        return None if found is None else found[0]
+
+    def _keys_from(self, kept: ResumableRequest, first_seq_key: int) -> list[SeqKey]:
+        """Return the keys of the live sequences for a stream whose key of output 0 is given."""
+        return [SeqKey(key - kept.first_seq_key + first_seq_key) for key in kept.live_seq_keys]
+
+    def _orphan(self, kept: ResumableRequest, now: float) -> None:
+        self._disown(kept)
+        if kept.until is None:
+            kept.until = now + self.grace_s
+
+    def _disown(self, kept: ResumableRequest) -> None:
+        owner, kept.owner = kept.owner, None
+        source = self._sources[kept.source]
+        if owner is None or owner not in source.redirects:
+            return
+        redirect, resumed = source.redirects[owner], self._resumed[owner]
+        for index in range(len(kept.outputs)):
+            redirect.pop(kept.first_seq_key + index, None)
+            resumed.pop(kept.owner_seq_key + index, None)
+        if not redirect:
+            del source.redirects[owner]
+
+    def _drop(self, kept: ResumableRequest) -> Iterator[tuple[SourceId, list[SeqKey]]]:
+        """Forget a request that has ended or has no owner; yield what must be cancelled."""
+        self._forget(kept)
+        if not kept.has_ended:
+            yield kept.source, kept.live_seq_keys
+
+    def _forget(self, kept: ResumableRequest) -> None:
+        self._disown(kept)
+        del self._requests[kept.name]
+        source = self._sources[kept.source]
+        for index in range(len(kept.outputs)):
+            del source.key_to_output[kept.first_seq_key + index]
+        if not source.key_to_output:
+            del self._sources[kept.source]

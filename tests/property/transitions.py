@@ -1,0 +1,29 @@
+"""Records the transitions that sequences make."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+from scheduler_svc.core.sequence import TRANSITIONS, SeqStatus, Sequence
+
+Transition = tuple[SeqStatus, SeqStatus]
+
+ALL: frozenset[Transition] = frozenset(
+    (before, after) for before, afters in TRANSITIONS.items() for after in afters
+)
+OF_MOVES = frozenset(each for each in ALL if SeqStatus.MIGRATING in each)
+"""Those of a request that moves to another core."""
+
+
+@contextmanager
+def recorded_transitions() -> Iterator[set[Transition]]:
+    """Gather the transitions made until the `with` ends."""
+    taken: set[Transition] = set()
+    move = Sequence.move
+
+    def recorded(seq: Sequence, status: SeqStatus) -> None:
+        taken.add((seq.status, status))
+        move(seq, status)
+
+    with patch.object(Sequence, "move", recorded):
+        yield taken

@@ -1,0 +1,288 @@
+"""Host blocks that go from one worker to another."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+import torch
+
+from contract.info import WorkerInfo, new_instance_id
+from contract.limits import Limits
+from contract.packing import pack_int32
+from contract.state import Holdings
+from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.loop import StepLoop
+from gpu_worker.service import kv_exchange
+from gpu_worker.service.api import WorkerService
+from gpu_worker.step.block_labels import BlockLabels
+from quire.v1 import worker_pb2, worker_pb2_grpc
+from rpc.peers.channel import open_channel
+from rpc.security.tls import ClientTls, ServerTls, server_credentials
+from rpc.status import ErrorInterceptor
+from tests.certificates import Authority
+
+NUM_BLOCKS, BLOCK_BYTES = 12, 64
+LIMITS = Limits(2, 32, 16, 4, 4, 97, num_host_blocks=NUM_BLOCKS)
+
+
+def blocks(*ids):
+    return np.array(ids, np.int32)
+
+
+def make_pool(seed, *, has_checksums=False):
+    """A host pool with something in each block."""
+    device = torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)
+    pool = HostPool(device, NUM_BLOCKS, has_checksums=has_checksums)
+    content = np.random.default_rng(seed).integers(0, 256, NUM_BLOCKS * BLOCK_BYTES, np.uint8)
+    pool.write(np.arange(NUM_BLOCKS, dtype=np.int32), content.tobytes())
+    return pool
+
+
+class Steps:
+    """What a worker's server has its host blocks from."""
+
+    def __init__(self, pool):
+        self.pool = pool
+        self.damage = None
+
+    async def attach(self, attachment):  # noqa: ARG002
+        return Holdings()
+
+    async def read_host_blocks(self, block_ids):
+        return self.pool.read(block_ids)
+
+    async def write_host_blocks(self, block_ids, content):
+        self.pool.write(block_ids, content)
+
+
+@contextlib.asynccontextmanager
+async def serving(path, pool, dtype="float32", *, files=None, **fields):
+    info = WorkerInfo(
+        "w",
+        "cpu",
+        "m",
+        LIMITS,
+        (),
+        BLOCK_BYTES,
+        dtype,
+        **{"instance_id": new_instance_id(), **fields},
+    )
+    tls = None if files is None else ClientTls(files.ca, files.cert, files.key)
+    service = WorkerService(tls)
+    service.open(info, Steps(pool))
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    service.service().add(server)
+    target = f"unix:{path}"
+    if files is None:
+        server.add_insecure_port(target)
+    else:
+        credentials = server_credentials(ServerTls(files.cert, files.key, files.ca))
+        target = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
+    await server.start()
+    async with open_channel(target, tls=tls) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        attached = await stub.Attach(worker_pb2.AttachRequest(epoch=3))
+        yield SimpleNamespace(
+            stub=stub,
+            pool=pool,
+            target=target,
+            instance_id=attached.worker.instance_id,
+            kv_format=info.kv_format,
+        )
+    await server.stop(0)
+
+
+@pytest.fixture
+async def source(tmp_path):
+    async with serving(tmp_path / "source", make_pool(1)) as worker:
+        yield worker
+
+
+@pytest.fixture
+async def target(tmp_path):
+    async with serving(tmp_path / "target", make_pool(2)) as worker:
+        yield worker
+
+
+async def pull(target, source, sources, targets, epoch=3):
+    await target.stub.PullKv(
+        worker_pb2.PullKvRequest(
+            epoch=epoch,
+            source_target=source.target,
+            source_instance_id=source.instance_id,
+            source_host_block_ids=pack_int32(sources),
+            host_block_ids=pack_int32(targets),
+        )
+    )
+
+
+async def test_workers_show_each_other_their_certificates(tmp_path):
+    ours = Authority(tmp_path / "ours").issue("worker")
+    theirs = Authority(tmp_path / "theirs").issue("worker")
+    async with (
+        serving(None, make_pool(1), files=ours) as source,
+        serving(None, make_pool(2), files=ours) as target,
+        serving(None, make_pool(3), files=theirs) as stranger,
+    ):
+        await pull(target, source, [4, 2], [9, 3])
+        assert target.pool.read(blocks(9, 3)) == source.pool.read(blocks(4, 2))
+        for taker, giver in ((stranger, source), (target, stranger)):
+            with pytest.raises(grpc.aio.AioRpcError, match="cannot read from"):
+                await pull(taker, giver, [4, 2], [9, 3])
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 3 * BLOCK_BYTES, 1 << 20])
+async def test_blocks_arrive_where_they_should_and_nowhere_else(
+    source, target, monkeypatch, piece_bytes
+):
+    monkeypatch.setattr(kv_exchange, "_PIECE_BYTES", piece_bytes)
+    others = target.pool.read(blocks(0, 1, 2, 6, 7, 8, 10))
+    await pull(target, source, [4, 2, 7, 7, 0], [9, 3, 11, 5, 4])
+    assert target.pool.read(blocks(9, 3, 11, 5, 4)) == source.pool.read(blocks(4, 2, 7, 7, 0))
+    assert target.pool.read(blocks(0, 1, 2, 6, 7, 8, 10)) == others
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "epoch", "code", "words"),
+    [
+        ([0], [NUM_BLOCKS], 3, "INVALID_ARGUMENT", "host_block_ids[0] is 12"),
+        ([0, 1], [5, 5], 3, "INVALID_ARGUMENT", "has 5 twice"),
+        ([0, 1], [5], 3, "INVALID_ARGUMENT", "it must have one for each of source_host_block_ids"),
+        ([0], [0], 2, "FAILED_PRECONDITION", "epoch is 2"),
+        ([0], [0], 4, "INVALID_ARGUMENT", "4, which has not attached"),
+        ([NUM_BLOCKS], [0], 3, "UNAVAILABLE", "INVALID_ARGUMENT: host_block_ids[0] is 12"),
+    ],
+)
+async def test_wrong_requests_are_refused_by_name(
+    source, target, sources, targets, epoch, code, words
+):
+    before = target.pool.read(np.arange(NUM_BLOCKS))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await pull(target, source, sources, targets, epoch)
+    assert refused.value.code().name == code
+    assert words in refused.value.details()
+    assert target.pool.read(np.arange(NUM_BLOCKS)) == before
+
+
+@pytest.mark.parametrize("info", [{"dtype": "bfloat16"}, {"kv_dtype": "fp8"}])
+async def test_worker_with_other_kv_is_refused(target, tmp_path, info):
+    async with serving(tmp_path / "other", make_pool(1), **info) as source:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await pull(target, source, [0], [0])
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "FAILED_PRECONDITION" in refused.value.details()
+    assert "float32, KV auto, codec none, 4 tokens" in refused.value.details()
+
+
+@pytest.mark.parametrize("dialled", ["source", "target"])
+async def test_other_worker_that_answers_at_the_address_gives_nothing(
+    source, target, tmp_path, dialled
+):
+    """Its epoch and KV format are right, so nothing else tells it from the one that was meant."""
+    async with serving(tmp_path / "meant", make_pool(3)) as meant:
+        assert len({source.instance_id, target.instance_id, meant.instance_id, 0}) == 4
+        address = {"source": source, "target": target}[dialled].target
+        before = target.pool.read(np.arange(NUM_BLOCKS))
+        wrong = SimpleNamespace(target=address, instance_id=meant.instance_id)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await pull(target, wrong, [1], [0])
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "FAILED_PRECONDITION" in refused.value.details()
+    assert f"instance {meant.instance_id:#x}" in refused.value.details()
+    assert target.pool.read(np.arange(NUM_BLOCKS)) == before
+
+
+async def test_read_that_does_not_say_whose_is_refused(source):
+    request = worker_pb2.ReadKvRequest(
+        epoch=3, host_block_ids=pack_int32([0]), kv_format=source.kv_format
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await anext(aiter(source.stub.ReadKv(request)))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "instance 0x0" in refused.value.details()
+    request.instance_id = source.instance_id
+    assert (await anext(aiter(source.stub.ReadKv(request)))).content == source.pool.read(blocks(0))
+
+
+async def test_source_that_is_not_there_is_named(target, tmp_path):
+    gone = SimpleNamespace(target=f"unix:{tmp_path}/gone", instance_id=1)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await pull(target, gone, [0], [0])
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "gone" in refused.value.details()
+
+
+class BadSource(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, *pieces):
+        self.pieces = pieces
+
+    async def ReadKv(self, request, context):  # noqa: N802, ARG002
+        for piece in self.pieces:
+            yield piece
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ([], "gave 0 blocks of 2"),
+        ([worker_pb2.ReadKvResponse(content=bytes(64), crc32=1)], "damaged on the way"),
+        ([worker_pb2.ReadKvResponse(content=bytes(65))], "65 bytes; it must be whole blocks"),
+        (
+            [worker_pb2.ReadKvResponse(content=bytes(192))],
+            "192 bytes; it must be whole",
+        ),
+    ],
+)
+async def test_source_that_gives_something_else_is_not_believed(target, tmp_path, pieces, words):
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(BadSource(*pieces), server)
+    server.add_insecure_port(f"unix:{tmp_path}/bad")
+    await server.start()
+    bad = SimpleNamespace(target=f"unix:{tmp_path}/bad", instance_id=1)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await pull(target, bad, [0, 1], [0, 1])
+    assert words in refused.value.details()
+    await server.stop(0)
+
+
+def test_block_that_has_changed_is_not_read():
+    pool = make_pool(1, has_checksums=True)
+    assert pool.read(blocks(3, 5)) is not None
+    pool._host_blocks[5, 7] ^= 1
+    assert pool.read(blocks(3)) is not None
+    assert pool.read(blocks(3, 5)) is None
+    pool.write(blocks(5), bytes(BLOCK_BYTES))
+    assert pool.read(blocks(5)) == bytes(BLOCK_BYTES)
+
+
+class IdleExecutor:
+    max_in_flight = 1
+
+    def __init__(self, host_pool):
+        self.host_pool = host_pool
+        self.labels = BlockLabels(Limits(1, 8, 8, 4, 4, 8, num_host_blocks=NUM_BLOCKS))
+
+    def bind_thread(self):
+        pass
+
+
+async def test_step_loop_reads_and_writes_between_steps():
+    pool = make_pool(1, has_checksums=True)
+    steps = StepLoop(IdleExecutor(pool), asyncio.get_running_loop())
+    await steps.write_host_blocks(blocks(2), bytes(BLOCK_BYTES))
+    assert await steps.read_host_blocks(blocks(2)) == bytes(BLOCK_BYTES)
+    pool._host_blocks[2, 0] = 1
+    with pytest.raises(Exception, match="has changed since"):
+        await steps.read_host_blocks(blocks(2))
+    await steps.stop()
+
+
+async def test_worker_without_host_blocks_says_so():
+    steps = StepLoop(IdleExecutor(None), asyncio.get_running_loop())
+    with pytest.raises(Exception, match="--host-kv-memory-gb"):
+        await steps.read_host_blocks(blocks(0))
+    await steps.stop()

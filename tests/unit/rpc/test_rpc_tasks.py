@@ -1,0 +1,59 @@
+"""Several streams as one: in the order in which things come, with all that follows an error."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from rpc.tasks import merged
+
+
+async def counted(name, gates, ended, error=None):
+    """Yield a number behind each gate."""
+    try:
+        for number, gate in enumerate(gates):
+            await gate.wait()
+            yield f"{name}{number}"
+        if error is not None:
+            raise error
+    finally:
+        ended.append(name)
+
+
+async def test_what_comes_first_is_told_first():
+    first, second, ended = asyncio.Event(), asyncio.Event(), []
+    streams = [counted("a", [second], ended), counted("b", [first, second], ended)]
+    told = []
+    async with aclosing(merged(streams)) as merger:
+        first.set()
+        told.append(await anext(merger))
+        second.set()
+        told += [each async for each in merger]
+    assert told[0] == "b0"
+    assert sorted(told[1:]) == ["a0", "b1"]
+    assert sorted(ended) == ["a", "b"]
+
+
+async def test_an_error_comes_when_the_others_have_ended():
+    gate, late, ended, told = asyncio.Event(), asyncio.Event(), [], []
+    gate.set()
+    failing = counted("a", [gate], ended, ValueError("no"))
+
+    async def read():
+        async for each in merged([failing, counted("b", [gate, late], ended)]):
+            told.append(each)
+            if len(told) == 2:
+                late.set()
+
+    with pytest.raises(ValueError, match="no"):
+        await read()
+    assert sorted(told) == ["a0", "b0", "b1"]
+
+
+async def test_who_leaves_ends_all():
+    never, ended = asyncio.Event(), []
+    gate = asyncio.Event()
+    gate.set()
+    async with aclosing(merged([counted("a", [gate, never], ended)])) as merger:
+        assert await anext(merger) == "a0"
+    assert ended == ["a"]

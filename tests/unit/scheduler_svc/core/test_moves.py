@@ -1,0 +1,301 @@
+"""Requests that move between two cores with their KV; exact blocks."""
+
+import numpy as np
+import pytest
+
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.errors import MigrationRefusedError
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.request import SeqKey
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import SeqStatus
+from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, chunks, new, schedule, submit
+
+KEY = SeqKey(0)
+
+
+def make_host_core(num_blocks=16, **overrides):
+    settings = {
+        "block_size": 4,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": 64,
+        "watermark": 0.0,
+        "num_host_blocks": 8,
+        "bytes_per_block": 100,
+    }
+    return Scheduler(SchedulerConfig(num_blocks=num_blocks, **(settings | overrides)))
+
+
+def running(core, num_prompt_tokens=5, num_outputs=1, n=1):
+    """A request that has computed its prompt and sampled so many tokens; nothing is in flight."""
+    submit(core, KEY, range(num_prompt_tokens), n=n)
+    for _ in range(num_outputs):
+        answer(core, schedule(core), *range(n))
+    return core
+
+
+def settle(core, *steps):
+    """Let the steps be answered that a move waits for."""
+    while core.steps.last_answered < max(steps):
+        answer(core, schedule(core))
+
+
+def move(giving, taking):
+    export = giving.begin_export(ROUTER, KEY)
+    check(giving)
+    room = taking.begin_import(export.moved)
+    check(taking)
+    settle(giving, export.ready_step)
+    settle(taking, room.ready_step)
+    taking.end_import(room.import_id, giving.end_export(export.export_id, leaves=True))
+    check(giving)
+    check(taking)
+    return export, room
+
+
+def num_held(pool):
+    return pool.num_blocks - pool.num_available
+
+
+def test_running_request_leaves_by_swap_and_computes_nothing_again():
+    giving, taking = running(make_host_core(), num_outputs=2), make_host_core()
+    export = giving.begin_export(ROUTER, KEY)
+    assert export.ready_step == 3, "its swap-out goes with the next plan"
+    assert export.moved.host_block_ids == [0, 1]
+    assert export.moved.sequences[0].num_computed_tokens == 6
+    assert export.moved.request.outputs[0].token_ids.tolist() == [7, 7]
+    plan = schedule(giving)
+    assert plan.swap_out_src_block_ids.tolist() == [0, 1]
+    assert plan.swap_out_dst_block_ids.tolist() == [0, 1]
+    assert giving.load().num_waiting == 1
+    answer(giving, plan)
+
+    room = taking.begin_import(export.moved)
+    assert room.host_block_ids == (0, 1)
+    assert room.ready_step == 0, "nothing moves there"
+    indices = giving.end_export(export.export_id, leaves=True)
+    assert indices == (0,)
+    assert (giving.load().num_waiting, num_held(giving.tier.pool), num_held(giving.pool)) == (
+        *(0, 0),
+        0,
+    )
+    taking.end_import(room.import_id, indices)
+    check(taking)
+    assert (taking.load().num_waiting, taking.load().num_swapped) == (1, 1)
+    plan = schedule(taking)
+    assert plan.swap_in_src_block_ids.tolist() == [0, 1]
+    answer(taking, plan)
+    plan = schedule(taking)
+    assert new(plan) == [(0, 6, [0, 1])]
+    assert chunks(plan) == {0: 1}
+    assert plan.new_sequences[0].token_ids.tolist() == [0, 1, 2, 3, 4, 7, 7]
+    assert plan.new_sequences[0].num_prompt_tokens == 5
+    assert plan.new_sequences[0].max_total_tokens == 13
+    assert taking.load().num_recomputed_tokens == 0
+    news = answer(taking, plan, 0)
+    assert news.seq_keys.tolist() == [KEY]
+    assert not news.admitted, "its source has heard of that"
+
+
+def test_tokens_in_flight_are_dropped_and_drawn_again():
+    giving, taking = running(make_host_core()), make_host_core()
+    in_flight = schedule(giving)
+    export = giving.begin_export(ROUTER, KEY)
+    news = answer(giving, in_flight, 0)
+    assert not len(news.token_ids)
+    assert export.ready_step == 3
+    room = taking.begin_import(export.moved)
+    settle(giving, 3)
+    taking.end_import(room.import_id, giving.end_export(export.export_id, leaves=True))
+    answer(taking, schedule(taking))
+    assert new(schedule(taking)) == [(0, 5, [0, 1])]
+
+
+def test_waiting_request_moves_without_kv():
+    giving, taking = make_host_core(max_num_seqs=1), make_host_core()
+    submit(giving, 9, [1] * 5)
+    answer(giving, schedule(giving), 0)
+    submit(giving, KEY, range(5))
+    export, _ = move(giving, taking)
+    assert export.moved.host_block_ids == []
+    plan = schedule(taking, now=3.5)
+    assert new(plan) == [(0, 0, [0, 1])]
+    (admitted,) = answer(taking, plan, 0).admitted
+    assert admitted.queue_s == 3.5, "counted from when it came to the other core"
+
+
+def test_all_outputs_of_a_request_move_together():
+    giving, taking = running(make_host_core(), n=2, num_outputs=2), make_host_core()
+    export, room = move(giving, taking)
+    assert [seq.output_index for seq in export.moved.sequences] == [0, 1]
+    assert room.host_block_ids == (0, 1, 2, 3)
+    assert taking.load().num_swapped == 2
+    answer(taking, schedule(taking))
+    plan = schedule(taking)
+    assert [seq.output_index for seq in plan.new_sequences] == [0, 1]
+
+
+def test_prompt_that_others_fork_from_must_be_computed_first():
+    core = make_host_core(max_num_batched_tokens=8, max_prefill_chunk=4)
+    submit(core, KEY, range(10), n=2)
+    answer(core, schedule(core))
+    with pytest.raises(MigrationRefusedError, match="its prompt is not computed"):
+        core.begin_export(ROUTER, KEY)
+    check(core)
+    assert chunks(schedule(core)) == {0: 4}, "nothing has changed"
+
+
+def test_prefill_that_moves_goes_on_where_it_was():
+    giving, taking = make_host_core(max_prefill_chunk=4), make_host_core()
+    submit(giving, KEY, range(10))
+    answer(giving, schedule(giving))
+    move(giving, taking)
+    answer(taking, schedule(taking))
+    plan = schedule(taking)
+    assert [n[1] for n in new(plan)] == [4]
+    assert chunks(plan) == {0: 6}
+
+
+def test_move_that_fails_lets_it_go_on_where_it_was():
+    giving, taking = running(make_host_core()), make_host_core()
+    export = giving.begin_export(ROUTER, KEY)
+    room = taking.begin_import(export.moved)
+    answer(giving, schedule(giving))
+    assert giving.end_export(export.export_id, leaves=False) == (0,)
+    taking.end_import(room.import_id, ())
+    check(giving)
+    check(taking)
+    assert num_held(taking.tier.pool) == 0
+    answer(giving, schedule(giving))
+    assert new(schedule(giving)) == [(0, 5, [0, 1])]
+    assert giving.load().num_recomputed_tokens == 0
+
+
+def test_blocks_of_a_request_that_is_cancelled_on_the_way_are_held_until_the_move_ends():
+    giving, taking = running(make_host_core()), make_host_core()
+    export = giving.begin_export(ROUTER, KEY)
+    room = taking.begin_import(export.moved)
+    answer(giving, schedule(giving))
+    assert len(giving.cancel(ROUTER, [KEY])) == 1
+    check(giving)
+    assert num_held(giving.tier.pool) == 2, "somebody may be reading them"
+    assert num_held(taking.tier.pool) == 2, "somebody may be writing them"
+    indices = giving.end_export(export.export_id, leaves=True)
+    assert indices == ()
+    taking.end_import(room.import_id, indices)
+    check(taking)
+    assert num_held(giving.tier.pool) == num_held(taking.tier.pool) == 0
+    assert taking.load().num_waiting == 0
+
+
+def test_one_output_that_is_cancelled_on_the_way_does_not_arrive():
+    giving, taking = running(make_host_core(), n=2, num_outputs=2), make_host_core()
+    export = giving.begin_export(ROUTER, KEY)
+    room = taking.begin_import(export.moved)
+    settle(giving, export.ready_step)
+    giving.cancel(ROUTER, [KEY])
+    indices = giving.end_export(export.export_id, leaves=True)
+    assert indices == (1,)
+    taking.end_import(room.import_id, indices)
+    check(taking)
+    assert taking.tier.pool.ref_count(0) == 0, "of output 0"
+    (seq,) = taking.live
+    assert (seq.output_index, seq.host_block_ids) == (1, (2, 3))
+
+
+def test_lost_worker_gives_back_what_was_leaving():
+    giving = running(make_host_core())
+    giving.begin_export(ROUTER, KEY)
+    (request,) = giving.drain()
+    assert request.outputs[0].token_ids.tolist() == [7]
+
+
+def test_what_arrived_can_be_found_by_others():
+    giving, taking = running(make_host_core(), num_prompt_tokens=9), make_host_core()
+    move(giving, taking)
+    submit(taking, 5, [*range(9), 3])
+    assert taking.num_queued_tokens == 1 + 2, "it need not compute two blocks of its prompt"
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_host_blocks": 0}, "that worker has no host tier"),
+        ({"num_host_blocks": 1}, "it has 2 host blocks, and that worker 1 free"),
+        ({"block_size": 8}, "a block is 4 tokens in 100 bytes here, and 8 tokens"),
+        ({"bytes_per_block": 50}, "4 tokens in 50 bytes there"),
+        ({"max_model_len": 8}, "together they may be 8"),
+    ],
+)
+def test_core_that_cannot_take_a_request_refuses_it(changes, match):
+    export = running(make_host_core()).begin_export(ROUTER, KEY)
+    taking = make_host_core(**changes)
+    with pytest.raises(MigrationRefusedError, match=match):
+        taking.begin_import(export.moved)
+    check(taking)
+    assert num_held(taking.tier.pool) == 0
+
+
+def test_core_that_cannot_give_a_request_refuses_by_name():
+    with pytest.raises(MigrationRefusedError, match="not live"):
+        make_host_core().begin_export(ROUTER, KEY)
+    with pytest.raises(MigrationRefusedError, match="no host tier"):
+        running(make_host_core(num_host_blocks=0)).begin_export(ROUTER, KEY)
+    with pytest.raises(MigrationRefusedError, match="2 device blocks, and its worker has 1 free"):
+        running(make_host_core(num_host_blocks=1)).begin_export(ROUTER, KEY)
+    core = running(make_host_core())
+    core.begin_export(ROUTER, KEY)
+    with pytest.raises(MigrationRefusedError, match="being moved already"):
+        core.begin_export(ROUTER, KEY)
+
+
+def test_room_is_not_used_before_what_is_under_way_there_has_ended():
+    """Host blocks that are cached may still be written by a step in flight."""
+    taking = make_host_core(num_blocks=4, num_host_blocks=2)
+    for key, token in ((1, 1), (2, 2)):  # the second evicts the first's blocks to the host
+        submit(taking, key, [token] * 12, max_tokens=1)
+        plan = schedule(taking)
+        if key == 1:
+            answer(taking, plan, 0)
+    assert plan.swap_out_dst_block_ids.tolist() == [0, 1]
+    export = running(make_host_core()).begin_export(ROUTER, KEY)
+    room = taking.begin_import(export.moved)
+    assert set(room.host_block_ids) == {0, 1}
+    assert room.ready_step == plan.step_id
+
+
+class TestFindingWhatToMove:
+    def test_by_name(self):
+        core = running(make_host_core(), num_outputs=2)
+        (live,) = core.moves.find_requests("request-0")
+        assert (live.source, live.first_seq_key, live.num_seqs) == (ROUTER, KEY, 1)
+        assert (live.num_host_blocks, live.max_device_blocks) == (0, 4)
+        assert core.moves.find_requests("request-1") == []
+
+    def test_first_that_waits_with_its_kv(self):
+        core = make_host_core(num_blocks=4, preemption_mode=PreemptionMode.SWAP)
+        for key in (0, 1):
+            submit(core, key, [key] * 7)
+        answer(core, schedule(core), 0, 1)
+        assert core.moves.first_swapped() is None
+        answer(core, schedule(core), 0, 1)
+        schedule(core)  # both need a block, and there is none: the second makes room
+        live = core.moves.first_swapped()
+        assert live is not None
+        assert (live.first_seq_key, live.num_host_blocks) == (1, 2)
+        core.begin_export(live.source, live.first_seq_key)
+        assert core.moves.first_swapped() is None
+
+
+def test_number_of_cached_tokens_is_kept():
+    giving, taking = make_host_core(), make_host_core()
+    submit(giving, 1, range(9), max_tokens=1)
+    answer(giving, schedule(giving), 0)
+    submit(giving, KEY, range(9))
+    answer(giving, schedule(giving), 0)
+    move(giving, taking)
+    (seq,) = taking.live
+    assert seq.num_cached_tokens == 8
+    assert seq.status is SeqStatus.SWAPPED
+    assert np.array_equal(seq.token_ids, [*range(9), 7])

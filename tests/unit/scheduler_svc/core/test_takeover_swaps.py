@@ -1,0 +1,73 @@
+"""Sequences on the host, when a scheduler core is replaced."""
+
+from dataclasses import replace
+
+import pytest
+from takeover_driver import CONFIG, Pair, assert_all_heard, long_request
+
+from scheduler_svc.core.sequence import SeqStatus
+
+
+def swapped(pair):
+    return [seq for seq in pair.core.live if seq.status is SeqStatus.SWAPPED]
+
+
+def crowd(**changes):
+    """Two sequences, the second of which has been swapped out."""
+    pair = Pair(num_blocks=14, num_host_blocks=16, **changes)
+    requests = [long_request(key, num_prompt=18 - key, least=25) for key in range(2)]
+    for request in requests:
+        pair.submit(request)
+    while not swapped(pair):
+        pair.step()
+    return pair, requests
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_sequence_that_was_swapped_out_is_swapped_again_with_its_partial_tail(caching):
+    pair, requests = crowd(enable_prefix_caching=caching)
+    (seq,) = swapped(pair)
+    assert seq.num_computed_tokens % CONFIG.block_size
+    before = seq.num_computed_tokens
+    pair.replace_core()
+    num_held = pair.core.takeover.num_held_tokens(pair.again(seq.request))
+    assert num_held == (0 if caching else before), "what the prefix cache has, anybody finds"
+    for request in requests:
+        pair.submit(pair.again(request))
+    (seq,) = swapped(pair)
+    assert seq.num_computed_tokens == before
+    pair.run()
+    for request in requests:
+        assert_all_heard(pair, request)
+    assert pair.core.load().num_recomputed_tokens == 0
+
+
+def test_without_a_prefix_cache_nobody_else_finds_what_was_swapped_out():
+    pair, requests = crowd(enable_prefix_caching=False)
+    pair.replace_core()
+    (other,) = (replace(pair.again(request), request_id="other") for request in requests[1:])
+    assert pair.core.takeover.num_held_tokens(other) == 0
+    pair.submit(other)
+    assert not swapped(pair)
+    pair.run(now=20.0)
+    load = pair.core.load()
+    assert load.num_free_host_blocks + load.num_cached_host_blocks == load.num_host_blocks
+
+
+def test_without_a_prefix_cache_the_full_blocks_of_what_was_swapped_out_are_found_without_a_tail():
+    """Its router has not heard of the last tokens that were computed."""
+    pair, requests = crowd(enable_prefix_caching=False)
+    (seq,) = swapped(pair)
+    num_full, num_in_tail = divmod(seq.num_computed_tokens, CONFIG.block_size)
+    pair.replace_core()
+    heard = pair.heard[seq.seq_key]
+    heard[:] = heard[: len(heard) - num_in_tail]
+    pair.submit(pair.again(seq.request))
+    (seq,) = swapped(pair)
+    assert seq.num_computed_tokens == num_full * CONFIG.block_size
+    for request in requests:
+        if request.first_seq_key != seq.seq_key:
+            pair.submit(pair.again(request))
+    pair.run()
+    for request in requests:
+        assert_all_heard(pair, request)

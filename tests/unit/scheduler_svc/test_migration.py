@@ -1,0 +1,335 @@
+"""Moves between two sessions whose workers do, or fail to do, what a test says."""
+
+import asyncio
+import itertools
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from contract.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    UnavailableError,
+)
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.observers.metrics import SchedulerMetrics
+from scheduler_svc.operations.migration import Migrator
+from scheduler_svc.workers.crash_counter import CrashCounter
+from scheduler_svc.workers.engine import Engine
+from tests.property.oracle import Oracle, expected_output
+from tests.property.worker import FakeWorker
+
+CONFIG = SchedulerConfig(
+    num_blocks=16,
+    block_size=2,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    max_model_len=32,
+    watermark=0.0,
+    num_host_blocks=16,
+    bytes_per_block=2,
+    preemption_mode=PreemptionMode.SWAP,
+)
+
+
+class FakeSession:
+    """A session whose worker remembers what its blocks hold; it steps when it is waited for."""
+
+    instance_ids = itertools.count(1)
+
+    def __init__(self, config=CONFIG, dtype="float32"):
+        self.core = Scheduler(config)
+        self.worker = FakeWorker(config)
+        self.oracle = Oracle()
+        instance_id = next(self.instance_ids)
+        self.info = SimpleNamespace(
+            worker_id=f"w{instance_id}", dtype=dtype, instance_id=instance_id, takes_kv=True
+        )
+        self.unanswered = deque()
+        self.others = {}  # sessions by target
+        self.pulling = asyncio.Event()
+        self.may_pull = asyncio.Event()
+        self.may_pull.set()
+        self.pull_error = None
+        self.is_lost = False
+        self.is_draining = False
+        self.crashes = CrashCounter()
+        self.link = self  # pulls, too
+
+    def submit(self, key, prompt, max_tokens=20, n=1):
+        prompt = np.array(prompt, np.int32)
+        name = f"r{key}"
+        request = Request(SourceId(0), SeqKey(key), name, prompt, n, max_tokens, b"")
+        self.core.submit(request, 0.0)
+        self.oracle.submit(request)
+
+    def step(self):
+        if (plan := self.core.schedule(0.0)) is not None:
+            self.unanswered.append(self.worker.execute(plan))
+        if self.unanswered:
+            self.oracle.hear(self.core.update(self.unanswered.popleft()))
+        check(self.core)
+
+    def load(self):
+        return self.core.load()
+
+    def call(self, function):
+        self.check_alive()
+        return function(self.core)
+
+    def check_alive(self):
+        if self.is_lost:
+            raise UnavailableError("lost")
+
+    async def wait_until(self, condition):
+        self.check_alive()
+        while not condition(self.core):
+            self.step()
+
+    async def pull_kv(self, source_target, source_instance_id, sources, targets):
+        self.pulling.set()
+        await self.may_pull.wait()
+        if self.pull_error is not None:
+            raise self.pull_error
+        source = self.others[source_target]
+        assert source.info.instance_id == source_instance_id
+        held = source.worker.host
+        self.worker.host.update({t: held[s] for s, t in zip(sources, targets, strict=True)})
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    target: str
+    session: FakeSession | None
+    loss = "not there"
+    attached_session = Engine.attached_session
+
+
+class FakeRoster:
+    """Engines "a", "b" and, if a test wants it, more."""
+
+    def __init__(self, **sessions):
+        self.engines = tuple(FakeEngine(target, session) for target, session in sessions.items())
+        self.oracle = Oracle()
+        for session in sessions.values():
+            if session is not None:
+                session.others = sessions
+                session.oracle = self.oracle
+
+    def engine(self, worker):
+        for engine in self.engines:
+            if engine.target == worker:
+                return engine
+        raise NotFoundError(worker)
+
+
+@pytest.fixture
+def a():
+    session = FakeSession()
+    session.submit(0, [0, 1, 0, 0, 1])
+    return session
+
+
+@pytest.fixture
+def b():
+    return FakeSession()
+
+
+@pytest.fixture
+def roster(a, b):
+    live = a.oracle.live
+    roster = FakeRoster(a=a, b=b)
+    roster.oracle.live = live
+    a.step()
+    return roster
+
+
+@pytest.fixture
+def migrations():
+    return SchedulerMetrics(CollectorRegistry()).migrations
+
+
+@pytest.fixture
+def migrator(roster, migrations):
+    return Migrator(roster, migrations)
+
+
+def finish(*sessions):
+    """Let everything end as the oracle says it must, and leave nothing behind."""
+    while sessions[0].oracle.live:
+        for session in sessions:
+            session.step()
+    for session in sessions:
+        for _ in range(3):
+            session.step()
+        assert session.core.pool.num_available == CONFIG.num_blocks
+        assert session.core.tier.pool.num_available == CONFIG.num_host_blocks
+
+
+async def test_request_moves_and_says_what_it_would_have_said(migrator, a, b, migrations):
+    (request,) = a.core.drain()
+    a.crashes.set(request, 2)
+    moved = await migrator.migrate("r0", "b")
+    assert (moved.from_worker, moved.num_seqs, moved.num_blocks) == ("a", 1, 3)
+    assert not list(a.core.live)
+    assert len(list(b.core.live)) == 1
+    assert b.crashes.take(request) == 2
+    assert migrations.labels("a", "b", "arrived")._value.get() == 1
+    finish(a, b)
+    assert b.core.load().num_recomputed_tokens == 0
+
+
+async def test_pull_that_fails_leaves_it_where_it_was(migrator, a, b, migrations):
+    b.pull_error = UnavailableError("cannot read")
+    with pytest.raises(UnavailableError, match="cannot read"):
+        await migrator.migrate("r0", "b")
+    assert len(list(a.core.live)) == 1
+    assert not list(b.core.live)
+    assert migrations.labels("a", "b", "failed")._value.get() == 1
+    finish(a, b)
+    assert a.core.load().num_recomputed_tokens == 0
+
+
+async def test_cancel_during_the_pull_ends_it_everywhere(migrator, a, b, roster):
+    b.may_pull.clear()
+    moving = asyncio.create_task(migrator.migrate("r0", "b"))
+    await b.pulling.wait()
+    roster.oracle.cancel((0, 0), a.core.cancel(SourceId(0), [0]))
+    b.may_pull.set()
+    assert (await moving).num_seqs == 0
+    finish(a, b)
+
+
+async def test_source_that_is_lost_during_the_pull_gives_its_requests_back(migrator, a, b):
+    b.may_pull.clear()
+    moving = asyncio.create_task(migrator.migrate("r0", "b"))
+    await b.pulling.wait()
+    a.is_lost = True
+    (request,) = a.core.drain()
+    b.core.submit(request, 0.0)  # as the fleet does it
+    b.may_pull.set()
+    with pytest.raises(UnavailableError, match="lost"):
+        await moving
+    assert len(list(b.core.live)) == 1
+    finish(b)
+
+
+async def test_target_that_is_lost_during_the_pull_changes_nothing(migrator, a, b):
+    b.may_pull.clear()
+    moving = asyncio.create_task(migrator.migrate("r0", "b"))
+    await b.pulling.wait()
+    b.is_lost = True
+    b.may_pull.set()
+    with pytest.raises(UnavailableError, match="lost"):
+        await moving
+    finish(a)
+
+
+async def test_caller_that_goes_away_does_not_stop_the_move(migrator, a, b):
+    b.may_pull.clear()
+    moving = asyncio.create_task(migrator.migrate("r0", "b"))
+    await b.pulling.wait()
+    moving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await moving
+    b.may_pull.set()
+    await asyncio.gather(*migrator._moves._tasks)
+    assert not list(a.core.live)
+    finish(a, b)
+
+
+async def test_it_may_be_there_already(migrator):
+    moved = await migrator.migrate("r0", "a")
+    assert (moved.was_there, moved.num_blocks) == (True, 0)
+
+
+async def test_refusals(migrator, roster, b, migrations):
+    with pytest.raises(NotFoundError, match="'other' is not live"):
+        await migrator.migrate("other", "b")
+    with pytest.raises(NotFoundError):
+        await migrator.migrate("r0", "c")
+    b.info.dtype = "bfloat16"
+    with pytest.raises(FailedPreconditionError, match="float32 here and bfloat16"):
+        await migrator.migrate("r0", "b")
+    roster.engines[1].session = None
+    with pytest.raises(UnavailableError, match="b is not attached: not there"):
+        await migrator.migrate("r0", "b")
+    roster.engines[1].session = FakeSession(SchedulerConfig(16, 2, 4, 16, 32))
+    with pytest.raises(FailedPreconditionError, match="'r0' cannot be moved: that worker has no"):
+        await migrator.migrate("r0", "b")
+    assert migrations.labels("a", "b", "failed")._value.get() == 3
+
+
+@pytest.mark.parametrize(("which", "verb"), [(0, "give"), (1, "take")])
+async def test_worker_that_takes_no_kv_is_refused_before_anything_moves(
+    migrator, a, b, which, verb
+):
+    info = (a, b)[which].info
+    info.takes_kv = False
+    with pytest.raises(FailedPreconditionError, match=f"{info.worker_id} cannot {verb} KV"):
+        await migrator.migrate("r0", "b")
+    assert not b.pulling.is_set()
+    finish(a, b)
+
+
+async def test_name_of_two_requests_is_refused(migrator, b):
+    b.submit(5, [1])
+    next(iter(b.core.live)).request = next(iter(b.others["a"].core.live)).request
+    with pytest.raises(InvalidArgumentError, match="as 2 live requests are called"):
+        await migrator.migrate("r0", "b")
+
+
+def prompts_with_long_outputs():
+    """14 tokens each, after which the model says 18."""
+    for tokens in itertools.product((0, 1), repeat=14):
+        if len(expected_output("", 0, tokens, 18)) == 18:
+            yield tokens
+
+
+class TestImbalance:
+    @pytest.fixture
+    def a(self):
+        """Two sequences, and one of them waits with its KV."""
+        session = FakeSession()
+        for key, prompt in enumerate(islice(prompts_with_long_outputs(), 2)):
+            session.submit(key, prompt, max_tokens=18)
+        session.step()
+        return session
+
+    def swap_one(self, a):
+        while not a.load().num_swapped:
+            assert a.oracle.live, "nobody had to wait"
+            a.step()
+
+    async def test_one_that_waits_goes_where_there_is_room(self, migrator, a, b):
+        self.swap_one(a)
+        live, source, target = migrator._find_imbalance()
+        assert (source.session, target.session) == (a, b)
+        assert live.first_seq_key == a.core.moves.first_swapped().first_seq_key
+        await migrator.move(live, source, target)
+        finish(a, b)
+
+    @pytest.mark.parametrize("which", [0, 1])
+    async def test_worker_that_takes_no_kv_is_left_out(self, migrator, a, b, which):
+        self.swap_one(a)
+        (a, b)[which].info.takes_kv = False
+        assert migrator._find_imbalance() is None
+
+    async def test_nobody_waits(self, migrator):
+        assert migrator._find_imbalance() is None
+
+    async def test_no_room_to_its_end(self, migrator, a, b):
+        self.swap_one(a)
+        b.submit(7, [1, 1, 1], max_tokens=1)
+        assert migrator._find_imbalance() is None, "somebody waits there"
+        b.core.schedule(0.0)
+        assert migrator._find_imbalance() is None, "all of its blocks would be needed"
