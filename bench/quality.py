@@ -24,10 +24,10 @@ from quantize import FORMS, write
 from tokenizers import Tokenizer
 
 from contract.limits import Limits
+from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
 from gpu_worker.loading.worker_model import load
 from gpu_worker.loop import StepLoop
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.settings import WorkerSettings
 from rpc.observe import logs
 

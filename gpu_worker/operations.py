@@ -142,8 +142,7 @@ def _check_name(name: str, model_id: str) -> None:
         raise InvalidArgumentError(
             "name",
             f"is {name[:MAX_ADAPTER_NAME_CHARS]!r}; it must be 1 to {MAX_ADAPTER_NAME_CHARS}"
-            " printable"
-            " characters",
+            " printable characters",
         )
     if name == model_id:
         raise InvalidArgumentError("name", f"is {name!r}, which is what requests call the model")

@@ -1,1 +1,1 @@
-"""Accepts requests: text in, streamed text out; knows no block and no torch."""
+"""The router: text in, streamed text out; it knows neither KV blocks nor torch."""

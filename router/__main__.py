@@ -7,7 +7,7 @@ from rpc.settings import parse_settings
 
 
 def main() -> None:
-    """Runs a router until SIGTERM or SIGINT."""
+    """Run a router until SIGTERM or SIGINT."""
     settings = parse_settings(RouterSettings, "quire-router")
     observe("router", settings, new_trace_ratio=settings.trace_sample_ratio)
     run(run_router(settings))

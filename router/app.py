@@ -1,4 +1,4 @@
-"""Builds a router from its settings and runs it: the one place that constructs collaborators."""
+"""Builds a router from its settings and runs it: the only place that constructs its parts."""
 
 import asyncio
 import contextlib
@@ -10,21 +10,17 @@ from aiohttp import web
 
 from router.access.authentication import KeyInterceptor, key_middleware
 from router.access.tenancy import check_operator
-from router.grpc.adapters import adapter_service
 from router.grpc.api import inference_service
-from router.grpc.loading import loading_service
-from router.http import api as openai_face
+from router.grpc.operations import operator_services
+from router.http import api as openai_api
 from router.http.web_pages import PageGuard
 from router.kserve.api import kserve_service
-from router.operations.adapters import Adapters
-from router.operations.loading import Loading
+from router.operations import Operations
 from router.request.inference import Inference
 from router.schedulers.link import LinkConfig
-from router.schedulers.loading import SchedulerLoading
 from router.schedulers.pool import Schedulers
 from router.settings import RouterSettings
-from router.text.served_tokenizer import Tokenizers
-from router.text.tokenizer import load_tokenizer
+from router.text.tokenizer import Tokenizers, load_tokenizer
 from router.ui.api import Ui
 from rpc.health import Health
 from rpc.peers.discovery import Discovery
@@ -39,11 +35,11 @@ async def run_router(
     stop: asyncio.Event | None = None,
     on_started: Callable[[Addresses], Awaitable[None]] | None = None,
 ) -> None:
-    """Serves until SIGTERM, SIGINT or `stop`; live requests finish first.
+    """Serve until SIGTERM, SIGINT or `stop`; live requests finish first.
 
-    `on_started` is told where it listens; it is ready once there is a scheduler.
-    Raises FileNotFoundError or ValueError if the model directory's tokenizer cannot be read, and
-    whatever breaks the scheduler client: a bug, which must not go on in silence.
+    `on_started` gets the addresses; the router is ready once it has a scheduler. Raises
+    FileNotFoundError or ValueError if the model directory's tokenizer cannot be read, and what
+    breaks the scheduler client: a bug.
     """
     stop = asyncio.Event() if stop is None else stop
     health = Health()
@@ -74,13 +70,13 @@ async def run_router(
         middlewares=[] if api_keys is None else [key_middleware(api_keys, open_paths)]
     )
     check = None if api_keys is None else check_operator
-    may_operate = operators(settings, check)
-    adapters = Adapters(schedulers, inference.model, may_operate)
-    loading = Loading(schedulers, may_operate, SchedulerLoading(settings.client_tls))
+    operations = Operations(
+        schedulers, inference.model, operators(settings, check), settings.client_tls
+    )
     http.add_routes(
-        openai_face.routes(
+        openai_api.routes(
             inference,
-            adapters,
+            operations,
             guard=_page_guard(settings) if api_keys is None else None,
             max_body_bytes=settings.max_body_mb * _MIB,
         )
@@ -96,8 +92,7 @@ async def run_router(
             services=[
                 inference_service(inference),
                 kserve_service(inference, lambda: health.ready),
-                adapter_service(adapters),
-                loading_service(loading),
+                *operator_services(operations),
             ],
             http=http,
             interceptors=[] if api_keys is None else [KeyInterceptor(api_keys)],

@@ -1,4 +1,4 @@
-"""What a router can measure, as Prometheus metrics."""
+"""The router's Prometheus metrics."""
 
 from prometheus_client import Counter, Gauge, Histogram
 

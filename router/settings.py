@@ -1,4 +1,4 @@
-"""What a router process is told."""
+"""The router's settings."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,42 +17,42 @@ class RouterSettings(ProcessSettings):
     """A router's flags and environment variables."""
 
     model: Path
-    """Hugging Face model directory: its tokenizer and its chat template are read."""
+    """Hugging Face model directory; the router reads its tokenizer and chat template."""
     served_model_name: str = ""
     """The name that requests use; empty: the directory's name."""
     scheduler: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)
-    """The schedulers: host:port, or unix:/path, separated by commas. dns:HOST:PORT stands for each
-    address that the name has, as a headless service's does; such schedulers come and go while the
-    router runs. Several share the requests, each with workers of its own; one that stands by for
-    another takes its requests over."""
+    """The schedulers: host:port, or unix:/path, separated by commas. dns:HOST:PORT stands for all
+    addresses of a name, such as a headless service's; such schedulers come and go while the router
+    runs. Several schedulers share the requests, each with its own workers; a standby takes over the
+    requests of the one that it replaces."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
-    """How often such names are looked up, in seconds."""
+    """How often such names are resolved, in seconds."""
     http_port: Port = 8000
     """Port of HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
     scheduler_tls_cert: Path | None = None
-    """File of the certificate (PEM) that the scheduler is shown, if it is not --tls-cert, which may
-    be a public one."""
+    """File of the certificate (PEM) for connections to schedulers, if it is not --tls-cert, which
+    may be a public one."""
     scheduler_tls_key: Path | None = None
     """File of its private key."""
     max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
-    """Most requests at once, running, waiting or not yet read to their end."""
+    """Most requests at once: running, waiting, or not yet read to their end."""
     max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Largest body of an HTTP request, in MiB; parsing one holds up all others for a while."""
+    """Largest body of an HTTP request, in MiB; all requests wait while one is parsed."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """Keys, separated by commas, one of which every call must have: authorization: Bearer KEY. They
-    are the operator's: their tenant is nobody in particular, and they may make every call. Give
-    them in the environment, since others see a command line."""
+    """Keys, separated by commas; each call must have one: authorization: Bearer KEY. These are the
+    operator's keys: they have no tenant and may make every call. Set them in the environment, since
+    other users can see a command line."""
     api_keys_file: Path | None = None
     """TOML file of keys with their tenants, and of the tenants' quotas (docs/security.md)."""
     ui: bool = True
-    """Whether HTTP has a web page at /ui: what the service is doing, and a playground."""
+    """Whether to serve a web page at /ui: what the service is doing, and a playground."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of the requests to trace (--otlp-traces-endpoint), of those whose client has not said
-    by a traceparent whether to."""
+    """Share of the requests to trace (--otlp-traces-endpoint), among those whose client has not
+    decided by a traceparent."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
-    """Threads that turn text into tokens."""
+    """Threads that tokenize."""
 
     @field_validator("model")
     @classmethod
@@ -62,7 +62,7 @@ class RouterSettings(ProcessSettings):
         return model
 
     def read_api_keys(self) -> ApiKeys | None:
-        """The keys, one of which a call must have; None: it needs none. Raises `ApiKeysError`."""
+        """Return the keys; None: calls need none. Raises `ApiKeysError`."""
         if not self.api_key and self.api_keys_file is None:
             return None
         file = None if self.api_keys_file is None else read_keys_file(self.api_keys_file)
@@ -86,7 +86,7 @@ class RouterSettings(ProcessSettings):
 
     @property
     def client_tls(self) -> ClientTls | None:
-        """How to call the scheduler; None: in the clear."""
+        """How to call schedulers; None: without TLS."""
         tls = super().client_tls
         if tls is None or self.scheduler_tls_cert is None:
             return tls

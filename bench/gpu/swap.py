@@ -22,11 +22,11 @@ from kv.memcpy import swap_over_memcpy
 from make_model import SHAPES, write_shape
 
 from contract.limits import Limits
+from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.models.registry import open_model
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.cuda_graphs import CudaGraphs
 from gpu_worker.step.executor import Executor
 

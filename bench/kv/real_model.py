@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 
 from contract.arrays import Int32Array
 from contract.limits import Limits
+from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
 
 BLOCK_SIZE = 16

@@ -1,1 +1,1 @@
-"""Protobuf to and from the values of the contract; bounds are checked before work is done."""
+"""Protobuf to and from the values of `contract`; sizes are checked before work is done."""

@@ -1,7 +1,6 @@
 """How far a beam search is, as a worker keeps it for a later scheduler: `SearchNote`."""
 
 from math import isnan
-from typing import Final
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -9,11 +8,9 @@ from google.protobuf.message import DecodeError
 from contract.codec.checks import check_at_most, check_values
 from contract.errors import InvalidArgumentError
 from contract.packing import pack_int32, unpack_int32
+from contract.sampling import MAX_BEAM_WIDTH
 from contract.step import OutputState, SearchState
 from quire.v1 import worker_pb2
-
-_MAX_WIDTH: Final = 10
-"""As in `quire.v1.BeamSearch`."""
 
 
 def search_to_note(state: SearchState) -> bytes:
@@ -51,8 +48,8 @@ def check_search(
     Raises:
         InvalidArgumentError: No search is of this size, or the model lacks a token of it.
     """
-    check_at_most("rows.note.beams", len(state.beams), _MAX_WIDTH)
-    check_at_most("rows.note.hypotheses", len(state.hypotheses), _MAX_WIDTH)
+    check_at_most("rows.note.beams", len(state.beams), MAX_BEAM_WIDTH)
+    check_at_most("rows.note.hypotheses", len(state.hypotheses), MAX_BEAM_WIDTH)
     for output in (*state.beams, *state.hypotheses):
         num_shared, token_ids = output.num_shared_tokens, output.token_ids
         check_at_most("rows.note.num_shared_tokens", num_shared, num_row_tokens)

@@ -10,12 +10,12 @@ from aiohttp import web
 
 import rpc.health
 from router.http.api import routes as openai_routes
-from router.http.json_object import Schema
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody
 from router.http.requests.chat import ChatBody
 from router.http.requests.completions import CompletionBody
 from router.http.requests.schema import NO_EFFECT
 from router.http.requests.tokens import DetokenizeBody, TokenizeBody
+from router.http.strict_json import Schema
 from router.ui.api import Ui
 
 _HEAD = """# HTTP

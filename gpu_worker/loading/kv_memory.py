@@ -7,6 +7,7 @@ import structlog
 import torch
 
 from contract.limits import Limits
+from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan, StepId
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import STAGING_BYTES
@@ -24,7 +25,6 @@ from gpu_worker.memory.elastic import (
 from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.parallel.collectives import Ranks
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.cuda_graphs import DecodeGraphs
 from gpu_worker.step.executor import Executor

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from contract.arrays import Int32Array, Int64Array
+from contract.sampling import SamplingParams
 from gpu_worker.memory.transfer import upload
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.sampling.grammars import ForcedTokens
-from gpu_worker.sampling.params import SamplingParams, SamplingTable
+from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.sampling.sampled import Sampled
 from gpu_worker.sampling.sampler import Sampler
 

@@ -1,47 +1,12 @@
-"""How each row samples and when it ends: one sequence's parameters, and all rows' as arrays."""
-
-from dataclasses import dataclass
+"""How each row's tokens are drawn and when it ends, as arrays over all rows."""
 
 import numpy as np
 
 from contract.arrays import BoolArray, Float32Array, Int64Array
+from contract.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 
 NO_TOKEN = -1
 """Pads a row of end token ids; no token has this id."""
-
-MAX_STOP_TOKEN_IDS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """The sampling part of a request, checked, with its defaults filled in.
-
-    Field by field as `quire.v1.SamplingParams`, but that `seed` has the output's index added.
-    """
-
-    seed: int
-    """In [0, 2^64): with the position of a token, all that its draw depends on."""
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token id and what is added to its logit."""
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    grammar: str | None = None
-    """As llguidance takes it; None: any token may follow any other."""
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
 class SamplingTable:
@@ -83,7 +48,8 @@ class SamplingTable:
         """Row to token ids and what is added to their logits; rows that have a bias only."""
 
     def set(self, row: int, params: SamplingParams) -> None:
-        """Give `row` its parameters."""
+        """Give `row` its parameters; their seed is set."""
+        assert params.seed is not None, "the scheduler sends a seed"
         self.seed[row] = params.seed
         self.temperature[row] = params.temperature
         self.top_k[row] = params.top_k or self.vocab_size
@@ -112,7 +78,7 @@ class SamplingTable:
         self.end_token_ids[row, : len(ends)] = ends
         self.bias.pop(row, None)
         if params.logit_bias:
-            ids, values = zip(*params.logit_bias, strict=True)
+            ids, values = zip(*params.logit_bias.items(), strict=True)
             self.bias[row] = (np.array(ids, np.int64), np.array(values, np.float32))
 
     def ends(self, rows: Int64Array, token_ids: Int64Array) -> BoolArray:

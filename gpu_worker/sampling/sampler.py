@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from contract.arrays import Int32Array, Int64Array
+from contract.sampling import SamplingParams
 from gpu_worker.memory.transfer import upload
 from gpu_worker.sampling.draw import draw, uniforms
 from gpu_worker.sampling.grammars import ForcedTokens, StructuredOutput
-from gpu_worker.sampling.params import NO_TOKEN, SamplingParams, SamplingTable
+from gpu_worker.sampling.params import NO_TOKEN, SamplingTable
 from gpu_worker.sampling.penalties import TokenCounts
 from gpu_worker.sampling.sampled import Sampled, SampledLogprobs
 from gpu_worker.sampling.truncation import truncate
@@ -63,9 +64,9 @@ class Sampler:
         if params.has_penalties:
             (known,) = upload([token_ids.astype(np.int64)], self._device)
             self._counts.add(row, known[:num_prompt_tokens], known[num_prompt_tokens:])
-        if params.grammar is not None:
+        if (grammar := params.grammar) is not None:
             assert self._structured is not None, "the worker says that it takes no grammar"
-            self._structured.add(row, params.grammar, token_ids[num_prompt_tokens:].tolist())
+            self._structured.add(row, grammar, token_ids[num_prompt_tokens:].tolist())
 
     def release(self, rows: Sequence[int]) -> None:
         self._counts.release(rows)

@@ -5,8 +5,8 @@ from contract.codec.checks import check_distinct, check_parallel, check_values
 from contract.codec.step import plan_from_proto
 from contract.limits import Limits
 from contract.packing import unpack_int32
+from contract.sampling import SamplingParams
 from contract.step import Plan
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.service.sampling_wire import adapter_from_proto, sampling_params_from_proto
 from quire.v1 import worker_pb2
 
@@ -21,7 +21,9 @@ def plan_of(batch: worker_pb2.StepBatch, limits: Limits) -> Plan:
 
 
 def _read_sampling(new: worker_pb2.NewSequence, limits: Limits) -> tuple[SamplingParams, int]:
-    sampling = sampling_params_from_proto(new.sampling, new.output_index, limits.vocab_size)
+    sampling = sampling_params_from_proto(
+        new.sampling, new.output_index, limits.vocab_size, limits.max_model_len
+    )
     return sampling, adapter_from_proto(new.sampling, limits.adapters)
 
 

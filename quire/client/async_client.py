@@ -181,7 +181,8 @@ class AsyncClient:
     async def load(self, *, timeout_s: float | None = None) -> Load:
         """Return how busy the service is."""
         response = await self._call("GetLoad", inference_pb2.GetLoadRequest(), timeout_s)
-        return wire.load_from_proto(response.load)
+        load: Load = response.load
+        return load
 
     async def describe_kv(
         self,
@@ -239,7 +240,7 @@ class AsyncClient:
         tenant: str,
         timeout_s: float | None,
     ) -> Attempts:
-        request = wire.generate_request_to_proto(prompt, sampling, options)
+        request = wire.request_to_proto(prompt, sampling, options)
         return Attempts(
             self._routers,
             request,

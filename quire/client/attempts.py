@@ -7,8 +7,8 @@ the client reads and waits.
 import time
 from typing import Any, TypeAlias
 
+from contract.codec.outputs import event_from_proto
 from contract.errors import QuireError
-from quire.client import wire
 from quire.client.continuation import Continuation
 from quire.client.routers import Routers
 from quire.client.types import Event
@@ -93,7 +93,7 @@ class Attempts:
 
         Raises as `Continuation.take`.
         """
-        return self._continuation.take(wire.event_from_proto(response))
+        return self._continuation.take(event_from_proto(response))
 
     def check_complete(self) -> None:
         """Check, when a stream has ended without an error, that everything has arrived."""

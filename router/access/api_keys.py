@@ -1,4 +1,4 @@
-"""API keys: which there are, whose each is, and whether what a caller shows is one."""
+"""API keys: whose each is, and the check of a caller's key."""
 
 import hashlib
 import hmac
@@ -22,21 +22,21 @@ TenantName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[ -~]
 
 
 class ApiKeysError(ValueError):
-    """A file of keys that cannot be used. The message holds no key."""
+    """A file of keys is unusable. The message holds no key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom a key stands for."""
+    """The owner of a key."""
 
     tenant: str
     is_operator: bool = False
-    """May ask about other tenants, too: who holds which KV blocks."""
+    """Whether it may make operators' calls, such as who holds which KV blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeysFile:
-    """What a file of keys says."""
+    """The contents of a file of keys."""
 
     sha256_to_caller: Mapping[bytes, Caller]
     tenant_to_quota: Mapping[str, Quota]
@@ -46,10 +46,10 @@ _caller: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
 def current_caller() -> Caller:
-    """Return who makes the call that is being answered.
+    """Return the caller of the call being answered.
 
     Raises:
-        UnauthenticatedError: Nobody has looked at its key.
+        UnauthenticatedError: Its key has not been checked.
     """
     caller = _caller.get()
     if caller is None:
@@ -58,14 +58,14 @@ def current_caller() -> Caller:
 
 
 class ApiKeys:
-    """The keys that a router takes. They are kept, and compared, as hashes only."""
+    """The keys that a router accepts, stored and compared as hashes only."""
 
     def __init__(self, keys: Iterable[str] = (), file: KeysFile | None = None) -> None:
-        """Take plain keys, which are the operator's, and those of a file."""
+        """`keys` are the operator's, in plain text."""
         file = file or KeysFile({}, {})
         self.tenant_to_quota = file.tenant_to_quota
-        # The lookup takes time that depends on the hash. With a secret in it nobody can tell what
-        # he tries, so time tells nothing.
+        # The time of a lookup depends on the hash. A secret keeps callers from choosing hashes, so
+        # that timing reveals nothing.
         self._secret = secrets.token_bytes(32)
         self._hash_to_caller = {
             self._hash(sha256): caller
@@ -79,17 +79,17 @@ class ApiKeys:
         """Make the holder of a key the `current_caller` of this task.
 
         Args:
-            authorization: "Bearer KEY", as HTTP and gRPC metadata have it; None: there is none.
+            authorization: "Bearer KEY", as in HTTP and gRPC metadata; None: not set.
 
         Raises:
-            UnauthenticatedError: It is no key.
+            UnauthenticatedError: It is not a known key.
         """
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != _SCHEME or not key:
             raise UnauthenticatedError("an API key is required: authorization: Bearer KEY")
         caller = self._hash_to_caller.get(self._hash(_sha256(key.strip())))
         if caller is None:
-            raise UnauthenticatedError("the API key is not known here")
+            raise UnauthenticatedError("the API key is not known")
         _caller.set(caller)
 
     def _hash(self, sha256: bytes) -> bytes:
@@ -97,10 +97,10 @@ class ApiKeys:
 
 
 def read_keys_file(path: Path) -> KeysFile:
-    """Read a TOML file of keys and quotas; docs/security.md says what is in it.
+    """Read a TOML file of keys and quotas; docs/security.md describes it.
 
     Raises:
-        ApiKeysError: It cannot be read, or says something that is not understood.
+        ApiKeysError: It cannot be read, or has an invalid entry.
     """
     try:
         parsed = _File.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -109,16 +109,16 @@ def read_keys_file(path: Path) -> KeysFile:
     except UnicodeDecodeError:
         raise ApiKeysError(f"{path}: it must be UTF-8") from None
     except tomllib.TOMLDecodeError as error:
-        raise ApiKeysError(f"{path}: it is no TOML: {error}") from None
+        raise ApiKeysError(f"{path}: it is not TOML: {error}") from None
     except ValidationError as error:
-        # Without what is there: it may be a key.
+        # Without the input: it may be a key.
         problems = [
             f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg'].removeprefix('Value error, ')}"
             for e in error.errors(include_input=False, include_url=False, include_context=False)
         ]
         raise ApiKeysError(f"{path}: {'; '.join(problems)}") from None
     except ValueError as error:  # an integer of thousands of digits
-        raise ApiKeysError(f"{path}: it is no TOML: {error}") from None
+        raise ApiKeysError(f"{path}: it is not TOML: {error}") from None
     except RecursionError:
         raise ApiKeysError(f"{path}: it is nested too deep") from None
     return KeysFile(

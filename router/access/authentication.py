@@ -1,6 +1,6 @@
-"""Looks at the API key of every call, by gRPC or HTTP, before anything else does.
+"""Checks the API key of every call, gRPC or HTTP, before any API sees it.
 
-What is not exempted here needs a key, whichever face it belongs to.
+All calls need a key except those exempted here.
 """
 
 from collections.abc import Awaitable, Callable, Collection
@@ -17,11 +17,11 @@ from router.access.api_keys import ApiKeys
 from router.http.errors import error_response
 
 _OPEN_METHODS: Final = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-"""They tell nothing of anybody's; a probe has no key."""
+"""Probes have no key, and the answers hold no user's data."""
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Answers UNAUTHENTICATED to a call without a key, and does not read its messages."""
+    """Answers UNAUTHENTICATED to calls without a key, without reading their messages."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
@@ -31,7 +31,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Let the call pass, as its caller's: each call has a task of its own."""
+        """Let the call pass and set its caller, in the call's own task."""
         if handler_call_details.method.startswith(_OPEN_METHODS):
             return await continuation(handler_call_details)
         values = [
@@ -55,9 +55,9 @@ def _refusal(error: UnauthenticatedError) -> Callable[[Any, Any], Awaitable[None
 
 
 def key_middleware(keys: ApiKeys, open_paths: Collection[str] = ()) -> Middleware:
-    """Make the middleware that answers 401 to a call without a key; probes are outside of it.
+    """Make the middleware that answers 401 to calls without a key; probes do not pass it.
 
-    `open_paths` can be got without one: they must tell nothing of anybody's.
+    `open_paths` need no key: they must hold no user's data.
     """
 
     @web.middleware

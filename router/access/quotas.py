@@ -1,8 +1,8 @@
 """Quotas of tenants: requests and tokens per minute, requests and tokens at once.
 
-Each router counts for itself. A request is charged for its prompt and for the most that it may
-produce when it begins; what it did not produce is given back when it ends. One that goes on without
-its client, to be resumed, stays in flight for as long as it may run.
+Each router counts on its own. When a request begins, it is charged for its prompt and the most that
+it may produce; what it did not produce is refunded when it ends. A resumable request without a
+reader counts as in flight for as long as it may run.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ _MINUTE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may use; None: as much as it likes."""
+    """What a tenant may use; None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Of prompts and outputs together."""
+    """Prompts and outputs together."""
     max_concurrent_requests: int | None = None
     max_tokens_in_flight: int | None = None
-    """Of live requests' prompts and the most that they may produce: what KV they may come to."""
+    """Prompts of live requests and the most that they may produce: their KV at most."""
 
 
 class TokenBucket:
-    """A rate with an allowance of one minute: full at first, refilled steadily, may be in debt."""
+    """A rate with one minute's burst: starts full, refills steadily, may go into debt."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.capacity = float(per_minute)
@@ -35,18 +35,18 @@ class TokenBucket:
         self._at = now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Say in how many seconds `amount`, or if it is more than fits, all, will be there."""
+        """Return the seconds until `amount`, or the capacity if less, is available."""
         self._refill(now)
         lacking = min(amount, self.capacity) - self._level
         return max(0.0, lacking) * _MINUTE_S / self.capacity
 
     def take(self, amount: float, now: float) -> None:
-        """Take `amount`, be it more than there is."""
+        """Take `amount`, even if that is more than available."""
         self._refill(now)
         self._level -= amount
 
-    def give_back(self, amount: float) -> None:
-        """Undo a part of `take`."""
+    def refund(self, amount: float) -> None:
+        """Return part of what was taken."""
         self._level = min(self.capacity, self._level + amount)
 
     def _refill(self, now: float) -> None:
@@ -62,12 +62,12 @@ class Meter:
     tenant: str
     quota: Quota
     now: float
-    """When it was made."""
+    """The time of creation."""
     num_live: int = 0
     num_tokens_in_flight: int = 0
-    """Of live requests, and of those that were left."""
+    """Tokens of live requests, and of requests that were left."""
     _left: dict[str, tuple[float, int]] = field(init=False, default_factory=dict)
-    """By request id: until when one that was left may run, and its tokens in flight."""
+    """Requests that were left, by id: until when each may run, and its tokens."""
     _requests: TokenBucket | None = field(init=False, default=None)
     _tokens: TokenBucket | None = field(init=False, default=None)
 
@@ -78,10 +78,10 @@ class Meter:
             self._tokens = TokenBucket(self.quota.tokens_per_minute, self.now)
 
     def begin(self, now: float) -> "Lease":
-        """Count a request, until its lease ends.
+        """Count a request until its lease ends.
 
         Raises:
-            TooBusyError: That is one more than the quota has; nothing is counted.
+            TooBusyError: The quota is used up; nothing is counted.
         """
         limit = self.quota.max_concurrent_requests
         if limit is not None and self.num_live >= limit:
@@ -101,14 +101,14 @@ class Meter:
         return Lease(self)
 
     def reserve(self, num_tokens: int, now: float) -> None:
-        """Charge what a request may come to; see `Lease`."""
+        """See `Lease`."""
         limit = self.quota.max_tokens_in_flight
         if limit is not None:
             self._forget_left(now)
             if num_tokens > limit:
                 raise InvalidArgumentError(
                     "max_tokens",
-                    f"makes this request one of {num_tokens} tokens, prompt and outputs; the"
+                    f"makes this a request of {num_tokens} tokens, prompt and outputs; the"
                     f" max_tokens_in_flight of tenant {self.tenant!r} is {limit}",
                 )
             if self.num_tokens_in_flight + num_tokens > limit:
@@ -117,35 +117,35 @@ class Meter:
                     f" wants {num_tokens} more; max_tokens_in_flight is {limit}"
                 )
         if self._tokens is not None:
-            # More than a minute's may begin with a full minute, and is paid off after it.
+            # A request of more than a minute's tokens starts with a full bucket and leaves a debt.
             if wait_s := self._tokens.wait_s(num_tokens, now):
                 raise TooBusyError(
-                    f"tenant {self.tenant!r} has not {num_tokens} tokens left of its"
+                    f"tenant {self.tenant!r} does not have {num_tokens} tokens left of its"
                     f" tokens_per_minute, {self.quota.tokens_per_minute}",
                     wait_s,
                 )
             self._tokens.take(num_tokens, now)
         self.num_tokens_in_flight += num_tokens
 
-    def settle(self, num_in_flight: int, num_unused: int) -> None:
-        """Count a request no more; give back what it was charged and has not used."""
+    def end(self, num_in_flight: int, num_unused: int) -> None:
+        """Stop counting a request; refund what it has not used."""
         self.num_live -= 1
         self.num_tokens_in_flight -= num_in_flight
         if self._tokens is not None:
-            self._tokens.give_back(num_unused)
+            self._tokens.refund(num_unused)
 
     def leave(self, request_id: str, num_in_flight: int, now: float, until: float) -> None:
-        """Count a request no more, except for its tokens in flight, until it must have ended."""
+        """Stop counting a request, but keep its tokens in flight until `until`."""
         self.num_live -= 1
         if self.quota.max_tokens_in_flight is None:
             self.num_tokens_in_flight -= num_in_flight
             return
         self._forget_left(now)
-        self.take_up(request_id)  # of this name, an older one that was left before
+        self.take_up(request_id)  # an older one with this id
         self._left[request_id] = until, num_in_flight
 
     def take_up(self, request_id: str, num_tokens: int = 0) -> None:
-        """Count the tokens of a request that was left as a live one's again."""
+        """Count the tokens of a request that was left as a live request's again."""
         _, num_left = self._left.pop(request_id, (0.0, 0))
         self.num_tokens_in_flight += num_tokens - num_left
 
@@ -155,7 +155,7 @@ class Meter:
 
 
 class Lease:
-    """What one request has of its tenant's quota, from its beginning to its end."""
+    """One request's share of its tenant's quota, from its start to its end."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
@@ -163,31 +163,31 @@ class Lease:
         self._num_charged = 0
 
     def reserve(self, num_tokens: int, now: float) -> None:
-        """Charge the prompt and the most that is produced, once.
+        """Charge the prompt and the most that may be produced; called once.
 
         Raises:
-            InvalidArgumentError: The quota never has so much.
-            TooBusyError: It has not so much now.
+            InvalidArgumentError: The quota is always smaller.
+            TooBusyError: Too little is left now.
         """
         self._meter.reserve(num_tokens, now)
         self._num_in_flight = self._num_charged = num_tokens
 
     def take_up(self, request_id: str, num_tokens: int) -> None:
-        """Count the tokens of a request that is resumed; they were charged when it began."""
+        """Count the tokens of a resumed request; they were charged when it began."""
         self._meter.take_up(request_id, num_tokens)
         self._num_in_flight = num_tokens
 
     def end(self, num_tokens: int) -> None:
-        """Give back all but `num_tokens`, which were used; called once."""
-        self._meter.settle(self._num_in_flight, max(0, self._num_charged - num_tokens))
+        """Refund all but `num_tokens`, which were used; called once."""
+        self._meter.end(self._num_in_flight, max(0, self._num_charged - num_tokens))
 
     def leave(self, request_id: str, now: float, until: float) -> None:
-        """Give back nothing: the request goes on, until that time at most; instead of `end`."""
+        """Refund nothing: the request continues, at most until then; instead of `end`."""
         self._meter.leave(request_id, self._num_in_flight, now, until)
 
 
 class Quotas:
-    """The tenants' meters. A tenant without a quota is not counted."""
+    """The tenants' meters; tenants without a quota share an unlimited one."""
 
     def __init__(self, tenant_to_quota: Mapping[str, Quota], now: float) -> None:
         self._meters = {

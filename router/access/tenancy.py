@@ -1,55 +1,85 @@
-"""What a caller's API key means for a request: whose it is, and with whom it shares KV."""
+"""Whose a request is and how urgent, from the caller's API key, metadata or HTTP headers."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
-from contract.errors import PermissionDeniedError
+from contract.errors import InvalidArgumentError, PermissionDeniedError
+from contract.request import GenerateRequest
 from router.access.api_keys import current_caller
-from router.domain import GenerateRequest
 
 
 def claim(request: GenerateRequest) -> GenerateRequest:
-    """Return the request as its caller's tenant's.
+    """Return the request with the tenant of its caller's API key.
 
-    Its cache salt is made of the tenant's name and the salt that it has: nobody can make another
-    tenant's, so nobody finds, or can tell by time, what another tenant has in the prefix cache.
+    The cache salt is hashed with the tenant's name. No tenant can make another's salt, so none
+    finds another's prefixes in the cache, or sees from timing that they are there.
 
     Raises:
         UnauthenticatedError: There is no caller.
-        PermissionDeniedError: It says that it is another tenant's.
+        PermissionDeniedError: It claims another tenant.
     """
     tenant = tenant_of_caller(request.tenant)
     return replace(request, tenant=tenant, cache_salt=_salt(tenant, request.cache_salt))
 
 
 def tenant_of_caller(claimed: str) -> str:
-    """Return the tenant of the call's API key; `claimed` is what the call says, or empty.
+    """Return the tenant of the call's API key; `claimed` is the call's own claim, or empty.
 
     Raises:
         UnauthenticatedError: There is no caller.
-        PermissionDeniedError: It says that it is another's.
+        PermissionDeniedError: The call claims another tenant.
     """
     tenant = current_caller().tenant
     if claimed not in ("", tenant):
-        raise PermissionDeniedError(f"tenant is {claimed!r}; the API key is that of {tenant!r}")
+        raise PermissionDeniedError(f"tenant is {claimed!r}; the API key belongs to {tenant!r}")
     return tenant
 
 
 def check_operator() -> None:
-    """Check that the call may be told of all tenants.
+    """Check that the caller is an operator.
 
     Raises:
         UnauthenticatedError: There is no caller.
-        PermissionDeniedError: It is a tenant's.
+        PermissionDeniedError: It has a tenant's key.
     """
     caller = current_caller()
     if not caller.is_operator:
         raise PermissionDeniedError(
-            f"the API key is that of tenant {caller.tenant!r}; this call is for operators"
+            f"the API key belongs to tenant {caller.tenant!r}; this call is for operators"
         )
 
 
 def _salt(tenant: str, salt: str) -> str:
-    """Make one text of two, so that different pairs give different texts."""
+    """Combine two texts so that different pairs give different results."""
     # A tenant has no zero byte in its name, so the first one ends it.
     return hashlib.sha256(f"{tenant}\0{salt}".encode()).hexdigest()
+
+
+PRIORITY_KEY: Final = "x-quire-priority"
+TENANT_KEY: Final = "x-quire-tenant"
+
+_MAX_DIGITS = 10
+
+
+def with_precedence(request: GenerateRequest, metadata: Mapping[str, str]) -> GenerateRequest:
+    """Return the request with the priority and tenant of `metadata`, if they are set.
+
+    Raises `InvalidArgumentError` for a priority that is no integer; validation checks its range.
+    """
+    priority, tenant = metadata.get(PRIORITY_KEY), metadata.get(TENANT_KEY)
+    if priority is None and tenant is None:
+        return request
+    return replace(
+        request,
+        priority=request.priority if priority is None else _parse_priority(priority),
+        tenant=request.tenant if tenant is None else tenant,
+    )
+
+
+def _parse_priority(text: str) -> int:
+    digits = text[1:] if text[:1] in ("-", "+") else text
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_DIGITS):
+        raise InvalidArgumentError(PRIORITY_KEY, f"is {text[:64]!r}; it must be an integer")
+    return int(text)

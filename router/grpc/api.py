@@ -1,35 +1,32 @@
-"""The gRPC face: `quire.v1.InferenceService` over the domain service."""
+"""The gRPC API: `quire.v1.InferenceService`."""
 
-from contract.errors import InvalidArgumentError, QuireError
-from quire.v1 import inference_pb2, inference_pb2_grpc
-from router.access.priority import TENANT_KEY, with_precedence
-from router.domain import (
-    FinishReason,
-    GenerateRequest,
-    OutputDelta,
-    OutputFinished,
-    PromptScores,
-    Usage,
-)
-from router.grpc.call import CallContext, deadline_of, failure_of, metadata_of
-from router.grpc.wire import (
+from dataclasses import replace
+
+from contract.codec.outputs import (
     event_to_proto,
     finished_to_proto,
-    generate_request_from_proto,
-    load_to_proto,
     logprob_to_proto,
-    model_to_proto,
     prompt_scores_to_proto,
-    resume_request_from_proto,
     usage_to_proto,
 )
+from contract.codec.request import (
+    generate_request_from_proto,
+    model_to_proto,
+    resume_request_from_proto,
+)
+from contract.errors import InvalidArgumentError, QuireError
+from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
+from contract.request import GenerateRequest
+from quire.v1 import inference_pb2, inference_pb2_grpc
+from router.access.tenancy import TENANT_KEY, with_precedence
+from router.grpc.call import CallContext, deadline_of, failure_of, metadata_of
 from router.request.inference import Inference
 from router.request.live import LiveRequest
 from rpc.grpc_server import Service, service_of
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Answers calls; what is raised becomes status in the server's interceptor."""
+    """The server's interceptor turns what is raised into a status."""
 
     def __init__(self, inference: Inference) -> None:
         self._inference = inference
@@ -39,17 +36,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.GenerateRequest,
         context: CallContext,
     ) -> None:
-        """Streams the events; a reader that is slow gets fewer and larger deltas.
+        """Stream the events; a slow reader gets fewer and larger deltas.
 
-        Writes to the context, rather than being a generator: a call that ends while a write waits
-        for the reader then unwinds this very frame, and with it the request, at once.
+        It writes to the context instead of being a generator: if the call ends while a write waits
+        for the reader, this frame unwinds at once, and the request with it.
         """
         await _stream(await self._inference.generate(_request(request, context)), context)
 
     async def Resume(  # noqa: N802
         self, request: inference_pb2.ResumeRequest, context: CallContext
     ) -> None:
-        """Streams the events that the client lacks."""
+        """Stream the events that the client lacks."""
         tenant = metadata_of(context).get(TENANT_KEY, "")
         resume = resume_request_from_proto(request, tenant, deadline_of(context))
         await _stream(await self._inference.resume(resume), context)
@@ -57,7 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Cancel(  # noqa: N802
         self, request: inference_pb2.CancelRequest, context: CallContext
     ) -> inference_pb2.CancelResponse:
-        """Ends a request of which the client may have lost the stream."""
+        """Cancel a request whose stream the client may have lost."""
         await self._inference.cancel(request.request_id, metadata_of(context).get(TENANT_KEY, ""))
         return inference_pb2.CancelResponse()
 
@@ -66,7 +63,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.GenerateOnceRequest,
         context: CallContext,
     ) -> inference_pb2.GenerateOnceResponse:
-        """Collects the events; the failure of an output is the call's."""
+        """Collect the events; if an output fails, the call does."""
         domain_request = _request(request.request, context)
         response = inference_pb2.GenerateOnceResponse()
         async with await self._inference.generate(domain_request) as live:
@@ -96,7 +93,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, _: CallContext
     ) -> inference_pb2.TokenizeResponse:
-        """Tokenizes a text or a chat."""
         max_model_len = self._inference.model.info(request.model).max_model_len
         has_special = request.HasField("add_special_tokens")
         match request.WhichOneof("input"):
@@ -124,7 +120,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, _: CallContext
     ) -> inference_pb2.DetokenizeResponse:
-        """Turns token ids into text."""
         text = await self._inference.text.detokenize(
             request.model,
             request.token_ids,
@@ -137,7 +132,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(  # noqa: N802
         self, _request: inference_pb2.ListModelsRequest, _: CallContext
     ) -> inference_pb2.ListModelsResponse:
-        """Lists the models."""
         return inference_pb2.ListModelsResponse(
             models=map(model_to_proto, self._inference.model.infos())
         )
@@ -145,20 +139,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def GetLoad(  # noqa: N802
         self, _request: inference_pb2.GetLoadRequest, _: CallContext
     ) -> inference_pb2.GetLoadResponse:
-        """Passes on the scheduler's load."""
-        return inference_pb2.GetLoadResponse(load=load_to_proto(await self._inference.load()))
+        return inference_pb2.GetLoadResponse(load=await self._inference.load())
 
     async def DescribeKv(  # noqa: N802
         self, request: inference_pb2.DescribeKvRequest, _: CallContext
     ) -> inference_pb2.DescribeKvResponse:
-        """Passes on what the scheduler says of its KV blocks."""
         workers = await self._inference.describe_kv(request.query)
         return inference_pb2.DescribeKvResponse(workers=workers)
 
     async def DescribeActivity(  # noqa: N802
         self, request: inference_pb2.DescribeActivityRequest, _: CallContext
     ) -> inference_pb2.DescribeActivityResponse:
-        """Passes on what the scheduler says of its workers' steps."""
         workers = await self._inference.describe_activity(request.query)
         return inference_pb2.DescribeActivityResponse(workers=workers)
 
@@ -171,8 +162,8 @@ def inference_service(inference: Inference) -> Service:
 
 
 def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> GenerateRequest:
-    """Takes what the message says, and what the call says beside it."""
-    request = generate_request_from_proto(message, deadline_of(context))
+    """Make a request of the message and the call's metadata."""
+    request = replace(generate_request_from_proto(message), deadline=deadline_of(context))
     return with_precedence(request, metadata_of(context))
 
 
@@ -180,8 +171,8 @@ async def _stream(live: LiveRequest, context: CallContext) -> None:
     expired: QuireError | None = None
     async with live:
         async for event in live:
-            if isinstance(event, OutputFinished) and event.reason is FinishReason.DEADLINE:
+            if isinstance(event, OutputFinished) and event.finish_reason is FinishReason.DEADLINE:
                 expired = failure_of(event)
             await context.write(event_to_proto(live.request_id, event))
-    if expired is not None:  # what the client's own clock would have said a moment later
+    if expired is not None:  # the client's own clock would raise the same a moment later
         raise expired

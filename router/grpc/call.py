@@ -1,4 +1,4 @@
-"""What a gRPC call says beside its message, and the errors that outputs end a call with."""
+"""A gRPC call's metadata and deadline, and the errors that outputs end a call with."""
 
 import asyncio
 from typing import Any, TypeAlias
@@ -6,27 +6,27 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from contract.errors import DeadlineExceededError, QuireError, UnavailableError
-from router.domain import FinishReason, OutputFinished
+from contract.outputs import FinishReason, OutputFinished
 from router.schedulers.wire import error_from_code
 
 CallContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 def metadata_of(context: CallContext) -> dict[str, str]:
-    """The call's metadata, without what is binary."""
+    """Return the call's metadata without binary values."""
     pairs = context.invocation_metadata() or ()
     return {key: value for key, value in pairs if isinstance(value, str)}
 
 
 def deadline_of(context: CallContext) -> float | None:
-    """When the call's deadline passes, on the event loop's clock; None: never."""
+    """Return when the call's deadline passes, on the event loop's clock; None: never."""
     remaining_s = context.time_remaining()
     return None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s
 
 
 def failure_of(finished: OutputFinished) -> QuireError | None:
-    """What a call that answers in one piece ends with; None if the output ended well."""
-    match finished.reason:
+    """Return the error that a unary call ends with; None if the output ended well."""
+    match finished.finish_reason:
         case FinishReason.ERROR:
             assert finished.error is not None, "ERROR comes with an error"
             return error_from_code(finished.error.code, finished.error.message)

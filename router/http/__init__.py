@@ -1,1 +1,1 @@
-"""The OpenAI HTTP face: completions, chat completions and models over the router's domain."""
+"""The OpenAI API over HTTP: completions, chat completions and models."""

@@ -1,11 +1,11 @@
-"""The routes of the OpenAI face, and what holds for each of them: ids, trace context, errors."""
+"""The routes of the OpenAI API, and what all share: ids, trace context, errors."""
 
 import functools
 import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TypeAlias, TypeVar
 
@@ -14,7 +14,7 @@ from opentelemetry import context as otel_context
 from pydantic import ValidationError
 
 from contract.errors import InvalidArgumentError, NotFoundError
-from router.access.priority import with_precedence
+from router.access.tenancy import with_precedence
 from router.http.errors import (
     REQUEST_ID_HEADER,
     BodyTooLargeError,
@@ -22,8 +22,6 @@ from router.http.errors import (
     error_from_validation,
     failure_response,
 )
-from router.http.json_object import Schema
-from router.http.json_text import excerpt, json_bytes, parse_json
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
@@ -31,13 +29,14 @@ from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize
 from router.http.responses.answer import Call, answer
 from router.http.responses.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.http.responses.objects import model_json
+from router.http.strict_json import Schema, excerpt, json_bytes, parse_json
 from router.http.web_pages import PageGuard, check_json
-from router.operations.adapters import Adapters
+from router.operations import Operations
 from router.request.inference import Inference
 from rpc.observe import telemetry
 
 MAX_BODY_BYTES = 16 * 2**20
-"""Room for a million tokens as numbers; parsing it holds the event loop for some 0.1 s."""
+"""Room for a million token ids; parsing that many blocks the event loop for about 0.1 s."""
 
 _RESUMABLE_HEADER = "X-Quire-Resumable"
 _REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}")
@@ -47,7 +46,7 @@ B = TypeVar("B", bound=Schema)
 
 @dataclass(slots=True)
 class _CallId:
-    """A call's id: a new one, until the header or the body gives one."""
+    """A call's id: generated, unless the header or the body gives one."""
 
     value: str
 
@@ -58,30 +57,29 @@ CallHandler: TypeAlias = Callable[[web.Request, _CallId], Awaitable[web.StreamRe
 
 def routes(
     inference: Inference,
-    adapters: Adapters,
+    operations: Operations,
     *,
     guard: PageGuard | None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> list[web.AbstractRouteDef]:
-    """The routes below /v1, and those that vLLM has beside them.
+    """Return the routes below /v1, and those that vLLM has beside them.
 
-    `guard` looks at calls that are for operators; None: API keys do.
+    `guard` authorizes operator calls; None if API keys do.
 
-    The runner must be made with `handler_cancellation=True`: a client that disconnects then cancels
-    its handler, and that its requests. Without it a client that waits for an answer in one piece
-    and leaves would be noticed only when the answer is complete.
+    The runner needs `handler_cancellation=True`, so that a client that disconnects cancels its
+    handler and its requests, even while it waits for a whole answer.
     """
     created = int(time.time())
 
     async def create_completion(request: web.Request, call_id: _CallId) -> web.StreamResponse:
-        """Continue a prompt, or several; streamed as server-sent events if asked for."""
+        """Continue one or several prompts; streamed as server-sent events on request."""
         body = await _read_body(request, CompletionBody, max_body_bytes)
         call_id.value = body.request_id or call_id.value
         call = completion_call(inference, body, call_id.value)
         return await answer(request, inference, _with_headers(call, request))
 
     async def create_chat(request: web.Request, call_id: _CallId) -> web.StreamResponse:
-        """Answer a chat, by the model's chat template."""
+        """Answer a chat, using the model's chat template."""
         body = await _read_body(request, ChatBody, max_body_bytes)
         call_id.value = body.request_id or call_id.value
         if LAST_EVENT_ID_HEADER not in request.headers:
@@ -95,7 +93,7 @@ def routes(
         return _json_response({"object": "list", "data": models})
 
     async def get_model(request: web.Request, _: _CallId) -> web.Response:
-        """Describe one of them."""
+        """Describe one model."""
         model_id = request.match_info["id"]
         for model in inference.model.infos():
             if model.id == model_id:
@@ -103,12 +101,12 @@ def routes(
         raise NotFoundError(f"model {excerpt(model_id)} is not served")
 
     async def create_tokens(request: web.Request, _: _CallId) -> web.Response:
-        """Turn a text or a chat into the token ids that the model would see, as vLLM does."""
+        """Turn a text or a chat into the token ids for the model, as vLLM does."""
         body = await _read_body(request, TokenizeBody, max_body_bytes)
         return _json_response(await tokenize(inference, body))
 
     async def create_text(request: web.Request, _: _CallId) -> web.Response:
-        """Turn token ids into text, special tokens and all, as vLLM does."""
+        """Turn token ids into text, with special tokens, as vLLM does."""
         body = await _read_body(request, DetokenizeBody, max_body_bytes)
         return _json_response(await detokenize(inference, body))
 
@@ -121,23 +119,24 @@ def routes(
         """Load a LoRA adapter from a directory on the workers' machines; for operators, as vLLM."""
         check_call(request)
         body = await _read_body(request, LoadAdapterBody, max_body_bytes)
-        return web.Response(text=await load_adapter(adapters, body, request.remote))
+        return web.Response(text=await load_adapter(operations, body, request.remote))
 
     async def unload_lora_adapter(request: web.Request, _: _CallId) -> web.Response:
-        """Unload one, once the requests that have it have ended; for operators, as vLLM."""
+        """Unload an adapter when its requests have ended; for operators, as vLLM."""
         check_call(request)
         body = await _read_body(request, UnloadAdapterBody, max_body_bytes)
-        return web.Response(text=await unload_adapter(adapters, body, request.remote))
+        return web.Response(text=await unload_adapter(operations, body, request.remote))
 
     async def get_version(_: web.Request, __: _CallId) -> web.Response:
-        """Tell the service's version."""
+        """Return the service's version."""
         return _json_response({"version": version("quire")})
 
     async def get_load(_: web.Request, __: _CallId) -> web.Response:
-        """Tell how many sequences are live (`server_load`), and the scheduler's whole load."""
+        """Return how many sequences are live (`server_load`), and the schedulers' load."""
         load = await inference.load()
         num_live = load.num_requests_running + load.num_requests_waiting + load.num_requests_swapped
-        return _json_response({"server_load": num_live, **asdict(load)})
+        fields = {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields}
+        return _json_response({"server_load": num_live, **fields})
 
     async def refuse(request: web.Request, _: _CallId) -> web.Response:
         if request.path in paths:
@@ -165,7 +164,7 @@ def routes(
 
 
 def _endpoint(handler: CallHandler) -> HttpHandler:
-    """The handler in its trace context, its errors in OpenAI's shape, its call's id returned."""
+    """Wrap a handler: trace context, errors in OpenAI's shape, the call's id in the answer."""
 
     @functools.wraps(handler)
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -176,7 +175,7 @@ def _endpoint(handler: CallHandler) -> HttpHandler:
                 call_id.value = _check_request_id(header)
             response = await handler(request, call_id)
         except ClientConnectionResetError:
-            raise  # the client is gone, and nobody reads what is returned
+            raise  # the client is gone
         except Exception as error:  # noqa: BLE001 - the one place that answers for all of them
             response = failure_response(error, path=request.path, request_id=call_id.value)
         finally:
@@ -189,7 +188,7 @@ def _endpoint(handler: CallHandler) -> HttpHandler:
 
 
 def _with_headers(call: Call, http: web.Request) -> Call:
-    """The call with what its headers ask for: an order, that it may be resumed, that it is."""
+    """Add what the headers say: priority, tenant, resumable, and where to resume."""
     resumable = http.headers.get(_RESUMABLE_HEADER, "false").lower()
     if resumable not in ("true", "false"):
         raise InvalidArgumentError(
@@ -203,20 +202,20 @@ def _with_headers(call: Call, http: web.Request) -> Call:
         ],
     )
     last = http.headers.get(LAST_EVENT_ID_HEADER)
-    return call if last is None else _going_on(call, last)
+    return call if last is None else _resumed(call, last)
 
 
-def _going_on(call: Call, last_event_id: str) -> Call:
+def _resumed(call: Call, last_event_id: str) -> Call:
     request_id, received = parse_event_id(last_event_id)
     requests = [
         replace(request, request_id=request_id, resumable=True) for request in call.requests
     ]
     call = replace(call, request_id=request_id, requests=requests, received=received)
-    if not call.can_go_on:
+    if not call.is_resumable:
         raise InvalidArgumentError(
             LAST_EVENT_ID_HEADER,
             "is set; the body must ask for a stream of one prompt, without prompt_logprobs, as the"
-            " one did that broke",
+            " broken stream's did",
         )
     return call
 
@@ -231,7 +230,7 @@ def _check_request_id(request_id: str) -> str:
 
 
 async def _read_body(request: web.Request, schema: type[B], max_bytes: int) -> B:
-    """The call's body; raises QuireError."""
+    """Read and parse the call's body; raises QuireError."""
     value = parse_json(await _read_bytes(request, max_bytes))
     try:
         return schema.model_validate(value)

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: the JSON, the HTTP status and the headers of a refusal."""
+"""Errors in OpenAI's shape: JSON, HTTP status and headers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ from contract.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from router.domain import FinishReason, OutputFinished
-from router.http.json_text import excerpt, json_bytes
+from contract.outputs import FinishReason, OutputFinished
+from router.http.strict_json import excerpt, json_bytes
 
 log = structlog.get_logger()
 
@@ -40,7 +40,7 @@ _STATUS_TO_CODE = {
     413: "body_too_large",
     429: "rate_limit_exceeded",
 }
-"""OpenAI's codes are words, and absent where the message says it all: strict clients parse them."""
+"""OpenAI's codes are words, or absent; strict clients parse them."""
 
 _FAILURES: tuple[type[QuireError], ...] = (
     DeadlineExceededError,
@@ -53,25 +53,25 @@ _CODE_TO_FAILURE = {failure.code.value[0]: failure for failure in _FAILURES}
 
 
 class BodyTooLargeError(QuireError):
-    """The body exceeds what the face reads."""
+    """The body is too large."""
 
     http_status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
 class UnsupportedMediaTypeError(QuireError):
-    """The body is not said to be what the face reads."""
+    """The body has another Content-Type than JSON."""
 
     http_status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
 
 
 class MethodNotAllowedError(QuireError):
-    """The path exists, for another method."""
+    """The path exists for another method."""
 
     http_status = HTTPStatus.METHOD_NOT_ALLOWED
 
 
 def error_json(error: QuireError) -> dict[str, object]:
-    """The body that tells a client of an error; also an event of a stream that breaks."""
+    """Return the JSON of an error: a response's body, or an event of a stream that breaks."""
     status = error.http_status
     is_clients_fault = status < HTTPStatus.INTERNAL_SERVER_ERROR
     default_type = "invalid_request_error" if is_clients_fault else "server_error"
@@ -86,7 +86,7 @@ def error_json(error: QuireError) -> dict[str, object]:
 
 
 def error_response(error: QuireError) -> web.Response:
-    """The response that refuses a request."""
+    """Return the response for an error."""
     response = web.Response(
         status=error.http_status,
         body=json_bytes(error_json(error)),
@@ -98,7 +98,7 @@ def error_response(error: QuireError) -> web.Response:
 
 
 def failure_response(error: Exception, **where: str) -> web.Response:
-    """The response to what a handler raised; a bug is logged, and the client is told no more."""
+    """Return the response for what a handler raised; a bug is logged, its details hidden."""
     if isinstance(error, QuireError):
         return error_response(error)
     log.error("request_failed", exc_info=error, **where)
@@ -106,18 +106,18 @@ def failure_response(error: Exception, **where: str) -> web.Response:
 
 
 def error_from_validation(error: ValidationError) -> InvalidArgumentError:
-    """The first thing wrong with a body: its field, its value, and what it must be."""
+    """Return the first problem of a body: field, value, and what it must be."""
     detail = error.errors(include_url=False, include_context=False)[0]
     field = _field_path(detail["loc"]) or "body"
     return InvalidArgumentError(field, _problem(detail))
 
 
-def error_in_words_of(
+def error_with_json_names(
     field_to_json: Mapping[str, str], error: InvalidArgumentError
 ) -> InvalidArgumentError:
-    """The error with its field named as the client's JSON has it.
+    """Return the error with its field named as in the client's JSON.
 
-    The domain speaks of `sampling.max_tokens` and of `prompt`, which a chat's client never sent.
+    Checks name `sampling.max_tokens` and `prompt`, which a chat's client never sent.
     """
     problem = str(error).removeprefix(f"{error.field} ")
     name, bracket, index = error.field.removeprefix("sampling.").partition("[")
@@ -144,8 +144,8 @@ def _field_path(location: Sequence[str | int]) -> str:
 
 
 def error_from_finished(finished: OutputFinished) -> QuireError | None:
-    """What to tell of an output that did not end well; None if it did."""
-    match finished.reason:
+    """Return the error of an output that did not end well; None if it did."""
+    match finished.finish_reason:
         case FinishReason.STOP | FinishReason.LENGTH:
             return None
         case FinishReason.DEADLINE:

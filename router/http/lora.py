@@ -3,9 +3,9 @@
 from types import MappingProxyType
 
 from contract.errors import InvalidArgumentError
-from router.http.errors import error_in_words_of
-from router.http.json_object import Schema
-from router.operations.adapters import Adapters
+from router.http.errors import error_with_json_names
+from router.http.strict_json import Schema
+from router.operations import Operations
 
 _FIELD_TO_JSON = {"name": "lora_name", "directory": "lora_path"}
 
@@ -27,24 +27,26 @@ class UnloadAdapterBody(Schema):
     lora_name: str
 
 
-async def load_adapter(adapters: Adapters, body: LoadAdapterBody, remote: str | None) -> str:
-    """Says that it is there; raises QuireError. `remote` is the address that calls."""
+async def load_adapter(operations: Operations, body: LoadAdapterBody, remote: str | None) -> str:
+    """Load an adapter for a caller at `remote`; return vLLM's text; raises QuireError."""
     try:
-        loaded = await adapters.load(body.lora_name, body.lora_path, _peer(remote))
+        loaded = await operations.load_adapter(body.lora_name, body.lora_path, _peer(remote))
     except InvalidArgumentError as error:
-        raise error_in_words_of(_FIELD_TO_JSON, error) from error
+        raise error_with_json_names(_FIELD_TO_JSON, error) from error
     done = "was there already" if loaded.was_there else "added successfully"
     return f"Success: LoRA adapter {body.lora_name!r} {done}."
 
 
-async def unload_adapter(adapters: Adapters, body: UnloadAdapterBody, remote: str | None) -> str:
-    """Says that it is gone, when it is; raises QuireError."""
-    await adapters.unload(body.lora_name, _peer(remote))
+async def unload_adapter(
+    operations: Operations, body: UnloadAdapterBody, remote: str | None
+) -> str:
+    """Unload an adapter; return vLLM's text when it is gone; raises QuireError."""
+    await operations.unload_adapter(body.lora_name, _peer(remote))
     return f"Success: LoRA adapter {body.lora_name!r} removed successfully."
 
 
 def _peer(remote: str | None) -> str:
-    """An address as gRPC writes it."""
+    """Return an address as gRPC writes it."""
     if remote is None:
         return "unknown"
     return f"ipv6:[{remote}]" if ":" in remote else f"ipv4:{remote}"

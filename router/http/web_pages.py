@@ -1,8 +1,8 @@
-"""Keeps web pages from changing a service that obeys whoever calls from its own machine.
+"""Keeps web pages from operating a service that trusts calls from its own machine.
 
-A browser there calls what any page tells it to. It tells whose page that is (`Origin`), unless the
-page's own name leads to this machine: then the name shows in `Host`. And it asks first whether it
-may send a body that it says is JSON, which no route answers.
+A browser there makes any call that a page asks for. It sends the page's `Origin`; if the page's own
+name resolves to this machine, that name is in `Host`. Before it sends a JSON body to another
+origin, it asks for permission, which no route gives.
 """
 
 import ipaddress
@@ -12,39 +12,39 @@ from urllib.parse import urlsplit
 
 from contract.errors import PermissionDeniedError
 from router.http.errors import UnsupportedMediaTypeError
-from router.http.json_text import excerpt
+from router.http.strict_json import excerpt
 
 _JSON = "application/json"
 
 
 @dataclass(frozen=True, slots=True)
 class PageGuard:
-    """Refuses calls of web pages but the service's own; for a router without API keys."""
+    """Refuses calls of web pages, except the service's own; for a router without API keys."""
 
     own_host: str | None
-    """What calls may name besides loopback's names; None: anything, for certificates prove it."""
+    """A name allowed in `Host` besides loopback's; None: any, because TLS proves it."""
 
     def check(self, headers: Mapping[str, str]) -> None:
         """Check a call's headers, `Host` and `Origin`.
 
         Raises:
-            PermissionDeniedError: It may be a page's.
+            PermissionDeniedError: Another page may have made it.
         """
         host, origin = headers.get("Host", ""), headers.get("Origin")
         if self.own_host is not None and not _is_own(host, self.own_host):
             raise PermissionDeniedError(
-                f"Host is {excerpt(host)}; a router without API keys obeys calls that name"
+                f"Host is {excerpt(host)}; a router without API keys takes this call only for"
                 f" localhost, a loopback address or {self.own_host}"
             )
         if origin is not None and _authority(origin) != host.lower():
             raise PermissionDeniedError(
-                f"Origin is {excerpt(origin)}; a router without API keys obeys no web page but its"
+                f"Origin is {excerpt(origin)}; a router without API keys takes it only from its"
                 f" own, of {excerpt(host)}"
             )
 
 
 def check_json(content_type: str) -> None:
-    """Check that a body is said to be JSON.
+    """Check that the Content-Type is JSON.
 
     Raises:
         UnsupportedMediaTypeError: It is not.

@@ -1,1 +1,1 @@
-"""The KServe face: the Open Inference Protocol, version 2, over gRPC."""
+"""The KServe API: the Open Inference Protocol, version 2, over gRPC."""

@@ -1,4 +1,4 @@
-"""The servicer of `inference.GRPCInferenceService`, over the domain service."""
+"""The servicer of `inference.GRPCInferenceService`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -7,11 +7,11 @@ from importlib.metadata import version
 from typing import Final
 
 from contract.errors import InvalidArgumentError, QuireError
+from contract.outputs import OutputDelta, OutputFinished, Usage
 from quire.kserve import open_inference_pb2, open_inference_pb2_grpc
-from router.access.priority import with_precedence
-from router.domain import OutputDelta, OutputFinished, Usage
+from router.access.tenancy import with_precedence
 from router.grpc.call import CallContext, deadline_of, failure_of, metadata_of
-from router.http.errors import error_in_words_of
+from router.http.errors import error_with_json_names
 from router.kserve.wire import (
     FINAL_PARAMETER,
     Answer,
@@ -27,11 +27,11 @@ from router.request.live import LiveRequest
 from rpc.grpc_server import Service, service_of
 
 MAX_STREAMED_REQUESTS: Final = 1024
-"""Most requests of one stream in hand; the next one is not read until one of them is answered."""
+"""Most unanswered requests of one stream; further ones are not read before one is answered."""
 
 
 class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
-    """Answers calls; what is raised becomes status in the server's interceptor."""
+    """The server's interceptor turns what is raised into a status."""
 
     def __init__(self, inference: Inference, is_ready: Callable[[], bool]) -> None:
         self._inference = inference
@@ -40,19 +40,17 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ServerLive(  # noqa: N802
         self, _request: open_inference_pb2.ServerLiveRequest, _: CallContext
     ) -> open_inference_pb2.ServerLiveResponse:
-        """Who answers is live."""
         return open_inference_pb2.ServerLiveResponse(live=True)
 
     async def ServerReady(  # noqa: N802
         self, _request: open_inference_pb2.ServerReadyRequest, _: CallContext
     ) -> open_inference_pb2.ServerReadyResponse:
-        """Says what the process's health says."""
         return open_inference_pb2.ServerReadyResponse(ready=self._is_ready())
 
     async def ModelReady(  # noqa: N802
         self, request: open_inference_pb2.ModelReadyRequest, _: CallContext
     ) -> open_inference_pb2.ModelReadyResponse:
-        """The only model is ready when the process is."""
+        """The model is ready when the process is."""
         check_version(request.version)
         self._inference.model.check_name(request.name)
         return open_inference_pb2.ModelReadyResponse(ready=self._is_ready())
@@ -60,20 +58,19 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ServerMetadata(  # noqa: N802
         self, _request: open_inference_pb2.ServerMetadataRequest, _: CallContext
     ) -> open_inference_pb2.ServerMetadataResponse:
-        """Names the release."""
         return open_inference_pb2.ServerMetadataResponse(name="quire", version=version("quire"))
 
     async def ModelMetadata(  # noqa: N802
         self, request: open_inference_pb2.ModelMetadataRequest, _: CallContext
     ) -> open_inference_pb2.ModelMetadataResponse:
-        """Lists the tensors."""
+        """List the model's tensors."""
         check_version(request.version)
         return model_to_proto(self._inference.model.info(request.name))
 
     async def ModelInfer(  # noqa: N802
         self, request: open_inference_pb2.ModelInferRequest, context: CallContext
     ) -> open_inference_pb2.ModelInferResponse:
-        """Collects the events."""
+        """Collect the events."""
         call = self._parse(request, context)
         if call.stream:
             raise InvalidArgumentError("stream", "is true; ModelStreamInfer has streams")
@@ -85,9 +82,9 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         requests: AsyncIterator[open_inference_pb2.ModelInferRequest],
         context: CallContext,
     ) -> None:
-        """Serves every request of the stream at once, each in a task of its own."""
+        """Serve the requests of the stream concurrently, each in a task of its own."""
         room = asyncio.Semaphore(MAX_STREAMED_REQUESTS)
-        writing = asyncio.Lock()  # gRPC takes one message at a time
+        writing = asyncio.Lock()  # gRPC allows one write at a time
 
         async def write(response: open_inference_pb2.ModelStreamInferResponse) -> None:
             async with writing:
@@ -110,7 +107,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         context: CallContext,
         write: Callable[[open_inference_pb2.ModelStreamInferResponse], Awaitable[None]],
     ) -> None:
-        """Writes the responses of one request of a stream; what it fails of is the last."""
+        """Write the responses of one request of a stream; an error is the last."""
         try:
             call = self._parse(request, context)
             async with await self._generate(call) as live:
@@ -131,7 +128,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     def _parse(
         self, message: open_inference_pb2.ModelInferRequest, context: CallContext
     ) -> InferCall:
-        """Takes what the message says, and what the call says beside it."""
+        """Make a request of the message and the call's metadata."""
         call = infer_call_from_proto(message)
         deadline = deadline_of(context)
         if call.timeout_s is not None:
@@ -144,7 +141,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         try:
             return await self._inference.generate(call.request)
         except InvalidArgumentError as error:
-            raise error_in_words_of({"prompt": "text_input"}, error) from None
+            raise error_with_json_names({"prompt": "text_input"}, error) from None
 
 
 def kserve_service(inference: Inference, is_ready: Callable[[], bool]) -> Service:
@@ -158,7 +155,7 @@ def kserve_service(inference: Inference, is_ready: Callable[[], bool]) -> Servic
 
 
 async def _complete(call: InferCall, live: LiveRequest) -> Answer:
-    """Adds up all answers; raises what an output failed of."""
+    """Collect all outputs; raise the error of an output that failed."""
     texts = [[call.prefix] for _ in live.outputs]
     reasons = [""] * len(texts)
     async for event in live:
@@ -176,10 +173,10 @@ async def _complete(call: InferCall, live: LiveRequest) -> Answer:
 
 
 async def _answers(call: InferCall, live: LiveRequest) -> AsyncIterator[tuple[Answer, bool]]:
-    """Yields what is told in a stream, and whether it is the last.
+    """Yield the answers of a stream, and whether each is the last.
 
-    Each delta is an answer in which the other outputs have no text; the end of the request is one
-    without text, so that no delta waits to see whether it was the last.
+    A delta is an answer in which the other outputs have no text. The end of the request is an
+    answer without text, so that no delta waits until it is known to be the last.
     """
     if not call.stream:
         yield await _complete(call, live), True
@@ -207,4 +204,4 @@ async def _answers(call: InferCall, live: LiveRequest) -> AsyncIterator[tuple[An
 def _reason(finished: OutputFinished) -> str:
     if (failure := failure_of(finished)) is not None:
         raise failure
-    return finished.reason.value
+    return finished.finish_reason.value

@@ -1,4 +1,4 @@
-"""The fields of a request besides its prompt, and the three ways in which they are given."""
+"""The fields of a request besides its prompt: parameters, JSON, or tensors."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,18 +10,18 @@ from pydantic import ConfigDict, ValidationError
 from contract.errors import InvalidArgumentError
 from quire.kserve import open_inference_pb2
 from router.http.errors import error_from_validation
-from router.http.json_text import excerpt
 from router.http.requests.schema import UNIMPLEMENTED, Body
+from router.http.strict_json import excerpt
 from router.kserve.tensors import Element
 
 _LISTS: Final = frozenset({"stop", "stop_token_ids", "guided_choice"})
-"""Fields whose tensor may have any number of elements."""
+"""Fields whose tensor may have several elements."""
 
 
 class Fields(Body):
-    """All that a request may say: what `/v1/completions` takes, and Triton's own.
+    """All fields of a request: those of `/v1/completions`, and Triton's own.
 
-    Not strict: tensors and parameters have few types, and clients send numbers as text.
+    Types are not strict: tensors and parameters have few, and clients send numbers as text.
     """
 
     model_config = ConfigDict(strict=False)
@@ -29,21 +29,21 @@ class Fields(Body):
     unimplemented = MappingProxyType(
         {
             **UNIMPLEMENTED,
-            # What else says it: `model_name`; `id`; the `return_...` fields; nobody.
+            # Set elsewhere: model_name, id, return_*; `user` is not supported.
             **dict.fromkeys(("model", "request_id", "stream_options", "user"), ()),
         }
     )
 
     max_tokens: int | None = None
     exclude_input_in_output: bool | None = None
-    """None: only in a stream is the prompt left out of the text."""
+    """None: true in a stream, else false."""
     return_finish_reason: bool = False
     return_num_input_tokens: bool = False
     return_num_output_tokens: bool = False
     timeout: int | None = None
     """Microseconds."""
     triton_enable_empty_final_response: bool = False
-    """Changes nothing: the last response of a stream is always marked."""
+    """No effect: the last response of a stream is always marked."""
 
 
 def fields_from_proto(
@@ -51,7 +51,7 @@ def fields_from_proto(
 ) -> Fields:
     """Read the parameters, the JSON of `sampling_parameters` and all other `inputs`.
 
-    Raises InvalidArgumentError naming the field; likewise if a field is given twice, differently.
+    Raises InvalidArgumentError naming the field, also if it is given twice with different values.
     """
     given: dict[str, object] = {}
     for name, value in (

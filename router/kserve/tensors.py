@@ -26,7 +26,7 @@ _DATATYPE_TO_FORM: Final[dict[str, tuple[str, str | None]]] = {
     "FP64": ("d", "fp64_contents"),
     "BYTES": ("", "bytes_contents"),
 }
-"""How `struct` writes an element of a type, and which field holds typed elements, if one does."""
+"""The `struct` code of an element, and the field of typed elements, if there is one."""
 
 _LENGTH: Final = struct.Struct("<I")
 """Before each element of BYTES in raw contents."""
@@ -34,7 +34,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor of one dimension that is given back."""
+    """A one-dimensional output."""
 
     name: str
     datatype: str

@@ -1,12 +1,12 @@
-"""Messages of the Open Inference Protocol to domain values and back."""
+"""Messages of the Open Inference Protocol to values and back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from contract.errors import InvalidArgumentError, NotFoundError
+from contract.request import GenerateRequest, Model
 from quire.kserve import open_inference_pb2
-from router.domain import GenerateRequest, ModelInfo
 from router.kserve.fields import Fields, fields_from_proto, text_of
 from router.kserve.tensors import OutputTensor, inputs_from_proto, outputs_to_proto
 
@@ -32,15 +32,15 @@ _OUTPUT_TO_DATATYPE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class InferCall:
-    """A request, and how its answer is wanted."""
+    """A request, and the form of its answer."""
 
     request: GenerateRequest
     id: str
-    """The client's, which need not be unique; "" if it gave none."""
+    """The client's, not necessarily unique; "" if it gave none."""
     model_name: str
     stream: bool
     prefix: str
-    """What the text of each output begins with: the prompt, if it is wanted there."""
+    """The prompt, if each output's text begins with it; else empty."""
     output_names: tuple[str, ...]
     raw: bool
     """Whether contents are raw, as the request's were."""
@@ -49,17 +49,17 @@ class InferCall:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is told of a request's outputs at once; each tuple by output index."""
+    """The state of a request's outputs in one response; each tuple by output index."""
 
     texts: tuple[str, ...]
     finish_reasons: tuple[str, ...]
-    """Empty for an output that goes on."""
+    """Empty for an output that has not ended."""
     num_input_tokens: int
     num_output_tokens: tuple[int, ...]
 
 
 def check_version(version: str) -> None:
-    """Raise NotFoundError unless there is this version of a model."""
+    """Raise NotFoundError unless models have this version."""
     if version not in ("", MODEL_VERSION):
         raise NotFoundError(f"model version {version[:64]!r} is not served; {MODEL_VERSION!r} is")
 
@@ -101,7 +101,7 @@ def infer_call_from_proto(message: open_inference_pb2.ModelInferRequest) -> Infe
 def answer_to_proto(
     call: InferCall, answer: Answer, *, final: bool | None = None
 ) -> open_inference_pb2.ModelInferResponse:
-    """Write an answer; `final` is said of those in a stream."""
+    """Write an answer; `final` is set in streams only."""
     response = empty_response(call.model_name, call.id)
     if final is not None:
         response.parameters[FINAL_PARAMETER].bool_param = final
@@ -116,7 +116,7 @@ def empty_response(model_name: str, request_id: str) -> open_inference_pb2.Model
     )
 
 
-def model_to_proto(model: ModelInfo) -> open_inference_pb2.ModelMetadataResponse:
+def model_to_proto(model: Model) -> open_inference_pb2.ModelMetadataResponse:
     """Write a model's tensors."""
     metadata = open_inference_pb2.ModelMetadataResponse.TensorMetadata
     return open_inference_pb2.ModelMetadataResponse(

@@ -1,4 +1,4 @@
-"""Which requests the router has taken: each id once, so many at most, none while it drains."""
+"""Which requests the router admits: each id once, up to a limit, none while it drains."""
 
 import asyncio
 
@@ -11,47 +11,45 @@ from router.request.live import LiveRequest
 from rpc.observe import telemetry
 
 _LAST_BYTES_S = 0.2
-"""For clients to read what is on the wire: a socket that closes may take it along."""
+"""Time for clients to read the last bytes: closing a socket may discard them."""
 
 
-class Intake:
-    """The live requests, by tenant and id: from being taken to being read, or left."""
+class Admission:
+    """The live requests by tenant and id, from admission until they are read to the end or left."""
 
     def __init__(self, max_live_requests: int) -> None:
         self._max_live_requests = max_live_requests
         self._spans: dict[tuple[str, str], Span] = {}
         self._lives: dict[tuple[str, str], LiveRequest] = {}
-        """Those of them that have been submitted."""
+        """The submitted ones."""
         self._is_draining = False
         self._drained = asyncio.Event()
 
     def __len__(self) -> int:
-        """How many requests there are."""
         return len(self._spans)
 
     def __contains__(self, key: tuple[str, str]) -> bool:
-        """Whether there is a request of this tenant and id."""
         return key in self._spans
 
     @property
     def lives(self) -> tuple[LiveRequest, ...]:
-        """Those that have been submitted."""
+        """The submitted requests."""
         return tuple(self._lives.values())
 
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
-        """The request of this tenant and id, if it has been submitted."""
+        """Return the request with this tenant and id, if it has been submitted."""
         return self._lives.get((tenant, request_id))
 
-    def take(self, tenant: str, request_id: str) -> Span:
-        """Takes a request, and gives the span that lasts until it is released.
+    def admit(self, tenant: str, request_id: str) -> Span:
+        """Admit a request; return the span that lasts until it is released.
 
-        Raises `UnavailableError` in a drain; `AlreadyExistsError` if there is one of this tenant
-        and id; `TooBusyError` beyond `max_live_requests`.
+        Raises `UnavailableError` in a drain; `AlreadyExistsError` if a request with this tenant and
+        id is live; `TooBusyError` beyond `max_live_requests`.
         """
         if self._is_draining:
-            raise UnavailableError("the router is draining; another one takes requests")
+            raise UnavailableError("the router is draining; send the request to another one")
         if (tenant, request_id) in self._spans:
-            raise AlreadyExistsError(f"request_id {request_id!r} is that of a live request")
+            raise AlreadyExistsError(f"request_id {request_id!r} belongs to a live request")
         if len(self._spans) >= self._max_live_requests:
             raise TooBusyError(
                 f"{len(self._spans)} requests are live; at most {self._max_live_requests} may be"
@@ -62,11 +60,11 @@ class Intake:
         return span
 
     def add(self, live: LiveRequest) -> None:
-        """Adds what became of a request that was taken."""
+        """Add an admitted request that has been submitted."""
         self._lives[live.record.tenant, live.request_id] = live
 
     def close(self, live: LiveRequest) -> None:
-        """Releases a request that has been read, or left, and says in its span how it went."""
+        """Release a request that has been read to the end, or left; complete its span."""
         tenant = live.record.tenant
         span = self._spans[tenant, live.request_id]
         if span.is_recording():
@@ -74,7 +72,7 @@ class Intake:
         self.release(tenant, live.request_id)
 
     def release(self, tenant: str, request_id: str) -> None:
-        """Forgets a request that was taken."""
+        """Forget an admitted request."""
         self._spans.pop((tenant, request_id)).end()
         self._lives.pop((tenant, request_id), None)
         metrics.NUM_REQUESTS_LIVE.dec()
@@ -82,7 +80,7 @@ class Intake:
             self._drained.set()
 
     async def drain(self) -> None:
-        """Takes no more requests; returns when the live ones have been read to their end."""
+        """Admit no more requests; return when the live ones have been read to the end."""
         self._is_draining = True
         if self._spans:
             await self._drained.wait()

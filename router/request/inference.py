@@ -1,4 +1,4 @@
-"""The one domain service: what every face of the router calls."""
+"""Takes requests: checks, prepares, submits and resumes them; every API calls this."""
 
 import asyncio
 import secrets
@@ -11,6 +11,7 @@ from dataclasses import replace
 from opentelemetry import trace
 from opentelemetry.trace import Span, StatusCode
 
+from contract.codec.request import stop_options_to_bytes
 from contract.errors import (
     AbortedError,
     DeadlineExceededError,
@@ -18,41 +19,33 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
-from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
+from contract.request import GenerateRequest, Model, ResumeRequest, StopOptions
+from contract.sampling import BeamSearch, SamplingParams
+from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
 from router.access.api_keys import ApiKeys
 from router.access.quotas import Lease, Quotas
 from router.access.tenancy import check_operator, claim, tenant_of_caller
-from router.domain import (
-    BeamSearch,
-    GenerateRequest,
-    Load,
-    ModelInfo,
-    ResumeRequest,
-    SamplingParams,
-    TextTerms,
-)
 from router.request import span as request_span
-from router.request.admission import Intake
+from router.request.admission import Admission
 from router.request.live import LiveRequest, ReplayRecord
 from router.request.output import LiveOutput
-from router.request.stop_strings import StopMatcher, StopPattern
-from router.request.validation import check_request, settle_sampling
+from router.request.stop_strings import StopMatcher
+from router.request.validation import check_request, complete_sampling
 from router.schedulers.messages import Resumption
 from router.schedulers.pool import Schedulers
 from router.schedulers.served_model import ServedModel
-from router.schedulers.wire import resume_record_of
 from router.text.model_text import ModelText
-from router.text.served_tokenizer import Tokenizers
+from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 
 _SEED_BITS = 63
-"""So that a seed fits a signed 64-bit integer, in whatever language reads a log."""
+"""So that a seed fits a signed 64-bit integer in any language that reads a log."""
 
 
 class Inference:
-    """Takes requests and submits them, has them resumed, and passes on what operators ask."""
+    """Everything that an API can ask about requests, models, text and load."""
 
     def __init__(
         self,
@@ -64,41 +57,38 @@ class Inference:
         tokenizer_threads: int,
         api_keys: ApiKeys | None = None,
     ) -> None:
-        """Serves one model, which is called `model_name` if it is that of the flags.
+        """Serve one model; `model_name` is the name of the flags' model.
 
-        With `api_keys` a call's key says whose request it is, see `tenancy`; whoever passes on a
-        call has looked at it before, see `authentication`.
+        With `api_keys` the call's key decides whose request it is (`tenancy`); `authentication` has
+        checked it before.
         """
         self._has_api_keys = api_keys is not None
         tenant_to_quota = {} if api_keys is None else api_keys.tenant_to_quota
         self._quotas = Quotas(tenant_to_quota, asyncio.get_running_loop().time())
         self._schedulers = schedulers
-        self._intake = Intake(max_live_requests)
+        self._admission = Admission(max_live_requests)
         self.model = ServedModel(model_name, schedulers)
-        """What is served."""
         self.text = ModelText(
             tokenizers,
             self.model,
             num_threads=tokenizer_threads,
             max_pending_prompts=max_live_requests,
         )
-        """What faces ask about text."""
 
     def check_room(self, model: str) -> None:
-        """For faces that have work to do before they can call `generate`.
+        """Raise early what `generate` would, for APIs that have work to do before they call it.
 
-        Raises what `generate` would if that is in vain: `NotFoundError` for an unknown model,
-        `TooBusyError` if the schedulers' queues are full.
+        `NotFoundError` for an unknown model, `TooBusyError` if the schedulers' queues are full.
         """
         with _refusals_counted():
             self.model.check_name(model)
             self._schedulers.check_room(1)
 
     async def generate(self, request: GenerateRequest) -> LiveRequest:
-        """Submits a request; the caller reads the result under `async with`.
+        """Submit a request; the caller reads the result under `async with`.
 
         Raises `InvalidArgumentError` naming field, value and limit; `NotFoundError` for an unknown
-        model; `AlreadyExistsError` if a request of this id is live; `TooBusyError` beyond
+        model; `AlreadyExistsError` if a request with this id is live; `TooBusyError` beyond
         `max_live_requests`, or if the schedulers' queues are full; `UnavailableError` while
         draining or cut off from the scheduler; `DeadlineExceededError` if the deadline passed while
         the prompt was tokenized.
@@ -109,12 +99,12 @@ class Inference:
     async def _generate(self, request: GenerateRequest) -> LiveRequest:
         model = self.model.info(request.model)
         check_request(request, model, self.text.max_text_bytes(model))
-        # Before anything is done for it: under overload most requests end here.
+        # First, before any work: under overload most requests end here.
         self._schedulers.check_room(request.n)
         if self._has_api_keys:
             request = claim(request)
         request_id = request.request_id or uuid.uuid4().hex
-        span = self._intake.take(request.tenant, request_id)
+        span = self._admission.admit(request.tenant, request_id)
         lease: Lease | None = None
         try:
             lease = self._quotas.begin(request.tenant, asyncio.get_running_loop().time())
@@ -124,19 +114,19 @@ class Inference:
                 span.set_status(StatusCode.ERROR, str(error))
             if lease is not None:
                 lease.end(0)
-            self._intake.release(request.tenant, request_id)
+            self._admission.release(request.tenant, request_id)
             raise
         metrics.PROMPT_TOKENS.inc(len(live.prompt_token_ids))
         metrics.REQUEST_PROMPT_TOKENS.observe(len(live.prompt_token_ids))
         return live
 
     async def _submit(
-        self, request: GenerateRequest, request_id: str, model: ModelInfo, span: Span, lease: Lease
+        self, request: GenerateRequest, request_id: str, model: Model, span: Span, lease: Lease
     ) -> LiveRequest:
         start_s = time.time()
         directory = self.model.directory
         prepared = await self.text.prepare(request)
-        if self.model.directory != directory:  # what was prepared is of the one before
+        if self.model.directory != directory:  # the tokens are the previous model's
             raise UnavailableError("the service now has another model")
         prompt = prepared.prompt_token_ids
         context = trace.set_span_in_context(span)
@@ -145,7 +135,7 @@ class Inference:
             telemetry.record_span("tokenize", context, start_s, time.time(), attributes)
         if request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline:
             raise DeadlineExceededError("the deadline passed before the request was submitted")
-        sampling = settle_sampling(
+        sampling = complete_sampling(
             request.sampling, len(prompt), model, secrets.randbits(_SEED_BITS)
         )
         sampling = replace(sampling, structured=prepared.structured, adapter=model.adapter)
@@ -165,12 +155,12 @@ class Inference:
             tenant=request.tenant,
             deadline=request.deadline,
             beam=request.beam,
-            resume_record=resume_record_of(request) if request.resumable else None,
+            resume_record=stop_options_to_bytes(request) if request.resumable else None,
         )
-        terms = TextTerms(
+        stop_options = StopOptions(
             request.stop, request.include_stop_str_in_output, request.skip_special_tokens
         )
-        live = self._start(record, request.n, terms, prepared.stop_patterns, model, lease)
+        live = self._start(record, request.n, stop_options, model, lease)
         if span.is_recording():
             span.set_attributes(request_span.submitted(live))
         self._schedulers.submit(live)
@@ -180,9 +170,8 @@ class Inference:
         self,
         record: ReplayRecord,
         n: int,
-        terms: TextTerms,
-        patterns: Sequence[StopPattern],
-        model: ModelInfo,
+        stop_options: StopOptions,
+        model: Model,
         lease: Lease,
     ) -> LiveRequest:
         end_token_ids = frozenset(record.sampling.stop_token_ids)
@@ -191,8 +180,11 @@ class Inference:
         outputs = [
             LiveOutput(
                 index,
-                self.text.detokenizer(skip_special_tokens=terms.skip_special_tokens),
-                StopMatcher(patterns, include_in_output=terms.include_stop_str_in_output),
+                self.text.detokenizer(skip_special_tokens=stop_options.skip_special_tokens),
+                StopMatcher(
+                    stop_options.stop,
+                    include_in_output=stop_options.include_stop_str_in_output,
+                ),
                 end_token_ids,
             )
             for index in range(n)
@@ -206,16 +198,16 @@ class Inference:
             leave=self._schedulers.leave,
             on_closed=lambda live: self._on_closed(live, lease),
         )
-        self._intake.add(live)
+        self._admission.add(live)
         return live
 
     async def resume(self, request: ResumeRequest) -> LiveRequest:
-        """Goes on with a request behind what its client has; the caller reads it as `generate`'s.
+        """Continue a request behind what its client has; the caller reads it as `generate`'s.
 
-        Whoever reads it now, at any router, gets an `AbortedError`. Raises `NotFoundError` if this
-        tenant has no such request that waits to be resumed; `InvalidArgumentError` if the client
-        says to have more than there is; `FailedPreconditionError` for log-probabilities that are
-        lost; `TooBusyError` and `UnavailableError` as `generate`.
+        A call that reads it now, at any router, ends with `AbortedError`. Raises `NotFoundError` if
+        this tenant has no such resumable request; `InvalidArgumentError` if the client claims more
+        than was produced; `FailedPreconditionError` for lost log-probabilities; `TooBusyError` and
+        `UnavailableError` as `generate`.
         """
         live = await self._take_over(request.request_id, request.tenant, request.deadline)
         try:
@@ -226,7 +218,7 @@ class Inference:
         return live
 
     async def cancel(self, request_id: str, tenant: str) -> None:
-        """Ends a request that can be resumed, whoever reads it; raises as `resume`."""
+        """Cancel a resumable request, whichever call reads it; raises as `resume`."""
         live = await self._take_over(request_id, tenant, None)
         live.cancel()
 
@@ -234,9 +226,9 @@ class Inference:
         model = self.model.info()
         if self._has_api_keys:
             tenant = tenant_of_caller(tenant)
-        if (tenant, request_id) in self._intake:
+        if (tenant, request_id) in self._admission:
             self._take_away(request_id, tenant)
-        self._intake.take(tenant, request_id)
+        self._admission.admit(tenant, request_id)
         lease: Lease | None = None
         try:
             taken = lease = self._quotas.begin(tenant, asyncio.get_running_loop().time())
@@ -248,10 +240,10 @@ class Inference:
         except BaseException as error:
             if isinstance(error, QuireError):
                 metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
-            if (tenant, request_id) in self._intake:  # unless it was resumed, and then left
+            if (tenant, request_id) in self._admission:  # unless it was resumed and then left
                 if lease is not None:
                     lease.end(0)
-                self._intake.release(tenant, request_id)
+                self._admission.release(tenant, request_id)
             raise
 
     def _go_on(
@@ -259,81 +251,82 @@ class Inference:
         found: Resumption,
         wanted: tuple[str, str],
         deadline: float | None,
-        model: ModelInfo,
+        model: Model,
         lease: Lease,
     ) -> LiveRequest:
-        record, terms = replace(found.record, deadline=deadline), found.terms
+        record = replace(found.record, deadline=deadline)
         if (record.tenant, record.request_id) != wanted:
             raise QuireError("the scheduler resumed another request than it was asked to")
         num_tokens = _most_tokens(
             len(record.prompt_token_ids), found.n, record.beam, record.sampling
         )
         lease.take_up(record.request_id, num_tokens)
-        patterns = [StopPattern.of(string) for string in terms.stop]
-        return self._start(record, found.n, terms, patterns, model, lease)
+        return self._start(record, found.n, found.stop_options, model, lease)
 
     def _take_away(self, request_id: str, tenant: str) -> None:
-        """Ends the call that reads a live request of this router, for another to resume it."""
-        live = self._intake.find(tenant, request_id)
+        """End the call that reads a live request of this router, so that another can resume it."""
+        live = self._admission.find(tenant, request_id)
         if live is None:
-            raise UnavailableError(f"request {request_id!r} is being taken on by another call")
+            raise UnavailableError(f"request {request_id!r} is being resumed by another call")
         if live.record.resume_record is None:
-            raise NotFoundError(f"request {request_id!r} cannot be resumed: it is not known")
-        # Without one, this router's copy would be the only one; of what has ended, news are kept.
+            raise NotFoundError(
+                f"request {request_id!r} cannot be resumed: it was not submitted as resumable"
+            )
+        # Without a scheduler, this router's copy would be the only one.
         if live.live_seq_keys and not self._schedulers.is_kept(live):
             raise self._schedulers.unavailable()
-        # Not given up: if it is refused to the other call, it still can be resumed.
+        # Left, not cancelled: if the other call is refused, the request can still be resumed.
         self._schedulers.leave(live)
         live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
     def _on_closed(self, live: LiveRequest, lease: Lease) -> None:
         if live.goes_on:
-            now = asyncio.get_running_loop().time()  # what becomes of it, this router does not see
+            now = asyncio.get_running_loop().time()  # this router will not see its end
             lease.leave(live.request_id, now, now + self._schedulers.resume_grace_s)
         elif live.num_cached_tokens is None:
             lease.end(0)  # it was never admitted
         else:
             lease.end(len(live.prompt_token_ids) + live.num_completion_tokens)
-        self._intake.close(live)
+        self._admission.close(live)
 
     @property
     def num_live(self) -> int:
-        """Requests that have been taken and not been read to their end, or left."""
-        return len(self._intake)
+        """Admitted requests that have not been read to the end or left."""
+        return len(self._admission)
 
     async def drain(self) -> None:
-        """Takes no more requests; returns when the live ones have been read to their end.
+        """Admit no more requests; return when the live ones have been read to the end.
 
-        When it is cancelled before that, those that can be resumed are handed over: they run on,
-        and their clients are told to go on at another router.
+        If it is cancelled before that, resumable requests continue at their scheduler, and their
+        clients are told to resume them at another router.
         """
         self._schedulers.note_draining()
         try:
-            await self._intake.drain()
+            await self._admission.drain()
         except asyncio.CancelledError:
             self._hand_over()
             raise
 
     def _hand_over(self) -> None:
-        for live in self._intake.lives:
+        for live in self._admission.lives:
             if live.record.resume_record is not None:
                 self._schedulers.leave(live)
                 live.take_away(
                     UnavailableError(
-                        f"the router ends; request {live.request_id!r} goes on, and can be resumed"
+                        f"the router ends; request {live.request_id!r} continues and can be resumed"
                     )
                 )
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self.text.close()
 
     async def load(self) -> Load:
-        """How busy the scheduler is; raises `UnavailableError` while cut off from it."""
+        """Return how busy the schedulers are; raises `UnavailableError` without one."""
         return await self._schedulers.load()
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
-        """Who holds which KV blocks, in the scheduler's words; raises what it refuses.
+        """Return who holds which KV blocks, as the schedulers answer; raises what they refuse.
 
         Raises `PermissionDeniedError` if the call's API key is a tenant's.
         """
@@ -342,7 +335,7 @@ class Inference:
         return await self._schedulers.describe_kv(query)
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """What the workers are doing; raises as `describe_kv`."""
+        """Return what the workers are doing; raises as `describe_kv`."""
         if self._has_api_keys:
             check_operator()
         return await self._schedulers.describe_activity(query)
@@ -351,8 +344,8 @@ class Inference:
 def _most_tokens(
     num_prompt_tokens: int, n: int, beam: BeamSearch | None, sampling: SamplingParams
 ) -> int:
-    """What a request may come to, prompt and outputs."""
-    assert sampling.max_tokens is not None, "it is settled"
+    """Return the most tokens that a request may have, prompt and outputs."""
+    assert sampling.max_tokens is not None, "complete_sampling sets it"
     return num_prompt_tokens + (n if beam is None else beam.width) * sampling.max_tokens
 
 

@@ -1,4 +1,4 @@
-"""One live request: its replay record, its outputs, and the events its reader has not taken yet."""
+"""One live request: its replay record, its outputs, and the events not read yet."""
 
 import asyncio
 import time
@@ -9,29 +9,27 @@ from types import TracebackType
 from typing import Self
 
 from contract.errors import InvalidArgumentError, QuireError
-from router import metrics
-from router.domain import (
-    BeamSearch,
+from contract.outputs import (
     Event,
     FinishReason,
     OutputError,
     OutputFinished,
-    OutputReceived,
     PromptScores,
-    SamplingParams,
     TokenLogprob,
     Usage,
 )
+from contract.request import OutputReceived
+from contract.sampling import BeamSearch, SamplingParams
+from router import metrics
 from router.request.output import LiveOutput
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRecord:
-    """What the scheduler must be told of a request, again if it forgets.
+    """A request as it is submitted to a scheduler, and again if the scheduler is replaced.
 
-    Nothing in it is left to chance or to the scheduler's choice: `sampling.seed` and
-    `sampling.max_tokens` are set, so that a request that is submitted again with the tokens it has
-    produced goes on exactly as it would have.
+    `sampling.seed` and `sampling.max_tokens` are set: submitted again with the tokens that it has
+    produced, the request continues exactly as it would have.
     """
 
     request_id: str
@@ -49,22 +47,20 @@ class ReplayRecord:
     """On the event loop's clock; None: never."""
     beam: BeamSearch | None = None
     resume_record: bytes | None = None
-    """What a router needs to resume the request, besides all this; None: it cannot be resumed."""
+    """What another router needs to resume the request besides; None: it is not resumable."""
 
 
 class LiveRequest:
     """A request that the scheduler works on, and the stream of its events.
 
-    A face reads it as an asynchronous iterator, under `async with`: leaving the block early, for
-    whatever reason, cancels what is still live or, if the request can be resumed, leaves it to the
-    scheduler until somebody does. A refusal by the scheduler is raised, as the
-    `QuireError` it is, from the first `__anext__`; a failure after that is an `OutputFinished` with
-    reason ERROR. After the `Usage` the iteration ends.
+    An API reads it as an asynchronous iterator, under `async with`: leaving the block early cancels
+    what is still live or, if the request is resumable, leaves it to the scheduler. The first
+    `__anext__` raises the scheduler's refusal, a `QuireError`; a later failure is an
+    `OutputFinished` with reason ERROR. After the `Usage` the iteration ends.
 
-    The scheduler client is the only one who calls the methods from `push_token` to `refuse`. None
-    of them waits: what the reader has not taken yet is merged into one pending delta per output, so
-    a reader that is slow, or never reads, costs the memory of its tokens (at most `max_model_len`
-    per output) and stops nobody else.
+    Only the scheduler client calls the methods from `push_token` to `refuse`. They never wait: what
+    the reader has not read yet is merged into one pending delta per output, so a slow reader costs
+    the memory of its tokens (at most `max_model_len` per output) and does not slow other requests.
     """
 
     def __init__(
@@ -77,11 +73,11 @@ class LiveRequest:
         leave: Callable[["LiveRequest"], None],
         on_closed: Callable[["LiveRequest"], None],
     ) -> None:
-        """Takes its place between scheduler and reader; belongs to the running event loop.
+        """Belongs to the running event loop.
 
-        `cancel` ends sequences at the scheduler, without an echo to this request. `leave` is
-        called instead if a reader leaves who may resume. `on_closed` is called once, when the
-        reader has taken everything or has left.
+        `cancel` ends sequences at the scheduler, which sends no more events for them. `leave` is
+        called instead if the reader of a resumable request leaves. `on_closed` is called once, when
+        the reader has read everything or has left.
         """
         self.record = record
         self.model = model
@@ -90,25 +86,25 @@ class LiveRequest:
         self.num_cached_tokens: int | None = None
         self.num_pinned_tokens = 0
         self.goes_on = False
-        """Whether the request goes on without this reader, who has left."""
+        """Whether the request continues without this reader."""
         self.num_submits = 0
-        """How often the scheduler was told; counted by the scheduler client."""
+        """How often it was submitted; counted by the scheduler client."""
         self.refused_by: set[str] = set()
-        """The schedulers that had no room for it; kept by the scheduler client."""
+        """Schedulers whose queues were full; kept by the scheduler client."""
         self._refusal: QuireError | None = None
         loop = asyncio.get_running_loop()
         self._submitted_at = loop.time()
         self._cancel = cancel
         self._leave = leave
         self._on_closed = on_closed
-        self._news = asyncio.Event()
+        self._has_events = asyncio.Event()
         self._prompt_logprobs: list[TokenLogprob] | None = None
-        """Those that have come; None: none are wanted, or the reader has taken them."""
+        """Those received; None: not requested, or the reader has them."""
         if record.sampling.prompt_logprobs is not None:
             self._prompt_logprobs = []
-        self._outputs_with_news: dict[int, None] = {}  # an ordered set: each output has its turn
-        self._num_outputs_read = 0  # outputs whose end the reader has taken
-        self._accepted = False  # the reader has taken an event: too late to refuse
+        self._outputs_with_events: dict[int, None] = {}  # an ordered set: outputs take turns
+        self._num_outputs_read = 0  # outputs whose end the reader has
+        self._accepted = False  # the reader has an event: too late to refuse
         self._closed = False
         self._taken_away: QuireError | None = None
         self._timer = (
@@ -117,12 +113,11 @@ class LiveRequest:
 
     @property
     def request_id(self) -> str:
-        """The id, given by the client or made by the router."""
         return self.record.request_id
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """The prompt's tokens, with special tokens."""
+        """The prompt, with special tokens."""
         return self.record.prompt_token_ids
 
     @property
@@ -138,14 +133,14 @@ class LiveRequest:
 
     @property
     def time_to_first_token_s(self) -> float | None:
-        """From taking the request to the first token of output 0, if that has come."""
+        """From the request's arrival to the first token of output 0, if it has come."""
         first = self.outputs[0].first_token_at
         return None if first is None else first - self._submitted_at
 
     @property
     def finish_reasons(self) -> list[str]:
-        """How each output ended, of those that have."""
-        return [output.finished.reason.value for output in self.outputs if output.finished]
+        """How each finished output ended."""
+        return [output.finished.finish_reason.value for output in self.outputs if output.finished]
 
     def push_token(
         self,
@@ -156,10 +151,10 @@ class LiveRequest:
         *,
         is_new: bool = True,
     ) -> bool:
-        """Adds a token to an output that has not ended; True if a stop string ended it thereby.
+        """Add a token to an output that has not ended; True if it completes a stop string.
 
-        The caller then cancels the sequence. `now` is on the event loop's clock. One that is not
-        new, but known from before the request was resumed, does not count in the metrics.
+        The caller then cancels the sequence. `now` is on the event loop's clock. A token from
+        before the request was resumed is not new: it does not count in the metrics.
         """
         output = self.outputs[seq_key - self.record.first_seq_key]
         if not is_new:
@@ -168,25 +163,25 @@ class LiveRequest:
             output.first_token_at = now
             if output.index == 0:
                 metrics.TIME_TO_FIRST_TOKEN.observe(now - self._submitted_at)
-        elif self.record.beam is None:  # the tokens of a search come all at once
+        elif self.record.beam is None:  # a search's tokens come all at once
             metrics.INTER_TOKEN_LATENCY.observe(now - output.last_token_at)
         output.last_token_at = now
         output.push(token_id, logprob)
-        self._tell(output)
+        self._publish(output)
         return output.finished is not None
 
     def score_prompt(self, position: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Adds the scores of the prompt's tokens from `position` on; some may be known already."""
+        """Add the scores of the prompt's tokens from `position` on; some may be known already."""
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += logprobs[len(self._prompt_logprobs) + 1 - position :]
 
     def admit(self, seq_key: int, num_cached_tokens: int) -> None:
-        """Notes how much of the prompt was in the prefix cache when output 0 was first admitted."""
+        """Record how much of the prompt was cached when output 0 was first admitted."""
         if self.num_cached_tokens is None and seq_key == self.record.first_seq_key:
             self.num_cached_tokens = num_cached_tokens
 
     def pin(self, num_pinned_tokens: int) -> None:
-        """Notes how much of the prompt stays in the prefix cache; outputs of it share that."""
+        """Record how much of the prompt is pinned in the prefix cache."""
         self.num_pinned_tokens = max(self.num_pinned_tokens, num_pinned_tokens)
 
     def finish(
@@ -197,7 +192,7 @@ class LiveRequest:
         error: OutputError | None = None,
         cumulative_logprob: float | None = None,
     ) -> None:
-        """Ends an output that has not ended."""
+        """End an output that has not ended."""
         output = self.outputs[seq_key - self.record.first_seq_key]
         if stop_token_id not in self.record.sampling.stop_token_ids:
             stop_token_id = None  # the model's own end token
@@ -210,26 +205,26 @@ class LiveRequest:
                 cumulative_logprob=cumulative_logprob,
             )
         )
-        self._tell(output)
+        self._publish(output)
 
     def refuse(self, error: QuireError) -> None:
-        """Ends the request because the scheduler does not take it (again).
+        """End the request because the scheduler refuses it.
 
-        The reader gets the error as such if nothing has happened yet, else as each output's end.
+        The error is raised to the reader if it has read nothing yet; else it is each output's end.
         """
         if not self._accepted and not any(output.token_ids for output in self.outputs):
             self._refusal = error
-            self._news.set()
+            self._has_events.set()
             return
         failure = OutputError(error.code.value[0], str(error), error.retryable)
         for seq_key in self.live_seq_keys:
             self.finish(seq_key, FinishReason.ERROR, error=failure)
 
     def skip(self, received: Mapping[int, OutputReceived], *, has_prompt_scores: bool) -> None:
-        """Leaves out what the reader has, of all that was pushed; nothing may be read before.
+        """Leave out what the reader has of all that was pushed; call it before reading.
 
-        Raises `InvalidArgumentError` if it has more than there is, `FailedPreconditionError` if it
-        lacks what was lost; then the request is to be closed.
+        Raises `InvalidArgumentError` if the reader claims more than was produced,
+        `FailedPreconditionError` if it lacks what was lost; then the caller closes the request.
         """
         for index in received:
             if index >= len(self.outputs):
@@ -246,7 +241,7 @@ class LiveRequest:
         self._accepted = True
 
     def cancel(self) -> None:
-        """Ends what is still live, also if it could be resumed, and the reading with it."""
+        """Cancel what is still live, even if it is resumable, and end the iteration."""
         if seq_keys := self.live_seq_keys:
             self._cancel(seq_keys)
             for seq_key in seq_keys:
@@ -254,17 +249,17 @@ class LiveRequest:
         self._close()
 
     def take_away(self, error: QuireError) -> None:
-        """Ends the reading with `error`, and nothing else: another call has the request."""
+        """End the iteration with `error`; the request continues for another call."""
         self._taken_away = error
         self.goes_on = True
         self._close()
 
-    def _tell(self, output: LiveOutput) -> None:
-        """Wakes the reader; called after each change of an output."""
-        self._outputs_with_news[output.index] = None
-        self._news.set()
+    def _publish(self, output: LiveOutput) -> None:
+        """Wake the reader; called after each change of an output."""
+        self._outputs_with_events[output.index] = None
+        self._has_events.set()
         if output.finished is not None:
-            metrics.REQUEST_SUCCESS.labels(output.finished.reason.value).inc()
+            metrics.REQUEST_SUCCESS.labels(output.finished.finish_reason.value).inc()
             metrics.REQUEST_GENERATION_TOKENS.observe(len(output.token_ids))
             self._observe_pace(output)
             if not self.live_seq_keys:
@@ -293,23 +288,23 @@ class LiveRequest:
             if (event := self._next_event()) is not None:
                 self._accepted = True
                 return event
-            self._news.clear()
-            await self._news.wait()
+            self._has_events.clear()
+            await self._has_events.wait()
         if self._taken_away is not None:
             raise self._taken_away
         raise StopAsyncIteration
 
     def _next_event(self) -> Event | None:
-        if self._prompt_logprobs is not None and self._outputs_with_news:
+        if self._prompt_logprobs is not None and self._outputs_with_events:
             scores, self._prompt_logprobs = PromptScores(tuple(self._prompt_logprobs)), None
-            # They come before, or with, the first token: else this is an end without one.
+            # They come no later than the first token; fewer: the request ended without one.
             if len(scores.logprobs) == len(self.record.prompt_token_ids) - 1:
                 return scores
-        while self._outputs_with_news:
-            index = next(iter(self._outputs_with_news))
+        while self._outputs_with_events:
+            index = next(iter(self._outputs_with_events))
             event = self.outputs[index].take()
             if event is None:
-                del self._outputs_with_news[index]
+                del self._outputs_with_events[index]
                 continue
             if isinstance(event, OutputFinished):
                 self._num_outputs_read += 1
@@ -325,7 +320,7 @@ class LiveRequest:
         )
 
     async def aclose(self) -> None:
-        """Cancels or leaves what is still live and ends the iteration; may be called again."""
+        """Cancel or leave what is still live and end the iteration; may be called again."""
         self._close()
 
     def _close(self) -> None:
@@ -343,7 +338,7 @@ class LiveRequest:
             self._cancel(seq_keys)
             for seq_key in seq_keys:
                 self.finish(seq_key, FinishReason.CANCELLED)
-        self._news.set()
+        self._has_events.set()
         self._on_closed(self)
 
     async def __aenter__(self) -> Self:

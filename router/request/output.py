@@ -1,26 +1,21 @@
-"""One output of a live request: its tokens, its text, and what its reader has not taken yet."""
+"""One output of a live request: its tokens, its text, and what its reader has not read yet."""
 
 from array import array
 from collections.abc import Container
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError
-from router.domain import (
-    FinishReason,
-    OutputDelta,
-    OutputFinished,
-    OutputReceived,
-    TokenLogprob,
-)
+from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob
+from contract.request import OutputReceived
 from router.request.stop_strings import StopMatcher
 from router.text.detokenizer import Detokenizer
 
 
 class LiveOutput:
-    """Turns the tokens of one sequence into deltas and, at last, one end.
+    """Turns the tokens of one sequence into deltas and one end.
 
-    Text is made when a token arrives, not when the reader comes for it: a stop string must end the
-    sequence even if nobody reads, and a look-up and an incremental decode (measured: under a
-    microsecond per token) cost less than remembering to do them later.
+    Text is made when a token arrives, not when the reader asks for it: a stop string must end the
+    sequence even if its reader is slow. A look-up and an incremental decode take less than a
+    microsecond per token.
     """
 
     def __init__(
@@ -30,16 +25,16 @@ class LiveOutput:
         stop_matcher: StopMatcher,
         end_token_ids: Container[int],
     ) -> None:
-        """`end_token_ids` are those that end the sequence, whose text is therefore not shown."""
+        """`end_token_ids` end the sequence; their text is not shown."""
         self.index = index
         self.token_ids = array("i")
-        """All tokens produced, int32: the replay record's part of this output."""
+        """All tokens produced, int32; sent again if the request is resubmitted."""
         self.finished: OutputFinished | None = None
-        """How it ended; once set, nothing may be pushed."""
+        """The end; once set, nothing may be pushed."""
         self.first_token_at: float | None = None
-        """When the first token came, unless that was before the request was resumed."""
+        """When the first token came; None also if that was before the request was resumed."""
         self.last_token_at: float | None = None
-        """When the newest token came, on the event loop's clock; for the metrics."""
+        """When the newest token came, on the event loop's clock."""
         self._detokenizer = detokenizer
         self._stop_matcher = stop_matcher
         self._end_token_ids = end_token_ids
@@ -48,10 +43,10 @@ class LiveOutput:
         self._logprobs: list[TokenLogprob] = []
         self._end_taken = False
         self.skipped: OutputDelta | None = None
-        """What `skip` has left out; log-probabilities only as far as they are known."""
+        """What `skip` has left out, with the log-probabilities that are known."""
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Adds the next token; ends the output if a stop string is complete with it."""
+        """Add the next token; end the output if it completes a stop string."""
         self.token_ids.append(token_id)
         if logprob is not None:
             self._logprobs.append(logprob)
@@ -65,15 +60,15 @@ class LiveOutput:
             )
 
     def finish(self, finished: OutputFinished) -> None:
-        """Ends the output; text that was held back is now certain."""
+        """End the output; text that was held back is now certain."""
         self._text.append(self._stop_matcher.flush() + self._detokenizer.flush())
         self.finished = finished
 
     def skip(self, received: OutputReceived, *, wants_logprobs: bool) -> None:
-        """Leaves out what the reader has, of all that was pushed; nothing may be taken before.
+        """Leave out what the reader has of all that was pushed; call it before any `take`.
 
-        Raises `InvalidArgumentError` if it has more than there is, `FailedPreconditionError` if it
-        lacks log-probabilities that came without being kept.
+        Raises `InvalidArgumentError` if the reader claims more than was produced,
+        `FailedPreconditionError` if it lacks log-probabilities that were not kept.
         """
         field = f"received[{self.index}]"
         text = "".join(self._text).encode()
@@ -110,7 +105,7 @@ class LiveOutput:
         self._end_taken = received.finished
 
     def take(self) -> OutputDelta | OutputFinished | None:
-        """Hands over what is new: one delta of everything, then the end, then None."""
+        """Return what is new: one delta of everything, then the end, then None."""
         offset = self._num_tokens_taken
         text = "".join(self._text)
         if text or offset < len(self.token_ids):

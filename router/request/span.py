@@ -1,6 +1,6 @@
-"""What the `request` span says: OpenTelemetry's names for generative AI, vLLM's for latencies.
+"""Attributes of the `request` span: OpenTelemetry's names for generative AI, vLLM's for latencies.
 
-Never what was asked or answered: only how much, and how.
+Sizes and parameters only, never text.
 """
 
 from opentelemetry.util.types import AttributeValue
@@ -9,7 +9,7 @@ from router.request.live import LiveRequest
 
 
 def submitted(live: LiveRequest) -> dict[str, AttributeValue]:
-    """Say what was asked; what is at its default is left out."""
+    """Return the request's attributes; defaults are left out."""
     record, sampling = live.record, live.record.sampling
     attributes: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": "text_completion",
@@ -31,7 +31,7 @@ def submitted(live: LiveRequest) -> dict[str, AttributeValue]:
 
 
 def closed(live: LiveRequest) -> dict[str, AttributeValue]:
-    """Say what was answered, when the reader has taken it or has left."""
+    """Return the outputs' attributes, when the reader has everything or has left."""
     attributes: dict[str, AttributeValue] = {
         "gen_ai.response.model": live.model,
         "gen_ai.response.finish_reasons": live.finish_reasons,

@@ -1,101 +1,65 @@
 """Finds stop strings in a text that arrives in pieces."""
 
-from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class StopPattern:
-    """A stop string, prepared for the search of Knuth, Morris and Pratt.
-
-    Shared by all outputs of a request. What a search knows of the text behind it is one number, how
-    many characters of the string match at its end, so that a text is searched in time linear in its
-    length whatever its pieces are.
-    """
-
-    string: str
-    borders: "array[int]"
-    """`borders[i]` is the length of the longest proper prefix of `string[:i + 1]` that ends it."""
-
-    @classmethod
-    def of(cls, string: str) -> "StopPattern":
-        """Prepares a string, which must not be empty."""
-        borders = array("I", [0])
-        matched = 0
-        for character in string[1:]:
-            while matched and string[matched] != character:
-                matched = borders[matched - 1]
-            matched += string[matched] == character
-            borders.append(matched)
-        return cls(string, borders)
-
-    def search(self, matched: int, text: str, end: int) -> tuple[int, int | None]:
-        """Goes on through `text[:end]`, with `matched` characters matching before it.
-
-        Returns how many match at the end and None, or, where the string is first complete, its
-        length and the index just past it.
-        """
-        string, borders = self.string, self.borders
-        position = 0
-        while position < end:
-            if matched == 0:  # most text has no part in a stop string: leap over it
-                position = text.find(string[0], position, end)
-                if position < 0:
-                    return 0, None
-            character = text[position]
-            while matched and string[matched] != character:
-                matched = borders[matched - 1]
-            matched += string[matched] == character
-            position += 1
-            if matched == len(string):
-                return matched, position
-        return matched, None
 
 
 class StopMatcher:
-    """Watches the text of one output for the first stop string to be complete.
+    """Watches the text of one output for the first complete stop string.
 
-    What ends earliest wins, and of two that end together the longer, so that the result does not
-    depend on how the text is cut into pieces.
+    The string that ends first wins, and of two that end together the longer, so that the result
+    does not depend on how the text is cut into pieces.
+
+    For each stop string it remembers how many characters at the end of the text begin it. Only from
+    there on is the next piece searched, so the cost is linear in the length of the text.
     """
 
-    def __init__(self, patterns: Iterable[StopPattern], *, include_in_output: bool) -> None:
-        """`include_in_output`: whether the stop string is part of the text."""
+    def __init__(self, stop: Iterable[str], *, include_in_output: bool) -> None:
+        """`stop`: not empty each; `include_in_output`: whether the stop string is shown."""
         self.found: str | None = None
         """The stop string that was found; once set, nothing may be pushed."""
-        self._patterns = tuple(patterns)
-        self._matched = [0] * len(self._patterns)
+        self._stop = tuple(stop)
+        self._num_begun = [0] * len(self._stop)
         self._include_in_output = include_in_output
         self._held = ""
 
-    def push(self, text: str) -> str:
-        """Takes the next piece; returns the text that is certain not to belong to a stop string.
+    def push(self, piece: str) -> str:
+        """Take the next piece; return the text that is certain not to belong to a stop string.
 
-        Held back is the longest end of the text that a stop string begins with. After a find the
-        rest of the piece is dropped.
+        The longest end of the text that begins a stop string is held back. After a match the rest
+        of the piece is dropped.
         """
-        if not self._patterns:
-            return text
+        if not self._stop:
+            return piece
+        text = self._held + piece
         end = len(text)
-        for i, pattern in enumerate(self._patterns):
-            self._matched[i], match_end = pattern.search(self._matched[i], text, end)
-            if match_end is None:
+        for i, string in enumerate(self._stop):
+            start = len(self._held) - self._num_begun[i]
+            at = text.find(string, start, end)
+            if at < 0:
+                self._num_begun[i] = _num_begun(string, text, start)
                 continue
-            if self.found is None or match_end < end or len(pattern.string) > len(self.found):
-                self.found = pattern.string
-            end = match_end  # from here on only what ends no later counts
+            if self.found is None or at + len(string) < end or len(string) > len(self.found):
+                self.found = string
+            end = at + len(string)  # a later match must not end behind this one
         if self.found is None:
-            certain = len(self._held) + len(text) - max(self._matched)
+            certain = len(text) - max(self._num_begun)
+            self._held = text[certain:]
         else:
-            certain = len(self._held) + end
-            if not self._include_in_output:
-                certain -= len(self.found)
-        text = self._held + text
-        self._held = "" if self.found is not None else text[certain:]
+            certain = end if self._include_in_output else end - len(self.found)
+            self._held = ""
         return text[:certain]
 
     def flush(self) -> str:
-        """The text held back, when the output ended otherwise; "" after a find."""
+        """Return the text held back, when the output ended otherwise; "" after a match."""
         held, self._held = self._held, ""
         return held
+
+
+def _num_begun(string: str, text: str, start: int) -> int:
+    """Return how many characters at the end of `text[start:]` begin `string`, but not all of it."""
+    start = max(start, len(text) - len(string) + 1)
+    while (start := text.find(string[0], start)) >= 0:
+        if string.startswith(text[start:]):
+            return len(text) - start
+        start += 1
+    return 0

@@ -1,7 +1,7 @@
-"""The router's one stream to one scheduler: submits, cancels, and hands out the news.
+"""The router's stream to one scheduler: submits and cancels requests, and delivers their events.
 
-The stream may break and the scheduler be replaced; live requests do not notice. When there is a
-scheduler again, each is submitted again from its replay record with the tokens it has, and goes on.
+If the stream breaks or the scheduler is replaced, live requests wait. At the next scheduler each is
+submitted again from its replay record with the tokens that it has, and continues.
 """
 
 import asyncio
@@ -18,12 +18,13 @@ from contract.errors import InvalidArgumentError, QuireError, TooBusyError, Unav
 from contract.heartbeat import BEAT_S, LOST_AFTER_S, TICK_S, Heartbeat
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from router.request.live import LiveRequest
+from router.schedulers.calls import SchedulerCalls
 from router.schedulers.live_table import LiveTable
-from router.schedulers.messages import News, Refusal, Resumption, SchedulerModel, StepNews, Welcome
+from router.schedulers.messages import Refusal, Resumption, SchedulerMessage, StepEvents, Welcome
 from router.schedulers.outbox import Outbox
-from router.schedulers.questions import SchedulerQuestions
 from router.schedulers.resuming import ResumingCalls, StartResumed
-from router.schedulers.wire import news_from_proto
+from router.schedulers.scheduler_model import SchedulerModel
+from router.schedulers.wire import message_from_proto
 from rpc.observe import timeline
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls, explain
@@ -43,74 +44,70 @@ class MisfitError(QuireError):
 
 @dataclass(frozen=True, slots=True)
 class LinkConfig:
-    """What the links to all schedulers have in common."""
+    """Settings of the links to all schedulers."""
 
     router_id: str
     max_message_mb: int
     tls: ClientTls | None = None
-    """None: in the clear."""
+    """None: without TLS."""
 
 
 class LinkOwner(Protocol):
-    """Who is told of a link. Called from the link's task; nothing may wait."""
+    """Callbacks of a link, from the link's task; only `prepare` may wait."""
 
     async def prepare(self, model: SchedulerModel) -> None:
-        """Reads what it takes to serve a model, which is looked at next; raises MisfitError.
-
-        This alone may wait.
-        """
+        """Read the model's tokenizer; raises MisfitError."""
 
     def check_fit(self, link: "SchedulerLink", model: SchedulerModel) -> None:
-        """Looks at a scheduler's model before it is used; raises MisfitError."""
+        """Check a scheduler's model before it is used; raises MisfitError."""
 
     def connected(self, link: "SchedulerLink") -> None:
-        """Learns that the link has a scheduler, which knows what is live on it."""
+        """The link has a scheduler, to which its live requests have been submitted."""
 
     def changed(self, link: "SchedulerLink") -> None:
-        """Learns that the link has no scheduler, or still none, and why; or whether it hangs."""
+        """The link has lost its scheduler, or its `status` or `hang` has changed."""
 
     def refused(self, link: "SchedulerLink", live: LiveRequest) -> bool:
-        """Learns that a request is not taken; whether another link has it now."""
+        """The scheduler refuses a request; return whether another link has it now."""
 
     def model_changed(self) -> None:
-        """Learns that a link's model takes requests of other lengths or adapters than before."""
+        """The length limit or the adapters of a link's model have changed."""
 
 
 class SchedulerLink:
     """Owns the stream to one scheduler and the table of what is live there.
 
-    `run` reads the stream and never waits for a request's reader; `submit` and `cancel` never wait
-    at all: what they have to say is queued, see `Outbox`.
+    `run` reads the stream and never waits for a request's reader. `submit` and `cancel` put
+    messages into the `Outbox` and never wait.
     """
 
     def __init__(self, target: str, config: LinkConfig, owner: LinkOwner) -> None:
-        """Talks to `target` once `run` runs."""
         self.target = target
         self.model: SchedulerModel | None = None
-        """That of the scheduler that was met last."""
+        """The model of the latest scheduler."""
         self.resume_grace_s = 0.0
-        """For how long the scheduler that was met last keeps what may be resumed."""
+        """For how long the latest scheduler keeps a resumable request without a reader."""
         self.status = f"waiting for the scheduler at {target}"
-        """What is missing, while there is no scheduler."""
+        """Why there is no scheduler, while there is none."""
         self.is_starting = True
-        """Whether that is no more than a beginning."""
+        """Whether `status` is normal during a start."""
         self.hang: str | None = None
-        """How the scheduler that is connected hangs; None: it does not."""
+        """Why the connected scheduler seems to hang; None: it does not."""
         self.away_since: float | None = asyncio.get_running_loop().time()
-        """Since when, on the loop's clock, there has been no scheduler; None: there is one."""
+        """Since when, on the loop's clock, it is not connected; None: it is."""
         self.table = LiveTable()
-        """The sequences that the scheduler works on, or will as soon as there is one."""
+        """The live sequences of the scheduler, or of the next one while there is none."""
         self.room: int | None = None
-        """Sequences that its queues will take, as far as is known; None: they need no counting."""
+        """Sequences that its queues still take, as far as is known; None: many."""
         self.is_unloaded = False
-        """Whether what is submitted there waits until a model is loaded."""
+        """Whether its requests wait until a model is loaded."""
         self._config = config
         self._owner = owner
         self._misfit: MisfitError | None = None
         self._resuming = ResumingCalls()
         self._outbox: Outbox | None = None
-        """What the scheduler must be told; None while there is no scheduler."""
-        self._questions: SchedulerQuestions | None = None
+        """Messages to the scheduler; None while there is no scheduler."""
+        self._calls: SchedulerCalls | None = None
 
     @property
     def is_connected(self) -> bool:
@@ -118,21 +115,21 @@ class SchedulerLink:
         return self._outbox is not None
 
     @property
-    def questions(self) -> SchedulerQuestions:
-        """Who answers for the scheduler; raises UnavailableError while there is none."""
-        if self._outbox is None or self._questions is None:
+    def calls(self) -> SchedulerCalls:
+        """Unary calls to the scheduler; raises UnavailableError while there is none."""
+        if self._outbox is None or self._calls is None:
             raise UnavailableError(self.status)
-        return self._questions
+        return self._calls
 
     @property
     def misfit(self) -> MisfitError | None:
-        """Why the model of the scheduler that was met last is not served."""
+        """Why the model of the latest scheduler is not served."""
         return self._misfit
 
     # --- for requests ---------------------------------------------------------------------------
 
     def submit(self, live: LiveRequest) -> None:
-        """Submits a request; as soon as there is a scheduler, if there is none."""
+        """Submit a request, now or as soon as there is a scheduler."""
         self.table.add(live)
         if self._outbox is not None:
             if self.room is not None and not live.num_submits:
@@ -141,9 +138,9 @@ class SchedulerLink:
             self._outbox.submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
-        """Ends what is live of one request; nothing more is heard of it."""
+        """Cancel live sequences of one request; no more events of them are delivered."""
         key_to_live = self.table.take(seq_keys)
-        # Without a scheduler there is nobody to tell: it will not be submitted again.
+        # Without a scheduler it is enough not to submit it again.
         if not key_to_live or self._outbox is None:
             return
         live = next(iter(key_to_live.values()))
@@ -151,16 +148,16 @@ class SchedulerLink:
             self._outbox.cancel(list(key_to_live))
 
     def leave(self, live: LiveRequest) -> None:
-        """Leaves a request to the scheduler, until its client resumes it through some router."""
+        """Leave a request to the scheduler until its client resumes it, through any router."""
         self.table.discard(live)
-        # Without a scheduler, or if it was never told, there is nobody to keep it.
+        # Without a scheduler, or before it was submitted, the request is gone.
         if self._outbox is not None and not self._outbox.drop(live):
             self._outbox.leave(live.live_seq_keys)
 
     async def resume(
         self, request_id: str, tenant: str, first_seq_key: int, start: StartResumed
     ) -> LiveRequest:
-        """See `Schedulers`; `first_seq_key` and those after it are fresh."""
+        """See `Schedulers.resume`; `first_seq_key` is the first of `MAX_N` fresh keys."""
         if self._outbox is None:
             raise UnavailableError(self.status)
         self._outbox.resume(request_id, tenant, first_seq_key)
@@ -169,10 +166,7 @@ class SchedulerLink:
     # --- the stream -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keeps the stream, through as many schedulers as it takes, until cancelled.
-
-        Raises whatever breaks it, which is a bug.
-        """
+        """Keep a stream, to one scheduler after another, until cancelled; only a bug raises."""
         try:
             await self._keep_stream()
         finally:
@@ -183,14 +177,14 @@ class SchedulerLink:
         config = self._config
         while True:
             try:
-                # A channel each time: it would keep its connection to a scheduler that hangs, and
-                # not look at the next address.
+                # A new channel each time: an old one would keep its connection to a scheduler that
+                # hangs instead of trying the next address.
                 async with open_channel(self.target, config.max_message_mb, config.tls) as channel:
                     await self._converse(channel)
                 reason = "the scheduler ended the stream"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {explain(error.details() or '')}"
-                if self._misfit is not None:  # that scheduler is gone: so is what it said
+                if self._misfit is not None:  # that scheduler is gone, and its model with it
                     self._misfit = None
                     self._wait(f"waiting for the scheduler at {self.target}")
             except TimeoutError:
@@ -200,8 +194,8 @@ class SchedulerLink:
             except MisfitError as error:
                 reason = str(error)
             except QuireError as error:
-                reason = f"the scheduler does not keep to the contract: {error}"
-            if self._outbox is not None:  # there was a scheduler: the next may be soon
+                reason = f"the scheduler breaks the protocol: {error}"
+            if self._outbox is not None:  # there was a scheduler: the next may come soon
                 backoff_s = _MIN_BACKOFF_S
             self._lose(reason)
             # Jitter: many routers lose one scheduler at the same moment.
@@ -209,9 +203,9 @@ class SchedulerLink:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
-        """Talks to a scheduler until the stream ends; raises TimeoutError if it is silent long."""
+        """Exchange messages until the stream ends; raises TimeoutError after a long silence."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._questions = SchedulerQuestions(channel)
+        self._calls = SchedulerCalls(channel)
         call = stub.Connect()
         heartbeat = Heartbeat()
         tasks: list[asyncio.Task[None]] = []
@@ -229,13 +223,13 @@ class SchedulerLink:
                     return
                 if not isinstance(welcome, Welcome):
                     raise QuireError("the first message is not a welcome")
-                outbox = await self._meet(welcome)  # which may take longer than a silence may last
-                asker.cancel()  # from now on beats are read
+                outbox = await self._meet(welcome)  # may take longer than LOST_AFTER_S
+                asker.cancel()  # from now on the stream carries heartbeats
                 heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
-                while (news := await _read(call)) is not None:
+                while (message := await _read(call)) is not None:
                     heartbeat.on_message()
-                    self._hear(news)
+                    self._on_message(message)
         finally:
             for task in tasks:
                 task.cancel()
@@ -243,7 +237,7 @@ class SchedulerLink:
             call.cancel()
 
     async def _watch(self, heartbeat: Heartbeat, limit: asyncio.Timeout) -> None:
-        """Tells the owner when the scheduler hangs and goes on; lets `limit` pass if it is lost."""
+        """Report when the scheduler hangs and recovers; expire `limit` if it is lost."""
         while not heartbeat.is_lost:
             await asyncio.sleep(TICK_S)
             heartbeat.on_tick()
@@ -260,7 +254,7 @@ class SchedulerLink:
         limit.reschedule(asyncio.get_running_loop().time())
 
     async def _meet(self, welcome: Welcome) -> Outbox:
-        """Takes up the scheduler's model and submits every live request (again)."""
+        """Take the scheduler's model and submit every live request again."""
         try:
             await self._owner.prepare(welcome.model)
             self._misfit = None
@@ -301,55 +295,55 @@ class SchedulerLink:
         log.warning("scheduler lost", target=self.target, reason=reason, num_live=num_live)
         self._wait(f"lost the scheduler at {self.target}", is_starting=False)
 
-    # --- the news -------------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------
 
-    def _hear(self, news: News) -> None:
-        match news:
-            case StepNews():
-                with timeline.span("hear a step"):
-                    self._hear_step(news)
+    def _on_message(self, message: SchedulerMessage) -> None:
+        match message:
+            case StepEvents():
+                with timeline.span("deliver a step"):
+                    self._on_step(message)
             case Refusal():
-                self._hear_refusal(news)
+                self._on_refused(message)
             case Resumption():
-                self._hear_resumption(news)
+                self._on_resumed(message)
             case Welcome():
                 raise QuireError("a second welcome")
 
-    def _hear_step(self, news: StepNews, *, is_new: bool = True) -> None:
-        if news.room is not None:
-            self.room = news.room.num_seqs
-        if news.is_unloaded is not None:
-            self.is_unloaded = news.is_unloaded
-        if news.max_model_len is not None and self.model is not None:
-            self.model = replace(self.model, max_model_len=news.max_model_len)
+    def _on_step(self, events: StepEvents, *, is_new: bool = True) -> None:
+        if events.room is not None:
+            self.room = events.room.num_seqs
+        if events.is_unloaded is not None:
+            self.is_unloaded = events.is_unloaded
+        if events.max_model_len is not None and self.model is not None:
+            self.model = replace(self.model, max_model_len=events.max_model_len)
             self._owner.model_changed()
-        if news.adapters is not None and self.model is not None:
-            self.model = replace(self.model, adapters=news.adapters)
+        if events.adapters is not None and self.model is not None:
+            self.model = replace(self.model, adapters=events.adapters)
             self._owner.model_changed()
-        stopped = self.table.hear(news, is_new=is_new)
+        stopped = self.table.deliver(events, is_new=is_new)
         if stopped and self._outbox is not None:
             self._outbox.cancel(list(stopped))
 
-    def _hear_resumption(self, resumption: Resumption) -> None:
+    def _on_resumed(self, resumption: Resumption) -> None:
         def replay(live: LiveRequest) -> None:
             live.num_submits = 1
             self.table.add(live)
-            self._hear_step(resumption.so_far, is_new=False)
+            self._on_step(resumption.so_far, is_new=False)
 
-        if self._resuming.answer(resumption, replay) is None:  # the call has ended meanwhile
-            assert self._outbox is not None, "it is heard"
+        if self._resuming.answer(resumption, replay) is None:  # the call has ended
+            assert self._outbox is not None, "a message came from it"
             first_seq_key = resumption.record.first_seq_key
             self._outbox.leave(range(first_seq_key, first_seq_key + resumption.n))
 
-    def _hear_refusal(self, refusal: Refusal) -> None:
+    def _on_refused(self, refusal: Refusal) -> None:
         if self._resuming.fail(refusal.first_seq_key, refusal.error):
             return
         live = self.table.find(refusal.first_seq_key)
         if live is None:
             return
         if live.num_submits > 1 and isinstance(refusal.error, TooBusyError | UnavailableError):
-            # It had been accepted: neither a new scheduler that all routers rush at may undo that,
-            # nor one that drains, after which there will be another.
+            # It had been accepted, and stays so: a new scheduler may be full because all routers
+            # submit to it at once, and a draining one is going to be replaced.
             asyncio.get_running_loop().call_later(
                 refusal.retry_after_s, self._submit_again, live, self._outbox
             )
@@ -361,22 +355,22 @@ class SchedulerLink:
 
     def _submit_again(self, live: LiveRequest, outbox: Outbox | None) -> None:
         is_live = any(seq_key in self.table for seq_key in live.live_seq_keys)
-        if is_live and self._outbox is outbox:  # else a newer scheduler knows of it already
+        if is_live and self._outbox is outbox:  # else it was submitted to a newer scheduler
             self.submit(live)
 
 
-async def _read(call: Any) -> News | None:
-    """What the scheduler says next; None: it has ended the stream."""
+async def _read(call: Any) -> SchedulerMessage | None:
+    """Return the next message; None: the scheduler has ended the stream."""
     message = await call.read()
     if message is _END:
         return None
-    if message is None:  # so gRPC says that the bytes are no message
+    if message is None:  # gRPC's way to say that the bytes cannot be parsed
         raise InvalidArgumentError("message", "cannot be parsed")
-    return news_from_proto(message)
+    return message_from_proto(message)
 
 
 async def _listen(stub: scheduler_pb2_grpc.SchedulerServiceStub, heartbeat: Heartbeat) -> None:
-    """Asks a scheduler that waits for its model, and says nothing by itself, whether it lives."""
+    """Poll a scheduler that waits for its model: until its welcome it sends no heartbeats."""
     while True:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await stub.GetSchedulerLoad(

@@ -1,73 +1,39 @@
-"""What a scheduler tells a router on their stream."""
+"""Messages of a scheduler on its stream to a router."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from contract.errors import QuireError
-from router.domain import FinishReason, LoraAdapter, OutputError, TextTerms, TokenLogprob
+from contract.lora import LoraAdapter
+from contract.outputs import FinishReason, OutputError, TokenLogprob
+from contract.request import StopOptions
 from router.request.live import ReplayRecord
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerModel:
-    """The model that the scheduler's workers hold."""
-
-    id: str
-    """What the workers call it; clients may know it by another name, the router's."""
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    structured_output: bool = False
-    adapters: tuple[LoraAdapter, ...] = ()
-    directory: str = ""
-    """Where it is, if its workers were told to load it; empty: it is that of the flags."""
-
-    def __str__(self) -> str:
-        """Names it as far as it is shown where two differ."""
-        if not self.adapters:
-            return f"{self.id!r} from {self.directory}" if self.directory else repr(self.id)
-        names = ", ".join(f"{a.name!r} {a.digest.hex()[:8]}" for a in self.adapters)
-        return f"{self.id!r} with LoRA adapters {names}"
-
-    def can_continue(self, other: "SchedulerModel") -> bool:
-        """Whether this is `other` again, as far as a router can tell: its outputs can go on.
-
-        Those of an adapter that has gone or changed cannot: the scheduler refuses them one by one.
-        """
-        return self.can_stand_beside(replace(other, adapters=self.adapters))
-
-    def can_stand_beside(self, other: "SchedulerModel") -> bool:
-        """Whether a router may send any request to either that both have the adapter of."""
-        one, two = (replace(each, max_model_len=0, adapters=()) for each in (self, other))
-        name_to_digest = {each.name: each.digest for each in self.adapters}
-        return one == two and all(
-            name_to_digest.get(each.name, each.digest) == each.digest for each in other.adapters
-        )
+from router.schedulers.scheduler_model import SchedulerModel
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The scheduler knows its model: requests may come."""
+    """The first message: the scheduler knows its model and takes requests."""
 
     epoch: int
     model: SchedulerModel
     resume_grace_s: float
-    """For how long a request runs on that its client has left, to be resumed."""
+    """For how long a resumable request continues without a reader."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request is not taken; none of its sequences exists."""
+    """A request is refused; none of its sequences exists."""
 
     first_seq_key: int
     error: QuireError
     retry_after_s: float
-    """When it may be worth another try, if it ever is."""
+    """When to retry, if the error is retryable."""
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class Admitted:
     """A sequence left the queue."""
 
     seq_key: int
@@ -76,17 +42,17 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Log-probabilities of a part of a sequence's prompt."""
+    """Log-probabilities of part of a sequence's prompt."""
 
     seq_key: int
     position: int
-    """Of the first token told of, in the prompt."""
+    """Position in the prompt of the first one."""
     logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A sequence's prompt stays in the prefix cache, as its request wanted."""
+    """A sequence's prompt has been pinned in the prefix cache."""
 
     seq_key: int
     num_pinned_tokens: int
@@ -94,57 +60,56 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A sequence ended; its last tokens are in the same news."""
+    """A sequence ended; its last tokens are in the same message."""
 
     seq_key: int
     reason: FinishReason
     stop_token_id: int | None
     error: OutputError | None
     cumulative_logprob: float | None = None
-    """Of an output that a beam search found."""
+    """Only if a beam search found the output."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueRoom:
-    """How much room the queues have."""
+    """How many more sequences the queues take."""
 
     num_seqs: int | None
-    """Sequences that may be submitted; None: as many as may be."""
+    """None: many; no counting needed."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepNews:
-    """What one step produced for this router's sequences."""
+class StepEvents:
+    """The events of one step for this router's sequences; None in a field: no change."""
 
     seq_keys: list[int]
     token_ids: list[int]
     """Parallel to `seq_keys`."""
     logprobs: Mapping[int, TokenLogprob]
-    """By place in `token_ids`."""
+    """By index in `token_ids`."""
     prompt_scores: tuple[PromptPart, ...]
-    admissions: tuple[Admission, ...]
+    admissions: tuple[Admitted, ...]
     pins: tuple[Pin, ...]
     endings: tuple[Ending, ...]
     room: QueueRoom | None = None
-    """None: no news of that."""
     max_model_len: int | None = None
-    """Most tokens of prompt and output from now on; None: as before."""
+    """Most tokens of prompt and output from now on."""
     adapters: tuple[LoraAdapter, ...] | None = None
-    """Those that requests may have from now on; None: as before."""
+    """Those that requests may name from now on."""
     is_unloaded: bool | None = None
-    """Whether no worker has its model, so that requests wait; None: as before."""
+    """Whether no worker has its model, so that requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A request that is this router's from now on."""
+    """A resumed request, which belongs to this router from now on."""
 
     record: ReplayRecord
-    """As it was submitted, under the keys that this router gave it; its deadline is not known."""
-    terms: TextTerms
+    """As submitted, under the keys that this router reserved; without its deadline."""
+    stop_options: StopOptions
     n: int
-    so_far: StepNews
-    """All that came of it."""
+    so_far: StepEvents
+    """All its output so far."""
 
 
-News: TypeAlias = Welcome | StepNews | Refusal | Resumption
+SchedulerMessage: TypeAlias = Welcome | StepEvents | Refusal | Resumption

@@ -1,4 +1,4 @@
-"""What one scheduler must be told and has not been yet, as little as that can be."""
+"""Messages to one scheduler that have not been sent yet."""
 
 import asyncio
 from collections import deque
@@ -10,47 +10,44 @@ from router.schedulers.wire import submit_to_proto
 
 
 class Outbox:
-    """Requests to submit, in order, and sequences to cancel; none of its methods waits but `next`.
+    """Requests to submit, in order, and sequences to cancel; only `next` waits.
 
-    A request is written as it is when its turn comes, and one that ends before that is dropped: a
-    scheduler that does not read costs the memory of the requests that are live, and a few bytes for
-    each sequence that it knows and has yet to hear the end of, and each call that waits to resume.
+    A request is serialized when its turn comes, and dropped if it ends before. So a scheduler that
+    does not read costs the memory of the live requests, and a few bytes for each sequence to cancel
+    and each call that waits to resume.
     """
 
     def __init__(self) -> None:
-        """Empty; belongs to the running event loop."""
         self._submits: dict[int, LiveRequest] = {}
-        """By the first sequence key."""
+        """By first sequence key."""
         self._cancels: list[int] = []
         self._messages: deque[scheduler_pb2.ConnectRequest] = deque()
         self._filled = asyncio.Event()
 
     def __len__(self) -> int:
-        """How many requests and sequences there are."""
         return len(self._submits) + len(self._cancels) + len(self._messages)
 
     def submit(self, live: LiveRequest) -> None:
-        """Puts a request at the end."""
         self._submits[live.record.first_seq_key] = live
         self._filled.set()
 
     def drop(self, live: LiveRequest) -> bool:
-        """Forgets a request; False if the scheduler has been told of it, and must hear a cancel."""
+        """Remove a request; False if it was sent already and must be cancelled."""
         return self._submits.pop(live.record.first_seq_key, None) is not None
 
     def cancel(self, seq_keys: list[int]) -> None:
-        """Adds sequences that the scheduler has been told of."""
+        """Cancel sequences that the scheduler knows."""
         self._cancels += seq_keys
         self._filled.set()
 
     def leave(self, seq_keys: Iterable[int]) -> None:
-        """Adds a request that its client has left, by what it has live; the scheduler knows it."""
+        """Leave a request that the scheduler knows, by its live sequences."""
         leave = scheduler_pb2.Leave(seq_keys=seq_keys)
         self._messages.append(scheduler_pb2.ConnectRequest(leave=leave))
         self._filled.set()
 
     def resume(self, request_id: str, tenant: str, first_seq_key: int) -> None:
-        """Adds a request to take over; behind those that are left, which may be the same one."""
+        """Resume a request; sent after all `leave`s, which may name the same request."""
         resume = scheduler_pb2.Resume(
             request_id=request_id, tenant=tenant, first_seq_key=first_seq_key
         )
@@ -58,7 +55,7 @@ class Outbox:
         self._filled.set()
 
     async def next(self) -> scheduler_pb2.ConnectRequest:
-        """Waits for something to say and takes it: cancels first, since they make room."""
+        """Wait for the next message: cancels first, because they make room."""
         while not self:
             self._filled.clear()
             await self._filled.wait()

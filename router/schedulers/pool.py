@@ -1,9 +1,9 @@
-"""The schedulers of a service as one: the router's requests go to, and move between, their links.
+"""All schedulers of a service: places requests at one of them, and moves requests from lost ones.
 
-Several schedulers may be there: each with workers of its own, or one that stands by for another.
-Which it is, a router need not know. What is live at a scheduler that is lost goes to the first that
-is met after that, be it the same one, its successor, or one that was there and lost its stream too;
-and, if none is met soon, to one of those that are connected all the time.
+Several schedulers may each have workers of their own, or one may be a standby for another; the
+router need not know which. Requests that are live at a lost scheduler go to the next scheduler that
+connects: the same one, its replacement, or another that had lost its stream. If none connects soon,
+they go to schedulers that have stayed connected.
 """
 
 import asyncio
@@ -13,42 +13,39 @@ from typing import TypeVar
 import grpc
 
 from contract.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
-from quire.v1.common_pb2 import ActivityQuery, WorkerActivity
+from contract.outputs import FinishReason, OutputError
+from contract.request import MAX_N
+from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
-from router.domain import FinishReason, Load, OutputError
 from router.request.live import LiveRequest
-from router.request.validation import MAX_N
-from router.schedulers.choice import has_room
+from router.schedulers.calls import SchedulerCalls, sum_loads
 from router.schedulers.link import LinkConfig, MisfitError, SchedulerLink
-from router.schedulers.load_sums import add_up
-from router.schedulers.messages import SchedulerModel
-from router.schedulers.model_fit import misfit_of, together
-from router.schedulers.placement import Placement
-from router.schedulers.questions import SchedulerQuestions
+from router.schedulers.placement import Placement, has_room
 from router.schedulers.resuming import StartResumed
-from router.text.served_tokenizer import Tokenizers
+from router.schedulers.scheduler_model import SchedulerModel, misfit_of, together
+from router.text.tokenizer import Tokenizers
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, keep_members
 
 _RETURN_S = 2.0
-"""How long a scheduler that is lost may take to return before others do its work again."""
+"""How long to wait for a lost scheduler before its requests are computed again elsewhere."""
 _AWAY_S = 10.0
-"""How long one that is away may be expected back, with what it had: it must not miss a change."""
+"""How long a lost scheduler may return with what it had; it must not miss a change until then."""
 
 T = TypeVar("T")
 
 
 class Schedulers:
-    """Owns the links; places requests and finds them again. See also `SchedulerLink`."""
+    """Owns a `SchedulerLink` to each scheduler."""
 
     def __init__(
         self, discovery: Discovery, config: LinkConfig, *, tokenizers: Tokenizers, health: Health
     ) -> None:
-        """Connects once `run` runs; says in `health` whether there is a scheduler.
+        """Connects in `run`; sets `health` to whether there is a scheduler.
 
-        `tokenizers` is told which one is the model's. A model with a smaller vocabulary than its
-        tokenizer can produce is another than the tokenizer's, and is not served.
+        It selects the model's tokenizer in `tokenizers`. A model is not served if its vocabulary is
+        smaller than its tokenizer's.
         """
         self._discovery = discovery
         self._config = config
@@ -57,7 +54,7 @@ class Schedulers:
         self._links: list[SchedulerLink] = []
         self._placement = Placement()
         self._model: SchedulerModel | None = None
-        self._model_news = asyncio.Event()
+        self._model_changed = asyncio.Event()
         self._next_seq_key = 0
         self._is_draining = False
 
@@ -65,27 +62,24 @@ class Schedulers:
 
     @property
     def model(self) -> SchedulerModel | None:
-        """The model that the schedulers serve, or last served; its length the least of theirs.
+        """The model that the schedulers serve, or last served, with the smallest length limit.
 
         None before the first welcome, and when the model does not fit the tokenizer.
         """
         return self._model
 
     async def model_change(self) -> None:
-        """Waits until a scheduler tells something new of its model."""
-        self._model_news.clear()
-        await self._model_news.wait()
+        """Wait until a scheduler's model changes its limits or adapters."""
+        self._model_changed.clear()
+        await self._model_changed.wait()
 
     @property
     def resume_grace_s(self) -> float:
-        """For how long a request that its client has left runs on at most, to be resumed."""
+        """For how long a resumable request continues at most without a reader."""
         return max((link.resume_grace_s for link in self._links), default=0.0)
 
     def check_room(self, n: int) -> None:
-        """Checks that `n` more sequences may be submitted, as far as is known here.
-
-        Raises TooBusyError: all the schedulers' queues are full.
-        """
+        """Raise TooBusyError if no scheduler's queue has room for `n` more, as far as is known."""
         rooms = [link.room for link in self._connected]
         if rooms and not any(has_room(room, n) for room in rooms):
             most = max(room for room in rooms if room is not None)
@@ -94,9 +88,9 @@ class Schedulers:
             )
 
     def reserve_seq_keys(self, n: int) -> int:
-        """Gives the first of `n` fresh keys in a row, for a request to be submitted at once.
+        """Return the first of `n` consecutive fresh keys, for a request to be submitted at once.
 
-        Raises UnavailableError while there is no scheduler.
+        Raises UnavailableError without a scheduler.
         """
         if not self._connected:
             raise self.unavailable()
@@ -105,29 +99,29 @@ class Schedulers:
         return first
 
     def submit(self, live: LiveRequest) -> None:
-        """Submits a request whose keys were reserved without an await in between."""
+        """Submit a request; no await may lie between this and reserving its keys."""
         self._placement.choose(live, self._connected).submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
-        """Ends what is live of one request; nothing more is heard of it."""
+        """Cancel live sequences of one request; no more events of them are delivered."""
         for link in self._links:
             link.cancel(seq_keys)
 
     def leave(self, live: LiveRequest) -> None:
-        """Leaves a request to its scheduler, until its client resumes it through some router."""
+        """Leave a request to its scheduler until its client resumes it, through any router."""
         if (link := self._link_of(live)) is not None:
             link.leave(live)
 
     def is_kept(self, live: LiveRequest) -> bool:
-        """Whether there is a scheduler that knows the request now."""
+        """Whether a connected scheduler has the request."""
         link = self._link_of(live)
         return link is not None and link.is_connected
 
     async def resume(self, request_id: str, tenant: str, start: StartResumed) -> LiveRequest:
-        """Takes over a request; gives it with all that came of it, and its news from then on.
+        """Take over a request; return it with all its output so far, and its events from then on.
 
         `start` makes a live request, to which nothing has been pushed. Raises what the scheduler
-        refuses, such as `NotFoundError`; `UnavailableError` while there is none.
+        refuses, such as `NotFoundError`; `UnavailableError` without a scheduler.
         """
         refusal: QuireError = self.unavailable()
         for link in self._connected:
@@ -138,7 +132,7 @@ class Schedulers:
         raise refusal
 
     def unavailable(self) -> UnavailableError:
-        """Why there is no scheduler to serve a request."""
+        """Return the error that says why there is no scheduler."""
         for link in self._links:
             if link.misfit is not None:
                 return UnavailableError(str(link.misfit))
@@ -148,60 +142,60 @@ class Schedulers:
         )
 
     def note_draining(self) -> None:
-        """From now on leaves `health` alone: a process that is ending is not ready."""
+        """From now on leave `health` alone: a draining router is not ready."""
         self._is_draining = True
 
-    # --- questions ------------------------------------------------------------------------------
+    # --- unary calls ----------------------------------------------------------------------------
 
     @property
-    def questions(self) -> Sequence[SchedulerQuestions]:
-        """Who answers for the schedulers; raises UnavailableError if none is there."""
+    def calls(self) -> Sequence[SchedulerCalls]:
+        """Calls to each connected scheduler; raises UnavailableError if there is none."""
         if not self._connected:
             raise self.unavailable()
-        return [link.questions for link in self._connected]
+        return [link.calls for link in self._connected]
 
-    def all_questions(self) -> Sequence[SchedulerQuestions]:
-        """Who answers for all schedulers, for what must reach each of them.
+    def calls_to_all(self) -> Sequence[SchedulerCalls]:
+        """Calls to each scheduler, for changes that must reach all of them.
 
-        Raises UnavailableError if none is there, or one is away that was there, or became known,
-        not long ago. One that is away for longer may be one that stands by.
+        Raises UnavailableError if there is none, or if one was lost, or became known, less than
+        `_AWAY_S` ago. One that has been away for longer may be a standby.
         """
-        questions = self.questions
+        calls = self.calls
         now = asyncio.get_running_loop().time()
         for link in self._links:
             if link.away_since is not None and (away_s := now - link.away_since) < _AWAY_S:
                 raise UnavailableError(
                     f"the scheduler at {link.target} has not been connected for {away_s:.1f} s;"
-                    f" it is waited for until {_AWAY_S:g} s have passed"
+                    f" the call is refused until it is, or {_AWAY_S:g} s have passed"
                 )
-        return questions
+        return calls
 
     @property
     def target_to_is_connected(self) -> Mapping[str, bool]:
-        """Where all schedulers are that are known; raises UnavailableError if none is.
+        """The addresses of all known schedulers; raises UnavailableError if there is none.
 
-        One that is not connected may be there, but have no worker with a model.
+        A scheduler that is not connected may run, but have no worker with a model.
         """
         if not self._links:
             raise self.unavailable()
         return {link.target: link.is_connected for link in self._links}
 
     async def load(self) -> Load:
-        """Asks how busy the schedulers are, and adds up; raises UnavailableError if none is."""
+        """Return the sum of the schedulers' loads; raises UnavailableError without one."""
         if not self._connected:
             raise self.unavailable()
-        return add_up(await asyncio.gather(*(link.questions.load() for link in self._connected)))
+        return sum_loads(await asyncio.gather(*(link.calls.load() for link in self._connected)))
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
-        """Asks who holds which KV blocks; what the schedulers say is passed on as it is.
+        """Return who holds which KV blocks, as the schedulers answer.
 
-        Raises what they refuse, `UnavailableError` while there is none.
+        Raises what they refuse, `UnavailableError` without a scheduler.
         """
-        return await self._ask_all(lambda link: link.questions.describe_kv(query))
+        return await self._ask_all(lambda link: link.calls.describe_kv(query))
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """Asks what the workers are doing; what is said, and raised, is as `describe_kv` has it."""
-        return await self._ask_all(lambda link: link.questions.describe_activity(query))
+        """Return what the workers are doing; raises as `describe_kv`."""
+        return await self._ask_all(lambda link: link.calls.describe_activity(query))
 
     async def _ask_all(self, ask: Callable[[SchedulerLink], Awaitable[Sequence[T]]]) -> list[T]:
         refusal: QuireError | None = None if self._connected else self.unavailable()
@@ -209,7 +203,7 @@ class Schedulers:
         for link in self._connected:
             try:
                 workers += await ask(link)
-            except NotFoundError as error:  # the worker may be another one's
+            except NotFoundError as error:  # another scheduler may have the worker
                 refusal = error
         if refusal is not None and not workers:
             raise refusal
@@ -218,11 +212,11 @@ class Schedulers:
     # --- life -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keeps a stream to each scheduler, until cancelled.
+        """Keep a stream to each scheduler until cancelled.
 
-        Raises whatever breaks one, which is a bug; the live requests fail first.
+        Only a bug raises; then the live requests fail first.
         """
-        self._show()
+        self._update_health()
         watch = asyncio.create_task(
             self._placement.watch(lambda: self._connected), name="schedulers' loads"
         )
@@ -241,7 +235,7 @@ class Schedulers:
     def _join(self, target: str) -> SchedulerLink:
         link = SchedulerLink(target, self._config, self)
         self._links.append(link)
-        self._show()
+        self._update_health()
         return link
 
     def _may_leave(self, link: SchedulerLink) -> bool:
@@ -251,21 +245,21 @@ class Schedulers:
         self._links.remove(link)
         self._placement.forget(link)
         self._move_all(link)
-        self._show()
+        self._update_health()
 
     # --- for the links (LinkOwner) --------------------------------------------------------------
 
     async def prepare(self, model: SchedulerModel) -> None:
-        """Reads the model's tokenizer."""
+        """Read the model's tokenizer."""
         try:
             await self._tokenizers.read(model.directory)
-        except Exception as error:  # the libraries' own, too: of what is no JSON, or no template
+        except Exception as error:  # libraries raise their own for bad JSON and templates
             raise MisfitError(
                 f"the model {model} has no tokenizer that this router can read: {error}"
             ) from error
 
     def check_fit(self, link: SchedulerLink, model: SchedulerModel) -> None:
-        """Checks that a scheduler's model is the tokenizer's, and that of the others."""
+        """Check that a scheduler's model fits its tokenizer and the other schedulers' models."""
         others = [other for other in self._connected if other is not link]
         before = self._model
         num_token_ids = self._tokenizers.num_token_ids(model.directory)
@@ -284,25 +278,25 @@ class Schedulers:
         self._model = together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
-        """Gives it what was live at others that are lost."""
+        """Move the live requests of lost schedulers to this one."""
         for other in self._links:
             self._move_all(other, [link])
-        self._show()
+        self._update_health()
 
     def changed(self, link: SchedulerLink) -> None:
-        """Waits a moment for a scheduler that is lost: its workers have the KV."""
+        """Move a lost scheduler's requests after `_RETURN_S`: its workers still have the KV."""
         if not link.is_connected and link.table and self._connected:
             asyncio.get_running_loop().call_later(_RETURN_S, self._move_all, link)
-        self._show()
+        self._update_health()
 
     def model_changed(self) -> None:
-        """Looks again what requests may be."""
-        self._model_news.set()
+        """Combine the schedulers' limits and adapters again."""
+        self._model_changed.set()
         if self._model is not None:
             self._model = together(link.model for link in self._connected)
 
     def refused(self, link: SchedulerLink, live: LiveRequest) -> bool:
-        """Submits it to another scheduler that may have room, each once; False: there is none."""
+        """Submit it to another scheduler with room, each once; False: there is none."""
         live.refused_by.add(link.target)
         n = len(live.outputs)
         others = [
@@ -328,10 +322,10 @@ class Schedulers:
     def _move_all(
         self, link: SchedulerLink, targets: Sequence[SchedulerLink] | None = None
     ) -> None:
-        """Moves what is live at a scheduler that is lost to those that are connected, if any."""
+        """Move the live requests of a lost scheduler to connected ones, if there are any."""
         targets = self._connected if targets is None else targets
         if link.is_connected or not targets:
-            return  # it has come back meanwhile, or everything waits
+            return  # it has come back, or there is nowhere to go
         for live in link.table.lives:
             link.table.discard(live)
             self._placement.choose(live, targets).submit(live)
@@ -343,7 +337,7 @@ class Schedulers:
             for seq_key in live.live_seq_keys:
                 live.finish(seq_key, FinishReason.ERROR, error=error)
 
-    def _show(self) -> None:
+    def _update_health(self) -> None:
         num_connected = len(self._connected)
         metrics.SCHEDULER_CONNECTED.set(num_connected)
         if self._is_draining:

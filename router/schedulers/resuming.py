@@ -1,4 +1,4 @@
-"""The calls that wait for the scheduler to hand them a request that they resume."""
+"""Calls that wait until the scheduler hands over the request that they resume."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,23 +9,23 @@ from router.request.live import LiveRequest
 from router.schedulers.messages import Resumption
 
 StartResumed: TypeAlias = Callable[[Resumption], LiveRequest]
-"""Makes a live request of one that is resumed, to which nothing has been pushed."""
+"""Makes the live request of a resumed one; nothing has been pushed to it."""
 
 
 class ResumingCalls:
-    """By the first key that each request will have. Belongs to the scheduler client."""
+    """By the first sequence key that each request will have."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[StartResumed, asyncio.Future[LiveRequest]]] = {}
 
     async def wait(self, first_seq_key: int, start: StartResumed) -> LiveRequest:
-        """Waits for the answer; raises what `fail` is given."""
+        """Wait for the answer; raises what `fail` is given."""
         answer: asyncio.Future[LiveRequest] = asyncio.get_running_loop().create_future()
         self._calls[first_seq_key] = start, answer
         try:
             return await answer
         except asyncio.CancelledError:
-            # Answered at the same moment: the request must not be left without a reader.
+            # It was answered at the same moment: close it, since nobody will read it.
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 await answer.result().aclose()
             raise
@@ -35,9 +35,9 @@ class ResumingCalls:
     def answer(
         self, resumption: Resumption, replay: Callable[[LiveRequest], None]
     ) -> LiveRequest | None:
-        """Starts the request and has `replay` bring it to where it is; None: nobody waits.
+        """Start the request and let `replay` push its past; None: the call has ended.
 
-        What `start` and `replay` raise, the call gets as well.
+        Errors of `start` and `replay` are raised here and in the call.
         """
         start, answer = self._calls.pop(resumption.record.first_seq_key, (None, None))
         if start is None or answer is None or answer.done():
@@ -52,13 +52,13 @@ class ResumingCalls:
         return live
 
     def fail(self, first_seq_key: int, error: QuireError) -> bool:
-        """Answers with an error; False if this is no key of a waiting call."""
+        """Answer with an error; False if no call waits for this key."""
         _, answer = self._calls.pop(first_seq_key, (None, None))
         if answer is not None and not answer.done():
             answer.set_exception(error)
         return answer is not None
 
     def fail_all(self, error: QuireError) -> None:
-        """Answers all with an error."""
+        """Answer all calls with an error."""
         for first_seq_key in list(self._calls):
             self.fail(first_seq_key, error)

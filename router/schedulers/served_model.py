@@ -1,41 +1,42 @@
-"""The model that the router serves, and its LoRA adapters: their names, and the limits.
+"""The served model and its LoRA adapters: names and limits.
 
-Each adapter is a model of its own to clients, with the limits of the model that it belongs to.
+To clients each adapter is a model of its own, with the limits of the model that it belongs to.
 """
 
 from collections.abc import Mapping
 
 from contract.errors import NotFoundError
-from router.domain import LoraAdapter, ModelInfo
+from contract.lora import LoraAdapter
+from contract.request import Model
 from router.schedulers.pool import Schedulers
 
 _NO_ADAPTERS: Mapping[str, LoraAdapter] = {}
 
 
 class ServedModel:
-    """Every method that takes a `name` accepts "" for the model without an adapter."""
+    """Methods that take a `name` accept "" for the model without an adapter."""
 
     def __init__(self, name: str, schedulers: Schedulers) -> None:
-        """`name` is what requests call the model of the flags."""
+        """`name` is the name of the flags' model in requests."""
         self._name = name
         self._schedulers = schedulers
 
     @property
     def name(self) -> str:
-        """What requests call it: as the flags say, or if it was loaded since, as the workers do."""
+        """Its name in requests: the flags', or if it was loaded since, the workers'."""
         model = self._schedulers.model
         return self._name if model is None or not model.directory else model.id
 
     @property
     def directory(self) -> str:
-        """Where it is, if it was loaded since the start; tells it from all others."""
+        """Its directory, if it was loaded since the start; different for each model."""
         model = self._schedulers.model
         return "" if model is None else model.directory
 
     def check_name(self, name: str) -> None:
-        """Raises `NotFoundError` unless it is the model's, or that of an adapter of it.
+        """Raise `NotFoundError` unless it names the model or one of its adapters.
 
-        Until a scheduler has told of the adapters there are none.
+        Before a scheduler has connected there are no adapters.
         """
         if name in ("", self.name):
             return
@@ -45,18 +46,17 @@ class ServedModel:
             verb = "are" if adapters else "is"
             raise NotFoundError(f"model {name[:128]!r} is not served; {served} {verb}")
 
-    def info(self, name: str = "") -> ModelInfo:
-        """The model or adapter of this name, with its limits.
+    def info(self, name: str = "") -> Model:
+        """Return the model or adapter with this name.
 
-        Raises `NotFoundError` if there is none; `UnavailableError` until a scheduler has told the
-        limits.
+        Raises `NotFoundError` if there is none; `UnavailableError` before a scheduler connects.
         """
         self.check_name(name)
         model = self._schedulers.model
         if model is None:
             raise self._schedulers.unavailable()
         adapter = None if name in ("", self.name) else self._adapters()[name]
-        return ModelInfo(
+        return Model(
             self.name if adapter is None else adapter.name,
             model.max_model_len,
             model.vocab_size,
@@ -66,18 +66,18 @@ class ServedModel:
             adapter=adapter,
         )
 
-    def infos(self) -> tuple[ModelInfo, ...]:
-        """All that is served: the model, then its adapters; none until its limits are known."""
+    def infos(self) -> tuple[Model, ...]:
+        """Return the model, then its adapters; nothing before a scheduler has connected."""
         if self._schedulers.model is None:
             return ()
         return tuple(map(self.info, (self.name, *self._adapters())))
 
-    def has(self, adapter: LoraAdapter) -> bool:
-        """Whether requests may name it."""
-        return self._adapters().get(adapter.name) == adapter
+    def has(self, name: str, digest: bytes) -> bool:
+        """Whether requests may name this adapter."""
+        return self._adapters().get(name) == LoraAdapter(name, digest)
 
     def _adapters(self) -> Mapping[str, LoraAdapter]:
-        """By name. One that is called as the model is cannot be asked for."""
+        """Return the adapters by name; one with the model's name cannot be requested."""
         model = self._schedulers.model
         if model is None:
             return _NO_ADAPTERS

@@ -1,4 +1,4 @@
-"""Messages of the scheduler's contract to domain values and back."""
+"""Messages on the stream with a scheduler, to values and back."""
 
 from array import array
 from typing import Final
@@ -6,6 +6,20 @@ from typing import Final
 import grpc
 from google.protobuf.message import DecodeError
 
+from contract.codec.outputs import (
+    FINISH_REASON_TO_PROTO,
+    error_to_proto,
+    finish_reason_from_proto,
+    logprob_from_proto,
+)
+from contract.codec.request import stop_options_from_bytes
+from contract.codec.sampling import (
+    adapter_from_proto,
+    beam_from_proto,
+    beam_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
 from contract.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -17,44 +31,26 @@ from contract.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from contract.outputs import FinishReason, OutputError, OutputFinished
 from contract.packing import pack_int32, unpack_int32, unpack_uint64
-from quire.v1 import common_pb2, inference_pb2, scheduler_pb2
-from router.domain import FinishReason, GenerateRequest, OutputError, OutputFinished, TextTerms
-from router.grpc.wire import (
-    FINISH_REASON_TO_PROTO,
-    adapter_from_proto,
-    beam_from_proto,
-    beam_to_proto,
-    error_to_proto,
-    logprob_from_proto,
-    sampling_from_proto,
-    sampling_to_proto,
-)
+from contract.request import MAX_N
+from quire.v1 import scheduler_pb2
 from router.request.live import LiveRequest, ReplayRecord
-from router.request.validation import MAX_N
 from router.schedulers.messages import (
-    Admission,
+    Admitted,
     Ending,
-    News,
     Pin,
     PromptPart,
     QueueRoom,
     Refusal,
     Resumption,
-    SchedulerModel,
-    StepNews,
+    SchedulerMessage,
+    StepEvents,
     Welcome,
 )
+from router.schedulers.scheduler_model import SchedulerModel
 
 _MAX_RETRY_AFTER_S: Final = 3600
-
-_REASON_FROM_PROTO: Final = {
-    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
-    common_pb2.FINISH_REASON_DEADLINE: FinishReason.DEADLINE,
-    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
-}
 
 _CODE_TO_ERROR: Final[dict[int, type[QuireError]]] = {
     error.code.value[0]: error
@@ -70,9 +66,9 @@ _CODE_TO_ERROR: Final[dict[int, type[QuireError]]] = {
 
 
 def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectRequest:
-    """Writes a request as it now stands: what its outputs have produced goes with it.
+    """Write a request with what its outputs have produced so far.
 
-    `now` is on the event loop's clock, which the scheduler does not share.
+    `now` is on the event loop's clock; the scheduler gets the time left until the deadline.
     """
     record = live.record
     so_far = [
@@ -105,23 +101,14 @@ def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectReque
     )
 
 
-def resume_record_of(request: GenerateRequest) -> bytes:
-    """Writes what a router that resumes a request needs besides its `Submit`."""
-    return inference_pb2.GenerateRequest(
-        stop=request.stop,
-        include_stop_str_in_output=request.include_stop_str_in_output,
-        skip_special_tokens=request.skip_special_tokens,
-    ).SerializeToString()
-
-
 def _resumption_from_proto(message: scheduler_pb2.Resumed) -> Resumption:
     submit = message.submit
     if not 1 <= submit.n <= MAX_N:
         raise InvalidArgumentError("resumed.submit.n", f"is {submit.n}; it must be in [1, {MAX_N}]")
     try:
-        terms = inference_pb2.GenerateRequest.FromString(submit.resume_record)
+        stop_options = stop_options_from_bytes(submit.resume_record)
     except DecodeError as error:
-        raise InvalidArgumentError("resume_record", f"is not a router's: {error}") from error
+        raise InvalidArgumentError("resume_record", f"is no router's: {error}") from error
     return Resumption(
         record=ReplayRecord(
             request_id=submit.request_id,
@@ -137,9 +124,7 @@ def _resumption_from_proto(message: scheduler_pb2.Resumed) -> Resumption:
             beam=beam_from_proto(submit.beam) if submit.HasField("beam") else None,
             resume_record=submit.resume_record,
         ),
-        terms=TextTerms(
-            tuple(terms.stop), terms.include_stop_str_in_output, terms.skip_special_tokens
-        ),
+        stop_options=stop_options,
         n=submit.n,
         so_far=_step_from_proto(message.so_far),
     )
@@ -149,15 +134,15 @@ def _end_to_proto(finished: OutputFinished | None) -> scheduler_pb2.SequenceFini
     if finished is None:
         return None
     return scheduler_pb2.SequenceFinished(
-        finish_reason=FINISH_REASON_TO_PROTO[finished.reason],
+        finish_reason=FINISH_REASON_TO_PROTO[finished.finish_reason],
         stop_token_id=finished.stop_token_id,
         error=None if finished.error is None else error_to_proto(finished.error),
         cumulative_logprob=finished.cumulative_logprob,
     )
 
 
-def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
-    """Reads what the scheduler says; raises InvalidArgumentError if it makes no sense."""
+def message_from_proto(message: scheduler_pb2.ConnectResponse) -> SchedulerMessage:
+    """Read a message; raises InvalidArgumentError if it breaks the protocol."""
     match message.WhichOneof("message"):
         case "step":
             return _step_from_proto(message.step)
@@ -184,7 +169,7 @@ def news_from_proto(message: scheduler_pb2.ConnectResponse) -> News:
             raise InvalidArgumentError("message", "is not set, or is newer than this router")
 
 
-def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
+def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepEvents:
     # Lists of Python ints: each is used once, as a dictionary key or in an `array`.
     seq_keys = unpack_uint64(message.seq_keys, "step.seq_keys").tolist()
     token_ids = unpack_int32(message.token_ids, "step.token_ids").tolist()
@@ -194,7 +179,7 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
         raise InvalidArgumentError(
             "step.token_ids", f"has {len(token_ids)} entries; it must have {len(seq_keys)}"
         )
-    return StepNews(
+    return StepEvents(
         seq_keys=seq_keys,
         token_ids=token_ids,
         logprobs={entry.index: logprob_from_proto(entry.logprob) for entry in message.logprobs},
@@ -203,7 +188,7 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepNews:
             for part in message.prompt_logprobs
         ),
         admissions=tuple(
-            Admission(admitted.seq_key, admitted.num_cached_tokens) for admitted in message.admitted
+            Admitted(admitted.seq_key, admitted.num_cached_tokens) for admitted in message.admitted
         ),
         pins=tuple(Pin(pinned.seq_key, pinned.num_pinned_tokens) for pinned in message.pinned),
         endings=tuple(map(_ending_from_proto, message.finished)),
@@ -223,13 +208,12 @@ def _room_from_proto(message: scheduler_pb2.QueueRoom) -> QueueRoom:
 
 
 def _ending_from_proto(message: scheduler_pb2.SequenceFinished) -> Ending:
-    # A reason that this router does not know is a failure; it must not be taken for success.
-    reason = _REASON_FROM_PROTO.get(message.finish_reason, FinishReason.ERROR)
+    reason = finish_reason_from_proto(message.finish_reason)
     error: OutputError | None = None
     if reason is FinishReason.ERROR:
         error = OutputError(
             code=message.error.code or grpc.StatusCode.INTERNAL.value[0],
-            message=message.error.message or "the scheduler ended the sequence without saying why",
+            message=message.error.message or "the scheduler ended the sequence without a reason",
             retryable=message.error.retryable,
         )
     return Ending(
@@ -255,7 +239,7 @@ def _refusal_from_proto(message: scheduler_pb2.Refused) -> Refusal:
 
 
 def error_from_code(code: int, message: str, retry_after_s: float = 1.0) -> QuireError:
-    """The error that a google.rpc.Code and a message stand for."""
+    """Return the error for a google.rpc.Code and a message."""
     if code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
         # The message names the field first; see `InvalidArgumentError`.
         field, _, problem = message.partition(" ")

@@ -20,11 +20,11 @@ import jinja2.sandbox
 from contract.errors import InvalidArgumentError
 
 _ASTRAY = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
-"""What a template raises on messages of another shape than it expects."""
+"""What a template raises on messages of an unexpected shape."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is transparent."""
+    """`{% generation %}` marks the assistant's text for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -53,17 +53,17 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         tree = environment.parse(source)
         self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
-        """Whether it shows the model the functions that a chat offers."""
+        """Whether it renders the functions that a chat offers."""
         self.tags_tool_calls = "<tool_call>" in source and "<function=" not in source
         """Whether it tells the model to write a call as `<tool_call>{json}</tool_call>`."""
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
-        """The prompt, ended by the cue for the assistant unless `add_generation_prompt` is False.
+        """Return the prompt, with the assistant's cue unless `add_generation_prompt` is False.
 
         Other `kwargs`, such as `tools`, are the template's. Raises `InvalidArgumentError` if the
-        template refuses the messages or cannot make anything of them.
+        template refuses the messages or fails on them.
         """
         variables = {
             **self._special_tokens,

@@ -1,65 +1,77 @@
-"""Turns the form that an output must have into a grammar, and checks that it is one.
+"""Turns the form that an output must have into a grammar for llguidance, and checks it.
 
-The grammars are those of llguidance, which the worker follows token by token.
+The worker follows the grammar token by token.
 """
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import Final
 
 import llguidance
 
+from contract.checks import check_unicode
 from contract.errors import InvalidArgumentError
-from router.domain import StructuredForm, StructuredOutput
-from router.request.validation import check_unicode
+from contract.sampling import StructuredOutput
 
 MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024
 _MAX_KEPT: Final = 64
-"""Forms whose grammars are kept: requests often share one."""
+"""Forms whose grammars are cached: requests often share one."""
 
 _FIELD: Final = "sampling.structured"
 
 
 @functools.lru_cache(_MAX_KEPT)
 def to_grammar(structured: StructuredOutput) -> StructuredOutput:
-    """Gives the same form as a grammar; takes time, up to a second for an absurd one.
+    """Return the same form as a grammar; takes up to a second for an extreme one.
 
     Raises:
-        InvalidArgumentError: It is too large, not well-formed, or uses what is not supported.
+        InvalidArgumentError: It is too large, malformed, or uses what is not supported.
     """
-    field = f"{_FIELD}.{structured.form.value}"
-    num_bytes = sum(check_unicode(field, text) for text in structured.texts)
+    field = f"{_FIELD}.{structured.form}"
+    texts = _texts(structured)
+    num_bytes = sum(check_unicode(field, text) for text in texts)
     if num_bytes > MAX_BYTES:
         raise InvalidArgumentError(
             field, f"has {num_bytes} bytes; it must have at most {MAX_BYTES}"
         )
-    grammar = _grammar(structured, field)
+    grammar = _grammar(structured.form, texts, field)
     if problem := llguidance.LLMatcher.validate_grammar(grammar):
         raise InvalidArgumentError(field, f"cannot be followed: {' '.join(problem.split())}")
-    return StructuredOutput(StructuredForm.GRAMMAR, (grammar,))
+    return StructuredOutput(grammar=grammar)
 
 
-def _grammar(structured: StructuredOutput, field: str) -> str:
+def _texts(structured: StructuredOutput) -> Sequence[str]:
     match structured.form:
-        case StructuredForm.JSON_OBJECT:
-            return _json_grammar('{"type": "object"}', field)
-        case StructuredForm.CHOICE:
-            texts = structured.texts
-            if not 1 <= len(texts) <= MAX_CHOICES:
-                raise InvalidArgumentError(
-                    field, f"has {len(texts)} texts; it must have 1 to {MAX_CHOICES}"
-                )
-            if "" in texts:
-                raise InvalidArgumentError(f"{field}[{texts.index('')}]", "is empty")
-            return "start: " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts))
-    (text,) = structured.texts
+        case "json_object":
+            return ()
+        case "choice":
+            return structured.choice or ()
+        case "json_schema":
+            return (structured.schema_text,)
+        case form:
+            return (getattr(structured, form),)
+
+
+def _grammar(form: str, texts: Sequence[str], field: str) -> str:
+    if form == "json_object":
+        return _json_grammar('{"type": "object"}', field)
+    if form == "choice":
+        if not 1 <= len(texts) <= MAX_CHOICES:
+            raise InvalidArgumentError(
+                field, f"has {len(texts)} texts; it must have 1 to {MAX_CHOICES}"
+            )
+        if "" in texts:
+            raise InvalidArgumentError(f"{field}[{texts.index('')}]", "is empty")
+        return "start: " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts))
+    (text,) = texts
     if not text:
         raise InvalidArgumentError(field, "is empty")
-    match structured.form:
-        case StructuredForm.JSON_SCHEMA:
+    match form:
+        case "json_schema":
             return _json_grammar(text, field)
-        case StructuredForm.REGEX:
+        case "regex":
             return llguidance.LLMatcher.grammar_from_regex(text)
         case _:
             return llguidance.LLMatcher.grammar_from_lark(text)
@@ -70,7 +82,7 @@ def _json_grammar(schema: str, field: str) -> str:
         return llguidance.LLMatcher.grammar_from_json_schema(
             schema,
             overrides={
-                "whitespace_flexible": False,  # a model may go on with white space for ever
+                "whitespace_flexible": False,  # a model may write white space without end
                 "item_separator": ", ",
                 "key_separator": ": ",
             },

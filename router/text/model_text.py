@@ -1,39 +1,38 @@
-"""Text and chats to the model's token ids and back: bounded in size, and off the event loop."""
+"""Text and chats to the model's token ids and back: bounded in size, in threads."""
 
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from contract.checks import check_count, check_token_ids
 from contract.errors import UnimplementedError
-from router.domain import GenerateRequest, ModelInfo, StructuredOutput
-from router.request.stop_strings import StopPattern
-from router.request.validation import check_chat, check_num_token_ids, check_text, check_token_ids
+from contract.request import GenerateRequest, Model
+from contract.sampling import StructuredOutput
+from router.request.validation import check_chat, check_text
 from router.schedulers.served_model import ServedModel
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer
 from router.text.grammar import to_grammar
-from router.text.served_tokenizer import Tokenizers
 from router.text.threads import TextThreads
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer, Tokenizers
 
 MAX_QUESTIONS: Final = 16
-"""Most calls at once that ask for tokens or for text, and generate nothing."""
+"""Most pending calls that tokenize or detokenize without generating."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """What a request's texts are to the model, and to its output."""
+    """A request's prompt and form as the model needs them."""
 
     prompt_token_ids: "array[int]"
     """int32; may be empty."""
-    stop_patterns: Sequence[StopPattern]
     structured: StructuredOutput | None
-    """As a grammar."""
+    """A grammar."""
 
 
 class ModelText:
-    """Every method that takes a `model` raises as `ServedModel.info` of that name."""
+    """Methods that take a `model` raise as `ServedModel.info`."""
 
     def __init__(
         self,
@@ -43,34 +42,34 @@ class ModelText:
         num_threads: int,
         max_pending_prompts: int,
     ) -> None:
-        """Prompts have `num_threads`; at most `max_pending_prompts` of them wait or are in hand."""
+        """`num_threads` tokenize prompts; at most `max_pending_prompts` wait or run."""
         self._tokenizers = tokenizers
         self._model = model
         self._prompts = TextThreads(
             "prompt", num_threads=num_threads, max_pending=max_pending_prompts
         )
         self._questions = TextThreads("tokenize", num_threads=1, max_pending=MAX_QUESTIONS)
-        """Apart, so that no number of questions, and no size, holds up a prompt."""
+        """A separate thread, so that these calls do not delay prompts."""
 
     @property
     def _tokenizer(self) -> Tokenizer:
         return self._tokenizers.current
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads."""
         self._prompts.close()
         self._questions.close()
 
-    def max_text_bytes(self, model: ModelInfo) -> int:
-        """No text of more bytes can fit the context, however it is tokenized."""
+    def max_text_bytes(self, model: Model) -> int:
+        """Return a size that no text which fits the context exceeds, however it is tokenized."""
         return model.max_model_len * self._tokenizer.table.max_piece_bytes
 
     # --- to generate ----------------------------------------------------------------------------
 
     async def prepare(self, request: GenerateRequest) -> PreparedRequest:
-        """Does what takes time in proportion to what the client sent.
+        """Tokenize the prompt and make the grammar, in a thread.
 
-        Raises `InvalidArgumentError` for a form that is none, `TooBusyError` beyond
+        Raises `InvalidArgumentError` for a malformed form, `TooBusyError` beyond
         `max_pending_prompts`.
         """
         return await self._prompts.run(lambda: self._prepare(request))
@@ -84,16 +83,15 @@ class ModelText:
         structured = request.sampling.structured
         return PreparedRequest(
             array("i", prompt),
-            [StopPattern.of(string) for string in request.stop],
             None if structured is None else to_grammar(structured),
         )
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """Makes one, for one output."""
+        """Make a detokenizer for one output."""
         return Detokenizer(self._tokenizer.table, skip_special_tokens=skip_special_tokens)
 
     def chat_template(self, model: str) -> ChatTemplate:
-        """The model's template; raises `UnimplementedError` if it has none."""
+        """Return the model's template; raises `UnimplementedError` if it has none."""
         self._model.check_name(model)
         template = self._tokenizer.chat_template
         if template is None:
@@ -103,9 +101,9 @@ class ModelText:
     async def render_chat(
         self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
     ) -> str:
-        """Turns a chat into a prompt by the model's template, with the cue for the assistant.
+        """Render a chat with the model's template, with the assistant's cue.
 
-        The prompt has the special tokens it needs: tokenize it with `add_special_tokens=False`.
+        The prompt has its special tokens: tokenize it with `add_special_tokens=False`.
         Raises `InvalidArgumentError` if the messages cannot fit the model's context or the template
         refuses them, `UnimplementedError` if the model has none, `TooBusyError` beyond
         `max_pending_prompts`.
@@ -119,12 +117,12 @@ class ModelText:
         check_chat(messages, model, self.max_text_bytes(model))
         return template
 
-    # --- for its own sake -----------------------------------------------------------------------
+    # --- without generating ---------------------------------------------------------------------
 
     async def tokenize(
         self, model: str, text: str, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Turns text into token ids, as for generation.
+        """Turn text into token ids, as for generation.
 
         Raises `InvalidArgumentError` for a text that cannot fit the model's context, `TooBusyError`
         beyond `MAX_QUESTIONS`.
@@ -138,7 +136,7 @@ class ModelText:
     async def tokenize_chat(
         self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
     ) -> list[int]:
-        """Turns a chat into token ids: `render_chat`, then `tokenize`. Raises what they raise."""
+        """Turn a chat into token ids: `render_chat`, then `tokenize`. Raises what they raise."""
         template = self._template_for(model, messages)
         return await self._questions.run(
             # The template wrote the special tokens.
@@ -150,26 +148,26 @@ class ModelText:
     async def detokenize(
         self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
     ) -> str:
-        """Turns token ids into text.
+        """Turn token ids into text.
 
-        Raises `InvalidArgumentError` for more of them than the model's context has room for,
-        `TooBusyError` beyond `MAX_QUESTIONS`.
+        Raises `InvalidArgumentError` for more than fit the model's context, `TooBusyError` beyond
+        `MAX_QUESTIONS`.
         """
         info = self._model.info(model)
-        check_num_token_ids("token_ids", token_ids, info)
-        check_token_ids("token_ids", token_ids, info)
+        check_count("token_ids", len(token_ids), info.max_model_len)
+        check_token_ids("token_ids", token_ids, info.vocab_size)
         return await self._questions.run(
             lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
 
-    # Of whichever model or adapter: they have one tokenizer. And an output goes on whose adapter is
-    # not served any more.
+    # Without a model's name: adapters share its tokenizer, and outputs of an adapter continue after
+    # it has been unloaded.
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token alone; U+FFFD stands for bytes that are no whole character."""
+        """Return the text of one token alone; U+FFFD for parts of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token adds to the text; a special token's are those of its name."""
+        """Return the bytes that one token adds to the text; for a special token its name's."""
         pieces = self._tokenizer.table.pieces
         return pieces[token_id] if token_id < len(pieces) else b""

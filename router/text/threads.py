@@ -1,4 +1,4 @@
-"""Threads for work on text, with a bound on how much of it may be in hand."""
+"""Threads for work on text, with a bound on pending work."""
 
 import asyncio
 import threading
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class TextThreads:
-    """Runs one kind of work off the event loop, and never behind another kind's."""
+    """Runs one kind of work in threads of its own."""
 
     def __init__(self, kind: str, *, num_threads: int, max_pending: int) -> None:
-        """At most `max_pending` pieces of work wait or run; `kind` names them in errors."""
+        """At most `max_pending` tasks wait or run; `kind` names them in errors."""
         self._kind = kind
         self._max_pending = max_pending
         self._num_pending = 0
@@ -24,18 +24,18 @@ class TextThreads:
 
     @property
     def num_pending(self) -> int:
-        """How many pieces of work wait or run, whether or not anybody waits for them."""
+        """How many tasks wait or run, including those whose caller has left."""
         return self._num_pending
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Gives what `work` gives; if the caller is cancelled, work that has not begun never does.
+        """Return the result of `work`; if the caller is cancelled before it starts, it never does.
 
         Raises `TooBusyError` beyond `max_pending`.
         """
         with self._lock:
             if self._num_pending >= self._max_pending:
                 raise TooBusyError(
-                    f"{self._num_pending} calls of the kind {self._kind} are in hand; at most"
+                    f"{self._num_pending} calls of the kind {self._kind} are pending; at most"
                     f" {self._max_pending} may be"
                 )
             self._num_pending += 1
@@ -44,12 +44,12 @@ class TextThreads:
         except BaseException:
             self._end()
             raise
-        # Not when the caller stops waiting: a thread may be at it for long after that.
+        # Counted until the thread is done, even if the caller stops waiting before that.
         future.add_done_callback(self._end)
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Ends the threads, each after what it is at."""
+        """End the threads after their current tasks."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, _: "Future[T] | None" = None) -> None:

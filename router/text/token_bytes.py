@@ -21,16 +21,16 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class LeadingSpace(Enum):
-    """What happens to the space that SentencePiece puts before the first word."""
+    """How to treat the space that SentencePiece puts before the first word."""
 
     KEEP = "keep"
     STRIP_ONE = "strip one"
-    """The first space of the text goes."""
+    """Remove the first space of the text."""
     STRIP_FIRST_TOKEN = "strip first token"  # noqa: S105
-    """The first token loses all its spaces."""
+    """Remove all spaces of the first token."""
 
     def strip(self, piece: bytes) -> bytes:
-        """The first piece of a text, without the space that does not belong to it."""
+        """Return the first piece of a text without the added space."""
         match self:
             case LeadingSpace.KEEP:
                 return piece
@@ -42,7 +42,7 @@ class LeadingSpace(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """What each token id adds to a text; see `Detokenizer` for how to use it."""
+    """The bytes that each token id adds to a text; `Detokenizer` uses it."""
 
     pieces: list[bytes]
     """By token id; a special token's piece is its name."""
@@ -50,11 +50,11 @@ class TokenTable:
     """The same, but special tokens are empty."""
     leading_space: LeadingSpace
     max_piece_bytes: int
-    """The longest piece."""
+    """The length of the longest piece."""
 
 
 def token_table(tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]) -> TokenTable:
-    """Reads the table off a tokenizer; raises ValueError if its decoder is of an unknown kind."""
+    """Make the table of a tokenizer; raises ValueError for an unknown kind of decoder."""
     steps = _flatten(json.loads(tokenizer.to_str()).get("decoder"))
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     pieces = [b""] * (max(vocab.values(), default=-1) + 1)
@@ -70,7 +70,7 @@ def token_table(tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]) ->
 
 def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if decoder is None:
-        raise ValueError("the tokenizer has no decoder: how its tokens make a text is unknown")
+        raise ValueError("the tokenizer has no decoder, which says how tokens become text")
     if decoder["type"] == "Sequence":
         return [step for part in decoder["decoders"] for step in _flatten(part)]
     supported = (
@@ -115,7 +115,7 @@ def _piece(token: str, steps: list[Mapping[str, Any]]) -> bytes:
 def _byte_level_piece(token: str) -> bytes:
     try:
         return bytes(map(_CHARACTER_TO_BYTE.__getitem__, token))
-    except KeyError:  # an added token is written as it is
+    except KeyError:  # an added token stands for itself
         return token.encode()
 
 

@@ -1,9 +1,10 @@
-"""The model's tokenizer: text to token ids and back, special tokens, chat template."""
+"""Tokenizers of models: text to token ids and back, special tokens, chat template."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
 
@@ -23,10 +24,10 @@ _SPECIAL_TOKEN_NAMES = (
 
 
 class Tokenizer:
-    """What a Hugging Face model directory says about text. Thread-safe; never changes.
+    """The tokenizer and chat template of a Hugging Face model directory. Thread-safe.
 
-    Read with the `tokenizers` package alone: its work is native code that releases Python's lock,
-    so that it can run beside the event loop, in threads.
+    It uses the `tokenizers` package, whose native code releases Python's lock, so that threads can
+    run it beside the event loop.
     """
 
     def __init__(
@@ -35,34 +36,33 @@ class Tokenizer:
         table: TokenTable,
         chat_template: ChatTemplate | None,
     ) -> None:
-        """See `load_tokenizer`."""
         self._tokenizer = tokenizer
         self.table = table
         self.chat_template = chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds the model's own, such as a leading <s>."""
+        """Tokenize a text; `add_special_tokens` adds the model's own, such as a leading <s>."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids: what a `Detokenizer` makes of them."""
+        """Return the text of token ids, as a `Detokenizer` makes it."""
         detokenizer = Detokenizer(self.table, skip_special_tokens=skip_special_tokens)
         return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Reads `tokenizer.json` and what lies beside it.
+    """Read `tokenizer.json` and the files beside it.
 
-    Raises FileNotFoundError without a `tokenizer.json`, ValueError if it is of an unknown kind.
+    Raises FileNotFoundError without a `tokenizer.json`, ValueError for an unknown kind of decoder.
     """
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{directory} has no tokenizer.json")
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()  # a setting left over from training; the router checks lengths
+    tokenizer.no_truncation()  # left over from training; the router checks lengths
     tokenizer.no_padding()
-    # The older file first: what the newer one says, holds.
+    # The older file first: the newer one overrides it.
     config = _read_json(directory / "special_tokens_map.json")
     config |= _read_json(directory / "tokenizer_config.json")
     special_tokens = {
@@ -100,5 +100,55 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: str | dict[str, Any]) -> str:
-    """A special token is written as a string or as an object with its content."""
+    """Return the text of a special token: a string, or an object with its content."""
     return token if isinstance(token, str) else str(token["content"])
+
+
+_FLAGS: Final = ""
+"""Key of the flags' model."""
+
+
+class Tokenizers:
+    """The current tokenizer, and others that are being read."""
+
+    def __init__(self, first: Tokenizer) -> None:
+        """`first` is the flags' model's."""
+        self._directory_to_tokenizer = {_FLAGS: first}
+        self._directory_to_read: dict[str, asyncio.Task[Tokenizer]] = {}
+        """Reads that run, or have ended after their caller was cancelled."""
+        self.current = first
+        """The served model's."""
+
+    async def read(self, directory: str) -> None:
+        """Read the tokenizer of a directory, unless it is known; "" is the flags'.
+
+        If the caller is cancelled, the read continues, for the next call. Raises FileNotFoundError,
+        or what else keeps it from being read.
+        """
+        if directory in self._directory_to_tokenizer:
+            return
+        read = self._directory_to_read.get(directory)
+        if read is None:
+            reading = asyncio.to_thread(load_tokenizer, Path(directory))
+            read = self._directory_to_read[directory] = asyncio.create_task(reading)
+        try:
+            tokenizer = await asyncio.shield(read)
+        except Exception:
+            self._directory_to_read.pop(directory, None)  # it may be there next time
+            raise
+        self._directory_to_read.pop(directory, None)
+        # Here, not in the task: `use` may have removed it in between.
+        self._directory_to_tokenizer[directory] = tokenizer
+
+    def num_token_ids(self, directory: str) -> int:
+        """Return the vocabulary size of a tokenizer that was read."""
+        return len(self._directory_to_tokenizer[directory].table.pieces)
+
+    def use(self, directory: str) -> None:
+        """Make a tokenizer that was read the current one; forget others but the flags'."""
+        self.current = self._directory_to_tokenizer[directory]
+        first = self._directory_to_tokenizer[_FLAGS]
+        self._directory_to_tokenizer = {_FLAGS: first, directory: self.current}
+        for other, read in list(self._directory_to_read.items()):
+            if read.done():
+                del self._directory_to_read[other]

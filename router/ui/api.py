@@ -1,4 +1,4 @@
-"""The routes of the web page: its files, which are anybody's, and its data, which need a key."""
+"""The routes of the web page: files, open to all, and data, for which API keys are checked."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -9,9 +9,8 @@ from aiohttp import web
 from contract.errors import NotFoundError
 from quire.v1.common_pb2 import ActivityQuery
 from quire.v1.kv_pb2 import KvQuery
-from router.grpc.wire import load_to_proto
 from router.http.errors import error_response, failure_response
-from router.http.json_text import json_bytes
+from router.http.strict_json import json_bytes
 from router.request.inference import Inference
 from router.ui.pages import HEADERS, PAGE_PATH, Page, read_pages
 from router.ui.wire import activity_to_json, kv_to_json, message_to_json, query_from_url
@@ -32,11 +31,11 @@ class Ui:
 
     @property
     def open_paths(self) -> frozenset[str]:
-        """What a browser must be able to get before anybody has typed a key."""
+        """What a browser gets before the user has entered a key."""
         return frozenset((*self._path_to_page, f"{PAGE_PATH}/"))
 
     def routes(self) -> list[web.AbstractRouteDef]:
-        """All below `PAGE_PATH`."""
+        """The routes below `PAGE_PATH`."""
         return [
             web.get(PAGE_PATH, self._page),
             web.get(f"{PAGE_PATH}/", self._redirect),
@@ -52,27 +51,27 @@ class Ui:
 
     async def _redirect(self, _: web.Request) -> web.StreamResponse:
         """Go to the web page."""
-        # Relative, so that it holds behind a proxy that puts a path before ours.
+        # Relative, for proxies that add a path prefix.
         return web.Response(status=308, headers={"Location": f"..{PAGE_PATH}"})
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        """Give a part of the web page."""
+        """Return a file of the web page."""
         page = self._path_to_page.get(request.path)
         if page is None:
             return error_response(NotFoundError(f"there is no {request.path[:_MAX_SHOWN]}"))
         return _file_response(page)
 
     async def _load(self, _: web.Request) -> object:
-        """Say how busy the service is: `Load`."""
-        return message_to_json(load_to_proto(await self._inference.load()))
+        """Return how busy the service is: `Load`."""
+        return message_to_json(await self._inference.load())
 
     async def _kv(self, request: web.Request) -> object:
-        """Say who holds which KV blocks: `WorkerKv` of each worker; parameters as in `KvQuery`."""
+        """Return who holds which KV blocks: `WorkerKv`s; parameters as in `KvQuery`."""
         workers = await self._inference.describe_kv(query_from_url(KvQuery, request.query))
         return {"workers": [kv_to_json(worker) for worker in workers]}
 
     async def _activity(self, request: web.Request) -> object:
-        """Say what the workers are doing: `WorkerActivity`; parameters as in `ActivityQuery`."""
+        """Return what the workers do: `WorkerActivity`; parameters as in `ActivityQuery`."""
         query = query_from_url(ActivityQuery, request.query)
         workers = await self._inference.describe_activity(query)
         return {"workers": [activity_to_json(worker) for worker in workers]}
@@ -85,7 +84,7 @@ def _file_response(page: Page) -> web.Response:
 
 
 def _endpoint(read: Callable[[web.Request], Awaitable[Any]]) -> _Handler:
-    """Make the handler of a route that gives JSON, or an error in the shape of the other routes."""
+    """Make the handler of a JSON route; errors have the shape of the other routes'."""
 
     @functools.wraps(read)
     async def handle(request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""The page's files, as the package has them, and the headers that confine what they can do."""
+"""The page's files, and the headers that restrict what they can do."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ PAGE_PATH: Final = "/ui"
 
 HEADERS: Final = MappingProxyType(
     {
-        # Everything from here, nothing inline, in nobody's frame: what a client puts into a request
-        # id, or a model into its text, is shown and never run.
+        # Everything from this origin, nothing inline, no frames: request ids and generated text are
+        # shown and never run.
         "Content-Security-Policy": (
             "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         ),
@@ -39,7 +39,7 @@ class Page:
 
 
 def read_pages() -> Iterable[Page]:
-    """Read the page itself, which is at `PAGE_PATH`, and what it is made of, below that."""
+    """Read the page, which is at `PAGE_PATH`, and its parts, below that."""
     for file in (files(__package__) / "static").iterdir():
         stem, dot, suffix = file.name.rpartition(".")
         path = PAGE_PATH if file.name == "index.html" else f"{PAGE_PATH}/{file.name}"

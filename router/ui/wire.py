@@ -1,7 +1,7 @@
-"""Between the page's JSON and the contract: queries from a URL, and messages as plain values.
+"""Queries from a URL to protobuf, and messages to JSON values for the page.
 
-The page gets the contract's field names. Bytes are base64, and an enum's value is its name in lower
-case without the enum's. Steps and sequences, of which there are many, come as columns.
+Field names are the protos'. Bytes are base64; an enum's value is its name in lower case without the
+enum's prefix. Steps and sequences, which are many, come as columns.
 """
 
 import base64
@@ -24,10 +24,10 @@ _MAX_SHOWN: Final = 64
 
 
 def query_from_url(kind: type[Query], parameters: Mapping[str, str]) -> Query:
-    """Make a query of a URL's parameters, which are named as its fields.
+    """Make a query of a URL's parameters, which have its fields' names.
 
     Raises:
-        InvalidArgumentError: There is no such field, or the value is none of its type.
+        InvalidArgumentError: There is no such field, or the value has another type.
     """
     query = kind()
     for name, text in parameters.items():
@@ -47,7 +47,7 @@ def query_from_url(kind: type[Query], parameters: Mapping[str, str]) -> Query:
 
 
 def message_to_json(message: Message, without: str = "") -> dict[str, Any]:
-    """Make plain values of a message, and of those in it; of all fields but `without`."""
+    """Make JSON values of a message and its nested messages; all fields but `without`."""
     return {
         field.name: _to_json(field, getattr(message, field.name))
         for field in message.DESCRIPTOR.fields
@@ -56,12 +56,12 @@ def message_to_json(message: Message, without: str = "") -> dict[str, Any]:
 
 
 def kv_to_json(worker: WorkerKv) -> dict[str, Any]:
-    """Make plain values of what a worker holds; `sequences` has a list for each field."""
+    """Make JSON values of a worker's KV; `sequences` has a list for each field."""
     return _with_columns(worker, "sequences", SequenceKv)
 
 
 def activity_to_json(worker: WorkerActivity) -> dict[str, Any]:
-    """Make plain values of what a worker does; `steps` has a list for each field."""
+    """Make JSON values of a worker's activity; `steps` has a list for each field."""
     return _with_columns(worker, "steps", StepRecord)
 
 
@@ -75,7 +75,7 @@ def _with_columns(message: Message, many: str, kind: type[Message]) -> dict[str,
 
 
 def _column(field: Any, values: list[Any]) -> list[Any]:
-    """Make plain values of one field's, which are all of one type."""
+    """Make JSON values of one field's values."""
     if field.enum_type is not None:
         names = _value_names(field.enum_type)
         return [names[value] for value in values]

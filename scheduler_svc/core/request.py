@@ -1,13 +1,15 @@
-"""What a router asks of the scheduler: one prompt, `n` sequences."""
+"""A request as the scheduler has it: one prompt, `n` sequences."""
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import NewType
 
 import numpy as np
 import numpy.typing as npt
 
+from contract.outputs import FinishReason
 from scheduler_svc.core.beams.search import BeamParams
+
+__all__ = ["FinishReason", "OutputSoFar", "Request", "SeqId", "SeqKey", "SourceId"]
 
 SeqId = NewType("SeqId", int)
 """A sequence, unique over the life of a scheduler core."""
@@ -16,22 +18,12 @@ SourceId = NewType("SourceId", int)
 """A router's stream, as the engine numbers them."""
 
 SeqKey = NewType("SeqKey", int)
-"""A sequence as its source names it; unique within the source."""
-
-
-class FinishReason(Enum):
-    """Why a sequence ended."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    CANCELLED = "cancelled"
-    DEADLINE = "deadline"
-    ERROR = "error"
+"""A sequence's key at its source; unique within the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputSoFar:
-    """What one sequence of a resubmitted request had produced before."""
+    """What one sequence of a resubmitted request has produced already."""
 
     token_ids: npt.NDArray[np.int32]
     finished: bool
@@ -41,7 +33,7 @@ class OutputSoFar:
 class Request:
     """One prompt and how many sequences continue it.
 
-    Sequence i is known to its source as `first_seq_key + i`.
+    Sequence i has the key `first_seq_key + i`.
     """
 
     source: SourceId
@@ -53,24 +45,23 @@ class Request:
     max_tokens: int
     """Most tokens each sequence may produce; at least 1."""
     sampling: bytes
-    """How tokens are drawn: for the worker; the core never looks inside."""
+    """Serialized sampling parameters, for the worker; the core does not read them."""
     cache_salt: str = ""
     traceparent: str = ""
     min_tokens: int = 0
-    """Tokens that each sequence produces at least, unless it is cancelled."""
+    """Fewest tokens that each sequence produces, unless it is cancelled."""
     priority: int = 0
     """Higher is sooner."""
     tenant: str = ""
-    """Whom the request is for."""
     deadline: float | None = None
-    """When nobody wants it any more, in the caller's seconds; None: never."""
+    """When it expires, in the caller's seconds; None: never."""
     reads_prefix_cache: bool = True
     """Whether it may use KV that others computed; else its whole prompt is computed."""
     cache_pin_s: float | None = None
-    """How long the prompt's full blocks stay in the prefix cache from when they are computed,
-    whatever else is evicted; None: as long as others."""
+    """How long the prompt's full blocks are pinned in the prefix cache after they are computed;
+    None: not at all."""
     beam: BeamParams | None = None
     """Search for the `n` likeliest outputs instead of drawing them. Then `sampling` asks the worker
-    for candidates, and says nothing of ends."""
+    for candidates and has no end tokens."""
     outputs: tuple[OutputSoFar, ...] = ()
-    """Empty, or one per sequence when the request was live before. Those of a search are empty."""
+    """Empty, or one per sequence when the request was live before; without tokens in a search."""

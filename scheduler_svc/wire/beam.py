@@ -2,55 +2,29 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from math import isfinite
 
 import numpy as np
 
 from contract.arrays import ints
+from contract.codec.sampling import beam_from_proto
 from contract.errors import InvalidArgumentError
 from contract.info import ModelInfo
+from contract.sampling import EarlyStopping
 from contract.step import Result
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams
 
-_MIN_WIDTH, _MAX_WIDTH = 2, 10
-"""As in `quire.v1.BeamSearch`, as the next."""
-_MAX_LENGTH_PENALTY = 5
 _NO_LOGPROB = common_pb2.TokenLogprob()
 
-_EARLY_STOPPING_FROM_PROTO = {
-    common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
-    common_pb2.EARLY_STOPPING_HEURISTIC: EarlyStopping.HEURISTIC,
-    common_pb2.EARLY_STOPPING_WHEN_FULL: EarlyStopping.WHEN_FULL,
-    common_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
-}
 
-
-def beam_from_proto(message: scheduler_pb2.Submit, model: ModelInfo) -> BeamParams:
+def beam_params_from_proto(message: scheduler_pb2.Submit, model: ModelInfo) -> BeamParams:
     """Take the search that a request asks for.
 
     Raises:
         InvalidArgumentError: A field breaks the contract; the message names value and limit.
     """
-    beam, sampling = message.beam, message.sampling
-    if not _MIN_WIDTH <= beam.width <= _MAX_WIDTH:
-        raise InvalidArgumentError(
-            "beam.width", f"is {beam.width}; it must be in [{_MIN_WIDTH}, {_MAX_WIDTH}]"
-        )
-    if message.n > beam.width:
-        raise InvalidArgumentError(
-            "n", f"is {message.n}; it must be at most beam.width, which is {beam.width}"
-        )
-    length_penalty = beam.length_penalty if beam.HasField("length_penalty") else 1.0
-    if not (isfinite(length_penalty) and abs(length_penalty) <= _MAX_LENGTH_PENALTY):
-        raise InvalidArgumentError(
-            "beam.length_penalty",
-            f"is {length_penalty}; it must be in [-{_MAX_LENGTH_PENALTY}, {_MAX_LENGTH_PENALTY}]",
-        )
-    if beam.early_stopping not in _EARLY_STOPPING_FROM_PROTO:
-        raise InvalidArgumentError(
-            "beam.early_stopping", f"is {beam.early_stopping}, which this scheduler does not know"
-        )
+    beam, sampling = beam_from_proto(message.beam), message.sampling
+    beam.check(message.n)
     if any(output.finished or output.token_ids for output in message.outputs):
         raise InvalidArgumentError(
             "outputs", "has tokens or an end; a beam search has neither before it is over"
@@ -59,8 +33,8 @@ def beam_from_proto(message: scheduler_pb2.Submit, model: ModelInfo) -> BeamPara
     params = BeamParams(
         width=beam.width,
         end_token_ids=tuple(sorted({*ends, *sampling.stop_token_ids})),
-        length_penalty=length_penalty,
-        early_stopping=_EARLY_STOPPING_FROM_PROTO[beam.early_stopping],
+        length_penalty=beam.length_penalty,
+        early_stopping=EarlyStopping.of(beam.early_stopping),
     )
     if params.num_kept > model.vocab_size:
         raise InvalidArgumentError(

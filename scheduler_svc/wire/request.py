@@ -1,4 +1,4 @@
-"""What a router submits, to a request of the core's."""
+"""A router's `Submit` to a request of the core."""
 
 from math import isfinite
 
@@ -8,22 +8,20 @@ from contract.errors import InvalidArgumentError, NotFoundError
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from contract.packing import unpack_int32
+from contract.request import MAX_CACHE_PIN_S, MAX_N
 from quire.v1 import scheduler_pb2
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import ADAPTERS_SALT, adapter_salt
-from scheduler_svc.wire.beam import beam_from_proto, beam_sampling
+from scheduler_svc.wire.beam import beam_params_from_proto, beam_sampling
 
 _MAX_SEQ_KEY = 2**64 - 1
 _MAX_TENANT_BYTES = 128
-_MAX_CACHE_PIN_S = 86400
-_MAX_N = 64
-"""As in `quire.v1.GenerateRequest`."""
 
 
 def request_from_proto(
     message: scheduler_pb2.Submit, source: SourceId, model: ModelInfo, now: float
 ) -> Request:
-    """Take a router's request, which came at `now` on the core's clock.
+    """Read a router's request, received at `now` on the core's clock.
 
     Raises:
         InvalidArgumentError: A field breaks the contract; the message names value and limit.
@@ -39,11 +37,11 @@ def request_from_proto(
     if deadline_s is not None and not (isfinite(deadline_s) and deadline_s >= 0):
         raise InvalidArgumentError("deadline_s", f"is {deadline_s}; it must be at least 0")
     cache_pin_s = message.cache_pin_s if message.HasField("cache_pin_s") else None
-    if cache_pin_s is not None and not 0 < cache_pin_s <= _MAX_CACHE_PIN_S:  # also for NaN
+    if cache_pin_s is not None and not 0 < cache_pin_s <= MAX_CACHE_PIN_S:  # also for NaN
         raise InvalidArgumentError(
-            "cache_pin_s", f"is {cache_pin_s}; it must be in (0, {_MAX_CACHE_PIN_S}]"
+            "cache_pin_s", f"is {cache_pin_s}; it must be in (0, {MAX_CACHE_PIN_S}]"
         )
-    beam = beam_from_proto(message, model) if message.HasField("beam") else None
+    beam = beam_params_from_proto(message, model) if message.HasField("beam") else None
     sampling = message.sampling if beam is None else beam_sampling(beam, message.sampling)
     return Request(
         source=source,
@@ -52,7 +50,7 @@ def request_from_proto(
         prompt_token_ids=prompt_token_ids,
         n=message.n,
         max_tokens=message.sampling.max_tokens,
-        sampling=sampling.SerializeToString(deterministic=True),  # equal requests look equal
+        sampling=sampling.SerializeToString(deterministic=True),  # equal requests get equal bytes
         cache_salt=_prefix_salt(message, model),
         traceparent=message.traceparent,
         min_tokens=message.sampling.min_tokens,
@@ -84,13 +82,13 @@ def _prefix_salt(message: scheduler_pb2.Submit, model: ModelInfo) -> str:
 
 
 def _check(message: scheduler_pb2.Submit) -> None:
-    """Check what needs no parsing."""
+    """Check the fields that need no parsing."""
     if message.cache_salt.startswith(ADAPTERS_SALT):
         raise InvalidArgumentError(
             "cache_salt", f"is {message.cache_salt!r}; it must not begin with U+0000"
         )
-    if not 1 <= message.n <= _MAX_N:
-        raise InvalidArgumentError("n", f"is {message.n}; it must be in [1, {_MAX_N}]")
+    if not 1 <= message.n <= MAX_N:
+        raise InvalidArgumentError("n", f"is {message.n}; it must be in [1, {MAX_N}]")
     if message.first_seq_key + message.n - 1 > _MAX_SEQ_KEY:
         raise InvalidArgumentError(
             "first_seq_key",

@@ -11,22 +11,15 @@ import numpy.typing as npt
 
 from contract.arrays import Int32Array
 from contract.codec.info import adapter_to_proto, model_info_to_proto
+from contract.codec.outputs import FINISH_REASON_TO_PROTO
 from contract.codec.step import token_logprob_to_proto
 from contract.errors import QuireError, TooBusyError
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
-from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
+from quire.v1 import scheduler_pb2, worker_pb2
 from scheduler_svc.core.events import Finished, StepEvents
-from scheduler_svc.core.request import FinishReason, SeqKey, SourceId
-
-_FINISH_REASON_TO_PROTO = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
-    FinishReason.DEADLINE: common_pb2.FINISH_REASON_DEADLINE,
-    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
-}
+from scheduler_svc.core.request import SeqKey, SourceId
 
 
 def welcome_to_proto(
@@ -186,7 +179,7 @@ def _output_of(
 def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
     message = scheduler_pb2.SequenceFinished(
         seq_key=finished.seq_key,
-        finish_reason=_FINISH_REASON_TO_PROTO[finished.reason],
+        finish_reason=FINISH_REASON_TO_PROTO[finished.reason],
         stop_token_id=finished.stop_token_id,
         cumulative_logprob=finished.cumulative_logprob,
     )

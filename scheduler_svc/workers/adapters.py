@@ -14,7 +14,12 @@ from typing import Protocol
 
 import structlog
 
-from contract.errors import FailedPreconditionError, NotFoundError, QuireError, UnavailableError
+from contract.errors import (
+    FailedPreconditionError,
+    NotFoundError,
+    QuireError,
+    UnavailableError,
+)
 from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.takeover import REUNION_S

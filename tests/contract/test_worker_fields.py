@@ -6,10 +6,13 @@ import tempfile
 import grpc
 import grpc.aio
 import pytest
-from google.protobuf import message_factory
-
 import router.grpc.adapters
 import router.grpc.loading
+import scheduler_svc.operations.adapter_service
+import scheduler_svc.operations.loading_service
+from google.protobuf import message_factory
+
+import router.grpc.operations
 import scheduler_svc.operations.services
 from quire.v1 import adapters_pb2, loading_pb2
 from rpc.grpc_server import make_grpc_server
@@ -25,10 +28,7 @@ METHODS = [
 ]
 # What stands behind a servicer is not reached.
 SERVICES = {
-    "router": (
-        router.grpc.adapters.adapter_service(None),
-        router.grpc.loading.loading_service(None),
-    ),
+    "router": router.grpc.operations.operator_services(None),
     "scheduler": (
         scheduler_svc.operations.services.adapter_service(None),
         scheduler_svc.operations.services.loading_service(None),

@@ -20,30 +20,26 @@ from pydantic import ValidationError
 
 from contract.arrays import ints
 from contract.codec.info import worker_info_from_proto
+from contract.codec.request import generate_request_from_proto, resume_request_from_proto
+from contract.codec.sampling import sampling_to_proto
 from contract.codec.state import check_holdings, holdings_from_proto
 from contract.codec.step import result_from_proto
 from contract.errors import InvalidArgumentError, QuireError
 from contract.info import MemoryLevel, ModelInfo
 from contract.limits import Limits
+from contract.request import Model as RouterModelInfo
 from contract.step import Plan, Result
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
     plan_of,
 )
-from quire.v1 import common_pb2, inference_pb2, kv_pb2, scheduler_pb2, worker_pb2
+from quire.v1 import inference_pb2, kv_pb2, scheduler_pb2, worker_pb2
 from router.access.api_keys import ApiKeysError, read_keys_file
-from router.domain import ModelInfo as RouterModelInfo
-from router.grpc.wire import (
-    generate_request_from_proto,
-    load_from_proto,
-    resume_request_from_proto,
-    sampling_to_proto,
-)
 from router.http.errors import error_from_validation, error_response
-from router.http.json_text import parse_json
 from router.http.requests.chat import ChatBody
 from router.http.requests.completions import CompletionBody
+from router.http.strict_json import parse_json
 from router.request.validation import check_request, settle_sampling
 from router.schedulers.messages import Refusal
 from router.schedulers.wire import news_from_proto
@@ -145,7 +141,7 @@ def _of_messages(name: str, parse: Callable[[Any], object], *known: Message) -> 
 
 
 def _generate(message: inference_pb2.GenerateRequest) -> None:
-    request = generate_request_from_proto(message, None)
+    request = generate_request_from_proto(message)
     check_request(request, ROUTER_MODEL, 1000)
     if request.sampling.structured is not None:
         to_grammar(request.sampling.structured)
@@ -320,7 +316,6 @@ TARGETS = (
         *examples.RESUME,
     ),
     _of_messages("scheduler-news", _news, *examples.CONNECT_RESPONSES),
-    _of_messages("load", load_from_proto, common_pb2.Load(num_blocks=3, fragmentation=0.5)),
     _of_messages("status", _status, _retry_status(1), _retry_status(2**62), _bad_request_status()),
     Target("chat-body", st.tuples(bodies("chat")), _opened(_body(ChatBody))),
     Target("completion-body", st.tuples(bodies("completion")), _opened(_body(CompletionBody))),

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from contract.sampling import SamplingParams
 from gpu_worker.sampling.draw import draw, uniforms
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.sampling.truncation import truncate
 from kernels import reference

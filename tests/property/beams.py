@@ -10,7 +10,8 @@ from zlib import crc32
 
 import numpy as np
 
-from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
+from contract.sampling import EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.events import Finished
 from scheduler_svc.core.request import FinishReason
 

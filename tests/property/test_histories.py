@@ -9,7 +9,8 @@ from random import Random
 from hypothesis import settings
 
 from contract.info import MemoryLevel
-from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
+from contract.sampling import EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import PreemptionMode
 from tests.property.test_scheduler import SchedulerMachine

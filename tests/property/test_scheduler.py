@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from contract.info import MemoryLevel
+from contract.sampling import EarlyStopping
 from contract.step import Result
-from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.errors import QueueFullError, RequestTooLongError, ResizeRefusedError
 from scheduler_svc.core.handover.identity import identity
 from scheduler_svc.core.handover.takeover import REUNION_S

@@ -48,8 +48,8 @@ def beam_from(settings: GenerateSettings) -> BeamSearch | None:
 def sampling_from(settings: ClientSettings, *, ignore_eos: bool = False) -> SamplingParams:
     """Return the sampling parameters that the flags ask for."""
     return SamplingParams(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
+        temperature=1.0 if settings.temperature is None else settings.temperature,
+        top_p=1.0 if settings.top_p is None else settings.top_p,
         top_k=settings.top_k,
         seed=settings.seed,
         max_tokens=settings.max_tokens,

@@ -1,41 +1,35 @@
-"""The fields of a body that ask for a beam search: vLLM's names, the words of `transformers`."""
+"""The fields of a body for a beam search: vLLM's names, `transformers`' values."""
 
 from collections.abc import Mapping
 from typing import Literal
 
 from contract.errors import InvalidArgumentError, UnimplementedError
-from router.domain import BeamSearch, EarlyStopping
-from router.http.json_object import Schema
-
-_EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = {
-    False: EarlyStopping.HEURISTIC,
-    True: EarlyStopping.WHEN_FULL,
-    "never": EarlyStopping.NEVER,
-}
+from contract.sampling import BeamSearch, EarlyStopping
+from router.http.strict_json import Schema
 
 
 class BeamFields(Schema):
-    """What both kinds of call say of a beam search."""
+    """The beam search fields of completions and chats."""
 
     n: int = 1
     use_beam_search: bool = False
     best_of: int | None = None
-    """How wide the search is; if it is not given, `n`."""
+    """The search's width; by default `n`."""
     length_penalty: float = 1.0
     early_stopping: Literal[False, True, "never"] = False
 
     def beam(self) -> BeamSearch | None:
-        """The search that is asked for, if one is.
+        """Return the search, if there is one.
 
         Raises:
-            InvalidArgumentError: A search's field is set and no search is asked for.
+            InvalidArgumentError: A field of a search is set without `use_beam_search`.
             UnimplementedError: Without one, `best_of` is not `n`.
         """
         if self.use_beam_search:
             return BeamSearch(
                 width=self.n if self.best_of is None else self.best_of,
                 length_penalty=self.length_penalty,
-                early_stopping=_EARLY_STOPPING[self.early_stopping],
+                early_stopping=EarlyStopping.of(self.early_stopping),
             )
         if self.best_of not in {None, self.n}:
             raise UnimplementedError(
@@ -49,7 +43,7 @@ class BeamFields(Schema):
 
     @property
     def beam_field_to_json(self) -> Mapping[str, str]:
-        """What the client's JSON calls the fields of a search."""
+        """The JSON names of a search's fields."""
         return {
             "beam.width": "n" if self.best_of is None else "best_of",
             "beam.length_penalty": "length_penalty",

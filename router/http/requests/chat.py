@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the body, and the call that it asks for by way of a chat template."""
+"""POST /v1/chat/completions: the body, and the call made of it by a chat template."""
 
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -49,7 +49,7 @@ class ChatBody(ToolFields, Body):
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
 
     def check(self) -> None:
-        """Check what concerns several fields; raises InvalidArgumentError."""
+        """Check fields against each other; raises InvalidArgumentError."""
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidArgumentError(
@@ -68,7 +68,7 @@ class ChatBody(ToolFields, Body):
 
 
 async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Call:
-    """The call that a body asks for; raises QuireError."""
+    """Make the call of a body; raises QuireError."""
     body.check()
     tools = body.tool_use(lambda: inference.text.chat_template(body.model))
     if tools is not None and tools.new_reader is not None and body.structured() is not None:

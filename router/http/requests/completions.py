@@ -1,4 +1,4 @@
-"""POST /v1/completions: the body, and the call that it asks for."""
+"""POST /v1/completions: the body, and the call made of it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,10 +8,10 @@ from typing import Annotated
 from pydantic import PlainValidator
 
 from contract.errors import InvalidArgumentError
-from router.http.json_text import excerpt
 from router.http.requests.schema import UNIMPLEMENTED, Body, Prompt
 from router.http.responses.answer import Call
 from router.http.responses.objects import CompletionShape, Echo
+from router.http.strict_json import excerpt
 from router.request.inference import Inference
 
 MAX_PROMPTS = 1024
@@ -19,7 +19,7 @@ MAX_PROMPTS = 1024
 
 
 def _parse_prompts(value: object) -> tuple[Prompt, ...]:
-    """The prompts of any of the four shapes: a text, texts, token ids, or lists of token ids."""
+    """Parse any of the four shapes: a text, texts, token ids, or lists of token ids."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
@@ -68,7 +68,7 @@ class CompletionBody(Body):
 
 
 def completion_call(inference: Inference, body: CompletionBody, request_id: str) -> Call:
-    """The call that a body asks for; raises QuireError."""
+    """Make the call of a body; raises QuireError."""
     body.check()
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:

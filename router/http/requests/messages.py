@@ -1,4 +1,4 @@
-"""The messages of a chat: their JSON, and what a chat template sees of them."""
+"""The messages of a chat: their JSON, and what a chat template gets."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from contract.errors import InvalidArgumentError
-from router.http.json_object import Schema
-from router.http.json_text import excerpt, parse_json
+from router.http.strict_json import Schema, excerpt, parse_json
 
 _TEMPLATE_NAMES = frozenset({"self", "model", "messages", "tools", "add_generation_prompt"})
 
@@ -25,7 +24,7 @@ class TextPart(Schema):
 
 
 class CalledFunction(Schema):
-    """A function with the arguments that a model called it with: a JSON object, as text."""
+    """A function call: name, and arguments as the text of a JSON object."""
 
     name: str
     arguments: str
@@ -57,10 +56,10 @@ class Message(Schema):
     tool_calls: Annotated[list[ToolCall], Field(default_factory=list)]
     """What the assistant called."""
     tool_call_id: str = ""
-    """Which call a tool's content is the result of."""
+    """The call whose result a tool's content is."""
 
     def check(self, field: str) -> None:
-        """Check what concerns several fields; raises InvalidArgumentError."""
+        """Check fields against each other; raises InvalidArgumentError."""
         if self.tool_calls and self.role != "assistant":
             raise InvalidArgumentError(
                 f"{field}.tool_calls", f'is set; with role "{self.role}" it must not be'
@@ -77,9 +76,9 @@ class Message(Schema):
             _check_arguments(call.function.arguments, f"{field}.tool_calls[{i}].function.arguments")
 
     def for_template(self) -> dict[str, Any]:
-        """What a chat template sees: a call's arguments as an object, as templates expect them."""
+        """Return what a chat template gets: a call's arguments as an object, not as text."""
         message: dict[str, Any] = {
-            # OpenAI's newer word for the same; templates know the older.
+            # OpenAI's newer name for the same; templates know the older.
             "role": "system" if self.role == "developer" else self.role,
             "content": "\n".join(part.text for part in self.content or ()),
         }
@@ -103,13 +102,13 @@ class Message(Schema):
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Check what the types leave open; raises InvalidArgumentError."""
+    """Check fields of each message against each other; raises InvalidArgumentError."""
     for i, message in enumerate(messages):
         message.check(f"messages[{i}]")
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Check that none is of a name with a meaning of its own; raises InvalidArgumentError."""
+    """Check that none has a name that the service sets; raises InvalidArgumentError."""
     if taken := kwargs.keys() & _TEMPLATE_NAMES:
         raise InvalidArgumentError(
             "chat_template_kwargs", f"has the key {min(taken)}, which the service itself sets"

@@ -1,9 +1,8 @@
-"""The fields that both kinds of call share, their types, and which fields are refused.
+"""The fields that completions and chats share, and the fields that are refused.
 
-Which range a field has is checked where every face passes, behind `Inference.generate`. Here a body
-gets its shape: a null counts as unset, an unknown field or a wrong type is an error that names it,
-and a field of OpenAI's or vLLM's that is not implemented is refused by name, unless its value asks
-for nothing (`echo: false`).
+Only shapes are checked here: null means unset, an unknown field or a wrong type is an error that
+names it, and a field of OpenAI's or vLLM's that is not implemented is refused by name, unless its
+value has no effect (`echo: false`). `Inference.generate` checks ranges, for every API.
 """
 
 from collections.abc import Mapping
@@ -13,12 +12,12 @@ from typing import Annotated, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from contract.errors import InvalidArgumentError
-from router.domain import GenerateRequest, SamplingParams
-from router.http.json_object import Schema
-from router.http.json_text import excerpt
+from contract.request import GenerateRequest
+from contract.sampling import SamplingParams
 from router.http.requests.beam import BeamFields
 from router.http.requests.structured import StructuredFields
 from router.http.responses.answer import UsageInStream
+from router.http.strict_json import Schema, excerpt
 
 Prompt: TypeAlias = str | tuple[int, ...]
 """Text, or token ids."""
@@ -26,10 +25,10 @@ Prompt: TypeAlias = str | tuple[int, ...]
 MAX_TOKEN_ID_DIGITS = 10
 
 NO_EFFECT = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
-"""Accepted, and of no effect on an output, nor would they have one at OpenAI.
+"""Accepted without an effect on outputs, as at OpenAI.
 
-Three are labels for records, which are not kept: `store: true` is refused. `prompt_cache_key` helps
-to find a cached prefix, which is found without it.
+Three are labels for stored records; nothing is stored, and `store: true` is refused.
+`prompt_cache_key` helps OpenAI to find a cached prefix; here it is found without it.
 """
 
 
@@ -38,17 +37,17 @@ def _listed(value: object) -> object:
 
 
 class StreamOptions(Schema):
-    """What a stream carries besides the text."""
+    """What a stream carries besides text."""
 
     unimplemented = MappingProxyType({"include_obfuscation": (False,)})
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """vLLM's: the usage is in every event, as far as it has come."""
+    """vLLM's: every event has the usage so far."""
 
 
 class Body(StructuredFields, BeamFields):
-    """What both completions and chat completions take."""
+    """The fields of completions and chat completions."""
 
     model: str = ""
     stop: Annotated[list[str], BeforeValidator(_listed), Field(default_factory=list)]
@@ -78,19 +77,19 @@ class Body(StructuredFields, BeamFields):
     skip_special_tokens: bool = True
     cache_salt: str = ""
 
-    # Nobody's but ours.
+    # Quire extensions.
     cache_pin_s: float | None = None
 
     @property
     def usage_in_stream(self) -> UsageInStream:
-        """Where a stream tells what the request cost."""
+        """Where a stream reports the usage."""
         options = self.stream_options or StreamOptions()
         if options.continuous_usage_stats:
             return UsageInStream.ALWAYS
         return UsageInStream.AT_END if options.include_usage else UsageInStream.NEVER
 
     def check(self) -> None:
-        """Check what concerns several fields; raises InvalidArgumentError."""
+        """Check fields against each other; raises InvalidArgumentError."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options", "is set; it needs stream to be true")
         options = self.stream_options or StreamOptions()
@@ -102,7 +101,7 @@ class Body(StructuredFields, BeamFields):
     def to_request(
         self, prompt: Prompt, *, request_id: str, sampling: SamplingParams, add_special_tokens: bool
     ) -> GenerateRequest:
-        """The request for one prompt of the call."""
+        """Make the request for one prompt of the call."""
         return GenerateRequest(
             prompt=prompt,
             model=self.model,
@@ -119,10 +118,10 @@ class Body(StructuredFields, BeamFields):
         )
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """How tokens are drawn, given what the two kinds of body say in different words."""
+        """Make sampling parameters; the two kinds of body name these arguments differently."""
         return SamplingParams(
             temperature=self.temperature,
-            top_k=0 if self.top_k == -1 else self.top_k,  # -1 is vLLM's way to say all
+            top_k=0 if self.top_k == -1 else self.top_k,  # -1 means all in vLLM
             top_p=self.top_p,
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
@@ -160,4 +159,4 @@ UNIMPLEMENTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "priority": (0,),
     }
 )
-"""Of both kinds of call: fields that are refused by name, with the values that ask for nothing."""
+"""Fields of both kinds that are refused by name, with the values that have no effect."""

@@ -1,4 +1,4 @@
-"""The fields by which OpenAI's and vLLM's clients say what form an output must have."""
+"""OpenAI's and vLLM's fields for the form that an output must have."""
 
 import json
 from collections.abc import Mapping
@@ -7,21 +7,21 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError
-from router.domain import StructuredForm, StructuredOutput
-from router.http.json_object import Schema
+from contract.sampling import StructuredOutput
+from router.http.strict_json import Schema
 
 JsonSchema = dict[str, Any] | bool
 """A JSON schema, as a JSON value."""
 
 
 class NamedSchema(Schema):
-    """A JSON schema with what OpenAI has beside it; only the schema has an effect."""
+    """A JSON schema in OpenAI's wrapper; only the schema has an effect."""
 
     name: str = ""
     description: str = ""
     schema_: Annotated[JsonSchema, Field(alias="schema")]
     strict: bool = True
-    """Every schema is followed strictly."""
+    """Ignored: every schema is followed strictly."""
 
 
 class ResponseFormat(Schema):
@@ -31,12 +31,12 @@ class ResponseFormat(Schema):
     json_schema: NamedSchema | None = None
 
     def forms(self) -> list[StructuredOutput]:
-        """None for text, else one; raises InvalidArgumentError if the schema is missing."""
+        """Return nothing for text, else one; raises InvalidArgumentError without a schema."""
         match self.type:
             case "text":
                 return []
             case "json_object":
-                return [StructuredOutput(StructuredForm.JSON_OBJECT)]
+                return [StructuredOutput(json_object=True)]
         if self.json_schema is None:
             raise InvalidArgumentError(
                 "response_format.json_schema", 'is not set; with the type "json_schema" it must be'
@@ -54,23 +54,23 @@ class StructuredOutputs(Schema):
     grammar: str | None = None
 
     def forms(self) -> list[StructuredOutput]:
-        """What is set."""
+        """Return the forms that are set."""
         forms = []
         if self.json_ is not None:
             forms.append(_json_schema(self.json_))
         if self.json_object:
-            forms.append(StructuredOutput(StructuredForm.JSON_OBJECT))
+            forms.append(StructuredOutput(json_object=True))
         if self.regex is not None:
-            forms.append(StructuredOutput(StructuredForm.REGEX, (self.regex,)))
+            forms.append(StructuredOutput(regex=self.regex))
         if self.choice is not None:
-            forms.append(StructuredOutput(StructuredForm.CHOICE, tuple(self.choice)))
+            forms.append(StructuredOutput(choice=tuple(self.choice)))
         if self.grammar is not None:
-            forms.append(StructuredOutput(StructuredForm.GRAMMAR, (self.grammar,)))
+            forms.append(StructuredOutput(grammar=self.grammar))
         return forms
 
 
 class StructuredFields(Schema):
-    """The part of a body that says it, in any of three ways."""
+    """The part of a body for forms, in three notations."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -80,7 +80,7 @@ class StructuredFields(Schema):
     guided_grammar: str | None = None
 
     def structured(self) -> StructuredOutput | None:
-        """The form; None: any. Raises InvalidArgumentError if there is more than one."""
+        """Return the form; None: any text. Raises InvalidArgumentError for more than one."""
         guided = StructuredOutputs.model_construct(
             json_=self.guided_json,
             json_object=False,
@@ -95,14 +95,14 @@ class StructuredFields(Schema):
         if len(forms) > 1:
             raise InvalidArgumentError(
                 "structured_outputs",
-                f"says {' and '.join(form.form.value for form in forms)}, with response_format and"
+                f"says {' and '.join(form.form for form in forms)}, with response_format and"
                 " the guided_* fields; an output can have one form",
             )
         return forms[0] if forms else None
 
     @property
     def structured_field_to_json(self) -> Mapping[str, str]:
-        """What the client's JSON calls the fields of a form."""
+        """The JSON names of a form's fields."""
         if self.response_format is not None and self.response_format.type != "text":
             return {"structured.json_schema": "response_format.json_schema.schema"}
         prefix = "structured_outputs." if self.structured_outputs is not None else "guided_"
@@ -113,4 +113,4 @@ class StructuredFields(Schema):
 
 def _json_schema(schema: JsonSchema | str) -> StructuredOutput:
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    return StructuredOutput(StructuredForm.JSON_SCHEMA, (text,))
+    return StructuredOutput(json_schema=text)

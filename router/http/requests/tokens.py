@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes: what a model makes of a text, and back."""
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -7,16 +7,16 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError
-from router.http.errors import error_in_words_of
-from router.http.json_object import Schema
+from router.http.errors import error_with_json_names
 from router.http.requests.messages import Message, check_messages, check_template_kwargs
 from router.http.requests.tools import MAX_TOOLS, Tool, show_tools
 from router.http.responses.objects import Json
+from router.http.strict_json import Schema
 from router.request.inference import Inference
 
 
 class TokenizeBody(Schema):
-    """A text, or a chat with what its template takes."""
+    """A text, or a chat with its template's arguments."""
 
     unimplemented = MappingProxyType({"chat_template": (), "continue_final_message": (False,)})
 
@@ -24,15 +24,15 @@ class TokenizeBody(Schema):
     prompt: str | None = None
     messages: Annotated[list[Message] | None, Field(min_length=1)] = None
     add_special_tokens: bool | None = None
-    """With a prompt, unset is true; a chat's template writes its own."""
+    """With a prompt, unset means true; a chat's template writes special tokens itself."""
     return_token_strs: bool = False
-    """Whether to give each token's text, too."""
+    """Whether to return each token's text, too."""
     add_generation_prompt: bool = True
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
     tools: Annotated[list[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
 
     async def token_ids(self, inference: Inference) -> list[int]:
-        """The token ids that `generate` would see; raises QuireError."""
+        """Return the token ids as for `generate`; raises QuireError."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidArgumentError("prompt", "or messages must be set, and not both")
         if self.messages is not None:
@@ -47,7 +47,7 @@ class TokenizeBody(Schema):
                 add_special_tokens=self.add_special_tokens is not False,
             )
         except InvalidArgumentError as error:
-            raise error_in_words_of({"text": "prompt"}, error) from error
+            raise error_with_json_names({"text": "prompt"}, error) from error
 
     async def _chat_token_ids(self, inference: Inference, messages: list[Message]) -> list[int]:
         check_messages(messages)
@@ -76,7 +76,7 @@ class DetokenizeBody(Schema):
 
 
 async def tokenize(inference: Inference, body: TokenizeBody) -> Json:
-    """The answer to /tokenize; raises QuireError."""
+    """Answer /tokenize; raises QuireError."""
     token_ids = await body.token_ids(inference)
     return {
         "count": len(token_ids),
@@ -89,9 +89,9 @@ async def tokenize(inference: Inference, body: TokenizeBody) -> Json:
 
 
 async def detokenize(inference: Inference, body: DetokenizeBody) -> Json:
-    """The answer to /detokenize, special tokens by their names; raises QuireError."""
+    """Answer /detokenize, with special tokens; raises QuireError."""
     try:
         text = await inference.text.detokenize(body.model, body.tokens, skip_special_tokens=False)
     except InvalidArgumentError as error:
-        raise error_in_words_of({"token_ids": "tokens"}, error) from error
+        raise error_with_json_names({"token_ids": "tokens"}, error) from error
     return {"prompt": text}

@@ -1,4 +1,4 @@
-"""The fields by which a chat offers functions and says which of them the model must call."""
+"""A chat's fields for functions: which it offers, and which the model must call."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError, UnimplementedError
-from router.domain import GenerateRequest, StructuredForm, StructuredOutput
-from router.http.json_object import Schema
-from router.http.json_text import excerpt
+from contract.request import GenerateRequest
+from contract.sampling import StructuredOutput
 from router.http.responses.tool_calls import CallReader, ChosenCall, ForcedCall, TaggedCalls
+from router.http.strict_json import Schema, excerpt
 from router.text.chat_template import ChatTemplate
 
 MAX_TOOLS = 128
@@ -27,7 +27,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
 
 class Function(Schema):
-    """A function that the client can call for the model."""
+    """A function that the model may call."""
 
     name: FunctionName
     description: str = ""
@@ -37,18 +37,18 @@ class Function(Schema):
     """Whether a call's arguments must follow it."""
 
     def schema_of_arguments(self) -> Mapping[str, Any]:
-        """The JSON schema that a forced call's arguments follow."""
+        """Return the JSON schema of a forced call's arguments."""
         return self.parameters or _NO_PARAMETERS
 
 
 class Tool(Schema):
-    """What a chat offers: only functions are known."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """What a chat template sees: what the client said of it, no more."""
+        """Return what a chat template gets: only what the client set."""
         said = self.function.model_dump(exclude_unset=True, exclude={"strict"})
         return {"type": "function", "function": said}
 
@@ -68,23 +68,23 @@ class NamedChoice(Schema):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """How the tools of a chat show: in its prompt, in its outputs' form, in its answers."""
+    """The effect of a chat's tools on its prompt, its outputs' form and its answers."""
 
     for_template: list[dict[str, Any]]
     structured: StructuredOutput | None = None
     """The form that makes an output a call."""
     new_reader: Callable[[], CallReader] | None = None
-    """Makes what finds the calls in one output's text; None: it has none."""
+    """Makes the reader of calls in one output's text; None: there are no calls."""
     stop: tuple[str, ...] = ()
-    """What ends an output besides the client's stop strings."""
+    """Added to the client's stop strings."""
 
     @property
     def field_to_json(self) -> Mapping[str, str]:
-        """What the client's JSON calls the field that a forced call sets."""
+        """The JSON name of the field that a forced call sets."""
         return {} if self.structured is None else {"structured.json_schema": "tools"}
 
     def applied_to(self, request: GenerateRequest) -> GenerateRequest:
-        """The request, its outputs such that `new_reader` can read them."""
+        """Return the request with the form and stop strings that `new_reader` needs."""
         if self.structured is not None:
             sampling = replace(request.sampling, structured=self.structured)
             request = replace(request, sampling=sampling)
@@ -92,21 +92,21 @@ class ToolUse:
 
 
 class ToolFields(Schema):
-    """The part of a chat's body that says it."""
+    """The part of a chat's body for tools."""
 
     tools: Annotated[list[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     """None: "auto" with tools, "none" without."""
     parallel_tool_calls: bool = True
-    """Whether an output may have more than one call; one that is forced is always alone."""
+    """Whether an output may have several calls; a forced call is always alone."""
 
     def tool_use(self, template: Callable[[], ChatTemplate]) -> ToolUse | None:
-        """How the tools show; None without tools.
+        """Return the tools' effect; None without tools.
 
         Raises:
-            InvalidArgumentError: The choice is of a tool that is not offered.
-            UnimplementedError: The model's template has no place for tools, or writes calls in a
-                way that is not known, or a call that is not forced is to be strict.
+            InvalidArgumentError: `tool_choice` names a tool that is not offered.
+            UnimplementedError: The model's template does not take tools, or writes calls in an
+                unknown way, or `strict` is set for a call that is not forced.
         """
         if not self.tools:
             if self.tool_choice not in (None, "none", "auto"):
@@ -135,7 +135,7 @@ class ToolFields(Schema):
             raise UnimplementedError(
                 'tool_choice is "auto"; with this model it must be "none", "required" or name a'
                 " function: its template does not write calls as <tool_call>{json}</tool_call>,"
-                " and no other way is known"
+                " and no other notation is supported"
             )
         for i, tool in enumerate(self.tools):
             if tool.function.strict:
@@ -159,11 +159,11 @@ class ToolFields(Schema):
 
 
 def show_tools(tools: Sequence[Tool], template: ChatTemplate) -> list[dict[str, Any]]:
-    """What a template sees of a chat's tools.
+    """Return what a template gets of a chat's tools.
 
     Raises:
         InvalidArgumentError: Two have the same name.
-        UnimplementedError: The template has no place for tools.
+        UnimplementedError: The template does not take tools.
     """
     names = [tool.function.name for tool in tools]
     for i, name in enumerate(names):
@@ -174,13 +174,13 @@ def show_tools(tools: Sequence[Tool], template: ChatTemplate) -> list[dict[str, 
     if not template.takes_tools:
         raise UnimplementedError(
             f"tools has {len(tools)} entries; it must be empty or absent: the model's chat template"
-            " has no place for them"
+            " does not take tools"
         )
     return [tool.for_template() for tool in tools]
 
 
 def _forced(shown: list[dict[str, Any]], functions: list[Function]) -> ToolUse:
-    """One call of one of the functions, by the form of the output."""
+    """Force one call of one of the functions, by the output's form."""
     if len(functions) == 1:
         (function,) = functions
         schema = function.schema_of_arguments()
@@ -201,4 +201,4 @@ def _forced(shown: list[dict[str, Any]], functions: list[Function]) -> ToolUse:
 
 
 def _json_schema(schema: Mapping[str, Any]) -> StructuredOutput:
-    return StructuredOutput(StructuredForm.JSON_SCHEMA, (json.dumps(schema),))
+    return StructuredOutput(json_schema=json.dumps(schema))

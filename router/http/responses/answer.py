@@ -1,4 +1,4 @@
-"""Answers one call: opens its requests, and streams or collects their events in a shape."""
+"""Answers one call: starts its requests, and streams or collects their events."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -10,43 +10,40 @@ import structlog
 from aiohttp import ClientConnectionResetError, web
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
-from router.domain import (
-    Event,
-    GenerateRequest,
-    OutputDelta,
-    OutputFinished,
-    OutputReceived,
-    PromptScores,
-    ResumeRequest,
-    Usage,
+from contract.outputs import Event, OutputDelta, OutputFinished, PromptScores, Usage
+from contract.request import GenerateRequest, OutputReceived, ResumeRequest
+from router.http.errors import (
+    REQUEST_ID_HEADER,
+    error_from_finished,
+    error_json,
+    error_with_json_names,
 )
-from router.http.errors import REQUEST_ID_HEADER, error_from_finished, error_in_words_of, error_json
-from router.http.json_text import json_bytes
 from router.http.responses.event_ids import StreamPosition
 from router.http.responses.merge import merge
 from router.http.responses.objects import CollectedOutput, Json, Shape, usage_json
 from router.http.responses.sse import SseResponse
+from router.http.strict_json import json_bytes
 from router.request.inference import Inference
 from router.request.live import LiveRequest
 
 log = structlog.get_logger()
 
 _STATUS_WITHIN_S = 5.0
-"""How long a stream waits for an event before it says 200; from then on errors are events."""
+"""How long a stream waits for an event before it sends 200; later errors are events."""
 
 
 class UsageInStream(Enum):
-    """Where a stream tells what the call cost."""
+    """Where a stream reports the usage."""
 
     NEVER = "never"
     AT_END = "at_end"
     ALWAYS = "always"
-    """In every event: as far as it has come."""
+    """In every event: the usage so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a client, ready to be answered: one request per prompt, `n` outputs of each.
+    """One client call: one request per prompt, `n` outputs of each.
 
     Output j of request i is choice `i * n + j`.
     """
@@ -58,17 +55,17 @@ class Call:
     stream: bool
     usage_in_stream: UsageInStream
     received: Mapping[int, OutputReceived] | None = None
-    """What the client has of each output of the one request; None: it does not go on with any."""
+    """What the client has of each output, if it resumes a stream; else None."""
     prompts: list[Sequence[int]] = field(default_factory=list)
-    """The tokens of each request's prompt, once they are known."""
+    """The token ids of each request's prompt, once known."""
     field_to_json: Mapping[str, str] = field(default_factory=dict)
-    """What the client's JSON calls the fields of a request, where it is not the domain's name."""
+    """The JSON names of request fields that differ from `GenerateRequest`'s."""
 
     @property
-    def can_go_on(self) -> bool:
-        """Whether its stream can be gone on with by the id of an event.
+    def is_resumable(self) -> bool:
+        """Whether its stream can be resumed from an event's id.
 
-        An event's id tells of one request. What a prompt was scored with is not told again.
+        An id covers one request, and prompt log-probabilities are not sent again.
         """
         return (
             self.stream
@@ -79,7 +76,7 @@ class Call:
 
 
 async def answer(http: web.Request, inference: Inference, call: Call) -> web.StreamResponse:
-    """Answer the call. When this returns, fails or is cancelled, its requests have ended."""
+    """Answer the call. When this returns, raises or is cancelled, its requests have ended."""
     try:
         async with AsyncExitStack() as stack:
             lives: list[LiveRequest] = []
@@ -94,11 +91,11 @@ async def answer(http: web.Request, inference: Inference, call: Call) -> web.Str
                 return await _stream(http, call, lives[0], events)
             return await _collect(call, lives[0], events)
     except InvalidArgumentError as error:
-        raise error_in_words_of(call.field_to_json, error) from error
+        raise error_with_json_names(call.field_to_json, error) from error
 
 
 async def _open(inference: Inference, call: Call, request: GenerateRequest) -> LiveRequest:
-    """Begin a request, or go on with it where its client is."""
+    """Start a request, or resume it where its client is."""
     if call.received is None:
         return await inference.generate(request)
     return await inference.resume(
@@ -113,9 +110,9 @@ async def _open(inference: Inference, call: Call, request: GenerateRequest) -> L
 
 
 def _catch_up(call: Call, request: GenerateRequest, live: LiveRequest) -> None:
-    """Bring the shape to where the lost one was: it knows what it has held back of a tool's call.
+    """Replay to the shape what the client has, so that it knows what it held back of a tool call.
 
-    Raises `FailedPreconditionError` if it cannot be brought there.
+    Raises `FailedPreconditionError` if parts of that were lost.
     """
     for output in live.outputs:
         if (skipped := output.skipped) is None:
@@ -161,8 +158,8 @@ async def _stream(
 ) -> web.StreamResponse:
     sse = SseResponse(http, {REQUEST_ID_HEADER: call.request_id})
     async with _first_of(events) as first:
-        # What is refused is refused soon, and a status says so. After that silence is worse, since
-        # a proxy may take a prompt that is long in computing for a service that hangs.
+        # A refusal comes soon, and the status can say so. A long prompt takes longer: then send the
+        # headers, so that no proxy takes the service for hanging.
         await asyncio.wait([first], timeout=_STATUS_WITHIN_S)
         if first.done():
             first.result()
@@ -174,7 +171,7 @@ async def _stream(
 async def _first_of(
     events: AsyncIterator[tuple[int, Event]],
 ) -> AsyncIterator[asyncio.Future[tuple[int, Event]]]:
-    """Give the first event as it comes; whoever leaves before has ended the wait for it."""
+    """Start waiting for the first event; leaving the block ends the wait."""
     first = asyncio.ensure_future(anext(events))
     try:
         yield first
@@ -182,7 +179,7 @@ async def _first_of(
         if first.cancel():
             await asyncio.wait([first])
         elif not first.cancelled():
-            first.exception()  # nobody else may have asked
+            first.exception()  # else asyncio complains that it was never read
 
 
 async def _stream_started(
@@ -193,12 +190,12 @@ async def _stream_started(
     events: AsyncIterator[tuple[int, Event]],
 ) -> web.StreamResponse:
     try:
-        with sse.beating():
+        with sse.heartbeats():
             await _send_events(sse, call, live, await first, events)
         await sse.send_done()
-    # No [DONE] after an error: that would say that the answer is complete.
+    # No [DONE] after an error: it means that the answer is complete.
     except InvalidArgumentError as error:
-        await sse.send(error_json(error_in_words_of(call.field_to_json, error)))
+        await sse.send(error_json(error_with_json_names(call.field_to_json, error)))
     except QuireError as error:
         await sse.send(error_json(error))
     except ClientConnectionResetError:
@@ -220,7 +217,7 @@ async def _send_events(
     head = _head(call, live, call.shape.chunk_object_name)
     usages: list[Usage] = []
     position = StreamPosition(live.request_id, call.received or {})
-    has_ids = call.can_go_on
+    has_ids = call.is_resumable
     num_tokens = position.num_tokens
 
     def usage_so_far() -> Json:

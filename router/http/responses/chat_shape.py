@@ -1,15 +1,15 @@
-"""The JSON of a chat's choices: messages, their pieces, the calls in them."""
+"""The JSON of a chat's choices: messages, deltas, tool calls."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from router.domain import FinishReason, OutputDelta, OutputFinished, PromptScores, TokenLogprob
+from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptScores, TokenLogprob
 from router.http.responses.objects import CollectedOutput, Json, TokenText, end_json, finite
 from router.http.responses.tool_calls import CallPiece, CallReader, Reading
 
 TokenBytes: TypeAlias = Callable[[int], bytes]
-"""What one token id adds to the text, which may be a part of a character."""
+"""The bytes that a token id adds to the text; perhaps part of a character."""
 
 
 class ChatShape:
@@ -27,7 +27,7 @@ class ChatShape:
         has_logprobs: bool,
         new_reader: Callable[[], CallReader] | None = None,
     ) -> None:
-        """`new_reader` makes what finds the calls in one output; None: no output has any."""
+        """`new_reader` makes the reader of calls in one output; None: there are no calls."""
         self._token_text = token_text
         self._token_bytes = token_bytes
         self._has_logprobs = has_logprobs
@@ -37,10 +37,10 @@ class ChatShape:
         self._has_called: set[int] = set()
 
     def score(self, index: int, scores: PromptScores) -> None:
-        """Nothing: OpenAI's chats show nothing of it, and no body asks for it."""
+        """Nothing: chats do not show prompt log-probabilities, and no body asks for them."""
 
     def delta(self, index: int, delta: OutputDelta) -> Json:
-        """The choice of a stream's chunk: new text, the first time with the role."""
+        """Return a chunk's choice: new text, and the role the first time."""
         if self._index_to_reader is None:
             said: Json = {"content": delta.text}
         else:
@@ -53,14 +53,14 @@ class ChatShape:
         }
 
     def finish(self, index: int, finished: OutputFinished) -> Json:
-        """The choice of a stream's chunk: the end."""
+        """Return a chunk's choice: the end."""
         delta = self._role_once(index)
         if self._index_to_reader is not None:
             delta |= self._read(index, self._index_to_reader[index].flush())
         return {"index": index, "delta": delta, "logprobs": None, **self._end(index, finished)}
 
     def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
-        """The choice of an answer in one piece."""
+        """Return the choice of a whole answer."""
         text = "".join(output.texts)
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if self._index_to_reader is not None:
@@ -96,7 +96,7 @@ class ChatShape:
 
     def _end(self, index: int, finished: OutputFinished) -> Json:
         end = end_json(finished)
-        if finished.reason is FinishReason.STOP and index in self._has_called:
+        if finished.finish_reason is FinishReason.STOP and index in self._has_called:
             end["finish_reason"] = "tool_calls"
         return end
 

@@ -1,6 +1,6 @@
-"""Where a stream is, as the ids of its events tell, and `Last-Event-ID` tells to go on from there.
+"""Ids of a stream's events, from which `Last-Event-ID` resumes.
 
-An id is what its reader has of each output once it has read the event, and which request it is::
+An id is how much of each output a reader has after the event, and the request's id::
 
     0.12.57,1.9.40e/3f0c...     of output 0, 12 tokens and 57 bytes of text; output 1 has ended
 """
@@ -12,8 +12,9 @@ from typing import Final
 from urllib.parse import quote, unquote
 
 from contract.errors import InvalidArgumentError
-from router.domain import OutputDelta, OutputFinished, OutputReceived
-from router.http.json_text import excerpt
+from contract.outputs import OutputDelta, OutputFinished
+from contract.request import OutputReceived
+from router.http.strict_json import excerpt
 
 LAST_EVENT_ID_HEADER: Final = "Last-Event-ID"
 
@@ -23,20 +24,20 @@ _PATTERN: Final = re.compile(rf"{_PART}(?:,{_PART})*/[!-~]{{1,1024}}", re.ASCII)
 
 
 class StreamPosition:
-    """What the reader of one request's stream has; makes the ids of its events."""
+    """How much the reader of one stream has; makes the ids of its events."""
 
     def __init__(self, request_id: str, received: Mapping[int, OutputReceived]) -> None:
-        """`received` is what it has already."""
+        """`received` is what it has at the start."""
         self._suffix = "/" + quote(request_id, safe="")
         self._received = dict(received)
 
     @property
     def num_tokens(self) -> int:
-        """Of all outputs."""
+        """Tokens of all outputs."""
         return sum(part.num_tokens for part in self._received.values())
 
     def advance(self, event: OutputDelta | OutputFinished) -> str:
-        """Give the id of the event that carries this."""
+        """Return the id of the event that carries this."""
         part = self._received.get(event.output_index, OutputReceived())
         if isinstance(event, OutputFinished):
             part = replace(part, finished=True)
@@ -55,7 +56,7 @@ class StreamPosition:
 
 
 def parse_event_id(event_id: str) -> tuple[str, dict[int, OutputReceived]]:
-    """The request's id, and what the client has of each output; raises InvalidArgumentError."""
+    """Return the request's id and what the client has; raises InvalidArgumentError."""
     if len(event_id) > _MAX_CHARS or not _PATTERN.fullmatch(event_id):
         raise InvalidArgumentError(
             LAST_EVENT_ID_HEADER, f"is {excerpt(event_id)}; it must be the id of an event"

@@ -1,10 +1,10 @@
-"""Many event streams as one: the prompts of one completions call, as their events come."""
+"""Merges the event streams of a call's prompts, in order of arrival."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 
-from router.domain import Event
+from contract.outputs import Event
 
 
 async def merge(
@@ -12,11 +12,11 @@ async def merge(
 ) -> AsyncGenerator[tuple[int, Event], None]:
     """Yield (position of the stream, event) until all streams have ended.
 
-    Keeps the order within a stream. Holds at most one event of each stream that is not yet asked
-    for, so a slow reader slows the streams. The first exception of any stream is raised. The caller
+    Keeps the order within a stream. Holds at most one unread event of each stream, so a slow
+    reader slows the streams. The first exception of any stream is raised. The caller
     closes this generator (`contextlib.aclosing`) and, after it, the streams.
     """
-    if len(streams) == 1:  # nearly always: no task and no queue between producer and reader
+    if len(streams) == 1:  # nearly always: no task or queue in between
         async for event in streams[0]:
             yield 0, event
         return
@@ -36,13 +36,13 @@ async def merge(
     try:
         num_live = len(streams)
         while num_live:
-            position, news = await merged.get()
-            if news is None:
+            position, item = await merged.get()
+            if item is None:
                 num_live -= 1
-            elif isinstance(news, Exception):
-                raise news
+            elif isinstance(item, Exception):
+                raise item
             else:
-                yield position, news
+                yield position, item
     finally:
         for task in pumps:
             task.cancel()

@@ -1,8 +1,7 @@
-"""The JSON objects that clients get: of completions, and of what every kind of call has.
+"""The JSON of completions, and what all kinds of calls share: usage, models, ends.
 
-Completions and chats differ only in the shape of a choice; `Shape` is that difference, and
-everything that streams or collects is written once, in `answer.py`. A shape belongs to one call: it
-remembers, for each choice, what its stream has carried so far.
+Completions and chats differ only in the shape of a choice: `Shape`. A shape belongs to one call and
+remembers what the stream has carried of each choice. `answer.py` streams and collects for both.
 """
 
 from collections import defaultdict
@@ -10,14 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from router.domain import (
-    ModelInfo,
-    OutputDelta,
-    OutputFinished,
-    PromptScores,
-    TokenLogprob,
-    Usage,
-)
+from contract.outputs import OutputDelta, OutputFinished, PromptScores, TokenLogprob, Usage
+from contract.request import Model
 
 Json: TypeAlias = dict[str, object]
 
@@ -25,12 +18,12 @@ TokenText: TypeAlias = Callable[[int], str]
 """The text of one token id alone."""
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for the logarithm of zero, which JSON cannot say."""
+"""Stands for -inf, which JSON lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt, to be shown before its output."""
+    """A prompt, shown before its output."""
 
     text: str
     token_ids: Sequence[int]
@@ -38,7 +31,7 @@ class Echo:
 
 @dataclass(slots=True)
 class CollectedOutput:
-    """One output, as its events arrive."""
+    """One output, collected from its events."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -46,37 +39,36 @@ class CollectedOutput:
     finished: OutputFinished | None = None
 
     def add(self, delta: OutputDelta) -> None:
-        """Append what came."""
         self.texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
 
 
 class Shape(Protocol):
-    """How one kind of call shows its choices."""
+    """The JSON of one kind of call's choices."""
 
     id_prefix: str
     object_name: str
     chunk_object_name: str
 
     def score(self, index: int, scores: PromptScores) -> None:
-        """Take what the model makes of a choice's prompt, before the choice's first delta."""
+        """Take a choice's prompt log-probabilities, before its first delta."""
 
     def delta(self, index: int, delta: OutputDelta) -> Json:
-        """The choice of a stream's chunk: new text."""
+        """Return a chunk's choice: new text."""
 
     def finish(self, index: int, finished: OutputFinished) -> Json:
-        """The choice of a stream's chunk: the end."""
+        """Return a chunk's choice: the end."""
 
     def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
-        """The choice of an answer in one piece."""
+        """Return the choice of a whole answer."""
 
 
 class CompletionShape:
     """Choices of /v1/completions.
 
-    The legacy log-probabilities give each token's offset in the text: here the sum of the lengths
-    of the tokens before it, which is that as long as no token ends within a character.
+    The legacy log-probabilities have each token's offset in the text: here the summed lengths of
+    the tokens before it, which is right unless a token ends within a character.
     """
 
     id_prefix = "cmpl-"
@@ -92,7 +84,7 @@ class CompletionShape:
         echo: bool = False,
         has_prompt_logprobs: bool = False,
     ) -> None:
-        """`prompt` tells the prompt of a choice that has begun."""
+        """`prompt` returns the prompt of a choice that has started."""
         self._token_text = token_text
         self._has_logprobs = has_logprobs
         self._prompt = prompt
@@ -103,11 +95,11 @@ class CompletionShape:
         self._started: set[int] = set()
 
     def score(self, index: int, scores: PromptScores) -> None:
-        """Take what the model makes of a choice's prompt."""
+        """Take a choice's prompt log-probabilities."""
         self._scores[index] = scores
 
     def delta(self, index: int, delta: OutputDelta) -> Json:
-        """The choice of a stream's chunk: new text, the first time with the prompt."""
+        """Return a chunk's choice: new text, behind the prompt the first time."""
         return {
             "index": index,
             **self._shown(index, delta.text, delta.token_ids, delta.logprobs),
@@ -115,11 +107,11 @@ class CompletionShape:
         }
 
     def finish(self, index: int, finished: OutputFinished) -> Json:
-        """The choice of a stream's chunk: the end."""
+        """Return a chunk's choice: the end."""
         return {"index": index, "text": "", "logprobs": None, **end_json(finished)}
 
     def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
-        """The choice of an answer in one piece."""
+        """Return the choice of a whole answer."""
         return {
             "index": index,
             **self._shown(index, "".join(output.texts), output.token_ids, output.logprobs),
@@ -133,7 +125,7 @@ class CompletionShape:
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprob | None],
     ) -> Json:
-        """Text and log-probabilities, the first time with the prompt if it is asked for."""
+        """Return text and log-probabilities, the first time with the prompt on request."""
         if index in self._started:
             return {"text": text, "logprobs": self._logprobs(index, token_ids, logprobs)}
         self._started.add(index)
@@ -150,7 +142,7 @@ class CompletionShape:
         return {"text": text, "logprobs": self._logprobs(index, token_ids, logprobs), **shown}
 
     def _prompt_logprob(self, token_id: int, entry: TokenLogprob) -> Json:
-        """As vLLM shows it: the likeliest and the prompt's own, by token id."""
+        """Return vLLM's form: the likeliest and the prompt's own token, by token id."""
         scores = {token_id: entry.logprob} | dict(entry.top)
         return {
             str(shown_id): {
@@ -185,14 +177,14 @@ class CompletionShape:
     def _top(self, token: str, entry: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
         for token_id, logprob in entry.top:
-            # Ids of the same text collide in this shape: the likeliest, which comes first, stays.
+            # Tokens with the same text collide in this shape: the likeliest, which is first, stays.
             top.setdefault(self._token_text(token_id), finite(logprob))
         top.setdefault(token, finite(entry.logprob))  # OpenAI adds the one that was drawn
         return top
 
 
 def usage_json(usages: Sequence[Usage]) -> Json:
-    """What the prompts of one call cost together."""
+    """Return the usage of all prompts of one call."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     completion_tokens = sum(usage.completion_tokens for usage in usages)
     return {
@@ -206,7 +198,7 @@ def usage_json(usages: Sequence[Usage]) -> Json:
     }
 
 
-def model_json(model: ModelInfo, created: int) -> Json:
+def model_json(model: Model, created: int) -> Json:
     """One model; `root`, `max_model_len` and an adapter's `parent` are vLLM's, not OpenAI's."""
     described: Json = {
         "id": model.id,
@@ -220,15 +212,15 @@ def model_json(model: ModelInfo, created: int) -> Json:
 
 
 def end_json(finished: OutputFinished) -> Json:
-    """What a choice says of its end."""
-    # `stop_reason` is vLLM's: which stop string or stop token it was.
+    """Return the fields of a choice's end."""
+    # `stop_reason` is vLLM's: the stop string or stop token.
     stopped_by = finished.stop_token_id if finished.stop_string is None else finished.stop_string
-    end: Json = {"finish_reason": finished.reason.value, "stop_reason": stopped_by}
-    if finished.cumulative_logprob is not None:  # nobody's; vLLM has it in Python only
+    end: Json = {"finish_reason": finished.finish_reason.value, "stop_reason": stopped_by}
+    if finished.cumulative_logprob is not None:  # Quire extension; vLLM has it in Python only
         end["cumulative_logprob"] = finished.cumulative_logprob
     return end
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can say."""
+    """Return a log-probability that JSON can represent."""
     return max(logprob, LOWEST_LOGPROB)

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 
 from aiohttp import ClientConnectionResetError, web
 
-from router.http.json_text import json_bytes
+from router.http.strict_json import json_bytes
 
-_BEAT_S = 1.0
+_HEARTBEAT_S = 1.0
 
 
 class SseResponse:
     """A response that carries events.
 
-    Writes wait while the client's socket is full, so a client that reads slowly slows its own
-    request and nothing else; a client that is gone makes them raise ClientConnectionResetError.
+    Writes wait while the client's socket is full: a slow client slows only its own request. If the
+    client is gone, they raise ClientConnectionResetError.
     """
 
     def __init__(self, request: web.Request, headers: dict[str, str]) -> None:
@@ -26,27 +26,27 @@ class SseResponse:
                 **headers,
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",  # or nginx gathers the events into pages
+                "X-Accel-Buffering": "no",  # else nginx buffers events
             }
         )
 
     @contextlib.contextmanager
-    def beating(self) -> Iterator[None]:
-        """Send a comment in each second without an event, which readers of events skip.
+    def heartbeats(self) -> Iterator[None]:
+        """Send a comment, which readers skip, after each second without an event.
 
-        So a client can tell a router that hangs from one that has nothing to say yet.
+        So a client can tell a router that hangs from one that has no event yet.
         """
-        beats = asyncio.create_task(self._beat(), name="beats of a stream")
+        heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats of a stream")
         try:
             yield
         finally:
-            beats.cancel()
+            heartbeats.cancel()
 
-    async def _beat(self) -> None:
-        with contextlib.suppress(ClientConnectionResetError):  # whoever sends an event learns of it
+    async def _send_heartbeats(self) -> None:
+        with contextlib.suppress(ClientConnectionResetError):  # the next event raises it
             while True:
                 self._is_silent = True
-                await asyncio.sleep(_BEAT_S)
+                await asyncio.sleep(_HEARTBEAT_S)
                 if self._is_silent:
                     await self.response.write(b":\n\n")
 
@@ -55,15 +55,14 @@ class SseResponse:
         await self.response.prepare(self._request)
 
     async def send(self, value: object, event_id: str = "") -> None:
-        """Send one event; with an id, which is ASCII, if there is one."""
+        """Send one event, with an ASCII id unless that is empty."""
         self._is_silent = False
         head = b"id: %b\n" % event_id.encode() if event_id else b""
         await self.response.write(b"%bdata: %b\n\n" % (head, json_bytes(value)))
 
     async def send_done(self) -> None:
-        """Send what OpenAI's streams end with."""
+        """Send the end of OpenAI's streams."""
         await self.response.write(b"data: [DONE]\n\n")
 
     async def end(self) -> None:
-        """End the response."""
         await self.response.write_eof()

@@ -1,4 +1,4 @@
-"""Finds the function calls in an output's text, as it comes."""
+"""Finds function calls in an output's text as it arrives."""
 
 import uuid
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from typing import Final, Protocol
 
 from pydantic_core import from_json
 
-from router.http.json_text import json_bytes
+from router.http.strict_json import json_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,31 +22,31 @@ class CallPiece:
 
 @dataclass(slots=True)
 class Reading:
-    """What some text of an output comes to: what it says, and what it calls."""
+    """What was read from some text: content and calls."""
 
     content: str = ""
     calls: list[CallPiece] = field(default_factory=list)
 
 
 class CallReader(Protocol):
-    """Reads one output. What it cannot read as a call is content."""
+    """Reads one output; text that is no call is content."""
 
     def push(self, text: str) -> Reading:
-        """Read on; what may yet become a call is held back."""
+        """Read more text; what may become a call is held back."""
 
     def flush(self) -> Reading:
         """Read what was held back, at the output's end."""
 
 
 class ForcedCall:
-    """All of the text is the arguments of one function, as the output's form has it."""
+    """The whole text is one function's arguments, as the output's form demands."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._started = False
 
     def push(self, text: str) -> Reading:
-        """Pass on the arguments as they come."""
+        """Return the arguments as they arrive."""
         if self._started:
             return Reading(calls=[CallPiece(0, text)] if text else [])
         self._started = True
@@ -58,7 +58,7 @@ class ForcedCall:
 
 
 class ChosenCall:
-    """All of the text is one object with the name of a function and its arguments."""
+    """The whole text is one object with a function's name and arguments."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -77,9 +77,8 @@ class ChosenCall:
 class TaggedCalls:
     """Calls are written `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
-    So do the models of Qwen, of Nous (Hermes) and others. White space that nothing but a call
-    follows, or the end behind a call, is the syntax's. The last end tag may be missing: it may be a
-    stop string.
+    Qwen, Nous (Hermes) and others write so. White space before a call, and after the last one,
+    belongs to the syntax. The last end tag may be missing: it may be a stop string.
     """
 
     BEGIN: Final = "<tool_call>"
@@ -91,7 +90,7 @@ class TaggedCalls:
         self._num_calls = 0
 
     def push(self, text: str) -> Reading:
-        """Pass on what is certain to be content, and each call at its end."""
+        """Return text that is certainly content, and each call at its end."""
         self._held += text
         reading = Reading()
         while (tag := self.END if self._within else self.BEGIN) in self._held:
@@ -108,7 +107,7 @@ class TaggedCalls:
         return reading
 
     def flush(self) -> Reading:
-        """Read the last call if its end tag is missing; else the rest is content."""
+        """Return the last call if only its end tag is missing; else the rest as content."""
         reading = Reading()
         if self._within:
             self._end_call(reading, self._held, "")
@@ -140,7 +139,7 @@ def _parse_call(text: str, position: int) -> CallPiece | None:
 
 
 def _num_before(text: str, tag: str) -> int:
-    """How much of a text without the tag comes before what may be white space and its beginning."""
+    """Count the characters before a possible beginning of the tag and white space before that."""
     num = len(text)
     for num_chars in range(min(num, len(tag) - 1), 0, -1):
         if text.endswith(tag[:num_chars]):

@@ -12,27 +12,13 @@ that the worker reported first.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from contract.arrays import Float32Array, Int32Array
+from contract.sampling import EarlyStopping
 from contract.step import OutputState, SearchState
-
-
-class EarlyStopping(StrEnum):
-    """When to stop before the beams are as long as they may be, once there are `width` hypotheses.
-
-    `transformers` calls them False, True and "never".
-    """
-
-    HEURISTIC = "heuristic"
-    """When the best beam, if it ended now, would score worse than the worst hypothesis."""
-    WHEN_FULL = "when_full"
-    """At once."""
-    NEVER = "never"
-    """When no beam can get a better score than the worst hypothesis, at any length."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from gpu_worker.sampling.params import SamplingParams
+from contract.sampling import SamplingParams
 
 _MASK = 2**64 - 1
 
@@ -29,7 +29,7 @@ def reference_logits(logits, params: SamplingParams, prompt, output, eos_token_i
     for token in set(output):
         result[token] -= params.presence_penalty
         result[token] -= params.frequency_penalty * list(output).count(token)
-    for token, bias in params.logit_bias:
+    for token, bias in params.logit_bias.items():
         result[token] += bias
     if len(output) < params.min_tokens:
         ends = set(params.stop_token_ids)

@@ -96,14 +96,14 @@ async def test_status_of_a_router_elsewhere_is_its_load(served, capsys):
 
 def test_status_tells_the_blocks_of_the_disk():
     load = Load(
-        1,
-        2,
-        8,
-        10,
-        3,
-        4,
-        16,
-        1,
+        num_requests_running=1,
+        num_requests_waiting=2,
+        max_num_seqs=8,
+        num_blocks=10,
+        num_free_blocks=3,
+        num_cached_blocks=4,
+        block_size=16,
+        num_workers=1,
         num_disk_blocks=40,
         num_free_disk_blocks=15,
         num_cached_disk_blocks=20,

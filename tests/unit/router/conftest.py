@@ -14,8 +14,7 @@ from router_tokenizers import byte_level_bpe
 from router.request.inference import Inference
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
-from router.text.served_tokenizer import Tokenizers
-from router.text.tokenizer import load_tokenizer
+from router.text.tokenizer import Tokenizers, load_tokenizer
 from rpc.health import Health
 from rpc.peers.discovery import Discovery
 

@@ -7,15 +7,9 @@ import pytest
 from router_fake_scheduler import LENGTH
 
 from contract.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
-from quire.v1 import adapters_pb2, common_pb2
-from router.domain import FinishReason, GenerateRequest, OutputFinished
-from router.operations.adapter_wire import (
-    held_from_proto,
-    held_to_proto,
-    loaded_from_proto,
-    loaded_to_proto,
-)
-from router.operations.adapters import Adapters
+from contract.outputs import FinishReason, OutputFinished
+from contract.request import GenerateRequest
+from router.operations import Operations
 from rpc.security.operators import Operators
 
 pytestmark = pytest.mark.timeout(120)
@@ -86,7 +80,7 @@ async def test_a_request_is_submitted_again_with_its_adapter_and_others_go_on_wi
     await router.scheduler.step({again[0].first_seq_key: [5]})
     await router.scheduler.step(finished={again[0].first_seq_key: LENGTH})
     ends = [event async for event in plain if isinstance(event, OutputFinished)]
-    assert [end.reason for end in ends] == [FinishReason.LENGTH]
+    assert [end.finish_reason for end in ends] == [FinishReason.LENGTH]
     await adapted.aclose()
 
 
@@ -117,41 +111,31 @@ async def test_adapters_come_and_go_as_the_scheduler_tells(router):
     key = submit.first_seq_key
     await router.scheduler.step({key: [5]}, finished={key: LENGTH})
     ends = [event async for event in live if isinstance(event, OutputFinished)]
-    assert [end.reason for end in ends] == [FinishReason.LENGTH]
+    assert [end.finish_reason for end in ends] == [FinishReason.LENGTH]
     assert router.inference.text.token_text(70)
 
 
 def operated(router, check_operator=None):
     operators = Operators(check_operator, has_client_certificates=False, obeys_loopback=False)
-    return Adapters(router.inference._schedulers, router.inference.model, operators)
+    return Operations(router.inference._schedulers, router.inference.model, operators)
 
 
 async def test_what_is_loaded_is_listed_when_the_call_returns(router):
-    adapters = operated(router)
-    loaded = await adapters.load("a", "/adapters/a", "unix:")
+    operations = operated(router)
+    loaded = await operations.load_adapter("a", "/adapters/a", "unix:")
     assert (loaded.adapter.name, loaded.was_there) == ("a", False)
     assert names(router.inference) == ["tiny", "a"]
-    assert (await adapters.load("a", "/adapters/a", "unix:")).was_there
-    assert [each.adapter.name for each in await adapters.held("unix:")] == ["a"]
-    await adapters.unload("a", "unix:")
-    assert await adapters.held("unix:") == []
+    assert (await operations.load_adapter("a", "/adapters/a", "unix:")).was_there
+    assert [each.adapter.name for each in await operations.list_adapters("unix:")] == ["a"]
+    await operations.unload_adapter("a", "unix:")
+    assert await operations.list_adapters("unix:") == []
     with pytest.raises(NotFoundError, match="'a' is not loaded"):
-        await adapters.unload("a", "unix:")
-
-
-def test_an_operator_is_told_all_that_a_scheduler_says():
-    told = common_pb2.LoraAdapter(name="a", digest=b"a" * 32, directory="/adapters/a")
-    loaded = adapters_pb2.LoadAdapterResponse(adapter=told, was_there=True)
-    assert loaded_to_proto(loaded_from_proto(loaded)) == loaded
-    held = adapters_pb2.LoadedAdapter(adapter=told, is_leaving=True)
-    assert held_to_proto(held_from_proto(held)) == held
-    for message in (told, loaded, held):
-        assert len(message.ListFields()) == len(message.DESCRIPTOR.fields)
+        await operations.unload_adapter("a", "unix:")
 
 
 async def test_an_adapter_cannot_have_the_models_name(router):
     with pytest.raises(InvalidArgumentError, match="name is 'tiny', which is what requests call"):
-        await operated(router).load("tiny", "/adapters/a", "unix:")
+        await operated(router).load_adapter("tiny", "/adapters/a", "unix:")
     assert router.scheduler.adapters == ()
 
 
@@ -159,14 +143,14 @@ async def test_only_operators_may(router):
     def refuse():
         raise PermissionDeniedError("a tenant's key")
 
-    for adapters, peer, problem in (
+    for operations, peer, problem in (
         (operated(router), "ipv4:127.0.0.1:4711", "by its Unix socket or, with --local-drain"),
         (operated(router, refuse), "unix:", "a tenant's key"),
     ):
         for call in (
-            adapters.load("a", "/adapters/a", peer),
-            adapters.unload("a", peer),
-            adapters.held(peer),
+            operations.load_adapter("a", "/adapters/a", peer),
+            operations.unload_adapter("a", peer),
+            operations.list_adapters(peer),
         ):
             with pytest.raises(PermissionDeniedError, match=problem):
                 await call

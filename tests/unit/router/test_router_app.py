@@ -20,7 +20,7 @@ async def test_a_broken_client_ends_its_requests_instead_of_waiting_for_them(
     def fail(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(SchedulerLink, "_hear_step", fail)
+    monkeypatch.setattr(SchedulerLink, "_on_step", fail)
     scheduler = FakeScheduler(tmp_path / "s")
     await scheduler.start()
     uds = tmp_path / "r"

@@ -5,25 +5,16 @@ import math
 import pytest
 from router_fake_scheduler import EOS, LENGTH, STOP
 
+from contract.codec.outputs import event_to_proto
+from contract.codec.request import generate_request_from_proto
 from contract.errors import InvalidArgumentError
+from contract.outputs import FinishReason, OutputDelta, OutputFinished, Usage
+from contract.request import GenerateRequest, Model
+from contract.sampling import BeamSearch, EarlyStopping, SamplingParams, StructuredOutput
 from quire.v1 import common_pb2, inference_pb2
-from router.domain import (
-    BeamSearch,
-    EarlyStopping,
-    FinishReason,
-    GenerateRequest,
-    ModelInfo,
-    OutputDelta,
-    OutputFinished,
-    SamplingParams,
-    StructuredForm,
-    StructuredOutput,
-    Usage,
-)
-from router.grpc.wire import event_to_proto, generate_request_from_proto
 from router.request.validation import check_request
 
-MODEL = ModelInfo("tiny", 64, vocab_size=50, eos_token_ids=(1,), structured_output=True)
+MODEL = Model("tiny", 64, vocab_size=50, eos_token_ids=(1,), structured_output=True)
 BEAM = BeamSearch(4)
 
 
@@ -67,7 +58,7 @@ def test_what_makes_no_search_is_refused(kwargs, message):
         ("logit_bias", {3: 1.0}),
         ("logprobs", 0),
         ("prompt_logprobs", 0),
-        ("structured", StructuredOutput(StructuredForm.REGEX, ("a+",))),
+        ("structured", StructuredOutput(regex="a+")),
     ],
 )
 def test_what_changes_a_draw_is_refused_by_name(field, value):
@@ -87,16 +78,16 @@ def test_every_field_is_read(stopping):
     number = common_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{stopping.name}")
     beam = common_pb2.BeamSearch(width=3, length_penalty=0.0, early_stopping=number)
     message = inference_pb2.GenerateRequest(text="x", beam=beam)
-    assert generate_request_from_proto(message, None).beam == BeamSearch(3, 0.0, stopping)
+    assert generate_request_from_proto(message).beam == BeamSearch(3, 0.0, stopping)
 
 
 def test_defaults_are_those_of_the_contract():
     message = inference_pb2.GenerateRequest(text="x", beam=common_pb2.BeamSearch(width=2))
-    assert generate_request_from_proto(message, None).beam == BeamSearch(2)
+    assert generate_request_from_proto(message).beam == BeamSearch(2)
     assert BeamSearch(2) == BeamSearch(2, 1.0, EarlyStopping.HEURISTIC)
     message.beam.early_stopping = 9
     with pytest.raises(InvalidArgumentError, match=r"beam\.early_stopping is 9"):
-        generate_request_from_proto(message, None)
+        generate_request_from_proto(message)
 
 
 async def test_outputs_come_whole_with_their_log_probabilities(router):

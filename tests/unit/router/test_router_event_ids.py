@@ -9,12 +9,13 @@ from aiohttp import web
 from router_fake_scheduler import LENGTH
 
 from contract.errors import InvalidArgumentError
+from contract.outputs import FinishReason, OutputDelta, OutputFinished
 from contract.packing import pack_int32, pack_uint64
+from contract.request import OutputReceived
 from quire.v1 import scheduler_pb2
-from router.domain import FinishReason, OutputDelta, OutputFinished, OutputReceived
 from router.http.api import routes
 from router.http.responses.event_ids import StreamPosition, parse_event_id
-from router.operations.adapters import Adapters
+from router.operations import Operations
 from rpc.security.operators import Operators
 
 pytestmark = pytest.mark.timeout(120)
@@ -27,7 +28,7 @@ TEXT = "one 🙂 two three"
 async def http(router):
     app = web.Application()
     operators = Operators(None, has_client_certificates=False, obeys_loopback=False)
-    adapters = Adapters(router.inference._schedulers, router.inference.model, operators)
+    adapters = Operations(router.inference._schedulers, router.inference.model, operators)
     app.add_routes(routes(router.inference, adapters, guard=None))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()

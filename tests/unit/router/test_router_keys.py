@@ -216,7 +216,7 @@ def test_help_and_complaints_do_not_echo_keys(model_dir, monkeypatch, capsys):
             "[[keys]]\ntenant = 'a'\nkey = 'secret'\n[tenants.a]\nrequests_per_minute = 0",
             "tenants.a.requests_per_minute: ",
         ),
-        ("[[keys]\n", "it is no TOML"),
+        ("[[keys]\n", "it is not TOML"),
     ],
 )
 def test_file_of_keys_that_cannot_be_used_says_where(tmp_path, text, problem):

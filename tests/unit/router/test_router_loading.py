@@ -15,21 +15,14 @@ from contract.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from quire.v1 import loading_pb2
-from router.domain import FinishReason, GenerateRequest, OutputFinished
-from router.operations.loading import Loading
-from router.operations.loading_wire import (
-    progress_from_proto,
-    progress_to_proto,
-    unloaded_from_proto,
-    unloaded_to_proto,
-)
+from contract.outputs import FinishReason, OutputFinished
+from contract.request import GenerateRequest
+from router.operations import Operations
 from router.schedulers.link import LinkConfig
-from router.schedulers.loading import SchedulerLoading
 from router.schedulers.pool import Schedulers
-from router.text import served_tokenizer as tokenizers_module
-from router.text.served_tokenizer import Tokenizers
-from router.text.tokenizer import load_tokenizer
+from router.schedulers.served_model import ServedModel
+from router.text import tokenizer as tokenizers_module
+from router.text.tokenizer import Tokenizers, load_tokenizer
 from rpc.health import Health
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import Operators
@@ -41,7 +34,7 @@ PEER = "unix:"
 
 def operated(schedulers, check_operator=None):
     operators = Operators(check_operator, has_client_certificates=False, obeys_loopback=False)
-    return Loading(schedulers, operators, SchedulerLoading(None))
+    return Operations(schedulers, ServedModel("tiny", schedulers), operators)
 
 
 async def reconnect(router):
@@ -72,9 +65,9 @@ def other_dir(tmp_path):
 
 async def test_all_workers_are_unloaded_and_loaded(router):
     loading = operated(router.inference._schedulers)
-    (worker,) = await loading.unload("", PEER)
+    (worker,) = await loading.unload_models("", PEER)
     assert (worker.worker, worker.was_unloaded) == ("w", False)
-    told = [each async for each in loading.load("w", "/models/b", PEER)]
+    told = [each async for each in loading.load_models("w", "/models/b", PEER)]
     assert [(each.status, each.is_done) for each in told] == [
         ("loading weights", False),
         ("", True),
@@ -82,27 +75,14 @@ async def test_all_workers_are_unloaded_and_loaded(router):
     assert router.scheduler.loading.directory == "/models/b"
 
 
-def test_an_operator_is_told_all_that_a_scheduler_says():
-    unloaded = loading_pb2.UnloadedWorker(worker="w", was_unloaded=True)
-    assert unloaded_to_proto(unloaded_from_proto(unloaded)) == unloaded
-    told = loading_pb2.LoadResponse(
-        worker="w", status="ready", progress=0.0, is_done=True, was_loaded=True
-    )
-    assert progress_to_proto(progress_from_proto(told)) == told
-    for message in (unloaded, told):
-        assert len(message.ListFields()) == len(message.DESCRIPTOR.fields)
-    told.ClearField("progress")
-    assert progress_to_proto(progress_from_proto(told)) == told
-
-
 async def test_what_a_scheduler_refuses_is_told(router):
     loading = operated(router.inference._schedulers)
     with pytest.raises(NotFoundError, match="worker 'x' is unknown"):
-        await loading.unload("x", PEER)
+        await loading.unload_models("x", PEER)
     with pytest.raises(NotFoundError, match="worker 'x' is unknown"):
-        [each async for each in loading.load("x", "", PEER)]
+        [each async for each in loading.load_models("x", "", PEER)]
     with pytest.raises(FailedPreconditionError, match="there is no memory"):
-        [each async for each in loading.load("", "/nothing", PEER)]
+        [each async for each in loading.load_models("", "/nothing", PEER)]
 
 
 async def test_only_operators_may(router):
@@ -115,9 +95,9 @@ async def test_only_operators_may(router):
         (operated(schedulers, refuse), PEER),
     ):
         with pytest.raises(PermissionDeniedError):
-            await loading.unload("", peer)
+            await loading.unload_models("", peer)
         with pytest.raises(PermissionDeniedError):
-            [each async for each in loading.load("", "", peer)]
+            [each async for each in loading.load_models("", "", peer)]
     assert not router.scheduler.loading.is_unloaded
 
 
@@ -159,25 +139,25 @@ async def pair(model_dir, tmp_path):
 
 async def test_of_several_schedulers_the_one_that_knows_the_worker_has_it_done(pair):
     loading = operated(pair.schedulers)
-    assert len(await loading.unload("", PEER)) == 2
-    assert len([each async for each in loading.load("", "", PEER) if each.is_done]) == 2
+    assert len(await loading.unload_models("", PEER)) == 2
+    assert len([each async for each in loading.load_models("", "", PEER) if each.is_done]) == 2
 
 
 @pytest.mark.parametrize("num_restarted", [1, 2])
 async def test_a_scheduler_that_has_only_workers_without_a_model_is_asked_too(pair, num_restarted):
     loading = operated(pair.schedulers)
-    await loading.unload("", PEER)
+    await loading.unload_models("", PEER)
     for fake in pair.fakes[:num_restarted]:
         await fake.stop()
         fake.knows_model.clear()  # no welcome before a worker is attached
         await fake.start()
     await pair.wait_for(2 - num_restarted)
-    assert [each.was_unloaded for each in await loading.unload("", PEER)] == [True, True]
+    assert [each.was_unloaded for each in await loading.unload_models("", PEER)] == [True, True]
     with pytest.raises(NotFoundError):
-        await loading.unload("x", PEER)
+        await loading.unload_models("x", PEER)
     with pytest.raises(FailedPreconditionError, match="there is no memory"):
-        [each async for each in loading.load("", "/nothing", PEER)]
-    assert len([each async for each in loading.load("", "/b", PEER) if each.is_done]) == 2
+        [each async for each in loading.load_models("", "/nothing", PEER)]
+    assert len([each async for each in loading.load_models("", "/b", PEER) if each.is_done]) == 2
     assert [fake.loading.directory for fake in pair.fakes] == ["/b", "/b"]
 
 
@@ -185,16 +165,16 @@ async def test_of_schedulers_that_are_not_there_one_that_is_makes_up(pair):
     loading = operated(pair.schedulers)
     await pair.fakes[0].stop()
     await pair.wait_for(1)
-    assert len(await loading.unload("", PEER)) == 1
-    assert len([each async for each in loading.load("", "", PEER) if each.is_done]) == 1
+    assert len(await loading.unload_models("", PEER)) == 1
+    assert len([each async for each in loading.load_models("", "", PEER) if each.is_done]) == 1
     with pytest.raises(NotFoundError, match="worker 'x' is unknown"):
-        await loading.unload("x", PEER)
+        await loading.unload_models("x", PEER)
     await pair.fakes[1].stop()
     await pair.wait_for(0)
     with pytest.raises(UnavailableError):
-        await loading.unload("", PEER)
+        await loading.unload_models("", PEER)
     with pytest.raises(UnavailableError):
-        [each async for each in loading.load("", "", PEER)]
+        [each async for each in loading.load_models("", "", PEER)]
 
 
 async def test_another_model_has_its_own_name_and_tokenizer(router, other_dir):
@@ -203,7 +183,7 @@ async def test_another_model_has_its_own_name_and_tokenizer(router, other_dir):
     router.scheduler.model_id, router.scheduler.model_directory = "letters", str(other_dir)
     await reconnect(router)
     (end,) = [event async for event in live if isinstance(event, OutputFinished)]
-    assert end.reason is FinishReason.ERROR
+    assert end.finish_reason is FinishReason.ERROR
     assert end.error.message == "the service now has another model"
     assert [info.id for info in router.inference.model.infos()] == ["letters"]
     assert router.tokens("bad") == [101, 100, 103]

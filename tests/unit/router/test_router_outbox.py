@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from router.domain import GenerateRequest
+from contract.request import GenerateRequest
 from router.schedulers.outbox import Outbox
 
 

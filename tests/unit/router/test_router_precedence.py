@@ -3,11 +3,11 @@
 import pytest
 
 from contract.errors import InvalidArgumentError
-from router.access.priority import with_precedence
-from router.domain import GenerateRequest, ModelInfo
+from contract.request import GenerateRequest, Model
+from router.access.tenancy import with_precedence
 from router.request.validation import check_request
 
-MODEL = ModelInfo("m", max_model_len=64, vocab_size=100, eos_token_ids=())
+MODEL = Model("m", max_model_len=64, vocab_size=100, eos_token_ids=())
 REQUEST = GenerateRequest(prompt="a")
 
 

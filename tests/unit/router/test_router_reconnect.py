@@ -9,7 +9,8 @@ from router_fake_scheduler import LENGTH, FakeScheduler
 
 from contract import heartbeat as silence
 from contract.errors import UnavailableError
-from router.domain import FinishReason, GenerateRequest, OutputDelta, OutputFinished, Usage
+from contract.outputs import FinishReason, OutputDelta, OutputFinished, Usage
+from contract.request import GenerateRequest
 from router.schedulers.link import LinkConfig, SchedulerLink
 
 
@@ -109,7 +110,7 @@ async def test_a_full_queue_or_a_drain_does_not_undo_an_acceptance(router, code)
     await router.scheduler.step({key: [71]}, finished={key: LENGTH})
     delta, finished, _ = [event async for event in live]
     assert (delta.token_offset, delta.token_ids) == (1, (71,))
-    assert finished.reason is FinishReason.LENGTH
+    assert finished.finish_reason is FinishReason.LENGTH
 
 
 async def test_a_refusal_after_acceptance_is_the_end_of_each_output(router):
@@ -121,7 +122,7 @@ async def test_a_refusal_after_acceptance_is_the_end_of_each_output(router):
     await router.scheduler.submits.get()
     await router.scheduler.refuse(submit.first_seq_key, grpc.StatusCode.INTERNAL, "a bug")
     finished, _ = [event async for event in live]
-    assert finished.reason is FinishReason.ERROR
+    assert finished.finish_reason is FinishReason.ERROR
     assert not finished.error.retryable
     assert finished.error.message == "a bug"
 
@@ -137,7 +138,7 @@ async def test_another_model_ends_live_requests_instead_of_continuing_in_nonsens
     setattr(router.scheduler, name, value)
     await router.scheduler.start()
     finished, _ = [event async for event in live]
-    assert finished.reason is FinishReason.ERROR
+    assert finished.finish_reason is FinishReason.ERROR
     assert router.scheduler.submits.empty()
     await router.ready.wait()  # the new model is served
 

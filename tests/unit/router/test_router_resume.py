@@ -14,19 +14,11 @@ from contract.errors import (
     NotFoundError,
     UnavailableError,
 )
+from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
 from contract.packing import pack_int32, pack_uint64
+from contract.request import GenerateRequest, OutputReceived, ResumeRequest
+from contract.sampling import SamplingParams
 from quire.v1 import common_pb2, scheduler_pb2
-from router.domain import (
-    FinishReason,
-    GenerateRequest,
-    OutputDelta,
-    OutputFinished,
-    OutputReceived,
-    PromptScores,
-    ResumeRequest,
-    SamplingParams,
-    Usage,
-)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -75,7 +67,7 @@ async def test_a_drain_that_takes_too_long_hands_over_what_can_be_resumed(router
     drain = asyncio.create_task(router.inference.drain())
     await asyncio.sleep(0)
     drain.cancel()
-    with pytest.raises(UnavailableError, match="'r' goes on, and can be resumed"):
+    with pytest.raises(UnavailableError, match="'r' continues and can be resumed"):
         await anext(live)
     assert await router.scheduler.leaves.get() == [submit.first_seq_key]
     await router.scheduler.step(finished={other_submit.first_seq_key: LENGTH})
@@ -196,7 +188,7 @@ async def test_a_call_whose_request_was_resumed_elsewhere_ends_with_aborted(rout
     await anext(live)
     await router.scheduler.refuse(submit.first_seq_key, grpc.StatusCode.ABORTED, "resumed")
     end = await anext(live)
-    assert (end.reason, end.error.code) == (FinishReason.ERROR, 10)
+    assert (end.finish_reason, end.error.code) == (FinishReason.ERROR, 10)
 
 
 @pytest.mark.parametrize("tenant", ["", "other"])

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.request.stop_strings import StopMatcher, StopPattern
+from router.request.stop_strings import StopMatcher
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
 def matcher(stops, *, include=False):
-    return StopMatcher([StopPattern.of(s) for s in stops], include_in_output=include)
+    return StopMatcher(stops, include_in_output=include)
 
 
 def first_stop(text, stops):
@@ -82,3 +82,29 @@ def test_the_worst_case_is_linear(chunk_chars):
     )
     assert shown == len(text) - 1023
     assert time.process_time() - start < 5.0  # 0.3 s here; quadratic is minutes
+
+
+class Counted(str):  # noqa: SLOT000
+    """A stop string that counts how often text is compared with its beginning."""
+
+    num_comparisons = 0
+
+    def startswith(self, *args):
+        self.num_comparisons += 1
+        return super().startswith(*args)
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=60), min_size=1, max_size=4),
+    st.lists(st.text("ab", max_size=40), max_size=40),
+)
+def test_each_character_is_compared_with_a_beginning_at_most_twice(stops, chunks):
+    stops = [Counted(stop) for stop in stops]
+    watch = matcher(stops)
+    for num_pieces, chunk in enumerate(chunks, 1):
+        watch.push(chunk)
+        if watch.found is not None:
+            return
+        num_chars = sum(map(len, chunks[:num_pieces]))
+        # A comparison that fails rules out a character for good; each piece has one that succeeds.
+        assert all(stop.num_comparisons <= num_chars + num_pieces for stop in stops)

@@ -13,17 +13,17 @@ from contract.errors import (
     TooBusyError,
     UnavailableError,
 )
-from quire.v1 import common_pb2
-from router.domain import (
+from contract.outputs import (
     FinishReason,
-    GenerateRequest,
     OutputDelta,
     OutputError,
     OutputFinished,
-    SamplingParams,
     TokenLogprob,
     Usage,
 )
+from contract.request import GenerateRequest
+from contract.sampling import SamplingParams
+from quire.v1 import common_pb2
 
 
 async def start(router, **kwargs):
@@ -151,7 +151,7 @@ async def test_a_reader_that_never_comes_stops_nobody_and_costs_only_its_tokens(
         )
     await router.scheduler.step(finished={submit.first_seq_key: LENGTH})
     assert await text_of(live) == "a" * (MAX_MODEL_LEN - 3)
-    assert len(lazy._outputs_with_news) == 1  # one pending delta, not one event per token
+    assert len(lazy._outputs_with_events) == 1  # one pending delta, not one event per token
     await lazy.aclose()
 
 
@@ -290,7 +290,7 @@ async def test_a_deadline_ends_every_output_and_cancels_its_sequence(router):
     deadline = asyncio.get_running_loop().time() + 0.05
     live, submit = await start(router, n=2, deadline=deadline)
     events = [event async for event in live]
-    assert [e.reason for e in events[:2]] == [FinishReason.DEADLINE] * 2
+    assert [e.finish_reason for e in events[:2]] == [FinishReason.DEADLINE] * 2
     assert isinstance(events[2], Usage)
     first = submit.first_seq_key
     assert await router.scheduler.cancels.get() == [first, first + 1]

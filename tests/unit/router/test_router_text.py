@@ -7,7 +7,7 @@ import pytest
 from router_fake_scheduler import MAX_MODEL_LEN
 
 from contract.errors import InvalidArgumentError, TooBusyError
-from router.domain import GenerateRequest
+from contract.request import GenerateRequest
 from router.text.model_text import MAX_QUESTIONS
 
 

@@ -5,10 +5,11 @@ import math
 import pytest
 
 from contract.errors import InvalidArgumentError
-from router.domain import GenerateRequest, ModelInfo, SamplingParams
-from router.request.validation import check_request, settle_sampling
+from contract.request import GenerateRequest, Model
+from contract.sampling import SamplingParams
+from router.request.validation import check_request, complete_sampling
 
-MODEL = ModelInfo("tiny", max_model_len=64, vocab_size=500, eos_token_ids=(1,))
+MODEL = Model("tiny", max_model_len=64, vocab_size=500, eos_token_ids=(1,))
 MAX_PROMPT_BYTES = 1000
 
 
@@ -145,9 +146,9 @@ def test_every_limit_itself_is_accepted():
 
 
 def test_unset_seed_and_max_tokens_are_settled():
-    settled = settle_sampling(SamplingParams(), 10, MODEL, seed=42)
+    settled = complete_sampling(SamplingParams(), 10, MODEL, seed=42)
     assert (settled.seed, settled.max_tokens) == (42, 54)
-    kept = settle_sampling(SamplingParams(seed=0, max_tokens=3), 10, MODEL, seed=42)
+    kept = complete_sampling(SamplingParams(seed=0, max_tokens=3), 10, MODEL, seed=42)
     assert (kept.seed, kept.max_tokens) == (0, 3)
 
 
@@ -175,5 +176,5 @@ def test_what_does_not_fit_the_context_with_the_prompt_is_refused(
     num_prompt_tokens, sampling, message
 ):
     with pytest.raises(InvalidArgumentError) as caught:
-        settle_sampling(sampling, num_prompt_tokens, MODEL, seed=1)
+        complete_sampling(sampling, num_prompt_tokens, MODEL, seed=1)
     assert str(caught.value) == message

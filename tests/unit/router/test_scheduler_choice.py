@@ -1,6 +1,6 @@
 """Which scheduler gets a request."""
 
-from router.schedulers.choice import Candidate, choose
+from router.schedulers.placement import Candidate, choose
 
 IDLE = tuple(Candidate(name, 0) for name in "abc")
 

@@ -9,15 +9,15 @@ import pytest
 from router_fake_scheduler import LENGTH, FakeScheduler
 
 from contract.errors import InvalidArgumentError, NotFoundError, TooBusyError, UnavailableError
+from contract.outputs import OutputDelta
+from contract.request import GenerateRequest, ResumeRequest
 from quire.v1 import kv_pb2
-from router.domain import GenerateRequest, OutputDelta, ResumeRequest
-from router.operations.adapters import Adapters
+from router.operations import Operations
 from router.request.inference import Inference
 from router.schedulers import pool as schedulers_module
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
-from router.text.served_tokenizer import Tokenizers
-from router.text.tokenizer import load_tokenizer
+from router.text.tokenizer import Tokenizers, load_tokenizer
 from rpc.health import Health
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import Operators
@@ -334,14 +334,14 @@ async def test_a_request_goes_where_its_adapter_is(model_dir, pair):
 
 def operated(pool):
     operators = Operators(None, has_client_certificates=False, obeys_loopback=False)
-    return Adapters(pool.schedulers, pool.inference.model, operators)
+    return Operations(pool.schedulers, pool.inference.model, operators)
 
 
 async def test_what_one_refuses_the_others_unload_even_if_the_caller_leaves(pool, pair):
     adapters = operated(pool)
     pair[1].bad_directory = "/bad"
     pair[1].may_load.clear()
-    loading = asyncio.create_task(adapters.load("a", "/bad", "unix:"))
+    loading = asyncio.create_task(adapters.load_adapter("a", "/bad", "unix:"))
     assert await pair[0].changes.get() == ("a",)
     loading.cancel()
     await asyncio.wait([loading])
@@ -351,21 +351,24 @@ async def test_what_one_refuses_the_others_unload_even_if_the_caller_leaves(pool
 
 async def test_nothing_changes_while_a_scheduler_may_be_back_soon(pool, pair, monkeypatch):
     adapters = operated(pool)
-    await adapters.load("a", "/adapters/a", "unix:")
+    await adapters.load_adapter("a", "/adapters/a", "unix:")
     await pair[1].stop()
     await pool.wait_for(1)
-    for change in (adapters.load("b", "/adapters/b", "unix:"), adapters.unload("a", "unix:")):
+    for change in (
+        adapters.load_adapter("b", "/adapters/b", "unix:"),
+        adapters.unload_adapter("a", "unix:"),
+    ):
         with pytest.raises(UnavailableError, match=f"scheduler at {pair[1].target} has not been"):
             await change
     assert pair[0].adapters == ("a",)
-    assert [each.adapter.name for each in await adapters.held("unix:")] == ["a"]
+    assert [each.adapter.name for each in await adapters.list_adapters("unix:")] == ["a"]
     monkeypatch.setattr(schedulers_module, "_AWAY_S", 0.0)  # it stays away, as one that stands by
-    await adapters.unload("a", "unix:")
+    await adapters.unload_adapter("a", "unix:")
     assert pair[0].adapters == ()
     monkeypatch.undo()
     await pair[1].start()
     await pool.wait_for(2)
-    await adapters.unload("a", "unix:")
+    await adapters.unload_adapter("a", "unix:")
     assert pair[1].adapters == ()
 
 
@@ -373,10 +376,10 @@ async def test_all_schedulers_load_an_adapter_or_none(pool, pair):
     adapters = operated(pool)
     pair[1].bad_directory = "/bad"
     with pytest.raises(InvalidArgumentError, match="directory is bad"):
-        await adapters.load("a", "/bad", "unix:")
+        await adapters.load_adapter("a", "/bad", "unix:")
     assert [fake.adapters for fake in pair] == [(), ()]
-    await adapters.load("a", "/adapters/a", "unix:")
+    await adapters.load_adapter("a", "/adapters/a", "unix:")
     assert [fake.adapters for fake in pair] == [("a",), ("a",)]
     await pair[0].tell_adapters()
-    await adapters.unload("a", "unix:")  # one has none
+    await adapters.unload_adapter("a", "unix:")  # one has none
     assert [fake.adapters for fake in pair] == [(), ()]

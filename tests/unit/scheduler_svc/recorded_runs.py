@@ -13,7 +13,8 @@ import numpy as np
 
 from contract.info import MemoryLevel, WorkerInfo
 from contract.limits import Limits
-from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
+from contract.sampling import EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.cache.eviction import Eviction
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import RequestRefusedError, ResizeRefusedError

@@ -9,8 +9,9 @@ from contract.errors import InvalidArgumentError, NotFoundError, TooBusyError
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
+from contract.sampling import EarlyStopping
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
-from scheduler_svc.core.beams.search import BeamParams, EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.events import Admitted, Finished, Pinned, StepEvents
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.wire.request import request_from_proto
@@ -219,7 +220,7 @@ def test_a_search_asks_the_worker_for_candidates_and_ends_nothing(sampling, ends
     [
         ({"width": 1}, r"beam.width is 1; it must be in \[2, 10\]"),
         ({"width": 11}, r"beam.width is 11; it must be in \[2, 10\]"),
-        ({"n": 5}, "n is 5; it must be at most beam.width, which is 4"),
+        ({"n": 5}, "n is 5; it must be in \\[1, 4\\]"),
         ({"length_penalty": 6}, r"beam.length_penalty is 6.0; it must be in \[-5, 5\]"),
         ({"length_penalty": float("nan")}, "beam.length_penalty is nan"),
         ({"early_stopping": 9}, "beam.early_stopping is 9"),

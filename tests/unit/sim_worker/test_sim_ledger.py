@@ -10,8 +10,8 @@ import pytest
 
 from contract.errors import BrokenInvariantError
 from contract.limits import Limits
+from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan, Result
-from gpu_worker.sampling.params import SamplingParams
 from quire.v1 import common_pb2
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.request import Request, SeqKey, SourceId

@@ -8,12 +8,12 @@ from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 from contract.errors import InvalidArgumentError
 from contract.limits import Limits
 from contract.packing import pack_int32
+from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
 from gpu_worker.kv import host_pool
 from gpu_worker.kv.codecs.names import parse_codec
 from gpu_worker.kv.codecs.quantized import QuantizedCodec
 from gpu_worker.kv.host_pool import HostPool, runs
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.service.step_wire import plan_of
 from gpu_worker.step.executor import Executor
 from quire.v1 import worker_pb2

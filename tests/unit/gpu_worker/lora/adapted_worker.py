@@ -7,12 +7,12 @@ import numpy as np
 import torch
 
 from contract.limits import Limits
+from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import kv_dtypes
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.registry import open_model
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
 from tests.lora_fixture import make_adapter, merge
 from tests.unit.gpu_worker.models.paged_loop import CPU, random_prompt

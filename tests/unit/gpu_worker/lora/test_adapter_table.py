@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from contract.limits import Limits
+from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
 from gpu_worker.lora.step_adapters import AdapterTable
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.rows import Rows
 
 LIMITS = Limits(

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+import contract.sampling
+from contract.sampling import SamplingParams
 from gpu_worker.parallel.shared_sampling import SamplesForAll, TakesSamples
 from gpu_worker.sampling.grammars import StructuredOutput
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.sampling.sampler import Sampler, sample_others
 
 TOKENIZER = Path(__file__).parents[4] / "models" / "quire-tiny-python" / "tokenizer.json"
@@ -17,7 +18,10 @@ VOCAB = 4096
 EOS = 1
 CPU = torch.device("cpu")
 WIDTH = 8
-RUNS = 'start: "{\\"configuration\\": " /[0-9]{1,3}/ ", \\"naïve 日本\\": " ("true" | "false") "}"'
+RUNS = contract.sampling.StructuredOutput(
+    grammar='start: "{\\"configuration\\": " /[0-9]{1,3}/ ", '
+    '\\"naïve 日本\\": " ("true" | "false") "}"'
+)
 
 
 def make_sampler(*, is_beside):
@@ -78,10 +82,10 @@ def add_all(sampler, known=()):
     for row, params in enumerate(
         [
             {"ignore_eos": True},
-            {"grammar": RUNS},
-            {"grammar": RUNS, "logprobs": 2},
-            {"grammar": RUNS, "repetition_penalty": 1.3},
-            {"grammar": RUNS, "temperature": 0.0},
+            {"structured": RUNS},
+            {"structured": RUNS, "logprobs": 2},
+            {"structured": RUNS, "repetition_penalty": 1.3},
+            {"structured": RUNS, "temperature": 0.0},
             {"logprobs": 1, "temperature": 0.0},
         ]
     ):
@@ -144,7 +148,7 @@ def test_a_step_in_which_all_are_forced_makes_no_logits(asking):
 
 def test_a_stuck_row_is_told_of_by_its_place_among_all(asking):
     add_all(asking)
-    asking.add(5, SamplingParams(seed=5, grammar=RUNS), np.array([7, EOS, EOS], np.int32), 1)
+    asking.add(5, SamplingParams(seed=5, structured=RUNS), np.array([7, EOS, EOS], np.int32), 1)
     assert Steps(asking).step([1, 0, 5], 0).stuck.tolist() == [2]
 
 

@@ -8,8 +8,8 @@ from sampling_reference import (
     reference_uniform,
 )
 
+from contract.sampling import SamplingParams
 from gpu_worker.sampling.draw import draw, uniforms
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.sampling.sampled import Readback
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.sampling.truncation import truncate
@@ -49,7 +49,7 @@ def random_params(rng, vocab_size):
         presence_penalty=maybe(float(np.float32(rng.uniform(-2, 2))), 0.0, 0.3),
         frequency_penalty=maybe(float(np.float32(rng.uniform(-2, 2))), 0.0, 0.3),
         logit_bias=maybe(
-            tuple((int(token), float(np.float32(rng.uniform(-5, 5)))) for token in biases), (), 0.3
+            {int(token): float(np.float32(rng.uniform(-5, 5))) for token in biases}, {}, 0.3
         ),
         min_tokens=maybe(int(rng.integers(0, 8)), 0),
         stop_token_ids=maybe((int(rng.integers(vocab_size)),), ()),
@@ -203,7 +203,7 @@ def test_logprobs_are_those_of_the_model_before_anything_else():
     values = rng.normal(size=(4, 50)).astype(np.float32)
     all_params = [
         SamplingParams(seed=1),
-        SamplingParams(seed=2, temperature=0.2, top_k=3, logit_bias=((9, 50.0),), logprobs=0),
+        SamplingParams(seed=2, temperature=0.2, top_k=3, logit_bias={9: 50.0}, logprobs=0),
         SamplingParams(seed=3, temperature=0, repetition_penalty=1.7, logprobs=4),
         SamplingParams(seed=4, temperature=3.0, logprobs=2),
     ]

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+import contract.sampling
+from contract.sampling import SamplingParams
 from gpu_worker.sampling.grammars import StructuredOutput
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.sampling.sampler import Sampler
 
 TOKENIZER = Path(__file__).parents[4] / "models" / "quire-tiny-python" / "tokenizer.json"
@@ -35,8 +36,12 @@ def ints(*values):
     return np.array(values, np.int64)
 
 
+def form(grammar):
+    return None if grammar is None else contract.sampling.StructuredOutput(grammar=grammar)
+
+
 def add(sampler, row, grammar=None, known=(), **params):
-    params = SamplingParams(seed=row, temperature=0.0, grammar=grammar, **params)
+    params = SamplingParams(seed=row, temperature=0.0, structured=form(grammar), **params)
     sampler.add(row, params, np.array([7, *known], np.int32), 1)
 
 
@@ -139,7 +144,9 @@ def test_draws_among_suppressed_tokens_are_those_of_the_plain_exponential(
     rows, positions, outputs = ints(0, 1, 2), ints(9, 9, 9), ints(0, 0, 0)
     for _ in range(30):
         for row, grammar in enumerate([SENTENCE, None, 'start: "x" | /[a-z]*/']):
-            params = SamplingParams(seed=row, temperature=temperature, grammar=grammar, top_p=0.9)
+            params = SamplingParams(
+                seed=row, temperature=temperature, structured=form(grammar), top_p=0.9
+            )
             sampler.add(row, params, np.array([7], np.int32), 1)
         logits = torch.randn(3, VOCAB, generator=generator) * 20  # some far below the likeliest
         drawn = sampler.sample(logits.clone(), rows, positions, outputs).token_ids

@@ -5,9 +5,9 @@ import pytest
 import torch
 from fake_model import FakeModel, FakePool, continue_greedily, next_token
 
+from contract.sampling import SamplingParams
 from contract.step import Plan
 from gpu_worker import metrics
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.step.executor import Executor
 from tests.unit.gpu_worker.step.test_executor import GREEDY, LIMITS, PROMPT, ints, new_row
@@ -186,7 +186,7 @@ def test_rows_with_penalties_get_no_guesses():
 @pytest.mark.parametrize("right", [0, 1, NUM_GUESSES])
 def test_draws_biases_minimums_and_logprobs_are_what_they_are_without(right):
     end = continue_greedily(PROMPT, 1)[0]
-    common = {"logprobs": 2, "min_tokens": 6, "logit_bias": ((5, 1.0),)}
+    common = {"logprobs": 2, "min_tokens": 6, "logit_bias": {5: 1.0}}
     rows = [
         new_row(
             row,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from contract.limits import Limits
+from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan, TokenLogprob
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.rows import Rows
 

@@ -10,11 +10,11 @@ from fake_graphs import FakeGraphs
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
 from contract.limits import Limits
+from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.loading import rank_model as model_part
 from gpu_worker.models.registry import open_model
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.cuda_graphs import graph_sizes
 from gpu_worker.step.executor import Executor
 from tests.models_fixture import ModelDirs

@@ -3,8 +3,8 @@ import pytest
 
 from contract.errors import BrokenInvariantError, InvalidArgumentError
 from contract.limits import Limits
+from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.rows import Rows
 
 LIMITS = Limits(

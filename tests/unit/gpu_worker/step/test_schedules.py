@@ -10,8 +10,8 @@ from fake_model import VOCAB_SIZE, FakeModel, FakePool, context_hash
 from sampling_reference import reference_token
 
 from contract.limits import Limits
+from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
-from gpu_worker.sampling.params import SamplingParams
 from gpu_worker.step.executor import Executor
 
 LIMITS = Limits(

@@ -2,29 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, Self
 
 from contract.errors import InvalidArgumentError, NotFoundError
-from router.domain import (
-    Event,
-    FinishReason,
-    GenerateRequest,
-    Load,
-    LoadedAdapter,
-    LoraAdapter,
-    ModelInfo,
-    OutputDelta,
-    OutputFinished,
-    TokenLogprob,
-    Usage,
-)
+from contract.outputs import Event, FinishReason, OutputDelta, OutputFinished, TokenLogprob, Usage
+from contract.request import GenerateRequest, Model
+from quire.v1 import adapters_pb2, common_pb2
+from quire.v1.common_pb2 import Load
 from router.text.chat_template import ChatTemplate
 from rpc.observe import telemetry
 
 Script = Callable[[GenerateRequest], AsyncIterator[Event]]
 
-MODEL = ModelInfo(id="org/tiny", max_model_len=64, vocab_size=0x110000, eos_token_ids=(0,))
+MODEL = Model(id="org/tiny", max_model_len=64, vocab_size=0x110000, eos_token_ids=(0,))
 
 
 def spell(text: str, reason: FinishReason = FinishReason.STOP, **finish: Any) -> Script:
@@ -95,12 +85,12 @@ class FakeLiveRequest:
 
 
 class FakeModel:
-    def info(self, name: str) -> ModelInfo:
+    def info(self, name: str) -> Model:
         if name not in ("", MODEL.id):
             raise NotFoundError(f"model {name} is not served")
         return MODEL
 
-    def infos(self) -> tuple[ModelInfo, ...]:
+    def infos(self) -> tuple[Model, ...]:
         return (MODEL,)
 
 
@@ -177,7 +167,7 @@ class FakeInference:
         return self.lives[-1]
 
     async def load(self) -> Load:
-        names = [field.name for field in fields(Load)]
+        names = [field.name for field in Load.DESCRIPTOR.fields]
         return Load(**{name: number for number, name in enumerate(names)})
 
 
@@ -189,15 +179,18 @@ class FakeAdapters:
         self.names: set[str] = set()
         self.refusal: Exception | None = None
 
-    async def load(self, name: str, directory: str, peer: str) -> LoadedAdapter:
+    async def load_adapter(
+        self, name: str, directory: str, peer: str
+    ) -> adapters_pb2.LoadAdapterResponse:
         self.calls.append((name, directory, peer))
         if self.refusal is not None:
             raise self.refusal
         was_there = name in self.names
         self.names.add(name)
-        return LoadedAdapter(LoraAdapter(name, b"", directory), was_there)
+        adapter = common_pb2.LoraAdapter(name=name, directory=directory)
+        return adapters_pb2.LoadAdapterResponse(adapter=adapter, was_there=was_there)
 
-    async def unload(self, name: str, peer: str) -> None:
+    async def unload_adapter(self, name: str, peer: str) -> None:
         self.calls.append((name, peer))
         if name not in self.names:
             raise NotFoundError(f"LoRA adapter {name!r} is not loaded")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from router.domain import BeamSearch, EarlyStopping, SamplingParams
+from contract.sampling import BeamSearch, EarlyStopping, SamplingParams
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -5,7 +5,7 @@ import pytest
 from openai_fakes import delta, play, spell
 
 from contract.errors import InvalidArgumentError, TooBusyError, UnavailableError
-from router.domain import (
+from contract.outputs import (
     FinishReason,
     OutputDelta,
     OutputError,

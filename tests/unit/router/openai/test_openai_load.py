@@ -7,7 +7,7 @@ import pytest
 from openai_fakes import delta, play, spell
 
 from contract.errors import TooBusyError, UnavailableError
-from router.domain import FinishReason
+from contract.outputs import FinishReason
 
 BENCH = Path(__file__).parents[4] / "bench"
 

@@ -8,7 +8,7 @@ import pytest
 from openai_fakes import delta, spell
 
 from contract.errors import UnavailableError
-from router.domain import FinishReason, OutputFinished, Usage
+from contract.outputs import FinishReason, OutputFinished, Usage
 from router.http.responses import answer, sse
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -82,7 +82,7 @@ async def test_a_stream_without_events_has_comments(http, inference, monkeypatch
         yield OutputFinished(0, FinishReason.STOP)
         yield Usage(1, 1, 0)
 
-    monkeypatch.setattr(sse, "_BEAT_S", 0.01)
+    monkeypatch.setattr(sse, "_HEARTBEAT_S", 0.01)
     inference.script = script
     async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
         await response.content.readuntil(b"\n\n")
@@ -104,7 +104,7 @@ async def test_a_stream_whose_first_event_takes_long_has_comments_before_it(
         yield Usage(1, 1, 0)
 
     monkeypatch.setattr(answer, "_STATUS_WITHIN_S", 0.01)
-    monkeypatch.setattr(sse, "_BEAT_S", 0.01)
+    monkeypatch.setattr(sse, "_HEARTBEAT_S", 0.01)
     inference.script = script
     async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
         assert response.status == 200

@@ -7,7 +7,7 @@ import pytest
 from openai_fakes import spell
 
 from contract.errors import InvalidArgumentError
-from router.domain import FinishReason, StructuredForm
+from contract.outputs import FinishReason
 from router.text.chat_template import ChatTemplate
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -118,15 +118,15 @@ async def test_a_forced_call_of_one_function_is_its_arguments(client, inference,
     assert message.content is None
     assert [call.function.arguments for call in message.tool_calls] == ['{"a": 1}']
     structured = inference.requests[-1].sampling.structured
-    assert structured.form is StructuredForm.JSON_SCHEMA
-    assert json.loads(structured.texts[0]) == PARAMETERS
+    assert structured.form == "json_schema"
+    assert json.loads(structured.json_schema) == PARAMETERS
 
 
 async def test_a_required_call_chooses_its_function(client, inference):
     inference.script = spell('{"name": "now", "arguments": {}}')
     options = {"tools": [ADD, NOW], "tool_choice": "required"}
     assert await streamed(client, **options) == ("", [["now", "{}"]], "tool_calls")
-    (text,) = inference.requests[-1].sampling.structured.texts
+    text = inference.requests[-1].sampling.structured.json_schema
     add, now = json.loads(text)["anyOf"]
     assert add["properties"] == {"name": {"const": "add"}, "arguments": PARAMETERS}
     assert now["properties"]["arguments"]["properties"] == {}

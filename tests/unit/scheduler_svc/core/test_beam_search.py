@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler_svc.core.beams.search import BeamParams, BeamSearch, Candidates, EarlyStopping
+from contract.sampling import EarlyStopping
+from scheduler_svc.core.beams.search import BeamParams, BeamSearch, Candidates
 
 END = 9
 

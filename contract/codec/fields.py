@@ -1,0 +1,34 @@
+"""Fields that a message and a dataclass share by name, copied without naming each."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from typing import Any, TypeAlias
+
+from google.protobuf.message import Message
+
+Converters: TypeAlias = Mapping[str, Callable[[Any], Any]]
+"""By field name; a field without one is copied as it is."""
+
+
+def set_fields(message: Message, converters: Converters) -> dict[str, Any]:
+    """Return the values of the message's fields that are set; others keep the class's defaults."""
+    return {
+        descriptor.name: converters.get(descriptor.name, _same)(value)
+        for descriptor, value in message.ListFields()
+    }
+
+
+def changed_fields(value: Any, converters: Converters) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults, to set in a message."""
+    changed = {}
+    for field in fields(value):
+        default = field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        if (item := getattr(value, field.name)) is not None and item != default:
+            changed[field.name] = converters.get(field.name, _same)(item)
+    return changed
+
+
+def _same(value: Any) -> Any:
+    return value

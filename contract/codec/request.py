@@ -1,0 +1,102 @@
+"""Clients' requests to protobuf and back.
+
+Deadline, priority and tenant are the call's metadata, not part of the message, and
+`add_special_tokens` is the router's own.
+"""
+
+from contract.codec.fields import Converters, changed_fields, set_fields
+from contract.codec.sampling import (
+    beam_from_proto,
+    beam_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+)
+from contract.errors import InvalidArgumentError
+from contract.request import GenerateRequest, Model, OutputReceived, ResumeRequest, StopOptions
+from quire.v1 import common_pb2, inference_pb2
+
+_FROM_PROTO: Converters = {
+    "text": str,
+    "token_ids": lambda token_ids: tuple(token_ids.ids),
+    "sampling": sampling_from_proto,
+    "stop": tuple,
+    "beam": beam_from_proto,
+}
+_TO_PROTO: Converters = {"sampling": sampling_to_proto, "beam": beam_to_proto}
+
+
+def generate_request_from_proto(message: inference_pb2.GenerateRequest) -> GenerateRequest:
+    """Raise InvalidArgumentError if it has no prompt, or an unknown enum, or names an adapter."""
+    if message.sampling.HasField("adapter"):
+        raise InvalidArgumentError("sampling.adapter", "is set; name the adapter in model")
+    if message.WhichOneof("prompt") is None:
+        raise InvalidArgumentError("prompt", "is not set; text or token_ids must be")
+    given = set_fields(message, _FROM_PROTO)
+    prompt = given.pop("text", None)
+    return GenerateRequest(prompt=given.pop("token_ids", ()) if prompt is None else prompt, **given)
+
+
+def generate_request_to_proto(request: GenerateRequest) -> inference_pb2.GenerateRequest:
+    """Raise ValueError if a field is set that the message lacks."""
+    given = changed_fields(request, _TO_PROTO)
+    prompt = given.pop("prompt")
+    if isinstance(prompt, str):
+        return inference_pb2.GenerateRequest(text=prompt, **given)
+    return inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), **given)
+
+
+def stop_options_to_bytes(request: GenerateRequest) -> bytes:
+    """Write what a router that resumes the request needs besides its `Submit`."""
+    return inference_pb2.GenerateRequest(
+        stop=request.stop,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+    ).SerializeToString()
+
+
+def stop_options_from_bytes(record: bytes) -> StopOptions:
+    """Raise `google.protobuf.message.DecodeError` for bytes that no router wrote."""
+    message = inference_pb2.GenerateRequest.FromString(record)
+    return StopOptions(
+        tuple(message.stop), message.include_stop_str_in_output, message.skip_special_tokens
+    )
+
+
+def resume_request_from_proto(
+    message: inference_pb2.ResumeRequest, tenant: str, deadline: float | None
+) -> ResumeRequest:
+    """Raise InvalidArgumentError without a request id."""
+    if not message.request_id:
+        raise InvalidArgumentError("request_id", "is empty; it must name the request to resume")
+    return ResumeRequest(
+        request_id=message.request_id,
+        tenant=tenant,
+        received={
+            part.output_index: OutputReceived(part.num_tokens, part.num_text_bytes, part.finished)
+            for part in message.received
+        },
+        has_prompt_scores=message.has_prompt_scores,
+        deadline=deadline,
+    )
+
+
+def model_from_proto(message: common_pb2.ModelInfo) -> Model:
+    return Model(
+        message.id,
+        message.max_model_len,
+        message.vocab_size,
+        tuple(message.eos_token_ids),
+        message.structured_output,
+        message.parent,
+    )
+
+
+def model_to_proto(model: Model) -> common_pb2.ModelInfo:
+    return common_pb2.ModelInfo(
+        id=model.id,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        structured_output=model.structured_output,
+        parent=model.parent,
+    )

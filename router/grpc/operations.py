@@ -1,0 +1,66 @@
+"""The gRPC API for operators: `quire.v1.AdapterService` and `quire.v1.LoadingService`."""
+
+from contextlib import aclosing
+
+from quire.v1 import adapters_pb2, adapters_pb2_grpc, loading_pb2, loading_pb2_grpc
+from router.grpc.call import CallContext
+from router.operations import Operations
+from rpc.grpc_server import Service, service_of
+from rpc.worker_fields import refuse_epoch
+
+
+class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
+    """The server's interceptor turns what is raised into a status."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    async def LoadAdapter(  # noqa: N802
+        self, request: adapters_pb2.LoadAdapterRequest, context: CallContext
+    ) -> adapters_pb2.LoadAdapterResponse:
+        refuse_epoch(request.epoch)
+        return await self._operations.load_adapter(request.name, request.directory, context.peer())
+
+    async def UnloadAdapter(  # noqa: N802
+        self, request: adapters_pb2.UnloadAdapterRequest, context: CallContext
+    ) -> adapters_pb2.UnloadAdapterResponse:
+        refuse_epoch(request.epoch)
+        await self._operations.unload_adapter(request.name, context.peer(), request.digest)
+        return adapters_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(  # noqa: N802
+        self, _request: adapters_pb2.ListAdaptersRequest, context: CallContext
+    ) -> adapters_pb2.ListAdaptersResponse:
+        adapters = await self._operations.list_adapters(context.peer())
+        return adapters_pb2.ListAdaptersResponse(adapters=adapters)
+
+
+class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
+    """The server's interceptor turns what is raised into a status."""
+
+    def __init__(self, operations: Operations) -> None:
+        self._operations = operations
+
+    async def Unload(  # noqa: N802
+        self, request: loading_pb2.UnloadRequest, context: CallContext
+    ) -> loading_pb2.UnloadResponse:
+        refuse_epoch(request.epoch)
+        workers = await self._operations.unload_models(request.worker, context.peer())
+        return loading_pb2.UnloadResponse(workers=workers)
+
+    async def Load(  # noqa: N802
+        self, request: loading_pb2.LoadRequest, context: CallContext
+    ) -> None:
+        refuse_epoch(request.epoch)
+        loads = self._operations.load_models(request.worker, request.directory, context.peer())
+        async with aclosing(loads):
+            async for progress in loads:
+                await context.write(progress)
+
+
+def operator_services(operations: Operations) -> list[Service]:
+    """Make the entries for `rpc.server.serve`."""
+    return [
+        service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", AdapterServicer(operations)),
+        service_of(loading_pb2, loading_pb2_grpc, "LoadingService", LoadingServicer(operations)),
+    ]

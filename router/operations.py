@@ -1,0 +1,225 @@
+"""What operators ask of all schedulers: LoRA adapters and models, loaded and unloaded.
+
+The router asks every scheduler and makes one answer of theirs. Answers stay the messages of
+`quire.v1.AdapterService` and `LoadingService`.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Final, TypeVar
+
+import structlog
+
+from contract.errors import InvalidArgumentError, NotFoundError, QuireError, UnavailableError
+from quire.v1 import adapters_pb2, loading_pb2, loading_pb2_grpc
+from router.schedulers.calls import SchedulerCalls
+from router.schedulers.pool import Schedulers
+from router.schedulers.served_model import ServedModel
+from rpc.peers.channel import open_channel
+from rpc.security.operators import Operators
+from rpc.security.tls import ClientTls
+from rpc.status import calling
+from rpc.tasks import BackgroundTasks, merged, responses
+
+_ADAPTER_NEWS_S: Final = 5.0
+"""How long to wait until a scheduler announces, on its stream, an adapter that it has loaded."""
+
+_Asked = TypeVar("_Asked")
+_Answer = TypeVar("_Answer")
+
+log = structlog.get_logger()
+
+
+async def _ask_each(
+    schedulers: Sequence[_Asked], ask: Callable[[_Asked], Awaitable[_Answer]]
+) -> list[_Answer | QuireError]:
+    """Ask all schedulers at once; return the answer or the error of each, in order."""
+
+    async def one(scheduler: _Asked) -> _Answer | QuireError:
+        try:
+            return await ask(scheduler)
+        except QuireError as error:
+            return error
+
+    return await asyncio.gather(*map(one, schedulers))
+
+
+class Operations:
+    """Every method first checks that `peer` is an operator, see `Operators.check`.
+
+    All raise what the schedulers refuse, and `UnavailableError` without a scheduler. A change of
+    adapters does not start while a scheduler is away, and continues if the caller leaves. Models
+    are loaded through channels of their own, because links to a scheduler close when its model
+    changes.
+    """
+
+    def __init__(
+        self,
+        schedulers: Schedulers,
+        model: ServedModel,
+        operators: Operators,
+        tls: ClientTls | None = None,
+    ) -> None:
+        self._schedulers = schedulers
+        self._model = model
+        self._operators = operators
+        self._tls = tls
+        self._tasks = BackgroundTasks()
+
+    # --- adapters -------------------------------------------------------------------------------
+
+    async def load_adapter(
+        self, name: str, directory: str, peer: str
+    ) -> adapters_pb2.LoadAdapterResponse:
+        """Load an adapter at every scheduler; from then on requests may name it.
+
+        If one refuses, the others unload it, unless they had it before. Raises
+        `InvalidArgumentError` for the model's own name.
+        """
+        self._operators.check(peer, "loads LoRA adapters")
+        log.info("told to load an adapter", name=name, directory=directory, peer=peer)
+        if name == self._model.name:
+            raise InvalidArgumentError(
+                "name", f"is {name!r}, which is what requests call the model"
+            )
+        schedulers = self._schedulers.calls_to_all()
+        return await self._tasks.run(self._load_adapter(schedulers, name, directory))
+
+    async def _load_adapter(
+        self, schedulers: Sequence[SchedulerCalls], name: str, directory: str
+    ) -> adapters_pb2.LoadAdapterResponse:
+        ends = await _ask_each(schedulers, lambda each: each.load_adapter(name, directory))
+        errors = [end for end in ends if isinstance(end, QuireError)]
+        loaded = [end for end in ends if not isinstance(end, QuireError)]
+        if errors:
+            new = {
+                scheduler: end.adapter.digest
+                for scheduler, end in zip(schedulers, ends, strict=True)
+                if not isinstance(end, QuireError) and not end.was_there
+            }
+            await _ask_each([*new], lambda each: each.unload_adapter(name, new[each]))
+            raise errors[0]
+        answer = loaded[0]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ADAPTER_NEWS_S):
+                while not self._model.has(answer.adapter.name, answer.adapter.digest):
+                    await self._schedulers.model_change()
+        return adapters_pb2.LoadAdapterResponse(
+            adapter=answer.adapter, was_there=all(each.was_there for each in loaded)
+        )
+
+    async def unload_adapter(self, name: str, peer: str, digest: bytes = b"") -> None:
+        """Unload an adapter at every scheduler; return when no request has it any more.
+
+        Raises `NotFoundError` if no scheduler has an adapter of this name, and of this digest
+        unless that is empty.
+        """
+        self._operators.check(peer, "unloads LoRA adapters")
+        log.info("told to unload an adapter", name=name, peer=peer)
+        schedulers = self._schedulers.calls_to_all()
+        ends = await self._tasks.run(
+            _ask_each(schedulers, lambda each: each.unload_adapter(name, digest))
+        )
+        errors = [end for end in ends if isinstance(end, QuireError)]
+        if all(isinstance(error, NotFoundError) for error in errors) and len(errors) < len(ends):
+            return
+        raise next((e for e in errors if not isinstance(e, NotFoundError)), errors[0])
+
+    async def list_adapters(self, peer: str) -> Sequence[adapters_pb2.LoadedAdapter]:
+        """Return the schedulers' adapters, each name once, in order."""
+        self._operators.check(peer, "tells of LoRA adapters")
+        ends = await _ask_each(self._schedulers.calls, lambda each: each.list_adapters())
+        name_to_adapter: dict[str, adapters_pb2.LoadedAdapter] = {}
+        for end in ends:
+            if isinstance(end, QuireError):
+                raise end
+            for each in end:
+                name_to_adapter.setdefault(each.adapter.name, each)
+        return [name_to_adapter[name] for name in sorted(name_to_adapter)]
+
+    # --- models ---------------------------------------------------------------------------------
+
+    # All known schedulers are asked: one whose workers all lack a model need not be connected.
+    # `NotFoundError` means that no scheduler has such a worker. A scheduler that is not connected
+    # may be a standby: that it cannot be reached matters only if no other scheduler answers.
+
+    async def unload_models(self, worker: str, peer: str) -> Sequence[loading_pb2.UnloadedWorker]:
+        """Unload the model of a worker, or of all workers if `worker` is empty."""
+        self._operators.check(peer, "unloads models")
+        log.info("told to unload models", worker=worker, peer=peer)
+        targets = self._schedulers.target_to_is_connected
+        request = loading_pb2.UnloadRequest(worker=worker)
+
+        async def unload(target: str) -> Sequence[loading_pb2.UnloadedWorker]:
+            async with open_channel(target, tls=self._tls) as channel:
+                stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
+                with calling():
+                    unloaded: Sequence[loading_pb2.UnloadedWorker] = (
+                        await stub.Unload(request)
+                    ).workers
+                return unloaded
+
+        ends = await _ask_each([*targets], unload)
+        tolerated: list[QuireError] = []
+        for (target, is_connected), end in zip(targets.items(), ends, strict=True):
+            if isinstance(end, QuireError):
+                _tolerate(target, end, tolerated, may_be_standby=not is_connected)
+        _check_answered(tolerated, len(targets))
+        return [worker for end in ends if not isinstance(end, QuireError) for worker in end]
+
+    async def load_models(
+        self, worker: str, directory: str, peer: str
+    ) -> AsyncGenerator[loading_pb2.LoadResponse]:
+        """Load a model at a worker, or at all if `worker` is empty; yield the progress."""
+        self._operators.check(peer, "loads models")
+        log.info("told to load models", worker=worker, directory=directory, peer=peer)
+        targets = self._schedulers.target_to_is_connected
+        request = loading_pb2.LoadRequest(worker=worker, directory=directory)
+        tolerated: list[QuireError] = []
+        loads = merged(
+            [
+                self._load_at(target, request, tolerated, may_be_standby=not is_connected)
+                for target, is_connected in targets.items()
+            ]
+        )
+        async with aclosing(loads):
+            async for progress in loads:
+                yield progress
+        _check_answered(tolerated, len(targets))
+
+    async def _load_at(
+        self,
+        target: str,
+        request: loading_pb2.LoadRequest,
+        tolerated: list[QuireError],
+        *,
+        may_be_standby: bool,
+    ) -> AsyncGenerator[loading_pb2.LoadResponse]:
+        try:
+            async with open_channel(target, tls=self._tls) as channel:
+                stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
+                async with aclosing(responses(stub.Load(request))) as loading:
+                    async for progress in loading:
+                        may_be_standby = False  # it is there: its next error counts
+                        yield progress
+        except QuireError as error:
+            _tolerate(target, error, tolerated, may_be_standby=may_be_standby)
+
+
+def _tolerate(
+    target: str, error: QuireError, tolerated: list[QuireError], *, may_be_standby: bool
+) -> None:
+    """Add to `tolerated` an error that another scheduler's answer makes up for; raise others."""
+    if not isinstance(error, NotFoundError):
+        if not (may_be_standby and isinstance(error, UnavailableError)):
+            raise error
+        log.warning("a scheduler was not asked", target=target, reason=str(error))
+    tolerated.append(error)
+
+
+def _check_answered(tolerated: Sequence[QuireError], num_asked: int) -> None:
+    """Raise an error if no scheduler has answered well; a `NotFoundError` if there is one."""
+    if len(tolerated) == num_asked:
+        raise next((each for each in tolerated if isinstance(each, NotFoundError)), tolerated[0])

@@ -1,1 +1,0 @@
-"""What operators have the workers do: LoRA adapters and whole models, loaded and unloaded."""

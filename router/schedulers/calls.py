@@ -1,0 +1,76 @@
+"""A router's unary calls to one scheduler, beside their stream; and the sum of several loads."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import grpc.aio
+
+from quire.v1 import adapters_pb2, adapters_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
+from quire.v1.kv_pb2 import KvQuery, WorkerKv
+from rpc.status import calling
+
+_TIMEOUT_S: Final = 5.0
+
+_NOT_ADDED: Final = ("block_size", "fragmentation", "host_fragmentation")
+"""Fields of `Load` that make no sum: the greatest value stands for all."""
+
+
+class SchedulerCalls:
+    """One scheduler, through one channel. All raise what it refuses, as `QuireError`."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._adapters = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
+
+    async def load(self) -> Load:
+        """Ask how busy the scheduler is."""
+        request = scheduler_pb2.GetSchedulerLoadRequest()
+        load: Load = (await _call(self._stub.GetSchedulerLoad, request)).load
+        return load
+
+    async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
+        """Ask who holds which KV blocks."""
+        request = scheduler_pb2.DescribeSchedulerKvRequest(query=query)
+        workers: Sequence[WorkerKv] = (await _call(self._stub.DescribeSchedulerKv, request)).workers
+        return workers
+
+    async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
+        """Ask what the workers are doing."""
+        request = scheduler_pb2.DescribeSchedulerActivityRequest(query=query)
+        response = await _call(self._stub.DescribeSchedulerActivity, request)
+        workers: Sequence[WorkerActivity] = response.workers
+        return workers
+
+    async def load_adapter(self, name: str, directory: str) -> adapters_pb2.LoadAdapterResponse:
+        """Load a LoRA adapter at all workers; this may take long."""
+        request = adapters_pb2.LoadAdapterRequest(name=name, directory=directory)
+        response: adapters_pb2.LoadAdapterResponse = await _call(
+            self._adapters.LoadAdapter, request, timeout_s=None
+        )
+        return response
+
+    async def unload_adapter(self, name: str, digest: bytes) -> None:
+        """Unload an adapter when no request has it any more; empty `digest`: of any contents."""
+        request = adapters_pb2.UnloadAdapterRequest(name=name, digest=digest)
+        await _call(self._adapters.UnloadAdapter, request, timeout_s=None)
+
+    async def list_adapters(self) -> Sequence[adapters_pb2.LoadedAdapter]:
+        """Ask which adapters the workers have."""
+        response = await _call(self._adapters.ListAdapters, adapters_pb2.ListAdaptersRequest())
+        adapters: Sequence[adapters_pb2.LoadedAdapter] = response.adapters
+        return adapters
+
+
+async def _call(method: Any, request: Any, timeout_s: float | None = _TIMEOUT_S) -> Any:
+    with calling():
+        return await method(request, timeout=timeout_s)
+
+
+def sum_loads(loads: Sequence[Load]) -> Load:
+    """Return the load of several schedulers together; at least one."""
+    total = Load()
+    for field in Load.DESCRIPTOR.fields:
+        values = [getattr(load, field.name) for load in loads]
+        setattr(total, field.name, max(values) if field.name in _NOT_ADDED else sum(values))
+    return total
