@@ -40,9 +40,9 @@ from router.http.errors import error_from_validation, error_response
 from router.http.requests.chat import ChatBody
 from router.http.requests.completions import CompletionBody
 from router.http.strict_json import parse_json
-from router.request.validation import check_request, settle_sampling
+from router.request.validation import check_request, complete_sampling
 from router.schedulers.messages import Refusal
-from router.schedulers.wire import news_from_proto
+from router.schedulers.wire import message_from_proto
 from router.text.grammar import to_grammar
 from rpc.status import DETAILS_KEY, error_to_status, status_to_error
 from scheduler_svc.core.config import SchedulerConfig
@@ -146,11 +146,11 @@ def _generate(message: inference_pb2.GenerateRequest) -> None:
     if request.sampling.structured is not None:
         to_grammar(request.sampling.structured)
     num_tokens = len(request.prompt)
-    sampling_to_proto(settle_sampling(request.sampling, num_tokens, ROUTER_MODEL, 1))
+    sampling_to_proto(complete_sampling(request.sampling, num_tokens, ROUTER_MODEL, 1))
 
 
 def _news(message: scheduler_pb2.ConnectResponse) -> None:
-    news = news_from_proto(message)
+    news = message_from_proto(message)
     if isinstance(news, Refusal):
         error_to_status(news.error)  # clients see it
         error_response(news.error)
