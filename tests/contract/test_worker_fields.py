@@ -6,10 +6,6 @@ import tempfile
 import grpc
 import grpc.aio
 import pytest
-import router.grpc.adapters
-import router.grpc.loading
-import scheduler_svc.operations.adapter_service
-import scheduler_svc.operations.loading_service
 from google.protobuf import message_factory
 
 import router.grpc.operations
