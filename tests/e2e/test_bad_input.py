@@ -178,7 +178,7 @@ def test_grpc_bytes_that_are_no_message(service: Service, method: str, payload: 
     stream = service.channel.unary_stream(f"/quire.v1.InferenceService/{method}")(payload)
     with pytest.raises(grpc.RpcError) as caught:
         next(stream)
-    _assert_status(caught.value, _invalid("request", "no such message", f"{method}Request"))
+    _assert_status(caught.value, _invalid("request", "not a valid message", f"{method}Request"))
 
 
 def test_grpc_message_of_100_mb(service: Service):
