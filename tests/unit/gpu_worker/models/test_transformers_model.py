@@ -91,7 +91,7 @@ def test_a_native_family_runs_on_transformers_if_asked(model_dirs):
         sequence = Sequence(random_prompt(41, seed=1))
         PagedLoop(model, block_size=8, config=source.config).generate([sequence], 32)
         outputs.append((type(model).__name__, sequence.output))
-    assert [name for name, _ in outputs] == ["Decoder", "TransformersModel"]
+    assert [name for name, _ in outputs] == ["LlamaDecoder", "TransformersModel"]
     assert outputs[0][1] == outputs[1][1]
 
 
