@@ -1,4 +1,4 @@
-"""The nouns that more than one process speaks of: one class each, with its limits and its codec.
+"""The data types that several processes share: one class each, with its limits and its codec.
 
 It imports nothing of ours but the generated stubs, and those only in `contract.codec`, which turns
 values into protobuf and back. Everybody may import it.

@@ -59,7 +59,7 @@ class AlreadyExistsError(QuireError):
 
 
 class AbortedError(QuireError):
-    """Another call has taken over what this one was at."""
+    """Another call has taken over what this call was doing."""
 
     code = grpc.StatusCode.ABORTED
     http_status = 409

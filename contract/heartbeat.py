@@ -18,8 +18,8 @@ LOST_AFTER_S = 5.0
 class Heartbeat:
     """How long one peer has been silent, counted in the listener's ticks rather than in time.
 
-    So a listener that was itself stopped or starved does not blame the peer: the peer's messages
-    are still unread then.
+    A listener that was itself stopped or starved makes no ticks, so it does not count that time as
+    the peer's silence: it still has the peer's messages to read.
     """
 
     def __init__(self) -> None:

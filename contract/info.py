@@ -13,7 +13,7 @@ class MemoryLevel(Enum):
 
     OK = 0
     WARNING = 1
-    """What runs goes on, and nothing is added."""
+    """Running sequences continue, and no more are added."""
     CRITICAL = 2
     """Less must run, and soon."""
 
@@ -33,10 +33,10 @@ class ModelInfo:
     adapters: tuple[LoraAdapter, ...] = ()
     """In the order of their names."""
     directory: str = ""
-    """Where it is, if an operator had it loaded; empty: it is that of the worker's flags."""
+    """Its directory, if an operator had it loaded; empty: it is the model of the worker's flags."""
 
     def __str__(self) -> str:
-        """Name it as far as workers may differ in it."""
+        """Show the fields in which the models of two workers may differ."""
         details = f"vocab_size {self.vocab_size}"
         if self.directory:
             details += f", from {self.directory}"
@@ -113,6 +113,6 @@ class WorkerInfo:
 
     @property
     def kv_format(self) -> str:
-        """What host blocks hold, as far as two workers of one model may differ."""
+        """The parts of the host blocks' format in which two workers of one model may differ."""
         size = f"{self.limits.block_size} tokens, {self.host_block_bytes or self.block_bytes} bytes"
         return f"{self.dtype}, KV {self.kv_dtype}, codec {self.host_codec}, {size}"

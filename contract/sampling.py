@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final, Literal
 
-from contract.checks import check_count, check_range, check_token_ids
 from contract.errors import InvalidArgumentError
 from contract.lora import LoraAdapter
+from contract.value_checks import check_count, check_range, check_token_ids
 
 MAX_TEMPERATURE: Final = 100
 MAX_REPETITION_PENALTY: Final = 100

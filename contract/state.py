@@ -1,4 +1,4 @@
-"""What a worker still holds of the scheduler before, as it tells the next one.
+"""What a worker still holds from an earlier scheduler, in the form in which it tells the next one.
 
 A *label* is the hash of a block's content, as the scheduler has named it.
 """

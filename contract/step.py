@@ -1,9 +1,11 @@
 """One step: what the scheduler wants a worker to do, and what came of it.
 
 A *row* is the place of a live sequence in the worker, in [0, max_num_seqs); the scheduler numbers
-the rows. A plan names only what changes: a row whose known tokens are all computed decodes one
-token in every step, without being named, until it is released. Arrays are int32; arrays named in
-one docstring are parallel. `contract.codec.step` turns both into the messages of `worker.proto`.
+the rows. A plan names only what changes. A row that has computed its known tokens samples one more,
+which is then known and not computed. From then on the row *decodes*: every step computes that one
+token and samples the next, without the plan naming the row, until it is released. Arrays are int32;
+arrays named in one docstring are parallel. `contract.codec.step` turns both into the messages of
+`worker.proto`.
 """
 
 from collections.abc import Callable
@@ -33,10 +35,10 @@ class OutputState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchState:
-    """How far a beam search is: all that its request and the best beam's tokens do not say."""
+    """The state of a beam search, except its request and the best beam's tokens."""
 
     beams: tuple[OutputState, ...]
-    """Best first, as `hypotheses`, the outputs that have ended."""
+    """Best first; so are `hypotheses`, the outputs that have ended."""
     hypotheses: tuple[OutputState, ...]
 
 
@@ -59,10 +61,11 @@ class NewSequence:
     max_total_tokens: int
     """The length, prompt and output, at which it stops decoding."""
     output_index: int = 0
-    """Which output of its request it is; added to the seed."""
+    """The index of the output in its request; it is added to the seed."""
     traceparent: str = ""
     identity: bytes = b""
-    """By which a later scheduler recognizes it; empty: it is not reported to that one."""
+    """A later scheduler recognizes the sequence by this; empty: it is not reported to a later one.
+    """
     search: SearchState | None = None
     """How far the beam search is whose best beam it is; sent as `note`. Only at the scheduler."""
     note: bytes = b""
@@ -75,12 +78,13 @@ class NewSequence:
 class Plan:
     """What changes before a step, and what it computes beyond the rows that decode.
 
-    The order in which the parts apply is that of `StepBatch` in worker.proto.
+    The parts apply in this order: rows are released, added, extended and renamed; labels are taken;
+    disk moves start; swap-outs, swap-ins, then copies; then the step computes.
     """
 
     step_id: StepId
     num_decodes: int
-    """Rows that decode one token each, and its drafts."""
+    """How many rows decode. Each computes one token, and its draft tokens if there are any."""
     released_rows: Int32Array = field(default_factory=no_ints)
     """Rows whose sequence is gone; freed before anything else."""
     new_sequences: tuple[NewSequence, ...] = ()
@@ -94,7 +98,7 @@ class Plan:
     """Rows that compute `chunk_lens` known tokens each."""
     chunk_lens: Int32Array = field(default_factory=no_ints)
     swap_out_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Device blocks copied to host blocks `swap_out_dst_block_ids` before any other move."""
+    """Device blocks copied to host blocks `swap_out_dst_block_ids` before any swap-in or copy."""
     swap_out_dst_block_ids: Int32Array = field(default_factory=no_ints)
     swap_in_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Host blocks copied to device blocks `swap_in_dst_block_ids`, which are valid from the next
@@ -121,8 +125,8 @@ class Plan:
     """The `Started` and `Preempted` of traced sequences since the plan before, in order. For the
     scheduler's spans; not sent."""
     serialize: Callable[[], bytes] | None = None
-    """Returns the message that the plan came in, for other ranks of a group. Only at the worker;
-    None: it came in none."""
+    """Returns the message in which the plan arrived, to pass it on to the other ranks of a group.
+    Only at the worker; None: the plan did not arrive in a message."""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -159,8 +163,8 @@ class Result:
 
     step_id: StepId
     sampled_rows: Int32Array = field(default_factory=no_ints)
-    """Rows that sampled a token, with `sampled_token_ids`; one with several, because of drafts, is
-    there as often, in a run."""
+    """Rows that sampled a token, with `sampled_token_ids`. With drafts a row may sample several; it
+    then appears once per token, consecutively."""
     sampled_token_ids: Int32Array = field(default_factory=no_ints)
     stopped_rows: Int32Array = field(default_factory=no_ints)
     """Those of `sampled_rows` whose last token ends the sequence."""

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Final
 
-from contract.codec.checks import check_number
+from contract.codec.message_checks import check_number
 from contract.errors import InvalidArgumentError
 from contract.info import MemoryLevel, ModelInfo, WorkerInfo
 from contract.limits import Limits

@@ -5,7 +5,7 @@ from math import isnan
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from contract.codec.checks import check_at_most, check_values
+from contract.codec.message_checks import check_at_most, check_values
 from contract.errors import InvalidArgumentError
 from contract.packing import pack_int32, unpack_int32
 from contract.sampling import MAX_BEAM_WIDTH

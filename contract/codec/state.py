@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from contract.codec.checks import (
+from contract.codec.message_checks import (
     check_at_most,
     check_distinct,
     check_positive,

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from contract.arrays import Int32Array
-from contract.codec.checks import (
+from contract.codec.message_checks import (
     check_distinct,
     check_num_entries,
     check_number,

@@ -1,7 +1,7 @@
 """What of a scheduler's messages only this worker can check: sampling, adapters, host blocks."""
 
 from contract.arrays import Int32Array
-from contract.codec.checks import check_distinct, check_parallel, check_values
+from contract.codec.message_checks import check_distinct, check_parallel, check_values
 from contract.codec.step import plan_from_proto
 from contract.limits import Limits
 from contract.packing import unpack_int32

@@ -91,7 +91,7 @@ class Executor:
         drafter: Drafter | None = None,
         adapters: Mapping[int, Adapter] = NO_ADAPTERS,
     ) -> None:
-        """Each of the five before `adapters` may be None if no step needs it.
+        """Parts that no step needs are None.
 
         `host_pool` is for swaps, `disk_pool` for stores and loads, `structured` for grammars,
         `ranks` are the other devices of the model, `drafter` guesses tokens (on one device only).

@@ -25,8 +25,9 @@ from contract.state import HeldRow
 from contract.step import NewSequence, Plan, TokenLogprob
 
 _NUM_LOGPROBS = 32
-"""Kept for each row's last tokens: more than can be in steps and messages in flight, guesses
-included, that no router has received when the scheduler dies."""
+"""How many log-probabilities are kept for each row, of its last tokens. When the scheduler dies,
+fewer tokens than this, guesses included, are in steps and messages in flight and have not reached a
+router."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

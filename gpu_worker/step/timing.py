@@ -51,7 +51,8 @@ class BusyClock:
 HEAD_START_S: Final = 0.002
 """About the CPU time that worker, scheduler and router spend on one token."""
 _LEAST_LEN: Final = 30
-"""A step must have taken this many head starts, so that pausing costs at most a thirtieth."""
+"""There is a pause only after a step that took at least this many times `HEAD_START_S`, so that
+pausing costs at most a thirtieth."""
 
 
 def head_start_s(scheduled: ScheduledRows, num_prompt: Int64Array, execute_s: float) -> float:

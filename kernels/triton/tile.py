@@ -54,9 +54,9 @@ def attend_positions(
 ):
     """Return `acc` fp32 [R, DIMS], `row_max` and `row_sum` after the positions up to `end`.
 
-    The softmax continues from the given `row_max` and `row_sum`, as if positions with values of
-    zero had given them. Masks cost time, so the tiles that every row sees whole, [start,
-    masked_from), have none. `_attend_range` says how.
+    The softmax starts from the given `row_max` and `row_sum`, as if they came from earlier
+    positions whose value vectors are zero. Masks cost time, so the tiles that every row sees
+    whole, [start, masked_from), have none. `_attend_range` says how.
     """
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     key_head = key_cache + kv_head.to(tl.int64) * key_stride_h

@@ -202,12 +202,12 @@ class Inference:
         return live
 
     async def resume(self, request: ResumeRequest) -> LiveRequest:
-        """Continue a request behind what its client has; the caller reads it as `generate`'s.
+        """Continue a request after the part that its client has; read the result as `generate`'s.
 
-        A call that reads it now, at any router, ends with `AbortedError`. Raises `NotFoundError` if
-        this tenant has no such resumable request; `InvalidArgumentError` if the client claims more
-        than was produced; `FailedPreconditionError` for lost log-probabilities; `TooBusyError` and
-        `UnavailableError` as `generate`.
+        If another call, at any router, is reading it, that call ends with `AbortedError`. Raises
+        `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError` if the
+        client claims more than was produced; `FailedPreconditionError` for lost log-probabilities;
+        `TooBusyError` and `UnavailableError` as `generate`.
         """
         live = await self._take_over(request.request_id, request.tenant, request.deadline)
         try:

@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from contract.checks import check_chars, check_count, check_range, check_token_ids, check_unicode
 from contract.errors import InvalidArgumentError, UnimplementedError
 from contract.request import (
     MAX_CACHE_PIN_S,
@@ -23,6 +22,13 @@ from contract.request import (
     Model,
 )
 from contract.sampling import BeamSearch, SamplingParams
+from contract.value_checks import (
+    check_chars,
+    check_count,
+    check_range,
+    check_token_ids,
+    check_unicode,
+)
 
 _BEAM_ALLOWS: Final = frozenset(
     ("temperature", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "adapter")

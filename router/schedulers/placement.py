@@ -3,9 +3,10 @@
 Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018): each prompt
 ranks the schedulers by a hash of its first tokens with their names, the same in every router, and
 takes the first that would stay below 1.25 times its share of all sequences. So prompts with the
-same beginning meet at one scheduler, whose prefix cache has it; what a busy scheduler cannot take
-goes to one that is again the same for all; and if a scheduler comes or goes, only its own share
-moves. A scheduler whose queue is known to be full is left out while another has room.
+same beginning go to the same scheduler, which has it in its prefix cache. What a busy scheduler
+cannot take goes to the next in the ranking, which is also the same for all of these prompts. If a
+scheduler is added or removed, only its own share of the prompts moves. A scheduler whose queue is
+known to be full is left out while another has room.
 """
 
 import asyncio
@@ -76,7 +77,8 @@ def _score(text: str) -> bytes:
 
 
 _REFRESH_S = 1.0
-"""How often to ask several schedulers for their loads, which other routers cause, too."""
+"""How often schedulers are asked for their loads, if there are several: other routers add to these.
+"""
 
 
 @dataclass(frozen=True, slots=True)

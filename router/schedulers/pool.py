@@ -31,7 +31,8 @@ from rpc.peers.discovery import Discovery, keep_members
 _RETURN_S = 2.0
 """How long to wait for a lost scheduler before its requests are computed again elsewhere."""
 _AWAY_S = 10.0
-"""How long a lost scheduler may return with what it had; it must not miss a change until then."""
+"""For this long a lost scheduler may come back with the state that it had, so changes that must
+reach all schedulers are refused meanwhile."""
 
 T = TypeVar("T")
 

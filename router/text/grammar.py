@@ -10,9 +10,9 @@ from typing import Final
 
 import llguidance
 
-from contract.checks import check_unicode
 from contract.errors import InvalidArgumentError
 from contract.sampling import StructuredOutput
+from contract.value_checks import check_unicode
 
 MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from contract.checks import check_count, check_token_ids
 from contract.errors import UnimplementedError
 from contract.request import GenerateRequest, Model
 from contract.sampling import StructuredOutput
+from contract.value_checks import check_count, check_token_ids
 from router.request.validation import check_chat, check_text
 from router.schedulers.served_model import ServedModel
 from router.text.chat_template import ChatTemplate

@@ -94,7 +94,7 @@ def tracer() -> trace.Tracer:
 
 
 def extract(traceparent: str) -> Context:
-    """Parse a `traceparent` into a context, empty if it is empty or malformed."""
+    """Parse a `traceparent`; return an empty context if it is empty or malformed."""
     return _PROPAGATOR.extract({TRACEPARENT: traceparent}, Context())
 
 

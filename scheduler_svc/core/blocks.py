@@ -1,13 +1,15 @@
 """The blocks of one tier: which are held, which are free, which are findable by content.
 
-A block is in one of three states, told by its reference count and whether it has a hash:
+A block's state is told by its reference count and whether it has a hash:
 
     ref_count > 0            held: by block tables, pins, steps in flight, swap-ins under way
     ref_count = 0, a hash    cached: findable, and evicted in order when no block is free
-    ref_count = 0, no hash   free
+    ref_count = 0, no hash   free, or retired while its pool shrinks (below)
 
 Free and cached blocks are *available*: they can be allocated. A held block may have a hash, too,
-and is then shared by all that find it. Only a block with one holder and no hash is ever written.
+and is then shared by all that find it. A step is planned to write only
+blocks that had one holder and no hash until then; a full block may be published, and shared, as
+soon as its write is planned.
 
 Free blocks at or beyond the *border* are allocated last, lowest first, so that what defragmentation
 has emptied stays empty. At first no block is beyond it.
@@ -84,8 +86,8 @@ class BlockPool(Generic[BlockIdT]):
     def num_available(self) -> int:
         """Blocks that may be allocated: free and cached.
 
-        While the pool shrinks, less those that held blocks beyond the new end have to move to; it
-        is negative if there are too few of these.
+        While the pool shrinks, the blocks are subtracted to which the held blocks beyond the new
+        end still have to move. The result is negative if there are too few of them.
         """
         num_available = len(self._free) + len(self._free_beyond) + len(self._cached)
         return num_available if self._end == self.num_blocks else num_available - self.num_leaving
@@ -347,8 +349,8 @@ class BlockPool(Generic[BlockIdT]):
     ) -> None:
         """Take over what a pool's blocks hold, before anything is allocated.
 
-        When each was used last is not known. So what was published last is evicted first: a prefix
-        was published before what continues it.
+        It is not known when each block was last used. So the blocks that were published last are
+        evicted first, because a prefix is published before the blocks that continue it.
 
         Args:
             tables: Block tables, each of distinct blocks; each becomes a holder of its blocks.

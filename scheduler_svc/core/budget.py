@@ -1,4 +1,4 @@
-"""How many tokens a step computes, and how many of them of which prompt: decided here alone.
+"""How a step's tokens are divided; how many prompt tokens a sequence computes is decided here.
 
 A step computes one token for each sequence that decodes. What is left of `max_num_batched_tokens`
 is for sequences with known tokens to compute, most of which are prompts. `begin_step` bounds the
@@ -30,7 +30,8 @@ class TokenBudget:
         self.num_prompt_tokens = 0
         """Those of them that prompts may have."""
         self.long_prefills: list[Sequence] = []
-        """Long sequences that had half of what was left, and may have what others do not use."""
+        """Long sequences that were offered half of the tokens left in this step, and may take what
+        the others do not use."""
         self._pressure = pressure
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._max_chunk = config.max_prefill_chunk
@@ -61,9 +62,10 @@ class TokenBudget:
     def grant(self, seq: Sequence, num_in_step: int) -> int:
         """Return how many known tokens of a running sequence the step computes next; may be 0.
 
-        A sequence with one token left is not a prompt: it costs what a decode does. Such are beams,
-        forks, and what is swapped in. A long prompt leaves half of what is left to others the first
-        time it is asked for in a step, and the second time takes all that they have left.
+        A sequence with one token left is not counted as a prompt, because it costs as much as a
+        decode. Beams, forks and swapped-in sequences are like that. The first time that this is
+        called for a long prompt in a step, it grants at most half of the remaining tokens; the
+        second time, all that the others have not used.
 
         Args:
             seq: The sequence. What this returns counts as spent.
@@ -88,9 +90,10 @@ class TokenBudget:
         return 0 < self.long_threshold < num_tokens
 
     def may_start(self, num_tokens: int, prefilling: Iterable[Sequence]) -> bool:
-        """Whether a sequence with so many tokens left may start beside those that compute theirs.
+        """Whether a sequence with so many tokens left may start beside those that prefill.
 
-        At most `max_long_prefills` long ones do so at a time; short ones overtake the others.
+        At most `max_long_prefills` long sequences prefill at a time. Short ones may overtake the
+        long ones that wait.
         """
         if not self.is_long(num_tokens):
             return True

@@ -2,9 +2,9 @@
 
 This is why a steady step costs nothing for a steady sequence. Without guesses a decoding sequence
 gains one token in every step, so the steps at which it needs its next block, and at which it
-reaches its length, are known when it starts (`SteadyDecodes`). It is filed under them, and not
-looked at before. If a step may bring several tokens, all are looked at, as arrays
-(`DraftedDecodes`).
+reaches its length, are known when it starts (`SteadyDecodes`). It is filed under
+these steps, and not looked at before them. If a step may bring several tokens, every sequence is
+looked at in every step, with array operations (`DraftedDecodes`).
 """
 
 from typing import Protocol
@@ -58,8 +58,9 @@ class SteadyDecodes:
         self._num_next = 0
         self._ends = StepWheel()
         self._crossing: list[dict[Sequence, StepId]] = [{} for _ in range(config.block_size)]
-        """By step, modulo the block size: those that cross a border then, with their last steps. A
-        sequence is filed once: its next border is a block's steps away, until it ends before."""
+        """Indexed by step modulo the block size: the sequences that cross a block border in that
+        step, each with its last step. A sequence is filed only once: it crosses its next border a
+        block size of steps later, unless it ends before."""
 
     @property
     def num_next(self) -> int:
@@ -115,16 +116,17 @@ class DraftedDecodes:
     """Sequences that gain one token or several in every step.
 
     A worker that drafts verifies up to `K = num_draft_tokens` guesses with each sequence's next
-    token, and keeps those that were right: a step brings 1 to K + 1 tokens. How many is known with
-    its result, so blocks are given for what the steps in flight may bring at most. With `n` known
-    tokens and `f` steps in flight, a table has room, or gets it by one block in each step, for::
+    token, and keeps those that were right: a step brings 1 to K + 1 tokens. The number is known
+    only with the step's result, so blocks are given for the most that the steps in flight may
+    bring. With `n` known tokens and `f` steps in flight, a block table needs room for::
 
         min(n + f * (K + 1) + K, length - 1)
 
-    tokens: those that may be known when the step computes, and its guesses; it computes the last
-    known one. The last token of all is not computed. Since K is less than a block, one block per
-    step is enough for at least one token per step; a worker guesses no more than the table has room
-    for. All sequences are looked at in each step, as arrays.
+    tokens: the tokens that may be known when the step computes, the last of which it computes, and
+    its guesses. The last token of the sequence is never computed. A table without this room gets
+    one block in each step. Since K is less than a block, that is enough for at least one token per
+    step; a worker guesses no more than the table has room for. All sequences are looked at in each
+    step, with array operations.
     """
 
     def __init__(self, config: SchedulerConfig, rows: Rows, steps: StepsInFlight) -> None:

@@ -1,11 +1,12 @@
 """Learns how long a worker's steps take, and bounds the prompts of the next step by it.
 
-A prompt delays every stream beside it: a step is answered as a whole. So the bound is what fits in
-time. What takes how long is learned from the steps themselves: how long a step takes that only
-decodes, by how many sequences there are; how much longer each prompt token makes it, where there
-are many; and what a step with a few tokens pays for having any, such as for reading all that is
-before them. But the bound is never so low that a prompt mostly pays for that, nor that prompts
-queue up (`least_tokens`).
+A step is answered as a whole, so a prompt in it delays every stream that decodes beside it. The
+bound is therefore the number of prompt tokens that fit in the time allowed. Three durations are
+learned from the steps themselves: how long a step takes that only decodes, by the number of
+sequences; how much each prompt token adds, when there are many; and the fixed cost of having any
+prompt tokens at all, seen in steps with a few, such as for reading the KV of all tokens before
+them. But the bound is never so low that a prompt spends most of its time on the fixed cost, nor so
+low that prompts queue up (`least_tokens`).
 
 The same numbers say when the next step should go out, and when a step is so late that its worker
 may hang.
@@ -32,12 +33,14 @@ _WORTH_TOKENS = 128
 """Fewest tokens in a step without decodes, however slow. Derived: reading the weights takes as long
 as computing some 16 tokens, so that an eighth is lost."""
 _MAX_PAYING = 2.0
-"""How long prompts may make a step so that having any pays, in times what is spare. Measured, p99
-of the time between tokens beside a long prompt: 1.41 times that without it, 2.28 before what a step
-pays counted towards this bound ("Long prompts beside streams")."""
+"""The most time that prompts may add to a step to make their fixed cost worthwhile, as a multiple
+of the spare time. Measured, p99 of the time between tokens beside a long prompt: 1.41 times that
+without it; 2.28 times before the fixed cost counted towards this bound ("Long prompts beside
+streams")."""
 _LONG_STEPS = 256
-"""Steps within which all prompts would be done if each computed its share of them. Chosen: against
-queues of prompts that grow, since each step may then take longer than the pace."""
+"""All prompts would be done in this many steps if each step computed an equal share of them. A step
+may always compute that share, even if it then takes longer than the pace allows. Chosen: it keeps
+queues of prompts from growing."""
 _MANY_DECODES = 16
 """From so many streams on, short prompts are spread over steps. Measured: spread, eight streams had
 0.87 of the throughput, and 32 had 0.96, 0.89 and 0.96 of it but 0.63 to 0.73 of the time to the
@@ -50,23 +53,27 @@ _WORTHWHILE_PART = 8
 streams, where that is 64 tokens: 32 tokens made first tokens later; 128 had 1.02 times the
 throughput, and 1.53 times the p99 between tokens."""
 _FIRST_SHARE = 3 / 8
-"""Beside a few decodes, the share of a burst's streams that get their first token before the others
-are computed, and wait for them. Measured at 8 streams: time to the first token 0.84, throughput
-1.00, p99 between tokens 1.08 of that without."""
+"""Beside a few decodes, a burst of prompts is computed in two steps. This share of the streams gets
+its first token in the first step, and then waits while the other prompts are computed. Measured at
+8 streams, relative to one step: time to the first token 0.84, throughput 1.00, p99 between tokens
+1.08."""
 
 # --- what the steps tell ------------------------------------------------------------------------
 
 _FEW_TOKENS = 64
-"""Steps with more prompt tokens tell what each of many costs; those with fewer, what having any
-does. Chosen."""
+"""Steps with more prompt tokens than this show what each token costs when there are many; steps
+with fewer show what it costs to have any. Chosen."""
 _WEIGHT = 1 / 8
 """Weight of a new observation against all before it. Chosen."""
 _MAX_JUMP = 2.0
-"""An observation counts as at most so many times the average. Chosen: machines do other things."""
+"""An observation counts as at most this many times the average. Chosen; other work on the machine
+can make a single step slow."""
 _MIN_SLOPE = 0.5
-"""Least that one more token adds, as a share of what each of many does. Chosen: noise says less."""
+"""The least time that one more token is assumed to add, as a share of what each of many adds.
+Chosen; noise can make the measured value smaller."""
 _MIN_ADDED_PART = 0.05
-"""Least that prompts add, as a part of their step. Chosen: noise may even say less than nothing."""
+"""The least time that prompts are assumed to add, as a part of their step. Chosen; noise can even
+make the measured value negative."""
 
 # --- when steps go out, and when they are late --------------------------------------------------
 
@@ -135,7 +142,7 @@ class StepPacer:
         self._first_tokens = config.busy_step_tokens
         """Tokens of prompts that a step may have before it is known how long they take."""
         self._decode_s: dict[int, _Average] = {}
-        """Seconds of a step, by the number of bits of how many sequences decode."""
+        """Seconds of a step; the key is the bit length of the number of decoding sequences."""
         self._token_s = _Average()
         """Seconds that a prompt's token adds."""
         self._prompt_token_s = _Fastest()
@@ -148,8 +155,8 @@ class StepPacer:
         self._began_s = 0.0
         """When the oldest step in flight began, as far as is known."""
         self._share_alone = _Average()
-        """Part of a step's seconds for which it runs alone, after the one before was answered. A
-        GPU's seconds also count its wait behind that one."""
+        """The share of a step's seconds in which it runs alone, after the step before it was
+        answered. On a GPU a step's seconds also include its wait for that step."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -207,7 +214,8 @@ class StepPacer:
     def next_due_s(self) -> float:
         """When the next step should go out, by the clock of `sent` and `answered`; -inf: at once.
 
-        Shortly before it can begin, so that what arrives until then is in it, not behind it.
+        This is shortly before the step can begin, so that what arrives until then still becomes
+        part of it, and need not wait for the step after it.
         """
         expected_s = self._expected_s()
         if not self._in_flight or expected_s is None:

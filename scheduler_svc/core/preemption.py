@@ -3,13 +3,14 @@
 When and which, at the start of each step (`make_room`). First, if more run than the worker's memory
 allows (`pressure.py`); then, as long as the decoding sequences need more blocks in this step than
 are available. Each time it is the running sequence that is last in order. A sequence that runs
-alone is not preempted for blocks; pinned blocks are given up before. A swap-in that fails preempts
-the sequences that depend on it, and a request that moves to another core is preempted, too.
+alone gives up pinned blocks first, and is preempted only when none is left. A swap-in that fails
+preempts the sequences that depend on it; so does a request's move to another core.
 
 How: a *swap* copies its computed blocks to the host and keeps them until it runs again; a
 *recompute* drops them. A swap is chosen if it takes less time and the host has, or can make, room
-(`tiers/host_room.py`). A sequence whose blocks are still being swapped in keeps its host blocks,
-and nothing is copied. Tokens of steps in flight are dropped; it will draw the same again.
+(`tiers/costs.py`, `tiers/host_room.py`). A sequence whose blocks are still being swapped in keeps
+its host blocks, and nothing is copied. Tokens of steps in flight are dropped, and drawn again, the
+same.
 """
 
 from collections.abc import Callable
@@ -81,7 +82,7 @@ class Preemption:
                 return False
             if not self._running:  # pins, or rows that may be claimed, hold the blocks
                 if not self._pins.give_up(1):
-                    break
+                    break  # a shrinking pool still has to empty blocks: no running sequence can
             elif not self._running.is_alone or not self._pins.give_up(1):
                 self.preempt(self._last())
         return True

@@ -79,7 +79,7 @@ class KvLookup:
         return FoundKv(ready, found.loading, found.sources, found.num_tokens)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Return how many tokens of a prompt the prefix cache has, of all but the last."""
+        """Return how many of a prompt's tokens, except the last, are in the prefix cache."""
         if not (self._is_enabled and request.reads_prefix_cache):
             return 0
         hashes: list[BlockHash] = []

@@ -61,7 +61,7 @@ class WaitingQueue:
         if seq.request.deadline is not None:
             self._deadlines.push((seq.request.deadline,), seq, seq.seq_id)
 
-    def expect(self, seq: Sequence, num_cached_tokens: int) -> None:
+    def discount_cached(self, seq: Sequence, num_cached_tokens: int) -> None:
         """Do not count tokens of a waiting sequence that the prefix cache has at present."""
         self._seq_id_to_tokens[seq.seq_id] -= num_cached_tokens
         self._count(self._seq_id_to_lane[seq.seq_id], -num_cached_tokens)
@@ -81,7 +81,10 @@ class WaitingQueue:
             self._policy.stopped_waiting(account)
 
     def first(self, *, may_be_long: bool = True) -> Sequence | None:
-        """Return the first in order, of the short ones or of all; it stays."""
+        """Return the first sequence in order without removing it.
+
+        If not `may_be_long`, only sequences with a short prompt are considered.
+        """
         if not self._seq_id_to_lane:
             return None
         lanes = (self._short, self._long) if may_be_long else (self._short,)

@@ -103,7 +103,7 @@ class Rows:
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64], Int32Array, Int32Array]:
         """Append one token to each of the distinct `rows` that has an owner.
 
-        With draft tokens a row may be there several times, in a run.
+        With draft tokens a row may be repeated, without other rows in between.
 
         Returns:
             Sources, sequence keys, token ids, and indices into `rows`, of those that have an owner.
@@ -126,9 +126,9 @@ class Rows:
 
 
 class RowAccounts:
-    """The account of each row's sequence, as a number, so that a step is counted as an array.
+    """The account of each row's sequence, as a number, so that counting needs only arrays.
 
-    A number is used again when no row is of its account.
+    A number is used for another account when no row belongs to its account any more.
     """
 
     def __init__(self, max_num_seqs: int) -> None:

@@ -95,8 +95,8 @@ class RunningSet:
     def must_send(self) -> bool:
         """Whether a plan must go out, even if it computes nothing.
 
-        The worker must learn of rows that are gone and blocks that move; or its answer is needed to
-        learn what the disk has done.
+        This is so if the worker must be told of released rows or block moves, or if only the
+        worker's answer can tell what the disk has done.
         """
         waits_for_disk = self._tier.disk.is_busy and not self._steps
         return bool(self._released_rows) or self._tier.has_moves or waits_for_disk
@@ -224,8 +224,8 @@ class RunningSet:
     def evict_ahead(self, step: StepId) -> None:
         """Free blocks for what grows in the two steps after `step`.
 
-        These may swap in, and then what they evict is lost, with all that continues it; now it is
-        demoted.
+        Those steps may swap in, and a block that they evict is then lost, together with all blocks
+        that continue its prefix. A block that is evicted now is demoted instead.
         """
         num_lacking = self._decodes.num_due_soon(step) - self._pool.num_free
         if num_lacking <= 0:
@@ -318,8 +318,8 @@ class RunningSet:
     def swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> None:
         """Copy the KV of a sequence that was just stopped to the host, a partial tail included.
 
-        A later scheduler finds the tail by its label, and without a prefix cache the full blocks,
-        too, which have no names otherwise.
+        A later scheduler finds the tail by its label. Without a prefix cache the full blocks have
+        no names either, so they get labels, too.
         """
         size, has_cache = self._config.block_size, self._config.enable_prefix_caching
         num_full, num_in_tail = divmod(num_computed, size)

@@ -8,9 +8,8 @@ there is a next token, not which.
 A step costs what changed in it. A decoding sequence is touched when it starts, when it crosses a
 block border and when it ends; in between it is one element of an array.
 
-`Scheduler` is made of parts, each of which owns what its class says. What changes the core is a
-method of `Scheduler`, so that a recording sees every input in one place; what only asks may ask a
-part.
+`Scheduler` is made of parts, each of which owns what its class says. Every call that changes the
+core is a method here, so that a recording sees every input in one place; reads may go to a part.
 """
 
 from collections.abc import Collection, Iterable
@@ -179,11 +178,11 @@ class Scheduler:
         check_queue(request, self.num_waiting, self.config.max_waiting)
         for seq in self.live.add(request, self.policy.rank(request, now), now):
             if not self.takeover.adopt(seq):
-                self.fetching.enqueue(seq)
+                self.fetching.enqueue(seq)  # to the queue, or to the disk for its prefix first
         keys = range(request.first_seq_key, request.first_seq_key + request.n)
         for seq in self.live.find(request.source, keys):
             if seq in self.queue and seq.status is SeqStatus.WAITING:
-                self.queue.expect(seq, self.lookup.find(seq).num_tokens)
+                self.queue.discount_cached(seq, self.lookup.find(seq).num_tokens)
 
     def cancel(self, source: SourceId, seq_keys: Iterable[int]) -> tuple[Finished, ...]:
         """End sequences early; keys that are not live are ignored. A search ends as a whole.
@@ -208,7 +207,7 @@ class Scheduler:
         check_deadline(request, now, rates, self.config, self.lookup.num_cached_tokens)
 
     def drain(self) -> tuple[Request, ...]:
-        """Return every live request as another core can take it up, when the worker is lost.
+        """When the worker is lost, return every live request in a form that another core can take.
 
         Each has the known tokens of its sequences as `outputs`. This core is of no use afterwards.
         """
@@ -255,6 +254,7 @@ class Scheduler:
         self._expire(now)
         self.pins.expire(now)
         plan = self._plan(now, max_paced_tokens, max_prompt_tokens)
+        # Nothing can run while rows that wait for their claimants hold the blocks: free one.
         while plan is None and self.queue and not self.steps and self.takeover.give_up_one(now):
             plan = self._plan(now, max_paced_tokens, max_prompt_tokens)
         return plan
@@ -429,7 +429,8 @@ class Scheduler:
         """Start waiting sequences, in order, as long as there are tokens, rows and blocks.
 
         A long prompt that may not start yet is overtaken, by short ones only. What becomes of a
-        sequence's known tokens, block by block; the ranges are half-open, `[start, end)`:
+        sequence's known tokens, block by block; the ranges are half-open, `[start, end)`. Up to
+        `found` they are those of `FoundKv`; `step` is the end of this step's chunk:
 
         start  0              ready           found            disk            step
         end    ready          found           disk             step            all known
@@ -445,10 +446,10 @@ class Scheduler:
                |              | in the next   | queue; then    |               |               |
                |              |               | on the host    |               |               |
 
-        What the disk cannot give, or the host has no room for, is computed. A SWAPPED sequence has
-        its KV in host blocks of its own, the last perhaps partial; what the device's
-        prefix cache still has of it, it shares. At least the last known token is computed: the step
-        samples from its logits.
+        Blocks that the disk cannot deliver, or that the host has no room for, are computed. A
+        SWAPPED sequence has its KV in host blocks of its own, the last of which may be partial. It
+        shares the blocks that are still in the device's prefix cache. At least the last known
+        token is computed: the step samples from its logits.
         """
         block_size = self.config.block_size
         may_be_long = True
@@ -474,9 +475,12 @@ class Scheduler:
             num_taken += num_new + sum(self.pool.ref_count(block) == 0 for block in found.ready)
             if not self._has_room(num_taken, num_rows):
                 num_short = num_taken - self.pool.num_available
-                is_waited_for = self.running or self.steps.hold_blocks
-                if is_waited_for or num_short <= 0 or not self.pins.give_up(num_short):
-                    return  # in the second case rows are short, which pins have none of
+                if self.running or self.steps.hold_blocks:
+                    return  # what runs will free some
+                if num_short <= 0:
+                    return  # rows are short, and pins hold none
+                if not self.pins.give_up(num_short):
+                    return
                 continue
             if self.tier.loses_evicted and num_new > self.pool.num_free:
                 return  # one step later nothing is lost
@@ -505,7 +509,7 @@ class Scheduler:
     def _has_room(self, num_blocks: int, num_rows: int = 1) -> bool:
         """Whether so many may be taken to start something; what runs keeps some to grow into.
 
-        What starts when nothing runs needs no leave of the worker's memory.
+        If nothing runs, the bound of memory pressure does not apply.
         """
         if not self.running:
             return num_rows <= self.rows.num_free and num_blocks <= self.pool.num_available

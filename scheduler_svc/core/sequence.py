@@ -30,12 +30,12 @@ class SeqStatus(Enum):
     SIBLING = "sibling"
     """Waits for the sequence that computes its request's prompt, to fork from it."""
     SPARE = "spare"
-    """Could be a beam of its request's search, and is none now; holds nothing."""
+    """Not a beam of its request's search now, but may become one; holds nothing."""
     PREFILL = "prefill"
     """Running: holds a row and blocks for all its known tokens, computes them chunk by chunk."""
     DECODE = "decode"
-    """Running: gains a token in every step, and with it the guesses of the worker that were right.
-    A beam gains none, and goes on when all have been computed."""
+    """Running: gains a token in every step, and accepted drafts. A beam gains none here: when all
+    beams of a search have been computed, the search picks which continue."""
     MIGRATING = "migrating"
     """On its way to another core, KV in host blocks or none; in no queue, holds no row."""
     FINISHED = "finished"
@@ -98,7 +98,7 @@ RUNNING = frozenset({SeqStatus.PREFILL, SeqStatus.DECODE})
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sequence. Only the scheduler changes it."""
+    """A sequence. Only parts of the core change it."""
 
     seq_id: SeqId
     request: Request
@@ -113,10 +113,11 @@ class Sequence:
     """The length at which it ends."""
     status: SeqStatus = SeqStatus.WAITING
     was_admitted: bool = False
-    """Whether it has left the queue before, and its source was sent that."""
+    """Whether it has left the queue at least once, and its source was told."""
     row: int | None = None
     block_ids: list[DeviceBlockId] = field(default_factory=list)
-    """Its block table. It only grows while it runs, but for blocks that the defragmenter moves."""
+    """Its block table. While the sequence runs, blocks are only appended to the table, except that
+    the defragmenter may replace some."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of its first full blocks, as far as they were needed; empty without prefix cache."""
     num_published_blocks: int = 0
@@ -132,21 +133,23 @@ class Sequence:
     announced: bool = False
     """Whether the worker has been sent it since it got its row."""
     copy_from: DeviceBlockId | None = None
-    """Until announced: the block that its last one starts as a copy of; it holds a reference."""
+    """Until it is announced: the block of which its last block starts as a copy. The sequence holds
+    a reference to it."""
     host_block_ids: tuple[HostBlockId, ...] = ()
     """Where its computed tokens' KV is on the host, or will be when its loads have ended: from its
     swap-out until its swap-in is known to have succeeded."""
     disk_block_ids: tuple[DiskBlockId, ...] = ()
     """In SWAPPED: where the rest of it is, past `host_block_ids`. In FETCHING: its copies there."""
     fetched_block_ids: tuple[HostBlockId, ...] = ()
-    """In FETCHING and WAITING: blocks of the host's prefix cache that it will find at its turn, as
-    some were loaded for it; in no order. Another sequence that needs their room may take them."""
+    """In FETCHING and WAITING: blocks of the host's prefix cache that it will find when its turn
+    comes; some were loaded for it. In no particular order. Another sequence that needs the room may
+    take them."""
     loading_block_ids: tuple[DeviceBlockId, ...] = ()
     """Blocks with its KV that are still being swapped in, as far as is known. Until then nothing of
     its own is published."""
     last_step: StepId | None = None
-    """In DECODE: the step that samples its last token, unless a stop token comes first; None: what
-    is drafted decides."""
+    """In DECODE: the step that samples its last token, unless a stop token comes first. None: this
+    cannot be known, because it depends on the drafts."""
     siblings: list["Sequence"] = field(default_factory=list)
     """Sequences of its request that fork from it when its prompt is computed."""
     group: "BeamGroup | None" = None

@@ -1,7 +1,7 @@
 """The steps that were sent and not answered, and the blocks and rows that they may still touch.
 
 When a sequence ends, steps that were sent before may still write its blocks and name its row. Its
-references pass to the last of those steps, and are dropped when that step is acknowledged.
+references pass to the last of those steps, and are dropped when that step is answered.
 """
 
 from collections import deque

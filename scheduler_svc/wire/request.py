@@ -3,7 +3,7 @@
 from math import isfinite
 
 from contract.arrays import Int32Array
-from contract.codec.checks import check_values
+from contract.codec.message_checks import check_values
 from contract.errors import InvalidArgumentError, NotFoundError
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter

@@ -4,8 +4,9 @@ An adapter is *held* once every attached worker has it, and *offered* to new req
 operator unloads it. From then on it is *leaving* until no live request has it: a request that is
 preempted, moved, or submitted again after a loss must find it at any worker.
 
-The service holds what operators loaded, and what some worker held when it was attached and the
-others could load, too; except for what was unloaded here or was lost.
+The service holds the adapters that operators loaded, and those that a worker held when it was
+attached if the other workers could load them, too. It does not hold those that were unloaded here
+or were lost.
 """
 
 import asyncio

@@ -83,7 +83,8 @@ class Engine:
         self.is_unloaded = False
         """Whether that is because its model is unloaded, or being loaded."""
         self.was_unloaded = False
-        """Whether that has been so since it was last attached: it may return with another model."""
+        """Whether `is_unloaded` has been true at any time since the worker was last attached: then
+        it may return with another model."""
         self.is_settling = False
         """Whether the worker is being given the others' adapters, which may take long."""
         self.lost_at_s: float | None = None

@@ -36,7 +36,8 @@ _STALL_MARGIN_S = 5.0
 _HAND_OVER_S = 2.0
 """Longest wait for the steps in flight at the end; every live request stands still meanwhile."""
 _REUNION_S = 2.0
-"""How long requests from before wait for every worker to be attached: one has their KV."""
+"""How long requests from before this scheduler's start wait for every worker to be attached, since
+one of the workers has their KV."""
 _MAX_CRASHES = 3
 """After so many consecutive crashes, a request is taken to be their cause."""
 

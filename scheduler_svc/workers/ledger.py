@@ -1,14 +1,15 @@
 """Checks a worker's results against the plans that it was sent.
 
-The core trusts results: one row too many, or twice, would corrupt its books, and with them the
-requests at every worker. The worker alone knows which tokens a row samples and, if it drafts, how
-many of a decode's. Which rows sample and which blocks move follows from the plans.
+The core trusts results: a row that should not be there, or is there twice, would corrupt its books,
+and with them the requests at every worker. Only the worker knows which tokens a row samples and, if
+it drafts, how many tokens a decoding row gains. The plans determine which rows sample and which
+blocks move.
 """
 
 import numpy as np
 
 from contract.arrays import Int32Array
-from contract.codec.checks import check_top_tokens, check_values
+from contract.codec.message_checks import check_top_tokens, check_values
 from contract.errors import InvalidArgumentError
 from contract.info import WorkerInfo
 from contract.step import Plan, Result, StepId

@@ -98,7 +98,7 @@ class Session:
         self._settled = asyncio.Event()
         """Set when a hand-over has no step in flight any more."""
         self._bug: BrokenInvariantError | None = None
-        """Found by a call from outside the engine's task."""
+        """A bug that `call` found outside the engine's task; `work` raises it."""
         self._waits: list[tuple[Condition, asyncio.Future[None]]] = []
         self._alarm: asyncio.TimerHandle | None = None
         """Wakes the session when the next step is due."""

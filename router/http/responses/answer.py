@@ -29,7 +29,8 @@ from router.request.live import LiveRequest
 log = structlog.get_logger()
 
 _STATUS_WITHIN_S = 5.0
-"""How long a stream waits for an event before it sends 200; later errors are events."""
+"""How long a stream waits for its first event before it sends status 200. After the status, errors
+can only be sent as events."""
 
 
 class UsageInStream(Enum):
