@@ -59,13 +59,6 @@ def adapter_from_proto(message: common_pb2.LoraAdapter) -> LoraAdapter:
     return LoraAdapter(message.name, message.digest, message.directory)
 
 
-def adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
-    """Write all that is known of an adapter."""
-    return common_pb2.LoraAdapter(
-        name=adapter.name, digest=adapter.digest, directory=adapter.directory
-    )
-
-
 def _wanted_adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
     """Write what a request says of an adapter: its directory is not part of a request."""
     return common_pb2.LoraAdapter(name=adapter.name, digest=adapter.digest)
