@@ -72,9 +72,7 @@ class _Family:
 
 _LLAMA: Final = _Family(read_llama_config, build_llama, split_llama_config)
 _NATIVE: Final = {
-    **dict.fromkeys(
-        LLAMA_ARCHITECTURES, _Family(read_llama_config, build_llama, split_llama_config)
-    ),
+    **dict.fromkeys(LLAMA_ARCHITECTURES, _LLAMA),
     "GPTNeoXForCausalLM": _Family(read_neox_config, build_neox, split_neox_config),
 }
 
