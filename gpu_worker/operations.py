@@ -156,7 +156,7 @@ def absolute_directory(text: str) -> Path:
     return directory
 
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 """How often load progress is polled."""
 
 
@@ -194,13 +194,16 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
                 loading_pb2.LoadResponse(worker=name, status="ready", is_done=True, was_loaded=True)
             )
             return
-        told: loading_pb2.LoadResponse | None = None
-        while not await load.wait(_LOOK_S):
-            telling = loading_pb2.LoadResponse(
+        reported: loading_pb2.LoadResponse | None = None
+        is_loaded = False
+        while not is_loaded:
+            report = loading_pb2.LoadResponse(
                 worker=name, status=load.status, progress=load.progress
             )
-            if telling != told:
-                await context.write(told := telling)
+            if report != reported:
+                await context.write(report)
+                reported = report
+            is_loaded = await load.wait(_POLL_S)
         await context.write(loading_pb2.LoadResponse(worker=name, status="ready", is_done=True))
 
 
