@@ -1,41 +1,42 @@
-"""Heartbeats: how a process notices that a peer hangs, or is lost.
+"""Heartbeats: how a process notices that a peer hangs or is lost.
 
-Every peer sends something at least every `BEAT_S`. Connections do not tell: a hanging process keeps
-them, the kernel accepts what is sent to it, and gRPC answers pings as long as any of its threads
-runs, even if its event loop does not.
+Every peer sends a message at least every `BEAT_S`. An open connection proves nothing: a hanging
+process keeps its connections, the kernel accepts data for it, and gRPC answers pings as long as any
+thread of the process runs, even if its event loop does not.
 """
 
 BEAT_S = 0.5
 """Longest time between two messages of a healthy peer."""
 TICK_S = 0.25
-"""How often a listener checks."""
+"""How often a listener checks for silence."""
 SILENT_AFTER_S = 1.5
-"""A peer that is silent for this long hangs. Noticed within two seconds, including one tick."""
+"""A peer that is silent for this long counts as hanging. A listener notices within two seconds,
+including one tick."""
 LOST_AFTER_S = 5.0
-"""A peer that is silent for this long is given up: its requests continue elsewhere."""
+"""A peer that is silent for this long counts as lost: its requests continue elsewhere."""
 
 
 class Heartbeat:
-    """How long one peer has been silent, counted in the listener's ticks rather than in time.
+    """Measures how long one peer has been silent, in ticks of the listener, not in clock time.
 
-    A listener that was itself stopped or starved makes no ticks, so it does not count that time as
-    the peer's silence: it still has the peer's messages to read.
+    A listener that was itself stopped makes no ticks, and the messages that arrived in that time
+    are still unread. So that time does not count as the peer's silence.
     """
 
     def __init__(self) -> None:
         self._num_ticks = 0
 
     def on_message(self) -> None:
-        """The peer has sent something."""
+        """Reset the count: the peer has sent a message."""
         self._num_ticks = 0
 
     def on_tick(self) -> None:
-        """`TICK_S` have passed for the listener."""
+        """Count a tick: another `TICK_S` seconds have passed at the listener."""
         self._num_ticks += 1
 
     @property
     def silent_s(self) -> float:
-        """How long the peer has been silent, in seconds."""
+        """Seconds since the peer's last message."""
         return self._num_ticks * TICK_S
 
     @property
@@ -45,5 +46,5 @@ class Heartbeat:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the peer is given up."""
+        """Whether the peer counts as lost."""
         return self.silent_s >= LOST_AFTER_S
