@@ -5,14 +5,15 @@ them, the kernel accepts what is sent to it, and gRPC answers pings as long as a
 runs, even if its event loop does not.
 """
 
-BEAT_S = 0.5
+BEAT_S = 0.25
 """Longest time between two messages of a healthy peer."""
-TICK_S = 0.25
+TICK_S = 0.1
 """How often a listener checks."""
 SILENT_AFTER_S = 1.5
-"""A peer that is silent for this long hangs. Noticed within two seconds, including one tick."""
+"""A peer that is silent for this long hangs."""
 LOST_AFTER_S = 5.0
-"""A peer that is silent for this long is given up: its requests continue elsewhere."""
+"""A peer that is silent for this long is given up, if no setting says otherwise: its requests
+continue elsewhere."""
 
 
 class Heartbeat:
@@ -22,7 +23,9 @@ class Heartbeat:
     the peer's silence: it still has the peer's messages to read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lost_after_s: float | None = None) -> None:
+        """`lost_after_s`: how long a silence makes it lost; None: `LOST_AFTER_S`."""
+        self._lost_after_s = LOST_AFTER_S if lost_after_s is None else lost_after_s
         self._num_ticks = 0
 
     def on_message(self) -> None:
@@ -36,7 +39,7 @@ class Heartbeat:
     @property
     def silent_s(self) -> float:
         """How long the peer has been silent, in seconds."""
-        return self._num_ticks * TICK_S
+        return round(self._num_ticks * TICK_S, 3)
 
     @property
     def is_hanging(self) -> bool:
@@ -46,4 +49,4 @@ class Heartbeat:
     @property
     def is_lost(self) -> bool:
         """Whether the peer is given up."""
-        return self.silent_s >= LOST_AFTER_S
+        return self.silent_s >= self._lost_after_s
