@@ -72,8 +72,6 @@ class Continuation:
         """Whether any call has delivered an event."""
         self._may_be_live = False
         """Whether the service may have accepted a call that was lost."""
-        self._broke_with: UnavailableError | None = None
-        """Why the last call broke that may be resumed."""
         self._num_failures = 0
         """Failures since the last event that was new."""
         self._failing_since = 0.0
@@ -193,15 +191,13 @@ class Continuation:
         match error:
             case NotFoundError() | FailedPreconditionError() if self._is_resuming:
                 self._is_resuming = False
-                error = self._broke_with or error  # the caller never asked to resume anything
             case AlreadyExistsError() if self.is_resumable and self._num_failures > 1:
                 self._is_resuming = True  # the service has not noticed yet that the call broke
             case TooBusyError():
                 delay_s = max(delay_s, error.retry_after_s)
             case UnavailableError():
-                self._is_resuming = self.is_resumable
-                self._broke_with = error
                 self._may_be_live = self._may_be_live or took_s > _REFUSED_WITHIN_S
+                self._is_resuming = self.is_resumable and (self._is_accepted or self._may_be_live)
             case _:
                 raise error
         if self.is_resumable and (self._is_accepted or self._may_be_live):

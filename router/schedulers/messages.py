@@ -20,6 +20,8 @@ class Welcome:
     model: SchedulerModel
     resume_grace_s: float
     """For how long a resumable request continues without a reader."""
+    superseded_epochs: frozenset[int]
+    """Of schedulers whose workers this one has now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,8 @@ class Fleet:
             self.roster, is_used=self._adapter_use.is_used, on_change=streams.publish_adapters
         )
         """The LoRA adapters that the workers hold."""
+        self.superseded_epochs: set[int] = set()
+        """Those from which this scheduler has taken workers, and perhaps its own."""
         self._served = ServedModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
@@ -83,8 +85,14 @@ class Fleet:
     # --- requests -------------------------------------------------------------------------------
 
     async def model(self) -> ModelInfo:
-        """Wait for a worker; return the model, with the smallest `max_model_len` of all workers."""
+        """Wait until a worker is attached; return the model, with the least of their lengths.
+
+        Raises:
+            UnavailableError: The scheduler ends first.
+        """
         while (model := self.model_now()) is None:
+            if self._is_draining:
+                raise _shutting_down()
             self._attached.clear()
             await self._attached.wait()
         return model
@@ -237,14 +245,15 @@ class Fleet:
         them, the workers and the next scheduler would wait for the longest one.
         """
         self._is_draining = True
-        sessions = [] if self._has_failed else self._sessions()  # failed engines apply no results
+        self._attached.set()  # calls that wait for a worker wait in vain
+        sessions = [] if self._has_failed else self._sessions()  # a failed one answers no step
         try:
             async with asyncio.timeout(_HAND_OVER_S):
                 await asyncio.gather(*(session.hand_over() for session in sessions))
         except TimeoutError:
             log.warning("shutting down with steps in flight", waited_s=_HAND_OVER_S)
         finally:
-            self._streams.end_all(UnavailableError("the scheduler is shutting down"))
+            self._streams.end_all(_shutting_down())
 
     def place_unplaced(self) -> None:
         """Place the requests that waited for a worker."""
@@ -271,6 +280,7 @@ class Fleet:
         self.accept(engine, link.info)  # another worker may have joined with another model
 
     def on_attached(self, engine: Engine) -> None:
+        self.superseded_epochs.add(engine.attached_session().link.former_epoch)
         if len(self._sessions()) == 1:  # routers that waited for a worker submit now
             self._adapter_use.expect()
         self._attached.set()
@@ -385,3 +395,7 @@ class Fleet:
             self._health.set_not_ready(f"every worker hangs or is lost: {missing}")
         else:
             self._health.set_not_ready(f"no worker is attached: {missing or 'none is found'}")
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the scheduler is shutting down")

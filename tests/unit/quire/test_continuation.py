@@ -147,12 +147,10 @@ def test_a_call_lost_before_its_first_event_is_resumed_as_long_as_others():
         refused.failed(LOST, 100.2, took_s=0.1)
 
 
-def test_a_refused_request_fails_as_refused_though_it_was_asked_whether_it_is_live():
-    refused = make(policy=Retry(max_attempts=2))
-    refused.failed(LOST, 100.0, took_s=0.1)
-    assert isinstance(refused.next_request(), inference_pb2.ResumeRequest)
-    with pytest.raises(UnavailableError, match="connection reset"):
-        refused.failed(NotFoundError("gone"), 100.2, took_s=0.1)
+def test_a_call_that_was_refused_is_sent_again_not_resumed():
+    continuation = make()
+    continuation.failed(LOST, 0.0, took_s=0.1)
+    assert isinstance(continuation.next_request(), inference_pb2.GenerateRequest)
 
 
 def test_the_service_says_when_to_retry():
