@@ -9,6 +9,10 @@ class QueueFullError(RequestRefusedError):
     """The queue is full; later there may be room."""
 
 
+class TooManySequencesError(RequestRefusedError):
+    """A request has more sequences than the queue ever takes."""
+
+
 class RequestTooLongError(RequestRefusedError):
     """A request could never finish, even alone."""
 

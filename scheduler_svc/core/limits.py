@@ -9,6 +9,7 @@ from scheduler_svc.core.errors import (
     NoPrefixCacheError,
     QueueFullError,
     RequestTooLongError,
+    TooManySequencesError,
 )
 from scheduler_svc.core.request import Request
 
@@ -77,9 +78,16 @@ def check_queue(request: Request, num_waiting: int, max_waiting: int) -> None:
     """Check that there is room for a new request beside `num_waiting` sequences.
 
     Raises:
+        TooManySequencesError: There never is.
         QueueFullError: There is not. No request that was live before is refused for that.
     """
-    if not request.outputs and num_waiting + request.n > max_waiting:
+    if request.outputs:
+        return
+    if request.n > max_waiting:
+        raise TooManySequencesError(
+            f"it has {request.n} sequences; at most {max_waiting} may wait (--max-waiting)"
+        )
+    if num_waiting + request.n > max_waiting:
         raise QueueFullError(
             f"the queue is full: {num_waiting} sequences wait, and this request has "
             f"{request.n} more; the limit is {max_waiting}"

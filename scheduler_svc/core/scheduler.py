@@ -170,6 +170,7 @@ class Scheduler:
         Raises:
             RequestTooLongError: No sequence of it could ever finish.
             NoPrefixCacheError: It wants its prompt pinned, and there is no prefix cache.
+            TooManySequencesError: It has more sequences than may ever wait.
             QueueFullError: Too many sequences wait. No resubmitted request is refused for that.
         """
         request = self.takeover.with_separate_outputs(request)

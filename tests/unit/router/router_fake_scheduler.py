@@ -82,6 +82,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.resume_grace_s = 60.0
+        self.max_waiting = 0
+        """Not told."""
         self.load = common_pb2.Load(num_blocks=7, num_workers=1)
         self._step_ids = itertools.count(1)
         self._epochs = itertools.count(1)
@@ -165,7 +167,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             directory=self.model_directory,
         )
         welcome = scheduler_pb2.SchedulerWelcome(
-            epoch=next(self._epochs), model=model, resume_grace_s=self.resume_grace_s
+            epoch=next(self._epochs),
+            model=model,
+            resume_grace_s=self.resume_grace_s,
+            max_waiting=self.max_waiting,
         )
         return scheduler_pb2.ConnectResponse(welcome=welcome)
 
