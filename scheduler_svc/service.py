@@ -89,9 +89,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         log.info("router connected", router_id=router_id, source=stream.source)
         reader = asyncio.create_task(self._read(requests, stream, model))
         try:
-            superseded = self._fleet.superseded_epochs - {0, self._epoch}
             await context.write(
-                welcome_to_proto(self._epoch, model, self._resumables.grace_s, superseded)
+                welcome_to_proto(
+                    self._epoch,
+                    model,
+                    self._resumables.grace_s,
+                    self._fleet.superseded_epochs - {0, self._epoch},
+                    self._fleet.max_waiting,
+                )
             )
             while (message := await stream.next_message()) is not None:
                 await context.write(message)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import structlog
 
-from contract.errors import QuireError, TooBusyError, UnavailableError
+from contract.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
 from contract.heartbeat import TICK_S
 from contract.info import ModelInfo, WorkerInfo
 from rpc.health import Health
@@ -62,7 +62,7 @@ class Fleet:
         self._streams = streams
         self._spans = spans
         self._health = health
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._step_timeout_s = step_timeout_s
         self._placer = placer
         self._unplaced = UnplacedRequests()
@@ -107,8 +107,13 @@ class Fleet:
         """Place a request. The worker's core may still refuse it; then the source gets a refusal.
 
         Raises:
+            InvalidArgumentError: It has more sequences than may ever wait.
             TooBusyError: The queues are full.
         """
+        if not request.outputs and request.n > self.max_waiting:
+            raise InvalidArgumentError(
+                "n", f"is {request.n}; it must be at most {self.max_waiting} (--max-waiting)"
+            )
         self._place(SubmitRequest(request))
 
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> None:
@@ -158,7 +163,7 @@ class Fleet:
         """Room for waiting sequences, at the worker with the most room or without a worker."""
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
-            return max(0, self._max_waiting - self._unplaced.num_seqs)
+            return max(0, self.max_waiting - self._unplaced.num_seqs)
         loads = [session.placement_load() for session in sessions]
         return max(0, *(load.max_waiting - load.num_waiting for load in loads))
 
@@ -325,7 +330,7 @@ class Fleet:
         n = num_live_seqs(command.request)
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
-            if can_refuse and self._unplaced.num_seqs + n > self._max_waiting:
+            if can_refuse and self._unplaced.num_seqs + n > self.max_waiting:
                 raise self._too_busy(self._unplaced.num_seqs, n)
             self._unplaced.add(command)
             return
@@ -373,7 +378,7 @@ class Fleet:
     def _too_busy(self, num_waiting: int, n: int) -> TooBusyError:
         return TooBusyError(
             f"the queue is full: {num_waiting} sequences wait, and this request has {n} more; "
-            f"the limit is {self._max_waiting} (--max-waiting)"
+            f"the limit is {self.max_waiting} (--max-waiting)"
         )
 
     def _post_to_all(self, command: Command) -> None:
