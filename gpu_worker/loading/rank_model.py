@@ -33,6 +33,7 @@ from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend
 from gpu_worker.step.executor import Executor
+from gpu_worker.step.warm_up import warm_up
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization
 
@@ -173,6 +174,9 @@ def _load_rank_model(
     )
     if _has_graphs(settings, device):
         _capture_graphs(executor, CudaGraphs(device), report)
+    if device.type == "cuda":
+        report("compiling kernels", None)
+        warm_up(executor, limits, has_structured_output=structured is not None)
     measured = Rates()
     if num_host_blocks:
         report("measuring", None)
