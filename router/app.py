@@ -1,4 +1,4 @@
-"""Builds a router from its settings and runs it: the only place that constructs its parts."""
+"""The router process: constructs all its parts from the settings and runs them."""
 
 import asyncio
 import contextlib
@@ -38,8 +38,8 @@ async def run_router(
     """Serve until SIGTERM, SIGINT or `stop`; live requests finish first.
 
     `on_started` gets the addresses; the router is ready once it has a scheduler. Raises
-    FileNotFoundError or ValueError if the model directory's tokenizer cannot be read, and what
-    breaks the scheduler client: a bug.
+    FileNotFoundError or ValueError if the tokenizer cannot be read, and any error that ends the
+    scheduler client, which is a bug.
     """
     stop = asyncio.Event() if stop is None else stop
     health = Health()
@@ -84,7 +84,7 @@ async def run_router(
     if ui is not None:
         http.add_routes(ui.routes())
     client = asyncio.create_task(schedulers.run(), name="schedulers")
-    client.add_done_callback(lambda _: stop.set())  # it ends by itself only when it breaks
+    client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     try:
         await serve(
             settings,

@@ -1,8 +1,8 @@
-"""Keeps web pages from operating a service that trusts calls from its own machine.
+"""Prevents web pages from operating a service that trusts calls from its own machine.
 
-A browser there makes any call that a page asks for. It sends the page's `Origin`; if the page's own
-name resolves to this machine, that name is in `Host`. Before it sends a JSON body to another
-origin, it asks for permission, which no route gives.
+A browser on that machine makes any call that a page requests. It sends the page's `Origin`. If the
+page's host name resolves to this machine, the name is in `Host`. Before the browser sends a JSON
+body to another origin, it asks for permission, which no route gives.
 """
 
 import ipaddress
@@ -19,27 +19,27 @@ _JSON = "application/json"
 
 @dataclass(frozen=True, slots=True)
 class PageGuard:
-    """Refuses calls of web pages, except the service's own; for a router without API keys."""
+    """Refuses calls of web pages other than the service's own, for routers without API keys."""
 
     own_host: str | None
-    """A name allowed in `Host` besides loopback's; None: any, because TLS proves it."""
+    """A name that `Host` may have, besides loopback names; None: any, because TLS proves it."""
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Check a call's headers, `Host` and `Origin`.
+        """Check the headers `Host` and `Origin` of a call.
 
         Raises:
-            PermissionDeniedError: Another page may have made it.
+            PermissionDeniedError: Another web page may have made the call.
         """
         host, origin = headers.get("Host", ""), headers.get("Origin")
         if self.own_host is not None and not _is_own(host, self.own_host):
             raise PermissionDeniedError(
-                f"Host is {excerpt(host)}; a router without API keys takes this call only for"
+                f"Host is {excerpt(host)}; a router without API keys accepts this call only for"
                 f" localhost, a loopback address or {self.own_host}"
             )
         if origin is not None and _authority(origin) != host.lower():
             raise PermissionDeniedError(
-                f"Origin is {excerpt(origin)}; a router without API keys takes it only from its"
-                f" own, of {excerpt(host)}"
+                f"Origin is {excerpt(origin)}; a router without API keys accepts this call only"
+                f" from its own pages, at {excerpt(host)}"
             )
 
 
@@ -47,7 +47,7 @@ def check_json(content_type: str) -> None:
     """Check that the Content-Type is JSON.
 
     Raises:
-        UnsupportedMediaTypeError: It is not.
+        UnsupportedMediaTypeError: It is another type.
     """
     if content_type != _JSON:
         raise UnsupportedMediaTypeError(f"Content-Type is {content_type}; it must be {_JSON}")

@@ -1,7 +1,4 @@
-"""Turns the form that an output must have into a grammar for llguidance, and checks it.
-
-The worker follows the grammar token by token.
-"""
+"""Converts the required form of an output to a grammar for llguidance, which workers apply."""
 
 import functools
 import json
@@ -17,17 +14,17 @@ from contract.value_checks import check_unicode
 MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024
 _MAX_KEPT: Final = 64
-"""Forms whose grammars are cached: requests often share one."""
+"""Number of cached grammars; requests often share a form."""
 
 _FIELD: Final = "sampling.structured"
 
 
 @functools.lru_cache(_MAX_KEPT)
 def to_grammar(structured: StructuredOutput) -> StructuredOutput:
-    """Return the same form as a grammar; takes up to a second for an extreme one.
+    """Return the form as a grammar; takes up to a second in extreme cases.
 
     Raises:
-        InvalidArgumentError: It is too large, malformed, or uses what is not supported.
+        InvalidArgumentError: The form is too large, malformed, or uses an unsupported feature.
     """
     field = f"{_FIELD}.{structured.form}"
     texts = _texts(structured)
@@ -38,7 +35,7 @@ def to_grammar(structured: StructuredOutput) -> StructuredOutput:
         )
     grammar = _grammar(structured.form, texts, field)
     if problem := llguidance.LLMatcher.validate_grammar(grammar):
-        raise InvalidArgumentError(field, f"cannot be followed: {' '.join(problem.split())}")
+        raise InvalidArgumentError(field, f"is not supported: {' '.join(problem.split())}")
     return StructuredOutput(grammar=grammar)
 
 
@@ -82,10 +79,10 @@ def _json_grammar(schema: str, field: str) -> str:
         return llguidance.LLMatcher.grammar_from_json_schema(
             schema,
             overrides={
-                "whitespace_flexible": False,  # a model may write white space without end
+                "whitespace_flexible": False,  # otherwise a model may write endless white space
                 "item_separator": ", ",
                 "key_separator": ": ",
             },
         )
     except ValueError as error:
-        raise InvalidArgumentError(field, f"is no JSON schema: {error}") from None
+        raise InvalidArgumentError(field, f"is not a JSON schema: {error}") from None

@@ -1,4 +1,4 @@
-"""Threads for work on text, with a bound on pending work."""
+"""Threads for work on text, with a limit on pending work."""
 
 import asyncio
 import threading
@@ -15,7 +15,7 @@ class TextThreads:
     """Runs one kind of work in threads of its own."""
 
     def __init__(self, kind: str, *, num_threads: int, max_pending: int) -> None:
-        """At most `max_pending` tasks wait or run; `kind` names them in errors."""
+        """At most `max_pending` tasks wait or run; `kind` names the tasks in errors."""
         self._kind = kind
         self._max_pending = max_pending
         self._num_pending = 0
@@ -24,19 +24,19 @@ class TextThreads:
 
     @property
     def num_pending(self) -> int:
-        """How many tasks wait or run, including those whose caller has left."""
+        """Number of tasks that wait or run, including those whose caller has left."""
         return self._num_pending
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`; if the caller is cancelled before it starts, it never does.
+        """Run `work` in a thread; it does not start if the caller is cancelled before.
 
         Raises `TooBusyError` beyond `max_pending`.
         """
         with self._lock:
             if self._num_pending >= self._max_pending:
                 raise TooBusyError(
-                    f"{self._num_pending} calls of the kind {self._kind} are pending; at most"
-                    f" {self._max_pending} may be"
+                    f"{self._num_pending} calls of the kind {self._kind} are pending; the limit is"
+                    f" {self._max_pending}"
                 )
             self._num_pending += 1
         try:
@@ -44,7 +44,7 @@ class TextThreads:
         except BaseException:
             self._end()
             raise
-        # Counted until the thread is done, even if the caller stops waiting before that.
+        # The task counts until its thread is done, even if the caller stops waiting before.
         future.add_done_callback(self._end)
         return await asyncio.wrap_future(future)
 
