@@ -1,4 +1,4 @@
-"""Where requests go: by prefix, to the least loaded worker, or in turn; on real scheduler cores.
+"""Compares placement by prefix, to the least loaded worker, and round robin, on real cores.
 
     python bench/placement.py [--quick] [--sweep] [--json FILE]
 
@@ -108,7 +108,7 @@ class SimulatedReplica:
 def simulate(trace: Sequence[Arrival], placer: Placer) -> dict[str, float]:
     """Serve a trace; return the hit rate and times to first token.
 
-    `max_share` is the most prompt tokens that one worker got, over an even share.
+    `max_share` is the most prompt tokens of one worker ÷ an even share.
     """
     clock = Clock()
     first_token_s: dict[int, float] = {}

@@ -5,15 +5,15 @@ process keeps its connections, the kernel accepts data for it, and gRPC answers 
 thread of the process runs, even if its event loop does not.
 """
 
-BEAT_S = 0.5
+BEAT_S = 0.25
 """Longest time between two messages of a healthy peer."""
-TICK_S = 0.25
-"""How often a listener checks for silence."""
+TICK_S = 0.1
+"""How often a listener checks."""
 SILENT_AFTER_S = 1.5
-"""A peer that is silent for this long counts as hanging. A listener notices within two seconds,
-including one tick."""
+"""A peer that is silent for this long hangs."""
 LOST_AFTER_S = 5.0
-"""A peer that is silent for this long counts as lost: its requests continue elsewhere."""
+"""A peer that is silent for this long is given up, if no setting says otherwise: its requests
+continue elsewhere."""
 
 
 class Heartbeat:
@@ -23,7 +23,9 @@ class Heartbeat:
     are still unread. So that time does not count as the peer's silence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lost_after_s: float | None = None) -> None:
+        """`lost_after_s`: how long a silence makes it lost; None: `LOST_AFTER_S`."""
+        self._lost_after_s = LOST_AFTER_S if lost_after_s is None else lost_after_s
         self._num_ticks = 0
 
     def on_message(self) -> None:
@@ -36,8 +38,8 @@ class Heartbeat:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the peer's last message."""
-        return self._num_ticks * TICK_S
+        """How long the peer has been silent, in seconds."""
+        return round(self._num_ticks * TICK_S, 3)
 
     @property
     def is_hanging(self) -> bool:
@@ -46,5 +48,5 @@ class Heartbeat:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the peer counts as lost."""
-        return self.silent_s >= LOST_AFTER_S
+        """Whether the peer is given up."""
+        return self.silent_s >= self._lost_after_s

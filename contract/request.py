@@ -17,6 +17,8 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024
 MAX_N: Final = 64
 """Most outputs of one request."""
+MAX_MESSAGES: Final = 4096
+"""Most messages of a chat."""
 
 
 @dataclass(frozen=True, slots=True)

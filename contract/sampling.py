@@ -28,6 +28,8 @@ MAX_CANDIDATES: Final = 1024
 MIN_BEAM_WIDTH: Final = 2
 MAX_BEAM_WIDTH: Final = 10
 MAX_LENGTH_PENALTY: Final = 5
+MAX_GRAMMAR_BYTES: Final = 2**19
+"""Of a form as a grammar, which may have six characters for one of the form's 64 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,16 @@ class StructuredOutput:
                 "structured", f"sets {', '.join(given) or 'nothing'}; it must set exactly one form"
             )
         return given[0]
+
+    def check_grammar(self, field: str) -> None:
+        """Check that the form is a grammar, as a worker follows it; raises InvalidArgumentError."""
+        if not self.grammar:
+            raise InvalidArgumentError(f"{field}.grammar", "is not set")
+        if (num_bytes := len(self.grammar.encode())) > MAX_GRAMMAR_BYTES:
+            raise InvalidArgumentError(
+                f"{field}.grammar",
+                f"has {num_bytes} bytes; it must have at most {MAX_GRAMMAR_BYTES}",
+            )
 
     @property
     def schema_text(self) -> str:
@@ -112,25 +124,27 @@ class SamplingParams:
         Raises:
             InvalidArgumentError: A value is out of its range.
         """
-        check_range(f"{field}.temperature", self.temperature, 0, MAX_TEMPERATURE)
-        check_range(f"{field}.top_k", self.top_k, 0, vocab_size)
-        check_range(f"{field}.top_p", self.top_p, 0, 1, open_below=True)
-        check_range(f"{field}.min_p", self.min_p, 0, 1)
-        check_range(
-            f"{field}.repetition_penalty",
-            self.repetition_penalty,
-            0,
-            MAX_REPETITION_PENALTY,
-            open_below=True,
-        )
-        check_range(f"{field}.presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        check_range(f"{field}.frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        check_range(f"{field}.seed", self.seed or 0, 0, MAX_SEED)
-        if self.max_tokens is not None:
-            check_range(f"{field}.max_tokens", self.max_tokens, 1, max_model_len)
-        check_range(f"{field}.min_tokens", self.min_tokens, 0, self.max_tokens or max_model_len)
-        check_range(f"{field}.logprobs", self.logprobs or 0, 0, max_logprobs)
-        check_range(f"{field}.prompt_logprobs", self.prompt_logprobs or 0, 0, max_logprobs)
+        most_tokens = max_model_len if self.max_tokens is None else self.max_tokens
+        for name, value, least, most in (
+            ("temperature", self.temperature, 0, MAX_TEMPERATURE),
+            ("top_k", self.top_k, 0, vocab_size),
+            ("min_p", self.min_p, 0, 1),
+            ("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+            ("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+            ("seed", self.seed or 0, 0, MAX_SEED),
+            ("max_tokens", most_tokens, 1, max_model_len),
+            ("min_tokens", self.min_tokens, 0, most_tokens),
+            ("logprobs", self.logprobs or 0, 0, max_logprobs),
+            ("prompt_logprobs", self.prompt_logprobs or 0, 0, max_logprobs),
+        ):
+            if not least <= value <= most:  # NaN is not; a name is put together only for an error
+                check_range(f"{field}.{name}", value, least, most)
+        for name, value, most in (
+            ("top_p", self.top_p, 1),
+            ("repetition_penalty", self.repetition_penalty, MAX_REPETITION_PENALTY),
+        ):
+            if not 0 < value <= most:
+                check_range(f"{field}.{name}", value, 0, most, open_below=True)
         check_count(f"{field}.stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         check_token_ids(f"{field}.stop_token_ids", self.stop_token_ids, vocab_size)
         check_count(f"{field}.logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
@@ -140,7 +154,10 @@ class SamplingParams:
                     f"{field}.logit_bias",
                     f"has the token id {token_id}; it must be in [0, {vocab_size})",
                 )
-            check_range(f"{field}.logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                check_range(
+                    f"{field}.logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
+                )
 
 
 class EarlyStopping(StrEnum):

@@ -181,6 +181,8 @@ def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
             return deserialize(data)
         except DecodeError as error:
             return _no_message(error)
+        except errors.QuireError as error:  # of an interceptor that looks at the bytes
+            return error
 
     return parse
 
@@ -192,7 +194,7 @@ def _no_message(error: DecodeError) -> errors.InvalidArgumentError:
 
 
 def _check(request: Any) -> None:
-    if isinstance(request, errors.InvalidArgumentError):  # see `_or_error`
+    if isinstance(request, errors.QuireError):  # see `_or_error`
         raise request
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from contract.epoch import epoch_after
 from contract.info import WorkerInfo
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, Resolver
@@ -29,11 +30,12 @@ from scheduler_svc.routers.fan_out import QueueRoomReporter, RouterStreams
 from scheduler_svc.routers.resumable import ResumableRequests
 from scheduler_svc.service import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.workers.attach import attach, next_epoch, wait_for_vacancy
+from scheduler_svc.workers.attach import attach, newest_epoch
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.placement import PlacementMethod, Placer
 from scheduler_svc.workers.session import Session
+from scheduler_svc.workers.standby import wait_for_vacancy
 from scheduler_svc.workers.stream import WorkerClientConfig
 
 _MIB = 1024 * 1024
@@ -52,13 +54,18 @@ async def run_scheduler(
     Raises:
         StaleEpochError: A newer scheduler has taken over the workers.
         RecordingError: The recording cannot be written.
+        InvalidArgumentError: A worker has seen the largest epoch.
     """
     workers = Discovery(
         settings.workers, resolver=resolver, interval_s=settings.discovery_interval_s
     )
     if settings.standby:
-        await wait_for_vacancy(workers, settings.standby_s, settings.client_tls)
-    epoch = settings.epoch or await next_epoch(workers, settings.client_tls)
+        newest = await wait_for_vacancy(
+            workers, settings.standby_s, settings.standby_silence_s, settings.client_tls
+        )
+    else:
+        newest = await newest_epoch(workers, settings.client_tls)
+    epoch = settings.epoch or epoch_after(newest)
     with ExitStack() as stack:
         recordings = None
         if settings.record is not None:
@@ -105,6 +112,7 @@ async def _run_scheduler(
             step_timeout_s=settings.step_timeout_s,
             max_message_mb=settings.max_message_mb,
             tls=settings.client_tls,
+            lost_after_s=settings.worker_silence_s,
         )
         return Engine(
             target,

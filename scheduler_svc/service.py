@@ -11,6 +11,7 @@ import structlog
 from contract.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
 from contract.heartbeat import BEAT_S
 from contract.info import ModelInfo
+from contract.request import MAX_N
 from quire.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from rpc.grpc_server import Service, service_of
 from scheduler_svc.core.reports.describe import describe
@@ -26,7 +27,7 @@ from scheduler_svc.wire.reports import (
     kv_to_proto,
     load_to_proto,
 )
-from scheduler_svc.wire.request import request_from_proto
+from scheduler_svc.wire.request import check_keys, request_from_proto
 from scheduler_svc.wire.router import refused_to_proto, welcome_to_proto
 from scheduler_svc.workers.fleet import Fleet
 
@@ -88,7 +89,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         log.info("router connected", router_id=router_id, source=stream.source)
         reader = asyncio.create_task(self._read(requests, stream, model))
         try:
-            await context.write(welcome_to_proto(self._epoch, model, self._resumables.grace_s))
+            await context.write(
+                welcome_to_proto(
+                    self._epoch,
+                    model,
+                    self._resumables.grace_s,
+                    self._fleet.superseded_epochs - {0, self._epoch},
+                    self._fleet.max_waiting,
+                )
+            )
             while (message := await stream.next_message()) is not None:
                 await context.write(message)
         finally:
@@ -263,6 +272,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _resume(self, message: scheduler_pb2.Resume, stream: RouterStream) -> None:
         try:
+            check_keys(message.first_seq_key, MAX_N)
             self._resumables.resume(message, stream, time.monotonic())
         except QuireError as error:
             stream.refuse(refused_to_proto(message.first_seq_key, error))

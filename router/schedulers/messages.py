@@ -20,6 +20,10 @@ class Welcome:
     model: SchedulerModel
     resume_grace_s: float
     """How long a resumable request continues without a reader."""
+    superseded_epochs: frozenset[int]
+    """Epochs of the schedulers whose workers this scheduler has taken over."""
+    max_waiting: int | None
+    """Most sequences that may wait at one worker; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,13 @@ from typing import TypeVar
 
 import grpc
 
-from contract.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
+from contract.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+)
 from contract.outputs import FinishReason, OutputError
 from contract.request import MAX_N
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
@@ -81,16 +87,44 @@ class Schedulers:
         return max((link.resume_grace_s for link in self._links), default=0.0)
 
     def check_room(self, n: int) -> None:
-        """Raise TooBusyError if all schedulers have reported too little room for `n` sequences.
+        """Check that a scheduler has reported enough room in its queue for `n` more sequences.
 
         This refuses early, before a prompt is tokenized; `Admission` limits the requests of this
-        router, and the scheduler has the final decision.
+        router, and the scheduler has the final decision. Raises InvalidArgumentError if no queue is
+        ever long enough, TooBusyError if none has enough room now.
         """
+        limits = [link.max_waiting for link in self._connected]
+        if limits and all(most is not None and n > most for most in limits):
+            most = max(most for most in limits if most is not None)
+            raise InvalidArgumentError(
+                "n", f"is {n}; it must be at most {most}, the length of the longest queue"
+            )
         rooms = [link.room for link in self._connected]
         if rooms and not any(has_room(room, n) for room in rooms):
             most = max(room for room in rooms if room is not None)
             raise TooBusyError(
                 f"the queue is full: {most} more sequences may wait, and this request has {n}"
+            )
+
+    async def check_capacity(self, num_seqs: int) -> None:
+        """Check that `num_seqs` sequences could be live at once if there were no others.
+
+        Raises InvalidArgumentError if they could not, UnavailableError without a scheduler.
+        """
+        links = [(link, link.max_waiting or 0) for link in self._connected]
+        # The queue of one worker is long enough, so do not ask for the loads.
+        if any(most == 0 or num_seqs <= most for _, most in links):
+            return
+        loads = await asyncio.gather(*(link.calls.load() for link, _ in links))
+        most = sum(
+            load.max_num_seqs + max(1, load.num_workers) * max_waiting
+            for (_, max_waiting), load in zip(links, loads, strict=True)
+        )
+        if num_seqs > most:
+            raise InvalidArgumentError(
+                "prompt",
+                f"makes {num_seqs} sequences, n for each prompt; at most {most} may run and wait at"
+                " once",
             )
 
     def reserve_seq_keys(self, n: int) -> int:
@@ -284,15 +318,27 @@ class Schedulers:
         self._model = together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
-        """Move the live requests of lost schedulers to this one."""
+        """Move the live requests of lost and of superseded schedulers to this one."""
         for other in self._links:
             self._move_all(other, [link])
+            if other.is_connected and other.epoch in link.superseded_epochs:
+                other.leave_superseded(link.epoch)  # then it is lost, and its requests are moved
         self._update_health()
 
     def changed(self, link: SchedulerLink) -> None:
-        """Move a lost scheduler's requests, but wait `_RETURN_S`: its workers still have the KV."""
-        if not link.is_connected and link.table and self._connected:
-            asyncio.get_running_loop().call_later(_RETURN_S, self._move_all, link)
+        """Move the requests of a lost scheduler, and look for a standby that replaces it.
+
+        Unless another scheduler has taken over its workers, first wait `_RETURN_S`, since the
+        workers still have the KV and the scheduler may return.
+        """
+        if link.hang is not None or not (link.is_connected or link.is_starting):
+            for other in self._links:
+                if not (other is link or other.is_connected):
+                    other.hurry()
+        if not link.is_connected and link.table and (others := self._connected):
+            is_superseded = any(link.epoch in other.superseded_epochs for other in others)
+            delay_s = 0 if is_superseded else _RETURN_S
+            asyncio.get_running_loop().call_later(delay_s, self._move_all, link)
         self._update_health()
 
     def model_changed(self) -> None:

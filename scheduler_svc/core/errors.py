@@ -9,6 +9,10 @@ class QueueFullError(RequestRefusedError):
     """The queue is full; a later retry may succeed."""
 
 
+class TooManySequencesError(RequestRefusedError):
+    """A request has more sequences than the queue ever takes."""
+
+
 class RequestTooLongError(RequestRefusedError):
     """A request could never finish, even alone."""
 

@@ -14,6 +14,7 @@ from scheduler_svc.core.errors import (
     NoPrefixCacheError,
     QueueFullError,
     RequestTooLongError,
+    TooManySequencesError,
 )
 from scheduler_svc.core.request import Request
 
@@ -82,9 +83,16 @@ def check_queue(request: Request, num_waiting: int, max_waiting: int) -> None:
     """Check that the queue has room for a new request beside `num_waiting` sequences.
 
     Raises:
+        TooManySequencesError: The request has more sequences than the queue may ever hold.
         QueueFullError: The queue is full. Resubmitted requests are never refused for this.
     """
-    if not request.outputs and num_waiting + request.n > max_waiting:
+    if request.outputs:
+        return
+    if request.n > max_waiting:
+        raise TooManySequencesError(
+            f"it has {request.n} sequences; at most {max_waiting} may wait (--max-waiting)"
+        )
+    if num_waiting + request.n > max_waiting:
         raise QueueFullError(
             f"the queue is full: {num_waiting} sequences wait, and this request has "
             f"{request.n} more; the limit is {max_waiting}"

@@ -169,6 +169,7 @@ class Scheduler:
         Raises:
             RequestTooLongError: Its sequences could never finish.
             NoPrefixCacheError: It asks for a pin, but there is no prefix cache.
+            TooManySequencesError: It has more sequences than may ever wait.
             QueueFullError: Too many sequences wait. Resubmitted requests are never refused for it.
         """
         request = self.takeover.with_separate_outputs(request)

@@ -23,7 +23,11 @@ from scheduler_svc.core.request import SeqKey, SourceId
 
 
 def welcome_to_proto(
-    epoch: int, model: ModelInfo, resume_grace_s: float
+    epoch: int,
+    model: ModelInfo,
+    resume_grace_s: float,
+    superseded_epochs: Iterable[int],
+    max_waiting: int,
 ) -> scheduler_pb2.ConnectResponse:
     """Make the answer to a router's hello."""
     return scheduler_pb2.ConnectResponse(
@@ -31,6 +35,8 @@ def welcome_to_proto(
             epoch=epoch,
             resume_grace_s=resume_grace_s,
             model=model_info_to_proto(model),
+            superseded_epochs=superseded_epochs,
+            max_waiting=max_waiting,
         )
     )
 

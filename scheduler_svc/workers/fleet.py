@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import structlog
 
-from contract.errors import QuireError, TooBusyError, UnavailableError
+from contract.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
 from contract.heartbeat import TICK_S
 from contract.info import ModelInfo, WorkerInfo
 from rpc.health import Health
@@ -62,7 +62,7 @@ class Fleet:
         self._streams = streams
         self._spans = spans
         self._health = health
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._step_timeout_s = step_timeout_s
         self._placer = placer
         self._unplaced = UnplacedRequests()
@@ -71,6 +71,8 @@ class Fleet:
             self.roster, is_used=self._adapter_use.is_used, on_change=streams.publish_adapters
         )
         """The LoRA adapters that the workers hold."""
+        self.superseded_epochs: set[int] = set()
+        """Those from which this scheduler has taken workers, and perhaps its own."""
         self._served = ServedModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
@@ -83,8 +85,14 @@ class Fleet:
     # --- requests -------------------------------------------------------------------------------
 
     async def model(self) -> ModelInfo:
-        """Wait for a worker; return the model, with the smallest `max_model_len` of all workers."""
+        """Wait until a worker is attached; return the model, with the least of their lengths.
+
+        Raises:
+            UnavailableError: The scheduler ends first.
+        """
         while (model := self.model_now()) is None:
+            if self._is_draining:
+                raise _shutting_down()
             self._attached.clear()
             await self._attached.wait()
         return model
@@ -99,8 +107,13 @@ class Fleet:
         """Place a request. The worker's core may still refuse it; then the source gets a refusal.
 
         Raises:
+            InvalidArgumentError: It has more sequences than may ever wait.
             TooBusyError: The queues are full.
         """
+        if not request.outputs and request.n > self.max_waiting:
+            raise InvalidArgumentError(
+                "n", f"is {request.n}; it must be at most {self.max_waiting} (--max-waiting)"
+            )
         self._place(SubmitRequest(request))
 
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> None:
@@ -150,7 +163,7 @@ class Fleet:
         """Room for waiting sequences, at the worker with the most room or without a worker."""
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
-            return max(0, self._max_waiting - self._unplaced.num_seqs)
+            return max(0, self.max_waiting - self._unplaced.num_seqs)
         loads = [session.placement_load() for session in sessions]
         return max(0, *(load.max_waiting - load.num_waiting for load in loads))
 
@@ -237,14 +250,15 @@ class Fleet:
         them, the workers and the next scheduler would wait for the longest one.
         """
         self._is_draining = True
-        sessions = [] if self._has_failed else self._sessions()  # failed engines apply no results
+        self._attached.set()  # calls that wait for a worker wait in vain
+        sessions = [] if self._has_failed else self._sessions()  # a failed one answers no step
         try:
             async with asyncio.timeout(_HAND_OVER_S):
                 await asyncio.gather(*(session.hand_over() for session in sessions))
         except TimeoutError:
             log.warning("shutting down with steps in flight", waited_s=_HAND_OVER_S)
         finally:
-            self._streams.end_all(UnavailableError("the scheduler is shutting down"))
+            self._streams.end_all(_shutting_down())
 
     def place_unplaced(self) -> None:
         """Place the requests that waited for a worker."""
@@ -271,6 +285,7 @@ class Fleet:
         self.accept(engine, link.info)  # another worker may have joined with another model
 
     def on_attached(self, engine: Engine) -> None:
+        self.superseded_epochs.add(engine.attached_session().link.former_epoch)
         if len(self._sessions()) == 1:  # routers that waited for a worker submit now
             self._adapter_use.expect()
         self._attached.set()
@@ -315,7 +330,7 @@ class Fleet:
         n = num_live_seqs(command.request)
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
-            if can_refuse and self._unplaced.num_seqs + n > self._max_waiting:
+            if can_refuse and self._unplaced.num_seqs + n > self.max_waiting:
                 raise self._too_busy(self._unplaced.num_seqs, n)
             self._unplaced.add(command)
             return
@@ -363,7 +378,7 @@ class Fleet:
     def _too_busy(self, num_waiting: int, n: int) -> TooBusyError:
         return TooBusyError(
             f"the queue is full: {num_waiting} sequences wait, and this request has {n} more; "
-            f"the limit is {self._max_waiting} (--max-waiting)"
+            f"the limit is {self.max_waiting} (--max-waiting)"
         )
 
     def _post_to_all(self, command: Command) -> None:
@@ -385,3 +400,7 @@ class Fleet:
             self._health.set_not_ready(f"every worker hangs or is lost: {missing}")
         else:
             self._health.set_not_ready(f"no worker is attached: {missing or 'none is found'}")
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the scheduler is shutting down")

@@ -39,6 +39,8 @@ class WorkerClientConfig:
     """How long a step may be in flight before the worker counts as lost."""
     max_message_mb: int
     tls: ClientTls | None = None
+    lost_after_s: float | None = None
+    """How long the worker may be silent before it counts as lost; None: as long as any peer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,15 +77,18 @@ class WorkerLink:
         holdings: Holdings,
         wake: asyncio.Event,
         step_id_base: int,
+        former_epoch: int = 0,
     ) -> None:
         """Open the Execute stream on `channel`, which the link then owns; see `attach`."""
         self.info = info
         self.holdings = holdings
         """What the worker held when it was attached."""
+        self.former_epoch = former_epoch
+        """The epoch that had the worker before, which may be ours; 0: none."""
         self.lost: UnavailableError | None = None
-        """Why the worker is lost; None: it is not lost."""
-        self.heartbeat = Heartbeat()
-        """Measures how long the worker has been silent."""
+        """Why the worker is lost; None: it is not."""
+        self.heartbeat = Heartbeat(config.lost_after_s)
+        """How long the worker has been silent."""
         self.memory_level = MemoryLevel.OK
         """The worker's memory level, as of its last heartbeat."""
         self.draining = asyncio.create_task(self._await_drain(), name=f"drain of {config.target}")
