@@ -102,7 +102,7 @@ async def run_router(
                 *([] if api_keys is None else [KeyInterceptor(api_keys)]),
                 RequestBounds(inference, settings.max_body_mb * _MIB),
             ],
-            # Above a method's own limit, so that it is named where the message is not huge.
+            # Higher than the limits of methods, whose errors name the limit.
             max_received_mb=min(settings.max_message_mb, 4 * settings.max_body_mb),
             on_started=on_started,
             on_drain=inference.drain,
@@ -122,5 +122,5 @@ def _page_middleware(settings: RouterSettings) -> Middleware:
     guard = PageGuard(
         None if settings.server_tls is not None else own, frozenset(settings.allowed_origins)
     )
-    # Others may call a router that listens elsewhere, by any name; they may not operate it.
+    # If the router does not listen on loopback only, web pages may call all but its operations.
     return guard.middleware(None if is_loopback(settings.host) else openai_api.OPERATOR_PATHS)

@@ -101,7 +101,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
                 async for request in requests:
                     await room.acquire()
                     tasks.create_task(serve(request))
-        except ExceptionGroup as errors:  # such as of a message that is no valid one
+        except ExceptionGroup as errors:  # for example from an invalid message
             raise errors.exceptions[0] from None
 
     async def _serve_streamed(

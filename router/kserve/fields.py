@@ -110,7 +110,7 @@ def _tensors(inputs: Mapping[str, Sequence[Element]]) -> Iterable[tuple[str, obj
 
 
 def _equal(value: object, other: object) -> bool:
-    if isinstance(value, list | dict) or isinstance(other, list | dict):  # perhaps many values
+    if isinstance(value, list | dict) or isinstance(other, list | dict):
         return value == other
     return str(value) == str(other)
 

@@ -46,7 +46,7 @@ class Admission:
         return self._lives.get((tenant, request_id))
 
     def check_capacity(self, num_requests: int) -> None:
-        """Raise `InvalidArgumentError` if so many requests could never be live at once."""
+        """Raise `InvalidArgumentError` if `num_requests` exceeds the limit on live requests."""
         if num_requests > self._max_live_requests:
             raise InvalidArgumentError(
                 "prompt",

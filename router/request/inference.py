@@ -41,7 +41,7 @@ from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 
 _MAX_ESCAPE_BYTES = 6
-"""Most bytes of JSON, such as \\u0041, for one of the text."""
+"""Most bytes of JSON for one byte of text, as in \\u0041."""
 _SEED_BITS = 63
 """Limits drawn seeds, so that they fit a signed 64-bit integer in every language."""
 
@@ -89,17 +89,17 @@ class Inference:
     async def check_capacity(self, num_requests: int, n: int) -> None:
         """Check that all requests of one call, with `n` outputs each, could be live at once.
 
-        Raises `InvalidArgumentError` if they could not, however often the call is repeated.
+        Raises `InvalidArgumentError` if they could not, so that a retry is useless.
         """
         with _refusals_counted():
             self._admission.check_capacity(num_requests)
             await self._schedulers.check_capacity(num_requests * n)
 
     def check_quota(self, num_bytes: int) -> None:
-        """Check that the caller's tenant may begin a request, before its body is parsed.
+        """Check the quota of the caller's tenant before a body is parsed.
 
-        Raises `TooBusyError` if its quota is used up, or has too few tokens for a text of
-        `num_bytes`, however it is tokenized and escaped.
+        Raises `TooBusyError` if the quota is used up, or is too small for any JSON text of
+        `num_bytes`.
         """
         if not self._has_api_keys:
             return

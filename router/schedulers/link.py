@@ -115,7 +115,7 @@ class SchedulerLink:
         """Messages to the scheduler; None while there is no scheduler."""
         self._calls: SchedulerCalls | None = None
         self._limit = asyncio.timeout(None)
-        """Ends the present stream when it expires."""
+        """Ends the current stream when it expires."""
         self._why_expired = ""
         self._backoff_s = _MIN_BACKOFF_S
         self._is_urgent = asyncio.Event()
@@ -176,11 +176,11 @@ class SchedulerLink:
     # --- for the owner --------------------------------------------------------------------------
 
     def leave_superseded(self, epoch: int) -> None:
-        """End the stream: the scheduler of `epoch` has its workers now."""
-        self._expire(f"epoch {epoch} has its workers now")
+        """End the stream, because the scheduler with `epoch` has taken over its workers."""
+        self._expire(f"the scheduler with epoch {epoch} has taken over its workers")
 
     def hurry(self) -> None:
-        """Try again to connect, at once and then soon: a scheduler is missed."""
+        """Retry the connection now, and with the shortest backoff, since a scheduler is missing."""
         self._backoff_s = _MIN_BACKOFF_S
         self._is_urgent.set()
 

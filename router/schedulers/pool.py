@@ -318,11 +318,11 @@ class Schedulers:
         self._model = together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
-        """Move the live requests of lost and of superseded schedulers to this one."""
+        """Move the live requests of lost and superseded schedulers to a connected one."""
         for other in self._links:
             self._move_all(other, [link])
             if other.is_connected and other.epoch in link.superseded_epochs:
-                other.leave_superseded(link.epoch)  # then it is lost, and its requests are moved
+                other.leave_superseded(link.epoch)  # `changed` then moves its requests
         self._update_health()
 
     def changed(self, link: SchedulerLink) -> None:

@@ -25,7 +25,7 @@ class TextThreads:
         self._tenant_to_tasks: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = (
             OrderedDict()
         )
-        """Those that wait; the first tenant is the next, then becomes the last."""
+        """Waiting tasks by tenant; the first tenant is served next and then becomes the last."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=kind)
 
     @property
@@ -67,7 +67,7 @@ class TextThreads:
             return
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - the caller's, as of any executor
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller
             future.set_exception(error)
 
     def _end(self, _: "Future[Any]") -> None:
