@@ -199,7 +199,7 @@ def test_streams_survive_a_worker_that_hangs(
     before = own.metrics(own.scheduler)["quire_recomputed_tokens_total"]
     own.worker.signal(signal.SIGSTOP)
     try:
-        _wait_for_status(own, own.scheduler, 503, "said nothing")
+        _wait_for_status(own, own.scheduler, 503, "been silent")
     finally:
         own.worker.signal(signal.SIGCONT)
     _wait_for_status(own, own.scheduler, 200, "ready")
@@ -213,7 +213,7 @@ def test_streams_survive_a_scheduler_that_hangs(
 ):
     own.scheduler.signal(signal.SIGSTOP)
     try:
-        _wait_for_status(own, own.router, 503, "said nothing")
+        _wait_for_status(own, own.router, 503, "been silent")
     finally:
         own.scheduler.signal(signal.SIGCONT)
     _assert_as_unfailed(readers, unfailed)

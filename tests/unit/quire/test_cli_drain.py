@@ -75,10 +75,14 @@ SERVICE = ServiceInfo(
 @pytest.mark.parametrize(
     ("services", "argv", "problem"),
     [
-        ([], [], "--http-port: is not given: 0 services"),
-        ([SERVICE, SERVICE], [], "2 services"),
-        ([SERVICE], ["--http-port", "8001"], "--http-port: 8001: 0 services"),
-        ([SERVICE], ["worker-1"], "worker-1: no such process; there are worker-0, scheduler"),
+        ([], [], "--http-port: unset: it must select one service; it selects 0"),
+        ([SERVICE, SERVICE], [], "it selects 2"),
+        (
+            [SERVICE],
+            ["--http-port", "8001"],
+            "--http-port: 8001: it must select one service; it selects 0",
+        ),
+        ([SERVICE], ["worker-1"], "worker-1: no such process; it must be one of worker-0"),
     ],
 )
 def test_what_cannot_be_restarted_is_an_error(services, argv, problem, monkeypatch, capsys):

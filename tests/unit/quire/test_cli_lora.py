@@ -81,11 +81,11 @@ async def test_what_is_refused_is_one_line_and_exit_code_1(scheduler, capsys):
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (["load"], "load: must be followed by NAME=DIR; '' is not"),
-        (["load", "sql"], "load: must be followed by NAME=DIR; 'sql' is not"),
-        (["unload"], "unload: must be followed by NAME; '' is not"),
-        (["unload", "sql=x"], "unload: must be followed by NAME; 'sql=x' is not"),
-        (["list", "sql"], "list: takes no adapter, and 'sql' is given"),
+        (["load"], "load: needs NAME=DIR; '' has another form"),
+        (["load", "sql"], "load: needs NAME=DIR; 'sql' has another form"),
+        (["unload"], "unload: needs NAME; '' has another form"),
+        (["unload", "sql=x"], "unload: needs NAME; 'sql=x' has another form"),
+        (["list", "sql"], "list: takes no adapter, but 'sql' is given"),
         (["drop", "sql"], "action"),
     ],
 )
@@ -106,4 +106,4 @@ async def test_help_teaches(capsys):
 async def test_it_needs_a_scheduler(capsys, monkeypatch):
     monkeypatch.setattr(target, "running_services", lambda: iter(()))
     assert await run("unload", "sql") == 1
-    assert "--scheduler: is not given, and 0 services" in capsys.readouterr().err
+    assert "--scheduler: is not set, and 0 services" in capsys.readouterr().err

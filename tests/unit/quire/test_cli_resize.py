@@ -76,10 +76,10 @@ async def test_one_size_must_be_given(sizes, capsys):
     with pytest.raises(SystemExit) as caught:
         await run("--scheduler", "unix:/nowhere", *sizes)
     assert caught.value.code == 2
-    assert "one of --blocks and --gib must be given" in capsys.readouterr().err
+    assert "one of --blocks and --gib must be set" in capsys.readouterr().err
 
 
 async def test_it_needs_a_scheduler(capsys, monkeypatch):
     monkeypatch.setattr(target, "running_services", lambda: iter(()))
     assert await run("--blocks", "100") == 1
-    assert "--scheduler: is not given, and 0 services" in capsys.readouterr().err
+    assert "--scheduler: is not set, and 0 services" in capsys.readouterr().err

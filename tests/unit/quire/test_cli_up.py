@@ -257,7 +257,7 @@ def test_commands_without_a_service_say_so(machine):
     output, _ = down.communicate(timeout=TIMEOUT_S)
     assert (down.returncode, output) == (
         1,
-        "quire: --http-port: 1234: no service of yours is there\n",
+        "quire: --http-port: 1234: no service of yours has this port\n",
     )
 
 

@@ -134,7 +134,9 @@ async def test_what_is_loaded_is_listed_when_the_call_returns(router):
 
 
 async def test_an_adapter_cannot_have_the_models_name(router):
-    with pytest.raises(InvalidArgumentError, match="name is 'tiny', which is what requests call"):
+    with pytest.raises(
+        InvalidArgumentError, match="name is 'tiny', which is the name of the model"
+    ):
         await operated(router).load_adapter("tiny", "/adapters/a", "unix:")
     assert router.scheduler.adapters == ()
 

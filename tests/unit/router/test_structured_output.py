@@ -58,8 +58,8 @@ def test_a_grammar_admits_what_the_form_does(tokenizer, form, good, bad):
 @pytest.mark.parametrize(
     ("form", "field", "problem"),
     [
-        ({"json_schema": "{"}, "json_schema", "is no JSON schema"),
-        ({"json_schema": "[]"}, "json_schema", "is no JSON schema: Expecting object"),
+        ({"json_schema": "{"}, "json_schema", "is not a JSON schema"),
+        ({"json_schema": "[]"}, "json_schema", "is not a JSON schema: Expecting object"),
         ({"json_schema": '{"type": "objec"}'}, "json_schema", "objec"),
         ({"json_schema": '{"not": {}}'}, "json_schema", "not"),
         ({"json_schema": '{"$ref": "#"}'}, "json_schema", 'has "$ref": "#", which leads back'),

@@ -66,7 +66,7 @@ async def test_the_system_resolves_a_name_to_one_family():
 @pytest.mark.parametrize(
     ("targets", "problem"),
     [
-        ([], "names none"),
+        ([], "is empty"),
         (["a:1", "b:1", "a:1"], "names a:1 twice"),
         (["dns:worker"], "has dns:worker, which must be dns:HOST:PORT"),
         (["dns::1"], "must be dns:HOST:PORT"),

@@ -83,7 +83,7 @@ def test_settings_are_frozen():
         (["--drain-s", "inf"], "--drain-s: inf: Input should be a finite number"),
         (["--max-message-mb", "0"], "--max-message-mb: 0: Input should be greater than"),
         (["--log-level", "loud"], "--log-level: loud: Input should be 'debug', 'info'"),
-        (["--uds", "/" + "x" * 107], "x: has 108 bytes; a socket's path may have at most 107"),
+        (["--uds", "/" + "x" * 107], "x: has 108 bytes; a socket's path must have at most 107"),
     ],
 )
 def test_a_bad_value_is_one_line_with_flag_value_and_limit(capsys, argv, line):

@@ -39,7 +39,7 @@ async def test_a_step_is_shown_in_full(folder, worker, connect, capsys):
     assert main(["replay", str(path), "--step", "1"]) == 0
     assert "sequence 1 in row 0: 0 of its 5 tokens computed" in capsys.readouterr().out
     assert main(["replay", str(path), "--step", "1000"]) == 1
-    assert "--step: 1000: is not in it; it has steps 1 to" in capsys.readouterr().err
+    assert "--step: 1000: it must be one of the steps 1 to" in capsys.readouterr().err
 
 
 async def test_a_damaged_recording_exits_with_one(folder, worker, connect, capsys):

@@ -191,7 +191,7 @@ def test_a_models_vocabulary_is_read_and_flags_go_before_it(tmp_path):
     [
         ({"eos_token_ids": (9,), "vocab_size": 9}, r"eos-token-ids has 9; ids must be in \[0, 8\]"),
         ({"mean_output_len": 5.0}, "mean-output-len is set; that needs --model or --eos-token-ids"),
-        ({"vocab_size": 1, "eos_token_ids": (0,)}, "all of its tokens are end tokens"),
+        ({"vocab_size": 1, "eos_token_ids": (0,)}, "it must exceed the number of end tokens"),
         ({"model": Path("/nothing")}, "config.json cannot be read"),
     ],
 )
@@ -204,7 +204,7 @@ def test_what_cannot_be_simulated_is_said(changes, message):
     ("argv", "message"),
     [
         (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "must be at least max_num_seqs"),
-        (["--grpc-port", "0", "--count", "2"], "grpc_port is 0; 2 workers need as many ports"),
+        (["--grpc-port", "0", "--count", "2"], "grpc_port is 0; 2 workers need that many ports"),
         (["--speedup", "0"], "--speedup: 0"),
         (["--disk-kv-memory-gb", "1"], "disk_kv_memory_gb is 1.0; it must be 0 without host_kv"),
         (["--eos-token-ids", "x"], "--eos-token-ids: x"),
