@@ -1,4 +1,4 @@
-"""What deploy/ and compose.yaml say agrees with itself and with the processes' settings."""
+"""deploy/ and compose.yaml agree with each other and with the processes' settings."""
 
 import json
 import re
@@ -31,7 +31,7 @@ FILES = {
 
 
 def _default(value: str) -> str:
-    """The value of a variable of compose.yaml for somebody who has set none."""
+    """The default of a variable of compose.yaml."""
     return re.sub(r"\$\{\w+:-(.*?)\}", r"\1", value)
 
 

@@ -1,4 +1,4 @@
-"""The reference in docs/reference is what the code says, and has all of it."""
+"""The reference in docs/reference equals the generated one, and is complete."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What every worker does that speaks worker.proto, the real one and the simulated one alike."""
+"""The behaviour of every worker by worker.proto, tested with the real and the simulated one."""
 
 import grpc
 import grpc.aio
@@ -23,7 +23,7 @@ from tests.served_worker import failure
 
 
 async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
-    """The KV stays in its blocks, under their labels; the tokens come out as they would have."""
+    """The KV stays in its labelled blocks, and the tokens are the same as without a change."""
     expected = await run_alone(worker, 1, num_steps=6)
     await attach(worker, 2)
     call = worker.Execute()
@@ -119,7 +119,7 @@ async def test_a_wrong_number_of_decodes_ends_the_stream_as_internal(worker):
     code, message = await failure(call)
     assert code is grpc.StatusCode.INTERNAL
     assert "num_decodes is 2, but 1 rows decode in step 2" in message
-    # It goes on for a scheduler that starts over.
+    # It works for a scheduler that attaches again.
     await attach(worker)
     assert (await ask(worker.Execute(), first_batch())).step_id == 1
 
@@ -179,7 +179,7 @@ async def test_a_table_that_is_too_short_ends_the_stream(worker):
     await attach(worker)
     call = worker.Execute()
     await ask(call, first_batch())
-    await ask(call, batch(2, 1))  # the last slot of its block
+    await ask(call, batch(2, 1))  # computes the last slot of its block
     await call.write(batch(3, 1))
     code, details = await failure(call)
     assert code is grpc.StatusCode.INVALID_ARGUMENT

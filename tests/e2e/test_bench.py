@@ -1,4 +1,4 @@
-"""`quire bench` measures a service that it starts, and shows where its time goes."""
+"""`quire bench` measures a service that it starts, and shows where the time of a step goes."""
 
 import json
 import os

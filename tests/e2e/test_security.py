@@ -1,4 +1,4 @@
-"""A service whose processes call each other by TCP, all with certificates, and ask for API keys."""
+"""A service with API keys whose processes call each other over TCP with mutual TLS."""
 
 import json
 import ssl
@@ -49,7 +49,7 @@ class Service:
             eventually(lambda: self.models(client), "the router is ready", START_S)
 
     def start(self, module, *flags):
-        """Starts a process; gives its gRPC target."""
+        """Starts a process, and returns its gRPC target."""
         child = self.children[module]
         child.start(["--http-port=0", *flags, *self.files.flags()])
 

@@ -10,7 +10,7 @@ THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def huge_bytes(address):
-    """Of the mapping at an address, what is on huge pages."""
+    """The bytes on huge pages in the mapping at an address."""
     is_here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split(" ", 1)[0]

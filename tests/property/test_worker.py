@@ -1,4 +1,4 @@
-"""The fake worker itself: it must fail where a plan asks for what the contract forbids."""
+"""The fake worker itself: it must fail if a plan breaks the contract."""
 
 from dataclasses import replace
 
@@ -21,12 +21,12 @@ CONFIG = SchedulerConfig(
     num_host_blocks=3,
     num_disk_blocks=3,
 )
-PROMPT = [0, 1, 0]  # what follows it is known not to stop at once
+PROMPT = [0, 1, 0]  # its output does not stop at once
 NOTHING = Plan(step_id=1, num_decodes=0)
 
 
 def make_worker():
-    """Return one that has computed PROMPT in blocks 0 and 1, and ends no disk move by itself."""
+    """Return a worker with PROMPT in blocks 0 and 1, whose disk moves end only on demand."""
     worker = FakeWorker(CONFIG)
     worker.disk.ends_per_step = 0
     new = NewSequence(

@@ -1,4 +1,4 @@
-"""What all benchmarks share: turns and their ratios, tables, the command line, the clock."""
+"""The benchmarks' harness: turns and their ratios, tables, the command line, the clock."""
 
 import json
 import sys

@@ -61,7 +61,7 @@ async def test_generate_reads_standard_input(served, monkeypatch):
     ],
 )
 async def test_failure_is_one_line_and_exit_code_1(served, capsys, prompt, message):
-    served.fake.retry_after_s = 0.01  # it comes again as often as it may
+    served.fake.retry_after_s = 0.01  # it retries as often as allowed
     assert await run("generate", prompt, "--target", served.target) == 1
     assert capsys.readouterr().err == f"quire: {message}\n"
 

@@ -1,4 +1,4 @@
-"""`quire drain` against a fake of a process, and what `quire restart` says of what is not there."""
+"""`quire drain` against a fake of a process, and errors of `quire restart`."""
 
 import asyncio
 

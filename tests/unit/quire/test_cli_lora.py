@@ -55,7 +55,7 @@ async def test_they_are_loaded_listed_and_unloaded(scheduler, capsys):
     where = ("--scheduler", scheduler.target)
     assert await run(*where) == 0
     assert await run("load", "sql=/adapters/sql", *where) == 0
-    assert await run("load", "chatty=adapters/c", *where) == 0  # from where the user is
+    assert await run("load", "chatty=adapters/c", *where) == 0  # relative to the working directory
     assert await run("load", "sql=/adapters/sql", *where) == 0
     scheduler.leaving.add("sql")
     assert await run("list", *where) == 0

@@ -1,4 +1,4 @@
-"""Flags, their environment variables, and what becomes of them in the processes' command lines."""
+"""Flags, their environment variables, and the processes' command lines made of them."""
 
 import socket
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_only_the_router_gets_no_ui():
 
 
 def test_only_the_router_is_told_to_obey_operators_from_this_machine():
-    """It alone listens at TCP."""
+    """Only the router listens on TCP."""
     obeying = {
         flags: [spec.name for spec in plan(parse_up(*flags)).specs if "--local-drain" in spec.argv]
         for flags in ((), ("--local-drain",))

@@ -28,7 +28,7 @@ def spec(name: str, code: str, *argv: str, stop_group: int = 0) -> ProcessSpec:
 
 
 class Harness:
-    """A supervisor whose reports and changes can be waited for."""
+    """A supervisor with waits for its reports and changes."""
 
     def __init__(self, specs: list[ProcessSpec], log_dir: Path, drain_s: float = 10.0) -> None:
         self.reports: list[str] = []

@@ -147,7 +147,7 @@ def test_tiers_are_added_up_over_the_workers():
     ("counts", "cells"),
     [
         ({"held": 1, "cached": 0, "free": 1}, "█████░░░░░"),
-        ({"held": 1, "cached": 1, "free": 10_000}, "██░░░░░░░░"),  # a little is not nothing
+        ({"held": 1, "cached": 1, "free": 10_000}, "██░░░░░░░░"),  # a small share is still visible
         ({"shared": 1, "held": 1, "cached": 1}, "██████████"),
         ({"held": 0, "free": 0}, ""),
     ],

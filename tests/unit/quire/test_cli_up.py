@@ -17,7 +17,7 @@ FAKES = Path(__file__).parent / "fakes"
 
 
 class Machine:
-    """A temporary directory, services found in it only, and the `quire` commands run so far."""
+    """A temporary directory that holds all services, and the `quire` commands run so far."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,7 +106,7 @@ def test_children_end_with_a_supervisor_that_is_killed_outright(machine):
     (service,) = machine.services
     process.kill()
     until(lambda: not any(map(is_alive, pids(service))))
-    until(lambda: machine.services == [])  # its lock goes with the last of its threads
+    until(lambda: machine.services == [])  # its lock is released with its last thread
 
 
 def test_dead_child_is_restarted_and_a_line_says_so(machine):

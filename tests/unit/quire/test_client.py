@@ -138,7 +138,7 @@ async def test_service_that_is_not_there_is_unavailable():
 
 async def test_deadline_reaches_the_service(served):
     timeout_s = 0.2
-    while not served.fake.requests:  # on a busy machine it may be over before it comes so far
+    while not served.fake.requests:  # on a busy machine it may time out before it arrives
         with pytest.raises(DeadlineExceededError):
             await synchronously(
                 served.target, lambda c, s=timeout_s: list(c.generate("endless", timeout_s=s))

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, between a gRPC client and a scheduler that we play."""
+"""The Open Inference Protocol, between a gRPC client and a fake scheduler."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def raw_text(*texts):
 
 
 def request(text="hello", *, raw=True, json_fields=None, parameters=None, **kwargs):
-    """One with the text, and the fields in any of the three ways; `kwargs` are tensors."""
+    """A request with the text, and fields in any of the three ways; `kwargs` are tensors."""
     message = pb.ModelInferRequest(model_name="tiny", id="7")
     tensors = [("text_input", "BYTES", [text])]
     if json_fields is not None:
@@ -327,7 +327,7 @@ async def test_a_bad_request_does_not_end_a_stream(process):
     response = await call.read()
     assert response.error_message == "temperature is -1.0; it must be in [0, 100]"
     assert (response.infer_response.id, final(response)) == ("7", True)
-    # One that is not streamed has one response.
+    # A request that is not streamed has one response.
     await call.write(request(exclude_input_in_output=("BOOL", [True])))
     key = (await process.scheduler.submits.get()).first_seq_key
     await process.scheduler.step({key: process.router.tokens("abc")}, finished={key: LENGTH})
@@ -344,7 +344,7 @@ async def test_a_stream_that_is_cancelled_ends_its_requests(process):
     await call.write(request(stream=("BOOL", [True])))
     keys = {(await process.scheduler.submits.get()).first_seq_key for _ in range(2)}
     call.cancel()
-    while keys:  # in one message or two
+    while keys:  # they come in one message or two
         keys -= set(await process.scheduler.cancels.get())
     with pytest.raises(asyncio.CancelledError):
         await call.read()

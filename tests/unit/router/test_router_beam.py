@@ -1,4 +1,4 @@
-"""A beam search between its reader and a scheduler: what is refused, what is told, what comes."""
+"""A beam search at the router: refusals, the message to the scheduler, and the outputs."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Streams over HTTP that break are gone on with by the id of the last event that was read."""
+"""Broken HTTP streams continue with the id of the last event that was read."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ def text_of(choice):
 
 
 async def break_off(router, http, path, body, tokens):
-    """Starts a stream, reads an event and leaves; gives text and id of that, and the submit."""
+    """Starts a stream, reads an event and disconnects; returns its text, its id, and the submit."""
     calling = asyncio.create_task(http.post(path, json=body, headers=RESUMABLE))
     submit = await router.scheduler.submits.get()
     await router.scheduler.step({submit.first_seq_key: tokens})
@@ -65,7 +65,7 @@ async def break_off(router, http, path, body, tokens):
 
 
 async def go_on(router, http, path, body, event_id, submit, tokens, num_known, *, ended=False):
-    """Goes on with it elsewhere; gives the events."""
+    """Continues the stream with a new call; returns the events."""
     headers = {"Last-Event-ID": event_id}
     calling = asyncio.create_task(http.post(path, json=body, headers=headers))
     asked = await router.scheduler.resumes.get()

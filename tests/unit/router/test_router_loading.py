@@ -1,4 +1,4 @@
-"""Models that leave and come back, as a router's operators and clients see it."""
+"""Models that are unloaded and loaded, as a router's operators and clients see it."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def operated(schedulers, check_operator=None):
 
 
 async def reconnect(router):
-    """Has the scheduler come back as it is by now."""
+    """Reconnect the scheduler with its present state."""
     await router.scheduler.stop()
     lost = asyncio.Event()
     router.health.on_change(lambda: None if router.health.ready else lost.set())

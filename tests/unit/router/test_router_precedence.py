@@ -1,4 +1,4 @@
-"""Priority and tenant: what metadata may say, and what of it is checked."""
+"""Priority and tenant in metadata, and their checks."""
 
 import pytest
 

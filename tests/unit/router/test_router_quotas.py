@@ -1,4 +1,4 @@
-"""Quotas: what is counted when, what is given back, and when to come again."""
+"""Quotas: when usage is counted and returned, and when to retry."""
 
 import pytest
 
@@ -92,7 +92,7 @@ def test_a_request_that_is_resumed_is_in_flight_once_until_it_ends():
     again = quota.begin("a", 1.0)
     again.take_up("r", 60)
     with pytest.raises(TooBusyError, match="60 tokens in flight"):
-        quota.begin("a", 31.0).reserve(41, 31.0)  # it lives: no period is over
+        quota.begin("a", 31.0).reserve(41, 31.0)  # it is live, so no period is over
     again.end(20)
     quota.begin("a", 31.0).reserve(100, 31.0)
 

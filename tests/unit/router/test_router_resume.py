@@ -1,4 +1,4 @@
-"""Resuming through a router: what its client has is left out, and who left is told of."""
+"""Resuming through a router: the client's part is skipped, and leaving is reported."""
 
 import asyncio
 from dataclasses import replace
@@ -41,7 +41,7 @@ def news(keys, tokens, *, ended=(), **fields):
 
 
 async def resume(router, submit, tokens, request=NOTHING, *, ended=False, **fields):
-    """Resumes a request with one output that has `tokens`; gives it, and its key."""
+    """Resumes a request with one output that has `tokens`; returns it and its key."""
     resuming = asyncio.create_task(router.inference.resume(request))
     asked = await router.scheduler.resumes.get()
     assert (asked.request_id, asked.tenant) == (request.request_id, request.tenant)
@@ -154,7 +154,7 @@ async def test_log_probabilities_go_with_their_tokens_or_are_refused_by_name(rou
     await live.aclose()
     logprobs = [
         scheduler_pb2.IndexedLogprob(index=i, logprob=common_pb2.TokenLogprob(logprob=-i))
-        for i in (1, 2)  # of token 0 it was lost with a scheduler
+        for i in (1, 2)  # token 0's was lost with a scheduler
     ]
     request = replace(NOTHING, received={0: OutputReceived(1)}, has_prompt_scores=True)
     live, _ = await resume(router, submit, [9, 9, 9], request, logprobs=logprobs)

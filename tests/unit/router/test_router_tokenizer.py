@@ -95,7 +95,7 @@ def test_what_a_template_refuses_is_the_clients_fault_in_its_words():
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ messages.append(1) }}",  # changes what is not its own
+        "{{ messages.append(1) }}",  # changes its input
         "{{ ''.__class__.__mro__ }}",  # leaves the sandbox
         "{{ messages[0].content + 1 }}",  # content of another type than it expects
     ],

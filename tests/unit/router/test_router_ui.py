@@ -1,4 +1,4 @@
-"""The web page's routes: its files, and the JSON that it is made of."""
+"""The web page's routes: its files, and its JSON."""
 
 import asyncio
 import re
@@ -30,7 +30,7 @@ async def http(model_dir, tmp_path):
 
 
 class served:  # noqa: N801 - used as a function
-    """A router, and what calls it."""
+    """A router, and an HTTP client."""
 
     def __init__(self, model_dir, tmp_path, **flags):
         self._settings = RouterSettings(

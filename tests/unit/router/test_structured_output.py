@@ -1,4 +1,4 @@
-"""Which forms become a grammar, and how those that do not are refused."""
+"""Which forms become a grammar, and how other forms are refused."""
 
 from pathlib import Path
 

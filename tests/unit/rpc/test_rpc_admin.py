@@ -1,4 +1,4 @@
-"""The drain call: who may make it, and what it reports."""
+"""The drain call: its permissions, and its reports."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Targets that an operator lists, and names that stand for several."""
+"""Listed targets, and DNS names that stand for several targets."""
 
 import socket
 
@@ -8,7 +8,7 @@ from rpc.peers.discovery import Discovery, DnsResolver, check_targets
 
 
 class FakeResolver:
-    """Answers what it is told to; what is no tuple is raised."""
+    """Returns a test's answer; an answer that is no tuple is raised."""
 
     def __init__(self, **answers):
         self.answers = answers

@@ -69,7 +69,7 @@ def faulty_service(fault):
 
 
 async def call(channel, kind, request=b"now"):
-    """Give the messages received."""
+    """Return the received messages."""
     method = getattr(channel, kind)(f"/quire.test.Faulty/{kind}")
 
     async def requests():
@@ -83,7 +83,7 @@ async def call(channel, kind, request=b"now"):
 
 @pytest.fixture
 def raising(run_server, settings):
-    """Run a service whose methods raise `error`, and give the status that a client sees."""
+    """Run a service whose methods raise `error`, and return the client's status."""
 
     async def observe(error, kind="unary_unary", request=b"now"):
         async def fault(_context):
@@ -262,7 +262,7 @@ def test_the_table_covers_every_error_there_is():
 
 
 def all_subclasses():
-    """Those with a status of their own; the others are INTERNAL, as `QuireError` is."""
+    """Errors with a status of their own; the others are INTERNAL, like `QuireError`."""
     return {
         kind
         for kind in errors.QuireError.__subclasses__()

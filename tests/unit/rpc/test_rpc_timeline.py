@@ -1,4 +1,4 @@
-"""What a process records of itself; each in a process of its own, as it is once per process."""
+"""A process's timeline; each test runs a process, because it is configured once per process."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Which epoch a scheduler takes, and when one that stands by begins."""
+"""Which epoch a scheduler takes, and when a standby takes over."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
 
 class BusyWorker(FakeWorker):
-    """Answers every other time."""
+    """A worker that answers every other call."""
 
     async def DescribeDevice(self, request, context):  # noqa: N802
         answer = await super().DescribeDevice(request, context)

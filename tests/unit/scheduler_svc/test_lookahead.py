@@ -1,4 +1,4 @@
-"""When the next step goes out, while one is in flight."""
+"""When the next step is sent, while one is in flight."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 async def learn_step_time(router, worker, execute_s):
-    """Let the scheduler have seen a prompt of four tokens, and a decode, that take so long."""
+    """Let the scheduler learn from a prompt of four tokens and a decode of this duration."""
     worker.execute_s = execute_s
     await router.submit(0, [1, 2, 3, 4], max_tokens=2)
     await router.read_until_finished(0)

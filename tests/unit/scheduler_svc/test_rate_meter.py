@@ -1,4 +1,4 @@
-"""What a worker's steps tell of its pace."""
+"""A worker's rates, measured from its steps."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from scheduler_svc.observers.rate_meter import RateMeter
 
 
 def measure(*steps, max_prompt_tokens=None) -> Rates:
-    """Of steps (prompt tokens, decodes, seconds), where 100 tokens keep the device busy."""
+    """The rates after steps (prompt tokens, decodes, seconds); 100 tokens keep the device busy."""
     meter = RateMeter(busy_step_tokens=100)
     for num_prompt_tokens, num_decodes, _ in steps:
         meter.sent(

@@ -1,4 +1,4 @@
-"""What a recording holds, what its format says, and what is refused as damaged."""
+"""The contents and the format of a recording, and damaged ones."""
 
 import struct
 from zlib import crc32

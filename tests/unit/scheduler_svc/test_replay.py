@@ -252,7 +252,7 @@ def test_a_plan_is_shown_in_full(recorded):
 
 
 class DriverWithoutTime(Driver):
-    """A driver whose worker has time for a few tokens of prompts only."""
+    """A driver whose pacer allows only a few prompt tokens."""
 
     def schedule(self):
         bounds = (self.dice.choice([None, 0, 1, 3]), self.dice.choice([None, 1, 2]))
@@ -272,7 +272,7 @@ def test_a_run_in_which_prompts_are_bounded_replays_the_same(tmp_path):
 
 
 class DriverOfMoves(Driver):
-    """A driver who lets requests leave the core and come back to it."""
+    """A driver in which requests leave the core and come back."""
 
     def schedule(self):
         super().schedule()

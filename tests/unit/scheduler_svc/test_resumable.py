@@ -1,4 +1,4 @@
-"""Requests that may be resumed: whose each is, what is kept of it, and for how long."""
+"""Resumable requests: which stream has each, what is kept of it, and for how long."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def streams():
 
 
 def submit(streams, stream, request_id="r", *, key=0, n=1, tenant="", deadline=None, **fields):
-    """What the servicer does with a resumable request."""
+    """Submit a resumable request like the servicer."""
     request = Request(
         stream.source,
         key,
@@ -78,7 +78,7 @@ def tokens_by_key(step):
 
 @pytest.mark.parametrize("num_steps", [3, 16, 200])
 async def test_who_resumes_gets_all_that_came_and_all_that_comes(streams, num_steps):
-    """Also when the news are taken in a batch at a time, in the middle."""
+    """Also if it is resumed between two batches of stored events."""
     first = streams.open("a")
     submit(streams, first, key=5, n=2)
     for step in range(num_steps):
@@ -96,9 +96,9 @@ async def test_who_resumes_gets_all_that_came_and_all_that_comes(streams, num_st
         40: list(range(1000, 1000 + num_steps)),
         41: list(range(num_steps + 1)),
     }
-    news = (await second.next_message()).step
-    assert tokens_by_key(news) == {40: [8], 41: [9]}
-    assert [end.seq_key for end in news.finished] == [41]
+    events = (await second.next_message()).step
+    assert tokens_by_key(events) == {40: [8], 41: [9]}
+    assert [end.seq_key for end in events.finished] == [41]
 
 
 async def test_everything_that_is_not_a_token_is_kept_too(streams):
@@ -177,7 +177,7 @@ async def test_a_request_moves_on_from_stream_to_stream(streams):
     streams.deliver({routers[0].source: output([0], [2])})
     resume(streams, routers[2], 70)
     assert tokens_by_key((await next_resumed(routers[2])).so_far) == {70: [1, 2]}
-    resume(streams, routers[0], 90)  # back on the stream where it began, under another name
+    resume(streams, routers[0], 90)  # back on its first stream, with other keys
     assert tokens_by_key((await next_resumed(routers[0])).so_far) == {90: [1, 2]}
     streams.deliver({routers[0].source: output([0], [3])})
     assert tokens_by_key((await routers[0].next_message()).step)[90] == [3]

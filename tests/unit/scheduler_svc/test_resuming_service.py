@@ -13,7 +13,7 @@ ABORTED, NOT_FOUND = 10, 5
 
 
 async def begin(router, worker, **options):
-    """A request whose first tokens are there; the worker rests."""
+    """Start a request; it has its first tokens, and the worker is paused."""
     await router.submit(7, PROMPT, n=2, max_tokens=30, resume_record=b"x", **options)
     await router.read_until(lambda: len(router.tokens.get(8, ())) >= 3)
     worker.pause()
@@ -74,7 +74,9 @@ async def test_what_the_router_before_says_late_ends_nothing(folder, worker, con
         await begin(first, worker)
         await second.resume("request-7", 40)
         await second.read_until(lambda: 40 in second.resumed)
-        await getattr(first, last_word)(7, 8)  # as if it had not heard yet that it is over
+        await getattr(first, last_word)(
+            7, 8
+        )  # as if it did not know yet that the request has moved
         await first.submit(20, PROMPT, max_tokens=1)
         worker.resume()
         await first.read_until_finished(20)

@@ -1,4 +1,4 @@
-"""One router's stream: what is merged for a slow reader, and when one is given up."""
+"""One router's stream: events merged for a slow reader, and when a router is given up."""
 
 import asyncio
 

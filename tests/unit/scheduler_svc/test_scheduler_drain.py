@@ -1,4 +1,4 @@
-"""A scheduler that is told to end: it leaves its requests to the next one."""
+"""A scheduler that drains leaves its requests to the next one."""
 
 import grpc
 import pytest
@@ -70,7 +70,7 @@ async def test_next_scheduler_goes_on_where_the_one_before_was_told_to_end(folde
 async def test_what_nobody_claims_from_the_next_scheduler_keeps_nobody_waiting_for_long(
     folder, worker, connect, monkeypatch
 ):
-    """Though nothing else happens that would have the scheduler look."""
+    """Although no other event wakes the scheduler up."""
     for module in ("workers.session", "core.handover.takeover"):
         monkeypatch.setattr(f"scheduler_svc.{module}.REUNION_S", 0.2)
     worker.info.num_blocks = 8

@@ -1,4 +1,4 @@
-"""When a worker, a connection or a scheduler is lost, and what becomes of the sequences."""
+"""The sequences of a lost worker, connection or scheduler."""
 
 import asyncio
 import sys

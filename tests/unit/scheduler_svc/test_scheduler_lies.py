@@ -1,4 +1,4 @@
-"""A worker that lies loses its link, with the reason in the log; nobody else loses anything."""
+"""A worker that sends wrong results loses its link, with the reason in the log; others do not."""
 
 import re
 

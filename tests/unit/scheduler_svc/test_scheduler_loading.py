@@ -27,7 +27,7 @@ OTHER = "/other"
 
 
 class Router(FakeRouter):
-    """One that also operates."""
+    """A fake router that also makes operators' calls."""
 
     def __init__(self, target):
         super().__init__(target)
@@ -50,7 +50,7 @@ class Router(FakeRouter):
 
 @contextlib.asynccontextmanager
 async def service(folder, num_workers):
-    """A scheduler with so many workers attached, and a router."""
+    """A scheduler with `num_workers` attached, and a router."""
     workers = [FakeWorker(f"unix:{folder}/w{i}") for i in range(num_workers)]
     for worker in workers:
         await worker.start()
@@ -129,16 +129,16 @@ async def test_what_has_no_other_worker_waits_until_its_is_back(folder):
 
 
 async def test_routers_are_told_when_nobody_has_the_model(folder):
-    def told(router):
+    def unloaded_events(router):
         steps = [message.step for message in router.messages]
         return [step.is_unloaded for step in steps if step.HasField("is_unloaded")]
 
     async with service(folder, 2) as (_, router, first, second):
         await router.unload(first.target)
         await router.unload(second.target)
-        await router.read_until(lambda: told(router) == [True])
+        await router.read_until(lambda: unloaded_events(router) == [True])
         await router.load_models(first.target)
-        await router.read_until(lambda: told(router) == [True, False])
+        await router.read_until(lambda: unloaded_events(router) == [True, False])
 
 
 async def test_all_are_unloaded_and_loaded_if_none_is_named(folder):
@@ -195,7 +195,7 @@ async def test_one_whose_model_is_on_its_way_is_not_said_to_be_unloaded(folder):
         worker.loading.may_load.clear()
         loading = router.loading.Load(loading_pb2.LoadRequest())
         assert (await loading.read()).status == "loading weights"
-        loading.cancel()  # it goes on
+        loading.cancel()  # the load continues
         assert await refusal(router.unload()) == (
             "FAILED_PRECONDITION",
             f"worker {worker.target}: it is being loaded",
@@ -266,7 +266,7 @@ async def test_adapters_that_came_at_run_time_are_loaded_again(folder):
         assert worker.adapters.names == ["sql"]
         await router.submit(0, [1, 2], adapter=adapter("sql", "/a"))
         await router.read_until_finished(0)
-        # Another model has none of them.
+        # Another model has no adapters.
         await router.unload()
         await router.load_models(directory=OTHER)
         assert worker.adapters.names == []
@@ -285,7 +285,7 @@ async def test_however_long_adapters_take_a_load_waits_for_them(folder, monkeypa
         worker.adapters.was_asked.clear()
         worker.loading.may_load.clear()
         loading = asyncio.create_task(router.load_models())
-        worker.loading.is_unloaded = False  # so that its engine is at the adapters when it is told
+        worker.loading.is_unloaded = False  # so that its engine is loading adapters at that moment
         await worker.adapters.was_asked.wait()
         monkeypatch.setattr(loading_module, "_NOTICE_S", 0.01)
         worker.loading.may_load.set()

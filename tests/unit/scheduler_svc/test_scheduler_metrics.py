@@ -1,4 +1,4 @@
-"""What the scheduler's metrics, logs and liveness say of sessions that do nothing."""
+"""The scheduler's metrics, logs and liveness for idle sessions."""
 
 import asyncio
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from scheduler_svc.workers.session import Session
 
 
 class FakeLink:
-    """A worker that answers nothing, because it is asked nothing."""
+    """The link of an idle worker, which is never called."""
 
     lost = None
     info = SimpleNamespace(worker_id="w")

@@ -1,4 +1,4 @@
-"""A scheduler around a fake worker whose memory gets short: fewer run, and all get their tokens."""
+"""A scheduler with a fake worker whose memory gets short: fewer run, and all get their tokens."""
 
 import structlog
 from scheduler_fake_worker import expected_tokens
@@ -18,7 +18,7 @@ def level_of(scheduler, worker):
 
 
 async def press(scheduler, worker, router, level):
-    """Have the worker's next beat tell a level; return when the core knows."""
+    """Report a level with the worker's next heartbeat; return when the core knows it."""
     worker.memory_level = level
     while level_of(scheduler, worker) != level - OK:
         await router.load()

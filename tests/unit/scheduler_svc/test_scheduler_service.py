@@ -1,4 +1,4 @@
-"""The scheduler process over real gRPC, between a fake worker and a fake router."""
+"""The scheduler process with real gRPC, between a fake worker and a fake router."""
 
 import time
 
@@ -42,7 +42,7 @@ async def test_welcome_names_epoch_and_the_length_that_the_pool_allows(folder, c
 
 
 async def test_two_steps_are_in_flight(folder, worker, connect):
-    worker.hold_results_for_batches = 5  # result n only when batch n + 1 is there
+    worker.hold_results_for_batches = 5  # result n comes only after batch n + 1
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
         await router.submit(0, [1, 2, 3], max_tokens=20)
@@ -219,7 +219,7 @@ async def test_slow_router_gets_several_steps_in_one_message(folder, worker, con
         for key in range(40):
             await router.submit(key, [key + 1, 2], max_tokens=150, logprobs=20)
         await router.wait_for_load(lambda load: num_live(load) > 0)
-        await router.wait_for_load(is_idle)  # all is computed, and nothing read
+        await router.wait_for_load(is_idle)  # everything is computed, and nothing is read
         await router.read_until_finished(*range(40))
     assert len(router.messages) < len(worker.answered)
     for key in range(40):
@@ -235,7 +235,7 @@ async def test_request_too_long_for_one_worker_goes_to_another(folder, worker, c
         small.attach_error = None
         await router.wait_for_load(lambda load: load.num_workers == 2)
         worker.pause()
-        for key in range(3):  # now it has more than the small one
+        for key in range(3):  # now it has more sequences than the small one
             await router.submit(key, [key], max_tokens=60)
         await router.submit(3, [7], max_tokens=600)
         await router.read_until(lambda: router.refused)

@@ -1,4 +1,4 @@
-"""Between a router's messages and the core: requests in, news out."""
+"""Conversion of a router's messages to requests, and of the core's events to messages."""
 
 from dataclasses import replace
 

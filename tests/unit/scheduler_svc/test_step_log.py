@@ -1,4 +1,4 @@
-"""What the scheduler remembers of steps, and says of them."""
+"""The scheduler's log of steps, and its report."""
 
 import grpc
 import numpy as np

@@ -1,4 +1,4 @@
-"""The simulated worker's blocks: right histories pass, each wrong block number is named."""
+"""The simulated worker's blocks: right histories pass, and errors name each wrong block."""
 
 import asyncio
 import random
@@ -20,7 +20,7 @@ from sim_worker.steps import SimulatedSteps
 from sim_worker.time_model import TimeModel
 
 CANDIDATES = {name for name in Result.__slots__ if name.startswith("candidate_")}
-"""What an outcome has beside a worker's output, of searches: there are none here."""
+"""Fields of a result for beam searches, which do not occur here."""
 
 LIMITS = Limits(
     max_num_seqs=4,
@@ -123,7 +123,7 @@ async def test_a_block_that_moves_takes_its_writer_along(steps):
         "copy_dst_block_ids": ints(7),
     }
     assert (await steps.submit(0, Plan(2, 1, **moves))).sampled_rows.tolist() == [0]
-    # its old place is another's now
+    # its old block belongs to another sequence now
     other = Plan(3, 1, new_sequences=(new_row(1, blocks=(1, 2)),))
     await steps.submit(0, other)
 
@@ -146,13 +146,13 @@ def moves(step_id, num_decodes=0, **pairs):
 
 
 def resumed(step_id, blocks):
-    """The first sequence, all but its last token computed."""
+    """The first sequence again, with all tokens but the last computed."""
     new = new_row(1, tokens=(5, 6, 7, 8, 9, 10), blocks=blocks, computed=5)
     return Plan(step_id, 0, new_sequences=(new,), chunk_rows=ints(1), chunk_lens=ints(1))
 
 
 async def swapped_out(**options):
-    """Steps whose first sequence was computed in blocks 0 and 1, and went to host blocks 3 and 2.
+    """Steps whose first sequence was computed in blocks 0 and 1 and swapped to host blocks 3 and 2.
 
     Returns them and the next step's number. The disk moves a block in 1/50 s.
     """
@@ -253,7 +253,7 @@ async def test_a_move_that_the_contract_forbids_is_named(ended, under_way, bad, 
     steps, step_id = await swapped_out()
     if ended:
         step_id = await until_ended(steps, moves(step_id, **ended), 1)
-    steps.submit(0, moves(step_id, **under_way))  # nothing ends before somebody waits
+    steps.submit(0, moves(step_id, **under_way))  # no move ends before a step waits for it
     with pytest.raises(BrokenInvariantError, match=problem):
         await steps.submit(0, moves(step_id + 1, **bad))
 
@@ -287,7 +287,8 @@ async def test_a_step_behind_one_that_failed_is_refused_until_somebody_attaches(
 @pytest.mark.parametrize(("num_host_blocks", "num_disk_blocks"), [(0, 0), (9, 0), (4, 9)])
 @pytest.mark.parametrize("seed", range(4))
 async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_blocks, num_disk_blocks):
-    """Tiny pools, small vocabulary: preemption, prefix hits, forks, moves, two steps in flight."""
+    """Tiny pools and vocabulary, with preemption, prefix hits, forks, moves, two steps in
+    flight."""
     dice = random.Random(seed)
     limits = Limits(4, 24, 8, 14, 2, 5, num_host_blocks, num_disk_blocks)
     steps = make_steps(limits, mean_output_len=6)
@@ -326,7 +327,7 @@ async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_block
 
 
 def as_input(plan):
-    """What the wire makes of a plan."""
+    """A plan after encoding and decoding."""
 
     def row(new):
         seed = common_pb2.SamplingParams.FromString(new.sampling).seed + new.output_index

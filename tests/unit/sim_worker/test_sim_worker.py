@@ -33,7 +33,7 @@ def settings(folder, **changes):
 
 
 async def generate(target, count, seed=1, **sampling):
-    """Attach and run one sequence; give the worker and the tokens."""
+    """Attach and run one sequence; return the worker and the tokens."""
     async with open_channel(target) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         info = (await stub.Attach(worker_pb2.AttachRequest(epoch=1))).worker
@@ -59,7 +59,7 @@ async def generate(target, count, seed=1, **sampling):
 
 
 async def run_and(drive, given):
-    """Run the process, `drive` it, stop it; give what `drive` gives."""
+    """Run the process, `drive` it, and stop it; return the result of `drive`."""
     stop, answers = asyncio.Event(), []
 
     async def on_started(addresses):

@@ -1,4 +1,4 @@
-"""Codecs of KV: lossless ones give back each bit, quantized ones what their contract says."""
+"""Codecs of KV: lossless ones keep each bit, quantized ones stay within their error."""
 
 import threading
 

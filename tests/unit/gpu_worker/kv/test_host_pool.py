@@ -1,4 +1,4 @@
-"""Moves between device and host: bit for bit, in long runs, in the order the contract gives."""
+"""Moves between device and host: bit for bit, in long runs, in the contract's order."""
 
 import numpy as np
 import pytest
@@ -159,7 +159,7 @@ class TestExecutor:
             )
         )
         (token,) = first.sampled_token_ids.tolist()
-        # Another sequence gets its blocks in the very step that swaps them out.
+        # Another sequence gets its blocks in the same step that swaps them out.
         executor.step(
             Plan(
                 2,

@@ -1,4 +1,4 @@
-"""Whether a worker's pool can be resized, up to where, and what is said if it cannot."""
+"""Whether a worker's pool can be resized, its limit, and the errors."""
 
 import pytest
 import torch

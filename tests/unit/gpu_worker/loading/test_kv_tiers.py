@@ -1,4 +1,4 @@
-"""The lower tiers as the settings ask for them: how many blocks, how coded, what is refused."""
+"""The lower tiers by the settings: their blocks and codecs, and refused values."""
 
 import os
 
@@ -57,7 +57,7 @@ def fill(pool):
 
 
 def there_and_back(tiers):
-    """Move blocks 0 to 4 through both tiers, to 9 to 5."""
+    """Move blocks 0 to 4 through both tiers, to blocks 9 to 5."""
     host, disk = tiers.host_pool, tiers.disk_pool
     blocks = np.arange(5, dtype=np.int32)
     host.swap_out(blocks, blocks)
@@ -147,7 +147,7 @@ def test_what_codecs_save_and_cost_is_counted(open_tiers, host, disk):
         )
         if codec == "none":
             assert plain == coded == 0
-        elif (tier, codec) != ("disk", "lz4"):  # which finds nothing to save in random int8
+        elif (tier, codec) != ("disk", "lz4"):  # random int8 cannot be compressed
             assert plain == 5 * pool.block_bytes
             assert 0.4 < coded / plain < 0.6
             assert seconds > 0
@@ -175,7 +175,7 @@ def test_there_are_no_lower_tiers_on_a_cpu_unless_asked_for(open_tiers):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"host_kv_memory_gb": None}, "disk-kv-memory-gb is .*, but KV reaches the disk through host blocks"),
+        ({"host_kv_memory_gb": None}, "disk-kv-memory-gb is .*, but KV reaches the disk through"),
         ({"disk_kv_memory_gb": 1e9}, r"disk-kv-memory-gb is 1000000000.0; .* has .* GiB free"),
         ({"disk_kv_dir": "/nowhere"}, "disk-kv-dir is /nowhere: No such file"),
         ({"disk_kv_dir": "/proc"}, "disk-kv-(dir|memory-gb) is"),

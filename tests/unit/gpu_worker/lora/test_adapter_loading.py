@@ -1,4 +1,4 @@
-"""What an adapter must have and say to be loaded."""
+"""Which adapters are loaded, and which are refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""An adapter that goes stays for the rows that have it."""
+"""A removed adapter is kept until no row uses it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Memory that grows and shrinks behind addresses that stay, on a CPU and by CUDA's driver calls."""
+"""Memory that grows and shrinks at fixed addresses, on a CPU and by CUDA's driver calls."""
 
 import mmap
 import sys
@@ -170,7 +170,7 @@ def test_without_the_package_the_error_names_it(monkeypatch):
 
 
 def test_the_fake_driver_has_every_name_that_is_used():
-    """And where cuda-bindings is installed, so has the real one."""
+    """So has the real one, if cuda-bindings is installed."""
     names = ["CUmemAllocationProp", "CUmemAccessDesc", "CUresult", "CUmemAllocationType"]
     names += ["CUmemLocationType", "CUmemAccess_flags", "CUmemAllocationGranularity_flags"]
     names += [name for name in vars(FakeCudaDriver) if name.startswith("cuMem")]

@@ -1,4 +1,4 @@
-"""When memory counts as short, by example: at once when it is worse, after a while when better."""
+"""The memory level by example: a worse one takes effect at once, a better one after a while."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""A worker says when its device's memory gets short, once for each change."""
+"""A worker reports when its device's memory gets short, once for each change."""
 
 import structlog
 import torch
@@ -10,7 +10,7 @@ from gpu_worker.memory.watch import CpuSystem, DeviceMemory, MemoryMonitor
 
 
 class FakeDriver:
-    """Of a device of 1000 bytes, of which torch has 900."""
+    """The driver of a device with 1000 bytes, 900 of them reserved by torch."""
 
     def __init__(self):
         self.free, self.allocated = 100, 800
@@ -24,7 +24,7 @@ def test_levels_change_with_what_can_be_had_and_are_told_once():
     monitor = MemoryMonitor(driver)
     with structlog.testing.capture_logs() as logs:
         assert monitor.check() is MemoryLevel.OK
-        driver.free, driver.allocated = 10, 890  # 20 bytes to be had
+        driver.free, driver.allocated = 10, 890  # 20 bytes are available
         assert monitor.check() is MemoryLevel.WARNING
         assert monitor.check() is MemoryLevel.WARNING
         driver.free, driver.allocated = 0, 891

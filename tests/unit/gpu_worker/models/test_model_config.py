@@ -1,4 +1,4 @@
-"""What a config.json means, and how a wrong one is refused."""
+"""How a config.json is parsed, and how a wrong one is refused."""
 
 import json
 
@@ -149,7 +149,7 @@ def test_rope_as_old_and_new_transformers_write_it(tmp_path, changes, expected):
             },
             (512, None, 512),
         ),
-        ("Llama", {"sliding_window": 512}, (None, None, None)),  # has none, whatever it says
+        ("Llama", {"sliding_window": 512}, (None, None, None)),  # the family ignores the field
     ],
 )
 def test_the_window_of_each_layer(tmp_path, family, changes, windows):

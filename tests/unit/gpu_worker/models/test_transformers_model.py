@@ -1,4 +1,4 @@
-"""Decoders of transformers through paged attention, against themselves."""
+"""Decoders of transformers with paged attention equal the originals."""
 
 import json
 
@@ -17,7 +17,7 @@ from tests.unit.gpu_worker.models.against_transformers import (
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
 
 ALTERNATING = ["sliding_attention", "full_attention"]
-# Its embeddings are scaled by 8, and would drown the layers if they were not small and several.
+# Its embeddings are scaled by 8, so small ones and several layers keep the layers' effect visible.
 GEMMA = {
     "head_dim": 16,
     "sliding_window": 20,
@@ -175,7 +175,7 @@ def test_masks_that_read_tensors_are_refused():
 
 @pytest.mark.parametrize("layer_types", [None, ["full_attention", "sliding_attention"]])
 def test_a_window_that_only_the_mask_has_is_refused(model_dirs, monkeypatch, layer_types):
-    # Imported by now, and so not bound to the patch for good.
+    # Imported before the patch, so that the patch does not outlive the test.
     assert transformers_model.__name__
     monkeypatch.setattr(transformers_attention, "read_options", options_without_window)
     fields = {"layer_types": layer_types} if layer_types else {}

@@ -1,4 +1,4 @@
-"""Which part of a model each rank holds."""
+"""The part of a model that each rank holds."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The gRPC face of a worker: epochs, the stream of steps, and what is refused."""
+"""A worker's gRPC service: epochs, the stream of steps, and refusals."""
 
 import asyncio
 
@@ -101,7 +101,7 @@ async def test_a_wrong_number_of_decodes_ends_the_stream_as_internal(worker):
     code, message = await failure(call)
     assert code is grpc.StatusCode.INTERNAL
     assert "num_decodes is 2, but 1 rows decode in step 2" in message
-    # The worker goes on for a scheduler that starts over.
+    # The worker works for a scheduler that attaches again.
     await worker.attach(1)
     call = worker.stub.Execute()
     await call.write(first_batch())

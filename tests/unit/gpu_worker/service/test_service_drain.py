@@ -1,4 +1,4 @@
-"""The gRPC face of a worker that ends: it answers what it was sent, and says good-bye."""
+"""A worker's gRPC service while it drains: it sends its results, and then ends streams."""
 
 import asyncio
 
@@ -59,7 +59,7 @@ async def test_a_scheduler_that_was_told_and_stays_is_left(worker):
 
 
 class SlowSteps:
-    """Steps whose results come when the test says so."""
+    """Steps whose results come when the test releases them."""
 
     num_rows_used = 0
 

@@ -1,4 +1,4 @@
-"""What a worker tells the next scheduler that it holds: rows, and blocks with labels."""
+"""The holdings that a worker reports to the next scheduler: rows, and labelled blocks."""
 
 import grpc
 import grpc.aio

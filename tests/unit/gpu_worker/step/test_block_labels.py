@@ -1,4 +1,4 @@
-"""Labels follow bytes: copied where they are copied, gone where they are written."""
+"""Labels follow bytes: they are copied with them, and removed when they are overwritten."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Decode steps that replay graphs give what eager ones do; a replay calls what was captured."""
+"""Decode steps that replay graphs equal eager ones; a fake replay calls the computation."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Pinned labels by a clock that the test turns."""
+"""Pinned labels, with a clock that the test sets."""
 
 import pytest
 

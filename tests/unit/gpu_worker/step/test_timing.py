@@ -11,7 +11,7 @@ PROMPTS = np.full(8, 100)
 
 
 def start_s(positions, *, execute_s=0.1, num_decodes=0, num_drafting=0):
-    """Of a step in which each row samples at one of `positions`."""
+    """The head start after a step in which each row samples at one of `positions`."""
     rows = np.arange(len(positions))
     scheduled = ScheduledRows(
         rows=rows,

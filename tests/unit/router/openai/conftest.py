@@ -21,7 +21,7 @@ def adapters() -> FakeAdapters:
 
 @pytest.fixture
 async def server(inference, adapters) -> AsyncIterator[tuple[str, int]]:
-    """The face on a loopback port, run as `rpc.server` runs it."""
+    """The OpenAI API on a loopback port, run as `rpc.server` runs it."""
     app = web.Application()
     app.add_routes(routes(inference, adapters, guard=PageGuard("quire.test"), max_body_bytes=2**20))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)

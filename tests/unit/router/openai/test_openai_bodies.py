@@ -1,4 +1,4 @@
-"""Bodies that are taken: every field arrives, with OpenAI's defaults and vLLM's names."""
+"""Accepted bodies: every field arrives, with OpenAI's defaults and vLLM's names."""
 
 import json
 

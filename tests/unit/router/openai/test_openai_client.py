@@ -1,4 +1,4 @@
-"""The `openai` package, unmodified, against the face."""
+"""The `openai` package, unmodified, uses the OpenAI API."""
 
 import openai
 import pytest
@@ -201,7 +201,7 @@ async def test_chat_logprobs_have_bytes(client, inference):
 
 async def test_a_conversation_can_be_sent_back(client, inference):
     first = await client.chat.completions.create(model="org/tiny", messages=HELLO)
-    answered = first.choices[0].message.model_dump()  # with nulls for all that it does not hold
+    answered = first.choices[0].message.model_dump()  # absent fields are null
     await client.chat.completions.create(model="org/tiny", messages=[*HELLO, answered, *HELLO])
     assert inference.requests[-1].prompt == "<user>Hello<assistant>Hi!<user>Hello<assistant>"
 

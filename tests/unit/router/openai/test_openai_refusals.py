@@ -1,4 +1,4 @@
-"""What the OpenAI face refuses: fields by name, bodies by size and form, and how it says so."""
+"""The OpenAI API's refusals: fields by name, bodies by size and form, and the errors."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 async def refused(http, path, body, status=400, **kwargs):
-    """The error that a body is refused with; what is not bytes is sent as JSON."""
+    """The error for a refused body; a body that is not bytes is sent as JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with http.post(path, data=data, **kwargs) as response:
         assert response.status == status, await response.text()

@@ -1,4 +1,4 @@
-"""What vLLM has beside OpenAI's routes: /tokenize, /detokenize, /version, /load."""
+"""vLLM's additional routes: /tokenize, /detokenize, /version, /load."""
 
 from importlib.metadata import version
 

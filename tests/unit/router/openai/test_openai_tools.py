@@ -1,4 +1,4 @@
-"""Tools, by the `openai` package: what the model is shown and held to, what the client is told."""
+"""Tools with the `openai` package: the model's prompt and grammar, and the client's result."""
 
 import json
 
@@ -28,7 +28,7 @@ async def client(server):
 
 
 async def streamed(client, **options):
-    """What the deltas of the one choice come to: content, calls, finish reason."""
+    """The deltas of a choice, merged: content, calls, finish reason."""
     content, calls, reasons = "", [], []
     async for chunk in await client.chat.completions.create(
         model="org/tiny", messages=HELLO, stream=True, **options

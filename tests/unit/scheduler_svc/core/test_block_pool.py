@@ -1,4 +1,4 @@
-"""What defragmentation asks of a pool, by example."""
+"""The methods of a pool that defragmentation uses, by example."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Deadlines by example: who ends in the queue, and who is refused before."""
+"""Deadlines by example: which sequences end in the queue, and which are refused."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Who holds what: an example with every kind of block."""
+"""Reports of sequences and blocks: an example with every kind of block."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Long prompts by example: how much of a step they get, and whom they do not hold up."""
+"""Long prompts by example: their share of a step, and the prompts that they do not delay."""
 
 from policy_driver import Worker, make_core, request
 

@@ -1,4 +1,4 @@
-"""Names of blocks, on their way to the worker."""
+"""New labels that wait for the next plan."""
 
 from scheduler_svc.core.handover.labels import NewLabels
 

@@ -1,4 +1,4 @@
-"""Pins by example: what stays in the prefix cache, until when, and what it gives way to."""
+"""Pins by example: which blocks stay cached, until when, and when pins are given up."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ A, B, C = range(8), range(50, 58), range(100, 108)
 
 
 def run(core, key, prompt, now=0.0, **options) -> list[int]:
-    """Take a request of one token to its end; return how much of each prompt was pinned."""
+    """Run a request of one token to its end; return the pinned tokens of each prompt."""
     submit(core, key, prompt, max_tokens=1, **options)
     pinned = []
     while core.load().num_running + core.load().num_waiting:
@@ -75,8 +75,8 @@ def test_of_a_request_that_comes_back_with_output_the_prompt_is_pinned_and_no_mo
     core = make_core()
     outputs = (OutputSoFar(np.arange(9, dtype=np.int32), finished=False),)
     submit(core, 0, A, max_tokens=12, cache_pin_s=10.0, outputs=outputs)
-    news = answer(core, schedule(core), 0)
-    assert [pin.num_tokens for pin in news.pinned] == [8]
+    events = answer(core, schedule(core), 0)
+    assert [pin.num_tokens for pin in events.pinned] == [8]
     assert core.load().num_pinned_blocks == 2
 
 
@@ -149,8 +149,8 @@ def test_a_prompt_found_on_the_host_is_pinned_when_its_swap_in_has_succeeded():
             answer(core, plans.pop(0))
     assert core.load().num_pinned_blocks == 0
     assert plans[0].swap_in_dst_block_ids.size == 2
-    news = answer(core, plans[0])
-    assert [pin.num_tokens for pin in news.pinned] == [8]
+    events = answer(core, plans[0])
+    assert [pin.num_tokens for pin in events.pinned] == [8]
     assert core.load().num_pinned_blocks == 2
 
 

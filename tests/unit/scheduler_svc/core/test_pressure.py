@@ -1,4 +1,4 @@
-"""What a core does while its worker's memory is short, by example."""
+"""A core while its worker's memory is short, by example."""
 
 import pytest
 from core_driver import ROUTER, answer, chunks, make_core, new, outs, schedule, submit
@@ -17,7 +17,7 @@ HOST = {
 
 
 def run_some(core, num_seqs, **fields):
-    """Have so many run, one block each, whose first token is sampled; return the rows."""
+    """Run `num_seqs` sequences of one block each to their first token; return the rows."""
     for key in range(num_seqs):
         submit(core, key, [key, key], max_tokens=20, **fields)
     plan = schedule(core)
@@ -28,7 +28,7 @@ def run_some(core, num_seqs, **fields):
 
 
 def step(core, now=0.0):
-    """Have all that run get one token each; return the plan."""
+    """Give each running sequence one token; return the plan."""
     plan = schedule(core, now)
     rows = [seq.row for seq in core.running if seq.status.name == "DECODE"]
     answer(core, plan, *rows)

@@ -1,4 +1,4 @@
-"""Swapped sequences that spill to the disk, by example: who makes room for whom, and comes back."""
+"""Swapped sequences that spill to the disk, by example, and come back."""
 
 import numpy as np
 import pytest
@@ -24,9 +24,9 @@ from scheduler_svc.core.sequence import SeqStatus
 
 
 def make_spilled(**overrides):
-    """A core in which 2, with seven computed tokens in two blocks, has just spilled both for 1.
+    """A core in which sequence 2, with seven tokens in two blocks, has just spilled both for 1.
 
-    Return it and the plan; 0 runs alone.
+    Returns the core and the plan; only sequence 0 runs.
     """
     settings = {
         "num_host_blocks": 3,
@@ -74,7 +74,7 @@ def test_of_what_spills_others_find_the_full_blocks():
 
 
 def fetch_spilled(core, plan, **ends):
-    """Let 2 have its turn; return the plan after the one that loads its blocks to the host."""
+    """Let sequence 2 resume; return the plan after the one that loads its blocks to the host."""
     answer(core, plan, 0, stored_disk_block_ids=[0, 1])
     core.cancel(ROUTER, [0, 1])
     plan = schedule(core)
@@ -136,7 +136,7 @@ def test_a_spilled_sequence_that_is_cancelled_leaves_nothing():
 
 
 def preempt_beside(*prompts):
-    """Have a sequence of three blocks preempted while `prompts` are on a host of four and wait."""
+    """Preempt a sequence of three blocks, while waiting `prompts` have blocks on a host of four."""
     core = make_core(
         num_blocks=6, num_host_blocks=4, num_disk_blocks=8, preemption_mode=PreemptionMode.SWAP
     )

@@ -11,7 +11,7 @@ from tests.property.beams import expected_search
 
 
 def search(pair, num_kills=0, every=7):
-    """Take a search to its end, through deaths of the scheduler; return what it found."""
+    """Run a search to its end, with deaths of the scheduler; return its result."""
     request = make_request(n=2, **SEARCHES)
     pair.submit(request)
     for _ in range(num_kills):

@@ -1,4 +1,4 @@
-"""Moves between the tiers, without a scheduler: what asks for a step, and when one has ended."""
+"""Moves between the tiers, without a scheduler: when they need a step, and when they have ended."""
 
 import numpy as np
 import pytest
@@ -154,7 +154,7 @@ def test_one_content_is_stored_once_and_what_has_no_name_each_time():
 
 
 def make_stored(tier):
-    """Have the one content in the host's block 0 and the disk's block 0; nobody holds either."""
+    """Put the same content into host block 0 and disk block 0; neither is held."""
     host = tier.swap_out([DeviceBlockId(0)], [HASH])
     disk = tier.disk.keep(host[0], HASH)
     send(tier)
