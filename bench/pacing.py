@@ -172,7 +172,7 @@ class _Simulation:
             bound = self._pacer.max_paced_tokens(read_prompts(self._core))
             if (plan := self._core.schedule(now, bound, self._pacer.max_prompt_tokens)) is None:
                 return
-            self._pacer.sent(plan, now)
+            self._pacer.on_sent(plan, now)
             execute_s = self._seconds(plan)
             self._free_at = max(now, self._free_at) + execute_s
             self._num_in_flight += 1
@@ -185,7 +185,7 @@ class _Simulation:
     def _answer(self, outcome: Result, execute_s: float) -> None:
         self._num_in_flight -= 1
         news = self._core.update(outcome)
-        self._pacer.answered(execute_s, self._clock.now)
+        self._pacer.on_result(execute_s, self._clock.now)
         felt = self._felt
         felt.ended = self._clock.now + _WIRE_S
         for key in news.seq_keys.tolist():

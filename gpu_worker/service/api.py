@@ -20,7 +20,6 @@ from contract.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from contract.heartbeat import LOST_AFTER_S
 from contract.info import WorkerInfo
 from contract.lora import LoraAdapter
 from contract.state import Holdings
@@ -86,9 +85,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._is_draining = False
         self._is_unloaded = False
         self._resizing: asyncio.Task[None] | None = None
-        """The last resize; the reference keeps the task from being garbage-collected."""
-        self._last_call_s = 0.0
-        """When the scheduler last called, by the event loop's clock."""
+        """The last resize; holds a reference, so that the task is not collected."""
 
     def open(self, info: WorkerInfo, steps: Steps, memory: WatchedMemory | None = None) -> None:
         """Start serving a loaded model. `memory` is None if the device's memory is not watched."""
@@ -179,14 +176,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Attach a scheduler, by its epoch. Rows of the previous one are forgotten."""
         del context
         if self._is_unloaded and self._info is not None and not self._is_draining:
+            former_epoch = self._newest_epoch
             self._attachments.begin(request.epoch)
-            self._last_call_s = asyncio.get_running_loop().time()
             return worker_pb2.AttachResponse(
-                worker=worker_info_to_proto(self._info), is_unloaded=True
+                worker=worker_info_to_proto(self._info),
+                is_unloaded=True,
+                former_epoch=former_epoch,
             )
         _, steps = self._loaded()
         if self._is_leaving.is_set():
             raise UnavailableError("the worker is draining")
+        former_epoch = self._newest_epoch
         attachment = self._attachments.begin(request.epoch)
         self._executions.supersede(self._attachments)
         attachment.holdings = await steps.attach(attachment.number)
@@ -197,7 +197,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             num_held_rows=len(attachment.holdings.rows),
         )
         info, _ = self._loaded()  # read again: the previous scheduler may have resized it
-        return worker_pb2.AttachResponse(worker=worker_info_to_proto(info))
+        return worker_pb2.AttachResponse(
+            worker=worker_info_to_proto(info), former_epoch=former_epoch
+        )
 
     async def ReadHoldings(  # noqa: N802 - the proto's name
         self, request: worker_pb2.ReadHoldingsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -222,7 +224,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         """Execute the batches in order, and answer each with its result."""
-        execution = self._executions.begin()
+        execution = self._executions.begin(self._attachments.newest)
         reader = asyncio.create_task(self._read(request_iterator, execution))
         try:
             async for output in execution.results.results():
@@ -244,23 +246,22 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         del context
         if self._info is None:
             raise _still_loading()
-        now_s = asyncio.get_running_loop().time()
-        attachment = self._attachments.newest or Attachment(number=0, epoch=0)
+        newest = self._attachments.newest
+        attachment = newest or Attachment(number=0, epoch=0)
         if request.epoch and request.epoch == attachment.epoch:
-            self._last_call_s = now_s
+            self._attachments.num_beats += 1
         return worker_pb2.DescribeDeviceResponse(
             worker=worker_info_to_proto(self._info),
             epoch=attachment.epoch,
             step_id=attachment.done_step_id,
             num_rows_used=0 if self._steps is None else self._steps.num_rows_used,
-            has_scheduler=(
-                (self._is_unloaded or bool(self._executions))
-                and now_s - self._last_call_s < LOST_AFTER_S
-            ),
+            has_scheduler=newest is not None
+            and (self._is_unloaded or newest.num_open_streams != 0),
             memory_level=memory_level_to_proto(
                 None if self._memory is None else self._memory.level
             ),
             is_unloaded=self._is_unloaded,
+            num_beats=self._attachments.num_beats,
         )
 
     async def ReadKv(  # noqa: N802 - the proto's name
@@ -375,12 +376,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidArgumentError(
                 "step_id", f"is {batch.step_id}; it must be greater than {newest.last_step_id}"
             )
-        self._last_call_s = asyncio.get_running_loop().time()
+        self._attachments.num_beats += 1
         newest.last_step_id = batch.step_id
         newest.holdings = None
         with timeline.span("decode the batch"):
             plan = plan_of(batch, info.limits)
         return steps.submit(newest.number, plan)
+
+    @property
+    def _newest_epoch(self) -> int:
+        newest = self._attachments.newest
+        return 0 if newest is None else newest.epoch
 
     def _loaded(self) -> tuple[WorkerInfo, Steps]:
         if self._is_draining:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from contract.epoch import check_epoch
 from contract.errors import InvalidArgumentError, QuireError, StaleEpochError, UnavailableError
 from contract.state import Holdings
 
@@ -14,6 +15,8 @@ class Attachment:
     epoch: int
     has_stream: bool = False
     """Whether an `Execute` stream has sent a batch; only one may."""
+    num_open_streams: int | None = None
+    """`Execute` streams opened since it began that are open; None: there was none yet."""
     last_step_id: int = 0
     """The step of the last batch received."""
     done_step_id: int = 0
@@ -27,20 +30,22 @@ class Attachments:
 
     def __init__(self) -> None:
         self.newest: Attachment | None = None
+        self.num_beats = 0
+        """How often the schedulers of the newest epochs were heard."""
 
     def begin(self, epoch: int) -> Attachment:
         """Begin a scheduler's attachment. A scheduler may attach again.
 
         Raises:
-            InvalidArgumentError: The epoch is 0.
+            InvalidArgumentError: The epoch is 0, or too far ahead of the clock.
             StaleEpochError: A newer epoch has attached.
         """
         before = self.newest
-        if epoch == 0:
-            raise InvalidArgumentError("epoch", "is 0; it must be at least 1")
+        check_epoch(epoch)
         if before is not None and epoch < before.epoch:
             raise _stale(epoch, before.epoch)
         self.newest = Attachment(0 if before is None else before.number + 1, epoch)
+        self.num_beats += 1
         return self.newest
 
     def of(self, epoch: int) -> Attachment:

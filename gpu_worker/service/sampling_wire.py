@@ -22,9 +22,9 @@ def sampling_params_from_proto(
     """
     if not message.HasField("seed"):
         raise InvalidArgumentError(f"{_FIELD}.seed", "is not set")
-    if message.HasField("structured") and not message.structured.grammar:
-        raise InvalidArgumentError(f"{_FIELD}.structured.grammar", "is not set")
     params = sampling_from_proto(message)
+    if params.structured is not None:
+        params.structured.check_grammar(f"{_FIELD}.structured")
     params.check(
         _FIELD, vocab_size=vocab_size, max_model_len=max_model_len, max_logprobs=MAX_CANDIDATES
     )

@@ -17,7 +17,7 @@ from contract.arrays import BoolArray, Int32Array
 from contract.errors import FailedPreconditionError
 from contract.limits import Limits
 from contract.state import Holdings
-from contract.step import Plan, Result, StepId, TokenLogprob
+from contract.step import Plan, Result, StepId, StepLogprob
 from gpu_worker import metrics
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
@@ -223,7 +223,7 @@ class Executor:
         and `collect` reads them.
 
         Raises:
-            InvalidArgumentError, BrokenInvariantError: As `Rows.apply`. Only `reset` may follow.
+            InvalidArgumentError, InconsistentPlanError: As `Rows.apply`. Only `reset` may follow.
         """
         start_s = time.monotonic()
         with timeline.span("change the rows"):
@@ -334,12 +334,12 @@ class Executor:
         if plan.new_sequences:
             self._spans.opened(plan.new_sequences, time.time())
         for new in plan.new_sequences:
-            self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
+            self._sampler.add(new.row, new.params, new.token_ids, new.num_prompt_tokens)
 
 
 def _of_sampled(
-    logprobs: tuple[TokenLogprob, ...], has_sampled: BoolArray
-) -> tuple[TokenLogprob, ...]:
+    logprobs: tuple[StepLogprob, ...], has_sampled: BoolArray
+) -> tuple[StepLogprob, ...]:
     """Keep the log-probabilities of rows that did sample, with indexes among these rows."""
     if not logprobs:
         return ()

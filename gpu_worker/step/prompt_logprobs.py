@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from contract.step import PromptLogprobs, TokenLogprob
+from contract.step import PromptLogprobs, StepLogprob
 from gpu_worker.memory.transfer import Download, upload
 from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.step.rows import Rows, ScheduledRows
@@ -47,7 +47,7 @@ class PromptScores:
         scores, start = [], 0
         for part in self._parts:
             logprobs = tuple(
-                TokenLogprob(
+                StepLogprob(
                     index=i - start,
                     logprob=float(chosen[i]),
                     top_token_ids=top_ids[i, : part.num_top].astype(np.int32),

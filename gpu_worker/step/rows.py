@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from contract.arrays import BoolArray, Int32Array, Int64Array
-from contract.errors import BrokenInvariantError, InvalidArgumentError
+from contract.errors import InconsistentPlanError, InvalidArgumentError
 from contract.limits import Limits
 from contract.state import HeldRow
-from contract.step import NewSequence, Plan, TokenLogprob
+from contract.step import NewSequence, Plan, StepLogprob
 
 _NUM_LOGPROBS = 32
 """How many of its last tokens' log-probabilities each row keeps. When the scheduler dies, fewer
@@ -94,7 +94,7 @@ class Rows:
         """Whether its last token is an end token."""
         self._new: list[NewSequence | None] = [None] * num_rows
         """The announcement of each row's sequence."""
-        self._logprobs: dict[int, deque[TokenLogprob]] = {}
+        self._logprobs: dict[int, deque[StepLogprob]] = {}
         """By row: the log-probabilities of its last tokens, if requested."""
 
     @property
@@ -106,7 +106,7 @@ class Rows:
 
         Raises:
             InvalidArgumentError: The batch contradicts the rows' state, or computes more than fits.
-            BrokenInvariantError: `num_decodes` differs from the number of decoding rows here.
+            InconsistentPlanError: `num_decodes` differs from the number of decoding rows here.
 
         After an error the rows are undefined until `clear`.
         """
@@ -141,7 +141,7 @@ class Rows:
         self.token_ids[rows[current], positions[current]] = values[current]
 
     def store_logprobs(
-        self, rows: Int64Array, incarnations: Int64Array, logprobs: Iterable[TokenLogprob]
+        self, rows: Int64Array, incarnations: Int64Array, logprobs: Iterable[StepLogprob]
     ) -> None:
         """Keep log-probabilities that have arrived, for the next scheduler.
 
@@ -204,7 +204,7 @@ class Rows:
                     num_computed_tokens=min(int(self.num_computed[row]), num_tokens - 1),
                     block_ids=blocks,
                     has_stopped=has_stopped,
-                    had_logprobs=new.sampling.logprobs is not None,
+                    had_logprobs=new.params.logprobs is not None,
                     note=new.note,
                     logprobs=tuple(self._logprobs.get(row, ())),
                 )
@@ -268,7 +268,7 @@ class Rows:
     def _schedule(self, plan: Plan) -> ScheduledRows:
         (decoding,) = self.is_decoding.nonzero()  # int64[num_decodes], by the scheduler's count
         if len(decoding) != plan.num_decodes:
-            raise BrokenInvariantError(
+            raise InconsistentPlanError(
                 f"num_decodes is {plan.num_decodes}, but {len(decoding)} rows decode in step "
                 f"{plan.step_id}"
             )

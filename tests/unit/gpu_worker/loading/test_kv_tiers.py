@@ -175,7 +175,10 @@ def test_there_are_no_lower_tiers_on_a_cpu_unless_asked_for(open_tiers):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"host_kv_memory_gb": None}, "disk-kv-memory-gb is .*, but KV reaches the disk through"),
+        (
+            {"host_kv_memory_gb": None},
+            "disk-kv-memory-gb is .*, but KV reaches the disk through host blocks",
+        ),
         ({"disk_kv_memory_gb": 1e9}, r"disk-kv-memory-gb is 1000000000.0; .* has .* GiB free"),
         ({"disk_kv_dir": "/nowhere"}, "disk-kv-dir is /nowhere: No such file"),
         ({"disk_kv_dir": "/proc"}, "disk-kv-(dir|memory-gb) is"),
