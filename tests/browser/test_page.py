@@ -57,7 +57,7 @@ def test_what_is_served_is_not_asked_for_with_every_frame(page: Page):
     assert asked.count("models") < 4
 
 
-def test_the_map_says_who_holds_a_block(page: Page, service: Service):
+def test_the_map_shows_the_holder_of_a_block(page: Page, service: Service):
     with held(service, "job-1"):
         row = page.locator("#sequences tr", has_text="job-1")
         expect(row).to_contain_text("decode")
@@ -79,7 +79,7 @@ def test_the_map_says_who_holds_a_block(page: Page, service: Service):
     expect(row).to_have_count(0)
 
 
-def test_what_clients_choose_is_text(page: Page, service: Service):
+def test_text_from_clients_is_escaped(page: Page, service: Service):
     with held(service, EVIL):
         cell = page.locator("#sequences td", has_text="onerror")
         expect(cell).to_have_text(EVIL)

@@ -61,7 +61,7 @@ async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
     assert sampled(result) == {0: expected[3]}
 
 
-async def test_attach_tells_the_worker(worker):
+async def test_attach_returns_the_worker(worker):
     info = (await attach(worker)).worker
     assert (info.worker_id, info.model.id, info.model.vocab_size) == ("w0", "fake", VOCAB_SIZE)
     assert (info.num_blocks, info.block_size, info.max_num_seqs) == (12, 4, 4)
@@ -77,14 +77,14 @@ async def test_an_epoch_after_which_none_may_come_may_not_attach(worker, epoch):
     await attach(worker, epoch_after(0))
 
 
-async def test_whatever_epoch_has_attached_there_is_a_newer_one(worker):
+async def test_there_is_always_a_newer_epoch(worker):
     ahead = clock_epoch() + MAX_LEAD_MS
     await attach(worker, ahead)
     state = await worker.DescribeDevice(worker_pb2.DescribeDeviceRequest())
     assert (await attach(worker, epoch_after(state.epoch))).former_epoch == ahead
 
 
-async def test_a_worker_tells_whether_it_has_a_scheduler_and_hears_it(worker):
+async def test_a_worker_reports_whether_it_has_a_live_scheduler(worker):
     async def state(epoch=0):
         return await worker.DescribeDevice(worker_pb2.DescribeDeviceRequest(epoch=epoch))
 

@@ -88,7 +88,7 @@ async def test_steps_that_compute_do_not_wait_for_the_disk(worker):
     assert [sorted(ends[0]), *ends[1:]] == [[0, 1, 2], [], [], []]
 
 
-async def test_a_new_scheduler_hears_nothing_of_the_moves_before(worker):
+async def test_a_new_scheduler_gets_no_reports_of_earlier_moves(worker):
     call, _ = await start_and_swap_out(worker)
     await call.write(with_moves(batch(4), disk_store=([0, 1], [0, 1])))
     await attach(worker, 2)

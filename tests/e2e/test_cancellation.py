@@ -198,7 +198,7 @@ def _wait_until_zero(service: Service, child: Child, metric: str) -> None:
     eventually(lambda: service.metrics(child)[metric] == 0 or None, f"{metric} is 0")
 
 
-async def test_a_client_that_never_reads_stalls_nobody(service: Service):
+async def test_a_client_that_never_reads_stalls_no_other_stream(service: Service):
     await asyncio.to_thread(service.wait_until_idle)
     request = generate_request(PROMPT, max_tokens=64, ignore_eos=True)
     expected = (await asyncio.to_thread(read, service.stub.Generate(request))).outputs

@@ -80,7 +80,7 @@ def test_request_may_move_there_and_back_again(fleet, expected):
     assert stream.read_to_end() == expected[:1]
 
 
-def test_what_cannot_be_moved_is_refused_by_name(fleet):
+def test_impossible_moves_are_refused_by_name(fleet):
     with pytest.raises(grpc.RpcError) as refused:
         fleet.migrate("nobody", fleet.targets[0])
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND

@@ -95,7 +95,7 @@ async def test_it_works_within_an_event_loop(llm: LLM) -> None:
     assert len(llm.generate("as in a notebook", GREEDY, progress=False)) == 1
 
 
-def test_what_cannot_start_says_why() -> None:
+def test_a_failed_start_reports_its_reason() -> None:
     with pytest.raises(ServiceStartError, match="must be a Hugging Face model directory"):
         LLM(model="/nowhere")
     with pytest.raises(ServiceStartError, match=r"error: .*--nonsense"):

@@ -114,7 +114,7 @@ def test_half_of_the_streams_wait_while_memory_is_critical_and_say_the_same(serv
     assert "a worker has enough memory again" in service.scheduler.log
 
 
-def test_who_comes_while_memory_is_short_waits_and_says_the_same(service):
+def test_requests_during_a_memory_shortage_wait_and_get_the_same_tokens(service):
     expected = asyncio.run(generate_all(service))
     num_preemptions = service.metrics(service.scheduler)["quire_num_preemptions_total"]
     service.leave(0.15, level=1)  # of an idle worker

@@ -183,7 +183,7 @@ def test_a_scheduler_of_an_older_epoch_exits(own: Service, unfailed: list[Result
     assert read(own.stub.Generate(REQUESTS[0])).outputs == unfailed[0].outputs
 
 
-def test_streams_survive_a_scheduler_that_is_told_to_end(
+def test_streams_survive_a_scheduler_that_drains(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
     own.scheduler.stop()
@@ -285,7 +285,7 @@ def test_no_request_that_comes_while_the_scheduler_is_restarted_fails_under_way(
     own.wait_until_idle()
 
 
-def test_streams_survive_a_worker_that_is_told_to_end(
+def test_streams_survive_a_worker_that_drains(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
     own.worker.stop()

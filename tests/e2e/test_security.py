@@ -143,7 +143,7 @@ def test_router_wants_a_key_besides_the_certificate(service):
 
 
 @pytest.mark.parametrize("tls", ["none", "no certificate"])
-def test_nobody_reaches_a_process_without_a_certificate(service, tls):
+def test_a_process_refuses_callers_without_a_certificate(service, tls):
     tls = None if tls == "none" else ClientTls(service.files.ca)
     calls = {
         service.worker: lambda channel: worker_pb2_grpc.WorkerServiceStub(channel).Attach(

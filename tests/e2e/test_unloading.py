@@ -63,7 +63,7 @@ def _wait_until_tokens_come(service: TwoWorkers) -> None:
     eventually(come, "tokens come")
 
 
-def test_what_runs_goes_on_at_the_other_worker(
+def test_running_requests_continue_at_the_other_worker(
     service: TwoWorkers, expected: list[list[list[int]]], capsys: pytest.CaptureFixture[str]
 ):
     first, second = service.targets

@@ -98,7 +98,7 @@ def test_a_map_with_room_for_all_fetches_each_side_of_each_block_once(all_runs, 
     assert {size for _, size in runs} == {layer.side_bytes}
 
 
-def test_what_a_step_stores_is_not_fetched(all_runs):
+def test_kv_that_a_step_stores_is_not_prefetched(all_runs):
     # A fresh prompt, a later chunk, a decode at a block's first slot, and one at its second.
     layer = Layer([40, 40, 33, 34], [40, 8, 1, 1])
     runs = fetched(all_runs, layer, 1000, 0, 1)

@@ -265,7 +265,7 @@ def test_offsets_reach_past_int32(stored, device):
     assert torch.equal(outs[0][1], outs[1][1])
 
 
-def test_what_does_not_fit_is_refused_by_name(device):
+def test_a_mismatch_is_refused_by_name(device):
     paged = make_quantized([5], 2, 16, 8, torch.int8, device)
     query = torch.randn(1, 4, 16, device=device)
     key = torch.randn(1, 2, 16, device=device)

@@ -101,7 +101,7 @@ def test_every_metric_that_alerts_ask_for_is_scraped(loaded: Prometheus):
     assert asked - names == {"quire_requests_refused_total"}, "of codes that were never given"
 
 
-def test_unloaded_worker_is_told_of_by_who_waits_for_it(loaded: Prometheus, shown, service):
+def test_unloaded_worker_is_shown_with_the_waiting_requests(loaded: Prometheus, shown, service):
     assert shown
     scheduler = ("--scheduler", f"unix:{service.uds['scheduler']}")
     assert quire(["unload", *scheduler]) == 0
@@ -114,7 +114,7 @@ def test_unloaded_worker_is_told_of_by_who_waits_for_it(loaded: Prometheus, show
     loaded.wait_for('absent(ALERTS{alertname="QuireNoWorker"})')
 
 
-def test_lost_worker_is_about_to_be_told_of(loaded: Prometheus, shown, service: Service):
+def test_lost_worker_is_reported_soon(loaded: Prometheus, shown, service: Service):
     assert shown
     service.worker.kill()
     loaded.wait_for('ALERTS{alertname="QuireWorkerLost",alertstate="pending"}')

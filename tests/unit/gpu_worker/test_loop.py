@@ -251,7 +251,7 @@ async def test_a_device_that_fails_between_two_looks_at_it_fails_the_step(execut
     assert loop.problem() == loop.failure == "the device failed: device-side assert"
 
 
-async def test_a_device_that_fails_at_attach_is_told_of(executor, loop):
+async def test_a_device_failure_at_attach_is_reported(executor, loop):
     executor.reset_error = torch.AcceleratorError("an illegal memory access")
     with pytest.raises(torch.AcceleratorError):
         await loop.attach(1)
@@ -269,7 +269,7 @@ async def test_a_step_that_fails_by_itself_is_no_failure_of_the_loop(executor, l
     assert loop.failure is None
 
 
-async def test_nobody_waits_for_a_loop_that_failed():
+async def test_callers_of_a_failed_loop_get_an_error():
     executor = FakeExecutor()
     executor.bind_error = RuntimeError("no such device")
     loop = StepLoop(executor, asyncio.get_running_loop())

@@ -100,7 +100,7 @@ async def worker():
     return worker
 
 
-async def test_what_is_loaded_batches_may_name_and_schedulers_are_told(worker):
+async def test_batches_may_name_loaded_adapters_and_schedulers_see_them(worker):
     loaded = await worker.load("sql", A)
     assert (loaded.adapter.name, loaded.adapter.digest) == ("sql", b"a" * 32)
     assert (loaded.adapter.directory, loaded.was_there) == (A, False)
@@ -147,7 +147,7 @@ async def test_names_and_directories_are_checked(worker, name, directory, proble
         await worker.load(name, directory)
 
 
-async def test_what_is_not_loaded_cannot_be_unloaded(worker):
+async def test_an_adapter_that_is_not_loaded_cannot_be_unloaded(worker):
     with pytest.raises(NotFoundError, match="'sql' is not loaded"):
         await worker.unload("sql")
 

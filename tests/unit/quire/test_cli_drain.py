@@ -81,7 +81,7 @@ SERVICE = ServiceInfo(
         ([SERVICE], ["worker-1"], "worker-1: no such process; there are worker-0, scheduler"),
     ],
 )
-def test_what_cannot_be_restarted_is_an_error(services, argv, problem, monkeypatch, capsys):
+def test_restarting_an_unknown_process_is_an_error(services, argv, problem, monkeypatch, capsys):
     monkeypatch.setattr(restart, "running_services", lambda: iter(services))
     assert main(["restart", *argv]) == 1
     assert problem in capsys.readouterr().err

@@ -72,7 +72,7 @@ async def test_they_are_loaded_listed_and_unloaded(scheduler, capsys):
     assert list(scheduler.adapters) == ["chatty"]
 
 
-async def test_what_is_refused_is_one_line_and_exit_code_1(scheduler, capsys):
+async def test_a_refusal_is_one_line_and_exit_code_1(scheduler, capsys):
     await run("load", "sql=/adapters/sql", "--scheduler", scheduler.target)
     assert await run("load", "sql=/other", "--scheduler", scheduler.target) == 1
     assert capsys.readouterr().err == "quire: it has other contents\n"
@@ -89,7 +89,7 @@ async def test_what_is_refused_is_one_line_and_exit_code_1(scheduler, capsys):
         (["drop", "sql"], "action"),
     ],
 )
-async def test_what_makes_no_sense_is_said(argv, problem, capsys):
+async def test_invalid_values_are_errors(argv, problem, capsys):
     with pytest.raises(SystemExit) as caught:
         await run(*argv, "--scheduler", "unix:/nowhere")
     assert caught.value.code == 2

@@ -150,7 +150,7 @@ async def test_groups_stop_in_order(tmp_path: Path):
     assert order.read_text() == "abc"
 
 
-async def test_what_a_child_started_ends_with_it(tmp_path: Path):
+async def test_processes_started_by_a_child_end_with_it(tmp_path: Path):
     code = (
         "import subprocess, time, pathlib\n"
         "child = subprocess.Popen(['sleep', '600'])\n"

@@ -236,7 +236,7 @@ def test_interrupted_detach_leaves_nothing(machine):
     assert not any(map(is_alive, [service.pid, *pids(service)]))
 
 
-def test_status_tells_what_runs_and_whether_it_is_ready(machine):
+def test_status_shows_processes_and_readiness(machine):
     machine.up("--detach").communicate(timeout=TIMEOUT_S)
     (service,) = machine.services
     (machine.folder / "scheduler_svc.not-ready").touch()

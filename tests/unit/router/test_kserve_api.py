@@ -159,7 +159,7 @@ async def test_infer_answers_as_it_was_asked(process, raw):
         assert not response.raw_output_contents
 
 
-async def test_infer_without_a_stream_begins_with_the_prompt_unless_told_otherwise(process):
+async def test_infer_without_a_stream_includes_the_prompt_by_default(process):
     call = process.stub.ModelInfer(request("hi ", raw=False, json_fields={"n": 2}))
     key = (await process.scheduler.submits.get()).first_seq_key
     a, b = process.router.tokens("a"), process.router.tokens("b")
@@ -279,13 +279,13 @@ async def test_raw_text_that_is_none_names_its_tensor(process, contents):
 
 
 @pytest.mark.parametrize("fields", [{"model": "x"}, {"return_token_ids": True}, {"user": "me"}])
-async def test_what_is_not_supported_is_refused_by_name(process, fields):
+async def test_unsupported_options_are_refused_by_name(process, fields):
     code, _, details = await refusal(process.stub.ModelInfer(request(json_fields=fields)))
     assert code == "UNIMPLEMENTED"
     assert next(iter(fields)) in details
 
 
-async def test_what_an_output_fails_of_is_the_status(process):
+async def test_an_outputs_error_is_the_status(process):
     call = process.stub.ModelInfer(request())
     key = (await process.scheduler.submits.get()).first_seq_key
     error = common_pb2.OutputError(code=grpc.StatusCode.UNAVAILABLE.value[0], message="lost")

@@ -31,7 +31,7 @@ async def start(router, model):
     return live, await router.scheduler.submits.get()
 
 
-async def test_a_scheduler_is_told_of_the_adapter_that_the_model_names(router):
+async def test_a_submit_has_the_adapter_that_the_model_names(router):
     await reconnect(router, "a", "b")
     for model, name in (("", ""), ("tiny", ""), ("b", "b")):
         live, submit = await start(router, model)
@@ -61,7 +61,7 @@ async def test_an_adapter_called_as_the_model_is_not_served(router):
     await live.aclose()
 
 
-async def test_an_unknown_name_is_not_found_and_told_what_there_is(router):
+async def test_an_unknown_name_is_not_found_and_the_error_lists_the_names(router):
     await reconnect(router, "a")
     with pytest.raises(NotFoundError, match="model 'c' is not served; 'tiny', 'a' are"):
         await router.inference.generate(GenerateRequest(prompt="x", model="c"))

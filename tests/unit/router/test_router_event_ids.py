@@ -113,7 +113,7 @@ async def test_a_stream_goes_on_behind_the_last_event(router, http, path, prompt
     assert received == {0: OutputReceived(len(tokens), len(TEXT.encode()), finished=True)}
 
 
-async def test_who_has_everything_but_the_end_of_the_stream_gets_that(router, http):
+async def test_a_client_that_lacks_only_the_end_of_the_stream_gets_it(router, http):
     body = {"prompt": "a", "stream": True}
     tokens = router.tokens("ab")
     _, event_id, submit = await break_off(router, http, "/v1/completions", body, tokens)
@@ -168,7 +168,7 @@ async def test_an_id_that_is_none_is_refused_by_name(http, event_id, body):
         assert "Last-Event-ID" in (await response.json())["error"]["message"]
 
 
-def test_an_id_tells_what_its_reader_has():
+def test_an_event_id_encodes_what_the_reader_has():
     position = StreamPosition("a/b é", {0: OutputReceived(1, 2)})
     position.advance(OutputDelta(1, 0, (7, 8), "é", ()))
     event_id = position.advance(OutputFinished(0, FinishReason.STOP))

@@ -179,7 +179,7 @@ async def test_bad_input_is_invalid_argument_with_the_field_in_bad_request(
     assert [model.id for model in models.models] == ["tiny"]  # the service still works
 
 
-async def test_no_prompt_and_an_unknown_model_are_told_apart(process):
+async def test_no_prompt_and_an_unknown_model_have_different_errors(process):
     empty = process.stub.Generate(inference_pb2.GenerateRequest())
     error, _ = await details_of(empty.read())
     assert (error.code(), error.details()) == (

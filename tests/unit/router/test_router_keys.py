@@ -126,7 +126,7 @@ async def test_our_own_client_sends_its_key(router, settings):
         assert (await once).usage.completion_tokens == 1
 
 
-async def test_the_page_is_anybodys_and_what_it_shows_is_not(router):
+async def test_the_page_is_public_but_its_data_needs_a_key(router):
     async with router.http.get("/ui") as page, router.http.get("/ui/main.js") as script:
         assert (page.status, script.status) == (200, 200)
     for path in ("/ui/api/load", "/ui/api/kv", "/ui/api/activity", "/ui/../v1/models", "/ui/api"):

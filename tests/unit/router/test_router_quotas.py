@@ -114,7 +114,7 @@ def test_request_that_never_fits_is_the_callers_fault():
         quotas(max_tokens_in_flight=100).begin("a", 0.0).reserve(101, 0.0)
 
 
-def test_what_was_refused_leaves_nothing_behind():
+def test_refused_requests_leave_nothing_behind():
     quota = quotas(max_tokens_in_flight=100, tokens_per_minute=100, max_concurrent_requests=2)
     for _ in range(10):
         lease = quota.begin("a", 0.0)

@@ -113,7 +113,7 @@ async def test_a_seed_that_is_given_is_kept_and_others_differ(router):
         await live.aclose()
 
 
-async def test_outputs_are_told_apart_and_each_ends_once(router):
+async def test_outputs_have_indexes_and_each_ends_once(router):
     live, submit = await start(router, n=3)
     first = submit.first_seq_key
     a, b = router.tokens("a")[0], router.tokens("b")[0]
@@ -141,7 +141,7 @@ async def test_tokens_that_wait_for_the_reader_are_merged_into_one_delta(router)
     assert delta == OutputDelta(0, 0, tuple(tokens), "one two three four five")
 
 
-async def test_a_reader_that_never_comes_stops_nobody_and_costs_only_its_tokens(router):
+async def test_an_absent_reader_delays_no_stream_and_costs_only_its_tokens(router):
     lazy, lazy_submit = await start(router)
     live, submit = await start(router)
     token = router.tokens("a")[0]
@@ -214,7 +214,7 @@ async def test_a_stop_string_across_steps_ends_the_output_and_cancels_the_sequen
     assert usage.completion_tokens == 3
 
 
-async def test_a_stop_string_is_found_while_nobody_reads(router):
+async def test_a_stop_string_is_found_without_a_reader(router):
     live, submit = await start(router, stop=("b",))
     await router.scheduler.step({submit.first_seq_key: router.tokens("b")})
     assert await router.scheduler.cancels.get() == [submit.first_seq_key]
@@ -320,7 +320,7 @@ async def test_too_many_live_requests_are_refused(router):
     (await start(router))[0]._close()
 
 
-async def test_what_can_never_be_queued_is_the_clients_fault(router):
+async def test_a_request_that_can_never_be_queued_is_invalid(router):
     router.inference._schedulers._links[0].max_waiting = 2
     with pytest.raises(InvalidArgumentError, match="n is 3; it must be at most 2"):
         await router.inference.generate(GenerateRequest(prompt="a", n=3))
@@ -334,7 +334,7 @@ async def test_what_can_never_be_queued_is_the_clients_fault(router):
         await router.inference.check_capacity(4, 1)
 
 
-async def test_a_scheduler_tells_how_many_may_wait(router):
+async def test_a_scheduler_reports_how_many_sequences_it_takes(router):
     await router.scheduler.stop()
     scheduler = FakeScheduler(router.scheduler.target.removeprefix("unix:"))
     scheduler.max_waiting = 7
@@ -370,7 +370,7 @@ async def test_what_the_queues_have_no_room_for_is_refused_before_its_text_is_lo
         await each.aclose()
 
 
-async def test_a_scheduler_that_is_met_anew_is_asked_anew_what_room_there_is(router):
+async def test_a_reconnected_scheduler_starts_with_unknown_room(router):
     live, submit = await start(router)
     await router.scheduler.send_room(0)
     await router.scheduler.step({submit.first_seq_key: router.tokens("a")})

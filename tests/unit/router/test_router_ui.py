@@ -169,7 +169,7 @@ def test_messages_become_plain_values():
     assert activity_to_json(common_pb2.WorkerActivity(load=load))["load"]["fragmentation"] == 0.5
 
 
-def test_what_is_not_asked_for_is_not_set():
+def test_fields_that_were_not_requested_are_not_set():
     query = query_from_url(kv_pb2.KvQuery, {"max_blocks": "0"})
     assert query.HasField("max_blocks")
     assert not query.HasField("max_sequences")

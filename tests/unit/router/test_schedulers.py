@@ -120,9 +120,7 @@ async def test_prompts_with_one_beginning_meet_and_others_spread(pool, pair):
     assert len(homes) == 2
 
 
-async def test_what_was_live_at_a_scheduler_that_stays_away_goes_to_another(
-    pool, pair, monkeypatch
-):
+async def test_requests_of_a_scheduler_that_stays_away_move_to_another(pool, pair, monkeypatch):
     monkeypatch.setattr(schedulers_module, "_RETURN_S", 0.01)
     live, submit, home, other = await place(pool, pair, (5, 6, 7))
     key = submit.first_seq_key
@@ -149,7 +147,7 @@ async def test_a_scheduler_that_returns_has_its_requests_again(pool, pair, monke
     await live.aclose()
 
 
-async def test_who_stood_by_gets_what_was_live(model_dir, pair):
+async def test_a_standby_gets_the_live_requests(model_dir, pair):
     one, standby = pair
     await one.start()
     async with running(model_dir, Discovery([fake.target for fake in pair])) as pool:
@@ -169,7 +167,7 @@ async def test_who_stood_by_gets_what_was_live(model_dir, pair):
         assert await standby.cancels.get() == [submit.first_seq_key]
 
 
-async def test_who_took_the_workers_gets_what_is_live_at_one_that_hangs(
+async def test_the_new_owner_of_the_workers_gets_the_hung_schedulers_requests(
     model_dir, pair, monkeypatch
 ):
     """At once, though the one that hangs keeps its stream; and though it was long looked for."""
@@ -239,7 +237,7 @@ async def wait_until_received(fake, live, submit):
     assert isinstance(await anext(live), OutputDelta)
 
 
-async def test_what_one_scheduler_refuses_goes_to_another_and_then_to_nobody(pool, pair):
+async def test_a_request_that_a_scheduler_refuses_is_offered_once_to_each_other(pool, pair):
     full = grpc.StatusCode.RESOURCE_EXHAUSTED
     live, submit, home, other = await place(pool, pair, (5, 6, 7), n=2)
     await home.refuse(submit.first_seq_key, full, "the queue is full")
@@ -272,7 +270,7 @@ async def test_a_scheduler_that_is_known_to_be_full_is_left_out(pool, pair):
     await live.aclose()
 
 
-async def test_a_scheduler_whose_models_are_unloaded_gets_what_nobody_else_can_have(pool, pair):
+async def test_an_unloaded_scheduler_gets_only_requests_that_no_other_can_serve(pool, pair):
     live, submit, home, other = await place(pool, pair, (5, 6, 7))
     for is_unloaded, expected in ((True, other), (False, home)):
         await home.send_unloaded(is_unloaded)
@@ -306,7 +304,7 @@ async def test_requests_may_be_as_long_as_all_schedulers_now_take(pool, pair):
         assert pool.inference.model.info().max_model_len == expected
 
 
-async def test_what_nobody_knows_is_not_found(pool, pair):
+async def test_an_unknown_request_is_not_found(pool, pair):
     request = ResumeRequest("r", "", {}, has_prompt_scores=False, deadline=None)
     resuming = asyncio.create_task(pool.inference.resume(request))
     for fake in pair:

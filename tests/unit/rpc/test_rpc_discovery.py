@@ -73,6 +73,6 @@ async def test_the_system_resolves_a_name_to_one_family():
         (["dns:a:70000"], "must be dns:HOST:PORT"),
     ],
 )
-def test_what_cannot_be_looked_up_is_refused(targets, problem):
+def test_prompts_that_cannot_be_looked_up_are_refused(targets, problem):
     with pytest.raises(ValueError, match=problem):
         check_targets(targets)

@@ -126,7 +126,7 @@ def test_every_bad_value_gets_its_line(capsys):
 
 
 @pytest.mark.parametrize("argv", [["--wat", "3"], ["--grpc", "3"], ["stray"]])
-def test_what_is_not_known_is_refused_by_name(capsys, argv):
+def test_unknown_fields_are_refused_by_name(capsys, argv):
     assert f"unrecognized arguments: {' '.join(argv)}" in complaint(capsys, "--model=m", *argv)
 
 

@@ -145,7 +145,7 @@ async def test_every_error_carries_an_error_info(raising):
     assert dict(info.metadata) == {"retryable": "true"}
 
 
-async def test_who_comes_too_early_is_told_when_to_come_back(raising):
+async def test_a_full_service_sends_a_retry_delay(raising):
     seen = await raising(errors.TooBusyError("full", retry_after_s=2.5))
     assert dict(seen.trailing_metadata())["grpc-retry-pushback-ms"] == "2500"
     assert status_to_error(seen).retry_after_s == 2.5

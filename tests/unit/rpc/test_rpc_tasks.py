@@ -20,7 +20,7 @@ async def counted(name, gates, ended, error=None):
         ended.append(name)
 
 
-async def test_what_comes_first_is_told_first():
+async def test_items_come_in_the_order_of_arrival():
     first, second, ended = asyncio.Event(), asyncio.Event(), []
     streams = [counted("a", [second], ended), counted("b", [first, second], ended)]
     received = []

@@ -179,7 +179,7 @@ async def test_what_is_loaded_at_all_when_they_are_forgotten_is_not_held(service
     assert service.adapters.held == ()
 
 
-async def test_who_is_about_to_end_is_asked_nothing(service):
+async def test_a_draining_process_gets_no_calls(service):
     ending = await service.attach("a", Worker())
     staying = await service.attach("b", Worker(found={"/sql": OLD}))
     ending.is_ending = True

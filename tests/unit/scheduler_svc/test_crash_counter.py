@@ -112,7 +112,7 @@ def test_a_loss_counts_if_the_request_ran_and_gained_nothing(progress, count):
     assert crashes.take(request) == 0, "it has been taken"
 
 
-def test_what_has_ended_is_forgotten():
+def test_ended_requests_are_forgotten():
     crashes, ended, dropped = CrashCounter(), make_request(key=0), make_request(source=2, key=1)
     for request in (ended, dropped):
         crashes.set(request, 1)

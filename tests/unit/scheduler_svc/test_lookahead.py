@@ -20,7 +20,7 @@ async def learn_step_time(router, worker, execute_s):
 
 
 @pytest.mark.parametrize(("execute_s", "num_ahead"), [(0.0, 2), (1.0, 1)])
-async def test_what_comes_during_a_long_step_is_in_the_next_one(
+async def test_requests_that_arrive_during_a_long_step_are_in_the_next_one(
     folder, worker, connect, execute_s, num_ahead
 ):
     async with running_scheduler(folder, [worker.target]) as scheduler:
@@ -39,7 +39,7 @@ async def test_what_comes_during_a_long_step_is_in_the_next_one(
         assert router.tokens[2] == expected_tokens([6, 7, 8, 9], 4)
 
 
-async def test_a_step_that_ends_sooner_than_expected_leaves_nobody_waiting(folder, worker, connect):
+async def test_after_a_step_that_ends_early_the_next_one_is_sent_at_once(folder, worker, connect):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
         await learn_step_time(router, worker, 1.0)

@@ -91,7 +91,7 @@ async def test_a_worker_that_only_dns_has_lost_works_on(folder, worker, other, c
     assert worker.answered
 
 
-async def test_a_worker_that_is_gone_is_forgotten_and_its_sequences_go_on(
+async def test_a_removed_worker_is_forgotten_and_its_sequences_continue_elsewhere(
     folder, worker, other, connect
 ):
     resolver = FakeResolver(worker)

@@ -175,7 +175,7 @@ def finish(*sessions):
         assert session.core.tier.pool.num_available == CONFIG.num_host_blocks
 
 
-async def test_request_moves_and_says_what_it_would_have_said(migrator, a, b, migrations):
+async def test_request_moves_and_its_output_stays_the_same(migrator, a, b, migrations):
     (request,) = a.core.drain()
     a.crashes.set(request, 2)
     moved = await migrator.migrate("r0", "b")
@@ -310,7 +310,7 @@ class TestImbalance:
             assert a.oracle.live, "nobody had to wait"
             a.step()
 
-    async def test_one_that_waits_goes_where_there_is_room(self, migrator, a, b):
+    async def test_a_waiting_request_moves_to_a_worker_with_room(self, migrator, a, b):
         self.swap_one(a)
         live, source, target = migrator._find_imbalance()
         assert (source.session, target.session) == (a, b)

@@ -49,5 +49,5 @@ def test_the_best_counts_and_is_forgotten_slowly():
     assert rates.step_s == pytest.approx(0.01 / 0.99)
 
 
-def test_a_worker_that_does_not_measure_tells_nothing():
+def test_a_worker_that_does_not_measure_reports_no_rates():
     assert measure((100, 0, 0.0), (0, 5, 0.0)) == WorkerRates(None, None)

@@ -219,7 +219,7 @@ def test_a_refusal_that_does_not_come_again_is_a_difference(recorded):
     assert before == "RequestTooLongError" != now
 
 
-def test_what_the_core_raised_is_raised_again(tmp_path):
+def test_a_replay_raises_the_recorded_error(tmp_path):
     nothing = np.array([], np.int32)
     outcome = Result(9, nothing, nothing, nothing, nothing)
 

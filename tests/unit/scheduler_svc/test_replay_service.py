@@ -23,7 +23,7 @@ async def record_requests(folder, worker, connect, count=3):
     return sorted((folder / "rec").iterdir())
 
 
-async def test_what_a_scheduler_recorded_replays(folder, worker, connect, capsys):
+async def test_a_schedulers_recording_replays(folder, worker, connect, capsys):
     (path,) = await record_requests(folder, worker, connect)
     assert main(["replay", str(path)]) == 0
     output = capsys.readouterr().out

@@ -60,7 +60,7 @@ async def test_a_pool_that_has_grown_takes_what_was_too_long(tmp_path, worker):
         await router.disconnect()
 
 
-async def test_a_router_that_stays_is_told_how_long_a_sequence_may_be(tmp_path, worker):
+async def test_a_connected_router_gets_the_new_max_model_len(tmp_path, worker):
     async with running_scheduler(tmp_path, [worker.target]) as scheduler:
         router = await FakeRouter(scheduler.target).connect()
         assert router.welcome.model.max_model_len == 64
@@ -95,7 +95,7 @@ async def test_a_pool_shrinks_under_sequences_that_go_on(tmp_path, worker):
         await router.disconnect()
 
 
-async def test_what_is_held_is_told_while_it_goes(tmp_path, worker):
+async def test_held_blocks_are_reported_while_a_pool_shrinks(tmp_path, worker):
     async with running_scheduler(tmp_path, [worker.target]) as scheduler:
         router = await FakeRouter(scheduler.target).connect()
         await resize(router, MOST)
@@ -155,7 +155,7 @@ async def test_a_size_is_blocks_or_bytes(tmp_path, worker, size):
     ],
     ids=lambda value: str(value)[:24],
 )
-async def test_what_cannot_be_is_refused_by_name(tmp_path, worker, size, code, details):
+async def test_impossible_values_are_refused_by_name(tmp_path, worker, size, code, details):
     async with running_scheduler(tmp_path, [worker.target]) as scheduler:
         router = await FakeRouter(scheduler.target).connect()
         call = router.stub.ResizeKv(scheduler_pb2.ResizeKvRequest(**size))
@@ -201,7 +201,7 @@ async def test_a_worker_without_the_memory_leaves_all_as_it_was(tmp_path, worker
         await router.disconnect()
 
 
-async def test_a_worker_that_is_lost_says_how_many_it_has_when_it_is_back(tmp_path, worker):
+async def test_a_lost_worker_reports_its_blocks_when_it_returns(tmp_path, worker):
     async with running_scheduler(tmp_path, [worker.target]) as scheduler:
         router = await FakeRouter(scheduler.target).connect()
         await resize(router, MOST)

@@ -77,7 +77,7 @@ def tokens_by_key(step):
 
 
 @pytest.mark.parametrize("num_steps", [3, 16, 200])
-async def test_who_resumes_gets_all_that_came_and_all_that_comes(streams, num_steps):
+async def test_a_resumed_stream_gets_all_earlier_and_later_events(streams, num_steps):
     """Also if it is resumed between two batches of stored events."""
     first = streams.open("a")
     submit(streams, first, key=5, n=2)
@@ -155,7 +155,7 @@ async def test_what_a_router_says_when_it_submits_again_is_part_of_it(streams):
     assert not resumed.submit.outputs
 
 
-async def test_the_one_before_is_told_and_can_use_its_keys_again(streams):
+async def test_the_former_router_is_notified_and_can_reuse_its_keys(streams):
     first, second = streams.open("a"), streams.open("b")
     submit(streams, first, key=5, n=2)
     resume(streams, second, 40)
@@ -190,7 +190,7 @@ def test_another_tenants_request_is_not_found(streams, tenant):
         resume(streams, streams.open("b"), 40, tenant=tenant)
 
 
-def test_what_nobody_resumes_is_cancelled_after_the_grace_period(streams):
+def test_a_request_that_is_not_resumed_is_cancelled_after_the_grace_period(streams):
     stream = streams.open("a")
     submit(streams, stream, "left", key=0)
     submit(streams, stream, "stays", key=1)
@@ -203,7 +203,7 @@ def test_what_nobody_resumes_is_cancelled_after_the_grace_period(streams):
     assert len(streams.resumables) == 1
 
 
-def test_what_has_ended_is_kept_for_the_grace_period(streams):
+def test_ended_requests_are_kept_for_the_grace_period(streams):
     stream = streams.open("a")
     submit(streams, stream, n=2)
     streams.deliver({stream.source: output(ended=[0])})
@@ -215,7 +215,7 @@ def test_what_has_ended_is_kept_for_the_grace_period(streams):
     assert len(streams.resumables) == 0
 
 
-def test_who_nobody_reads_ends_at_its_deadline(streams):
+def test_a_request_without_a_reader_ends_at_its_deadline(streams):
     stream = streams.open("a")
     submit(streams, stream, deadline=3.0)
     assert list(streams.resumables.expire(3.0)) == [], "its router sees to that"

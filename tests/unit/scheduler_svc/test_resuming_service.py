@@ -53,7 +53,7 @@ async def test_what_has_ended_meanwhile_is_there_to_be_had(folder, worker, conne
         assert second.finished[40].finish_reason == common_pb2.FINISH_REASON_LENGTH
 
 
-async def test_the_router_before_hears_that_it_is_over_and_no_more(folder, worker, connect):
+async def test_the_former_router_gets_aborted_and_no_more_events(folder, worker, connect):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         first, second = await connect(scheduler.target), await connect(scheduler.target, "s")
         await begin(first, worker)
@@ -68,7 +68,7 @@ async def test_the_router_before_hears_that_it_is_over_and_no_more(folder, worke
 
 
 @pytest.mark.parametrize("last_word", ["leave", "cancel"])
-async def test_what_the_router_before_says_late_ends_nothing(folder, worker, connect, last_word):
+async def test_late_messages_of_the_former_router_end_nothing(folder, worker, connect, last_word):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         first, second = await connect(scheduler.target), await connect(scheduler.target, "s")
         await begin(first, worker)
@@ -84,7 +84,7 @@ async def test_what_the_router_before_says_late_ends_nothing(folder, worker, con
         assert has_all(second, 40)
 
 
-async def test_nobody_resumes_and_it_ends(folder, worker, connect):
+async def test_a_request_that_is_not_resumed_ends(folder, worker, connect):
     async with running_scheduler(folder, [worker.target], resume_grace_s=0.1) as scheduler:
         first, second = await connect(scheduler.target), await connect(scheduler.target, "s")
         await begin(first, worker)

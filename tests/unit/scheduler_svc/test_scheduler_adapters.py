@@ -23,7 +23,7 @@ def _expects_no_requests(monkeypatch):
     monkeypatch.setattr(adapters, "REUNION_S", 0.0)
 
 
-async def test_all_workers_load_and_the_router_is_told(folder):
+async def test_all_workers_load_and_the_router_is_notified(folder):
     async with service(folder, 2) as (_, router, *workers):
         assert router.sent_adapters == []
         loaded = await router.load_adapter("sql", A)
@@ -145,7 +145,7 @@ async def test_a_request_whose_stream_has_broken_finds_its_adapter(folder, monke
         await again.disconnect()
 
 
-async def test_what_nobody_has_claimed_yet_keeps_its_adapter(folder):
+async def test_unclaimed_sequences_keep_their_adapter(folder):
     worker = await FakeWorker(f"unix:{folder}/w").start()
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await Router(scheduler.target).connect()
@@ -215,7 +215,7 @@ async def test_a_worker_that_comes_back_with_what_was_unloaded_unloads_it(folder
         assert await router.listed() == []
 
 
-async def test_what_one_worker_has_the_others_load(folder):
+async def test_an_adapter_of_one_worker_is_loaded_by_the_others(folder):
     def load(workers):
         workers[0].adapters.add("sql", A)
         workers[1].adapters.add("chat", B)

@@ -83,7 +83,7 @@ async def test_sequences_leave_a_worker_that_hangs_on(folder, worker, connect, m
         await other.die()
 
 
-async def test_worker_whose_step_takes_much_too_long_is_said_to_hang(folder, worker, connect):
+async def test_worker_whose_step_takes_much_too_long_is_reported_as_hung(folder, worker, connect):
     """It answers, but its device may hang. It is given up only after --step-timeout-s."""
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)

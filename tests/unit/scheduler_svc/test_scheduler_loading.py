@@ -73,7 +73,7 @@ async def refusal(call):
     return caught.value.code().name, caught.value.details()
 
 
-async def test_what_ran_goes_on_at_another_worker(folder):
+async def test_running_sequences_continue_at_another_worker(folder):
     async with service(folder, 2) as (_, router, first, second):
         second.pause()
         first.pause_at = 3
@@ -98,7 +98,7 @@ async def test_what_ran_goes_on_at_another_worker(folder):
         assert await router.unload(first.target) == {first.target: True}
 
 
-async def test_what_has_no_other_worker_waits_until_its_is_back(folder):
+async def test_requests_without_another_worker_wait_until_theirs_returns(folder):
     async with service(folder, 1) as (scheduler, router, worker):
         worker.pause_at = 4
         await router.submit(0, [1, 2], max_tokens=12)
@@ -128,7 +128,7 @@ async def test_what_has_no_other_worker_waits_until_its_is_back(folder):
         assert told.was_loaded
 
 
-async def test_routers_are_told_when_nobody_has_the_model(folder):
+async def test_routers_are_notified_when_no_worker_has_the_model(folder):
     def unloaded_events(router):
         steps = [message.step for message in router.messages]
         return [step.is_unloaded for step in steps if step.HasField("is_unloaded")]
@@ -168,7 +168,7 @@ async def test_a_worker_that_keeps_its_model_keeps_its_requests(folder):
         assert worker.num_attaches == 1
 
 
-async def test_what_cannot_be_is_refused_by_name(folder):
+async def test_impossible_values_are_refused_by_name(folder):
     async with service(folder, 2) as (_, router, first, second):
         assert (await refusal(router.unload("w9")))[0] == "NOT_FOUND"
         assert (await refusal(router.load_models("w9")))[0] == "NOT_FOUND"
@@ -327,7 +327,7 @@ async def test_another_model_serves_nothing_that_was_asked_of_the_one_before(fol
         await again.disconnect()
 
 
-async def test_another_model_waits_until_nobody_serves_the_one_before(folder):
+async def test_another_model_waits_until_no_worker_serves_the_old_one(folder):
     async with service(folder, 2) as (scheduler, router, first, second):
         await router.unload(first.target)
         loading = asyncio.create_task(refusal(router.load_models(first.target, OTHER)))

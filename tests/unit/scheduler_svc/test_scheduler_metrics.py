@@ -149,7 +149,7 @@ def test_metrics_show_how_well_each_attached_workers_space_is_used():
         assert line in lines
 
 
-def test_scattered_blocks_are_warned_of_once_and_defragmentation_is_told():
+def test_scattered_blocks_are_logged_once_and_defragmentation_too():
     scattered, mended = Fragmentation(8, 2), Fragmentation(8, 8)
     looked = DefragmentationReport(scattered, scattered, 0, has_moved=False)
     moved = DefragmentationReport(scattered, mended, 6, has_moved=True)

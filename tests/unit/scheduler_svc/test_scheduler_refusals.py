@@ -190,7 +190,7 @@ async def test_more_sequences_than_may_ever_wait_are_the_clients_fault(folder, w
         assert refused.message == "n is 4; it must be at most 3 (--max-waiting)"
 
 
-async def test_after_a_refusal_routers_are_told_how_much_room_there_is(folder, worker, connect):
+async def test_after_a_refusal_routers_get_the_remaining_room(folder, worker, connect):
     worker.pause()
     async with running_scheduler(folder, [worker.target], max_waiting=4) as scheduler:
         router, other = await connect(scheduler.target), await connect(scheduler.target)

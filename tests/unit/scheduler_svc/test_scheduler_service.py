@@ -123,7 +123,7 @@ async def test_non_finite_logits_end_a_sequence_with_an_error(folder, worker, co
     assert router.tokens == {1: expected_tokens([1, 13], 5)}
 
 
-async def test_two_routers_hear_only_of_their_own_sequences(folder, worker, connect):
+async def test_two_routers_get_only_events_of_their_own_sequences(folder, worker, connect):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         one, other = await connect(scheduler.target), await connect(scheduler.target)
         for key in range(5):  # the same keys on both streams
@@ -184,7 +184,7 @@ async def test_router_that_disconnects_leaves_nothing_behind(folder, worker, con
         assert stays.tokens[0] == expected_tokens([1, 2, 3], 5)
 
 
-async def test_router_that_half_closes_is_let_go(folder, worker, connect):
+async def test_router_that_half_closes_is_released(folder, worker, connect):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router, other = await connect(scheduler.target), await connect(scheduler.target)
         await router.submit(0, [1, 2, 3], max_tokens=400)
@@ -280,7 +280,7 @@ async def test_a_request_whose_deadline_has_passed_is_refused(folder, worker, co
         assert "the deadline passed" in router.refused[5].message
 
 
-async def test_one_that_waits_past_its_deadline_ends(folder, connect):
+async def test_a_waiting_sequence_ends_at_its_deadline(folder, connect):
     small = await FakeWorker(f"unix:{folder}/w0", max_num_seqs=1).start()
     small.pause()
     async with running_scheduler(folder, [small.target]) as scheduler:
@@ -298,7 +298,7 @@ async def test_one_that_waits_past_its_deadline_ends(folder, connect):
     await small.die()
 
 
-async def test_the_policy_decides_who_is_next(folder, connect):
+async def test_the_policy_decides_which_sequence_is_next(folder, connect):
     small = await FakeWorker(f"unix:{folder}/w0", max_num_seqs=1).start()
     small.pause()
     async with running_scheduler(folder, [small.target], policy="priority") as scheduler:

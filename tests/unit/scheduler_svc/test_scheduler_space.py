@@ -66,7 +66,7 @@ async def test_a_worker_that_is_lost_meanwhile_fails_the_call(folder, worker, co
         assert caught.value.details() == "no worker is attached"
 
 
-async def test_a_pinned_prompt_is_told_and_counted(folder, worker, connect):
+async def test_a_pinned_prompt_is_reported_and_counted(folder, worker, connect):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
         await router.submit(1, [5] * 10, max_tokens=1, cache_pin_s=60)

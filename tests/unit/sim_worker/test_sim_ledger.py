@@ -178,7 +178,7 @@ async def until_ended(steps, step, num_moves):
             return step.step_id
 
 
-async def test_what_went_through_all_tiers_is_right():
+async def test_kv_that_went_through_all_tiers_is_right():
     steps, step_id = await swapped_out()
     step_id = await until_ended(steps, moves(step_id, disk_store=([2, 3], [1, 0])), 2)
     step_id = await until_ended(steps, moves(step_id, disk_load=([0, 1], [1, 0])), 2)
@@ -277,7 +277,7 @@ async def test_a_step_that_only_waits_for_the_disk_lets_one_that_computes_pass()
     assert (await waiting).stored_disk_block_ids.tolist() == []
 
 
-async def test_a_step_behind_one_that_failed_is_refused_until_somebody_attaches(steps):
+async def test_steps_after_a_failed_one_are_refused_until_the_next_attach(steps):
     step = Plan(1, 0, new_sequences=(new_row(blocks=(3, 3)),))
     results = [steps.submit(0, step), steps.submit(0, first_step())]
     done = await asyncio.gather(*results, return_exceptions=True)
@@ -288,7 +288,7 @@ async def test_a_step_behind_one_that_failed_is_refused_until_somebody_attaches(
 
 @pytest.mark.parametrize(("num_host_blocks", "num_disk_blocks"), [(0, 0), (9, 0), (4, 9)])
 @pytest.mark.parametrize("seed", range(4))
-async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_blocks, num_disk_blocks):
+async def test_the_cores_plans_are_never_wrong(seed, num_host_blocks, num_disk_blocks):
     """Tiny pools and vocabulary, with preemption, prefix hits, forks, moves, two steps in
     flight."""
     dice = random.Random(seed)

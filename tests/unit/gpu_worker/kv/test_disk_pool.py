@@ -83,7 +83,7 @@ def corrupt(pool, disk_block, offset, content):
 
 
 @pytest.mark.parametrize("codec", [None, zstd()], ids=["none", "zstd"])
-def test_what_comes_back_is_bit_identical(make, host, codec):
+def test_blocks_come_back_bit_for_bit(make, host, codec):
     pool = make(codec)
     before = host.copy()
     pool.store(ints(0, 1, 2), ints(7, 3, 0), step_id=1)
@@ -240,7 +240,7 @@ def test_loads_do_not_wait_behind_stores(make, host):
     assert pool.is_busy(2)
 
 
-def test_a_result_tells_only_of_its_own_and_earlier_steps(make):
+def test_a_result_reports_only_its_own_and_earlier_steps(make):
     pool = make()
     pool.store(ints(0), ints(0), step_id=3)
     pool.store(ints(1), ints(1), step_id=4)

@@ -39,7 +39,7 @@ def random_blocks(num_blocks=8, block_bytes=1000):
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
-def test_what_comes_back_is_bit_identical():
+def test_blocks_come_back_bit_for_bit():
     device = random_blocks()
     before = device.clone()
     pool = HostPool(device, 6)

@@ -135,7 +135,7 @@ def codec_totals(tier, codec, direction):
 
 
 @pytest.mark.parametrize(("host", "disk"), [("int8", "lz4"), ("none", "fp8")])
-def test_what_codecs_save_and_cost_is_counted(open_tiers, host, disk):
+def test_ratio_and_time_of_codecs_are_counted(open_tiers, host, disk):
     pool, _, tiers = open_tiers(host_kv_codec=host, disk_kv_codec=disk)
     fill(pool)
     labels = [(t, c, d) for t, c in (("host", host), ("disk", disk)) for d in ("encode", "decode")]
@@ -222,7 +222,7 @@ def test_room_that_is_not_there_is_refused(open_tiers, changes, problem):
         ),
     ],
 )
-def test_what_cannot_be_held_so_is_refused_by_name(capsys, tmp_path, flags, problem):
+def test_unsupported_tier_settings_are_refused_by_name(capsys, tmp_path, flags, problem):
     with pytest.raises(SystemExit):
         parse_settings(WorkerSettings, "quire-worker", [f"--model={tmp_path}", *flags])
     assert problem in capsys.readouterr().err

@@ -241,7 +241,7 @@ async def test_another_model_is_loaded_in_its_place(model, other, tmp_path):
         assert await worker.tokens(8) == tokens
 
 
-async def test_what_cannot_be_loaded_leaves_it_unloaded(model, tmp_path, monkeypatch):
+async def test_a_failed_load_leaves_the_worker_unloaded(model, tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     (broken / "model.safetensors").unlink()
@@ -277,7 +277,7 @@ async def test_what_cannot_be_loaded_leaves_it_unloaded(model, tmp_path, monkeyp
         assert not (await worker.attach()).is_unloaded
 
 
-async def test_who_asks_for_it_while_it_is_on_its_way_is_told_how_far_it_is(
+async def test_a_load_during_a_load_joins_it_and_reports_progress(
     model, other, tmp_path, monkeypatch
 ):
     async with running(model, tmp_path) as worker:
@@ -309,9 +309,7 @@ async def test_who_asks_for_it_while_it_is_on_its_way_is_told_how_far_it_is(
         assert not (await worker.attach()).is_unloaded
 
 
-async def test_who_asks_for_it_while_it_goes_gets_it_back_when_it_is_gone(
-    model, tmp_path, monkeypatch
-):
+async def test_a_load_during_an_unload_starts_afterwards(model, tmp_path, monkeypatch):
     goes, may_go = asyncio.Event(), asyncio.Event()
     close = AdapterServicer.close
 
@@ -334,7 +332,7 @@ async def test_who_asks_for_it_while_it_goes_gets_it_back_when_it_is_gone(
         assert not (await worker.attach()).is_unloaded
 
 
-async def test_one_whose_step_does_not_end_says_so_and_ends(model, tmp_path, monkeypatch):
+async def test_a_worker_with_a_hung_step_reports_it_and_ends(model, tmp_path, monkeypatch):
     stop = StepLoop.stop
     said = []
 

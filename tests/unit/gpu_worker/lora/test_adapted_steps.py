@@ -94,7 +94,7 @@ def test_one_prompt_under_all(case):
     assert len({tuple(tokens) for tokens in results}) == 3
 
 
-def test_one_comes_while_others_run_and_goes_when_its_row_is_released(case):
+def test_an_adapter_is_added_at_run_time_and_freed_when_its_row_is_released(case):
     worker = Worker(case)
     root = case.merged[1].parent
     late = load_adapter("late", root / "b", open_model(case.model, "").config, torch.float32, CPU)

@@ -205,7 +205,7 @@ NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
         ),
     ],
 )
-def test_what_these_families_do_not_support_is_named(tmp_path, changes, message):
+def test_unsupported_features_of_the_families_are_named(tmp_path, changes, message):
     keys = {"num_key_value_heads": None} if "num_attention_heads" in changes else {}
     with pytest.raises(ModelError) as caught:
         read(write(tmp_path, **changes, **keys))
@@ -284,7 +284,7 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path, changes, message):
+def test_unsupported_options_are_refused_by_name(tmp_path, changes, message):
     with pytest.raises(ModelError) as caught:
         read(write(tmp_path, **changes))
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {message}")

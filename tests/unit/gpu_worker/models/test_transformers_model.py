@@ -133,7 +133,9 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
         ("t5", {}, "it is no causal language model of transformers"),
     ],
 )
-def test_what_paged_attention_cannot_serve_is_refused(tmp_path, family, overrides, reason):
+def test_attention_that_paged_attention_does_not_support_is_refused(
+    tmp_path, family, overrides, reason
+):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = AutoConfig.for_model(family, **sizes, **overrides)
     config.architectures = ["SomeForCausalLM"]
@@ -189,7 +191,7 @@ def options_without_window(_query, _given):
     return AttentionOptions(scale=1.0, window=None, softcap=None, sinks=None)
 
 
-def test_an_architecture_that_nobody_has_is_named(tmp_path):
+def test_an_unknown_architecture_is_named(tmp_path):
     fields = {"architectures": ["NobodysForCausalLM"], "model_type": "nobodys"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelError, match=r"cannot be read by transformers: .*nobodys"):

@@ -217,7 +217,7 @@ def test_rows_whose_guesses_fail_get_fewer_and_then_none():
     assert succeeding[-1] == 4
 
 
-def test_who_fails_is_tried_again_and_a_new_sequence_begins_anew():
+def test_a_failing_row_is_tried_again_and_a_new_sequence_starts_fresh():
     lengths = learned(token_s=0.3)
     for _ in range(8):
         lengths.learn_chances(ROWS, np.array([4, 4]), np.array([0, 0]))

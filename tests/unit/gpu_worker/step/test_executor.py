@@ -376,7 +376,7 @@ class UnselectingModel(FakeModel):
         return super().forward(token_ids, positions, pool, replace(metadata, wanted=None))
 
 
-def test_a_model_that_returns_more_than_is_wanted_is_told_both_numbers():
+def test_a_wrong_number_of_hidden_states_is_an_error_with_both_numbers():
     driver = Driver(model=UnselectingModel())
     message = (
         r"UnselectingModel\.forward returned hidden states of 7 tokens; metadata.num_wanted is 1"

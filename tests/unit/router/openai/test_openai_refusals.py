@@ -142,7 +142,7 @@ async def test_bad_chat_is_refused_by_name(http, inference, fields, param, messa
     ],
     ids=["empty", "cut", "words", "utf8", "surrogate", "nesting", "digits", "zeros"],
 )
-async def test_what_is_not_json_is_refused(http, body):
+async def test_a_body_that_is_not_json_is_refused(http, body):
     error = await refused(http, COMPLETIONS, body)
     assert "body is not valid JSON" in error["message"]
 
@@ -277,7 +277,7 @@ async def test_a_header_that_is_no_utf8_is_refused(server):
     await writer.wait_closed()
 
 
-async def test_a_bug_is_500_and_says_nothing_of_itself(http, inference: FakeInference):
+async def test_a_bug_is_500_without_details(http, inference: FakeInference):
     inference.refusal = RuntimeError("a secret")
     error = await refused(http, COMPLETIONS, {"prompt": "x"}, status=500)
     assert error["message"] == "internal error"

@@ -254,7 +254,7 @@ def test_a_beam_that_cannot_sample_ends_its_search():
     ]
 
 
-def test_a_search_of_a_lost_worker_starts_anew():
+def test_a_search_of_a_lost_worker_starts_over():
     core = make_core()
     search(core, 0, [1, 2, 3], n=2)
     report(core, schedule(core), r0=LIKELY)

@@ -90,7 +90,7 @@ def test_all_of_a_pool_can_be_taken():
     assert sorted(pool.allocate(pool.num_available)) == [0, 1, 2]
 
 
-def test_what_is_forgotten_is_free():
+def test_forgotten_blocks_are_free():
     pool = BlockPool(1, DeviceBlockId)
     pool.publish(pool.allocate(1), [BlockHash(b"1")])
     pool.drop([0])

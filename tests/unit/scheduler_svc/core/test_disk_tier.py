@@ -85,7 +85,7 @@ def test_a_host_block_that_is_evicted_before_it_is_filled_is_lost():
     assert stores(plan) == {0: 0}, "what an earlier plan has put there, only"
 
 
-def test_what_the_disk_has_is_not_stored_again():
+def test_blocks_on_the_disk_are_not_stored_again():
     core = make_full(num_disk_blocks=16)
     submit(core, 10, [1] * 9, max_tokens=1)
     ((seq, _),) = core.fetching._awaited.items()
@@ -109,7 +109,7 @@ def test_no_more_stores_than_the_limit_are_under_way():
     assert stores(plan) == {1: 1}, "what host block 2 held is lost"
 
 
-def test_while_the_disk_is_busy_one_step_is_there_to_hear_of_it():
+def test_while_the_disk_is_busy_one_step_waits_for_its_results():
     core = make_full(num_prompts=3)
     submit(core, 3, [4] * 9, max_tokens=1)
     answer(core, schedule(core), 0)

@@ -42,7 +42,7 @@ def test_a_result_brings_several_tokens_in_order():
     assert core.rows.num_tokens(0) == 9
 
 
-def test_tokens_of_several_rows_are_told_apart():
+def test_tokens_of_several_rows_are_distinguished():
     core = make_core(num_draft_tokens=K)
     submit(core, 1, PROMPT)
     submit(core, 2, [9, 8])

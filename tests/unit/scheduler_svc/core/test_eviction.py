@@ -114,7 +114,7 @@ def test_what_is_evicted_is_new_when_it_comes_again(eviction):
 
 @pytest.mark.parametrize("eviction", [Eviction.LFU, Eviction.FIFO])
 @pytest.mark.parametrize("is_held", [False, True])
-def test_what_is_not_to_be_trusted_is_new_when_it_comes_again(eviction, is_held):
+def test_distrusted_contents_are_new_when_computed_again(eviction, is_held):
     cache = Cache(eviction)
     cache.run("a0")
     cache.run("a0")  # hit once
@@ -144,7 +144,7 @@ def test_a_block_that_is_not_to_be_trusted_is_free_at_once(eviction):
     num_blocks=st.integers(4, 10),
     uses=st.lists(st.tuples(st.text("ab", min_size=1, max_size=4), st.integers(0, 2)), max_size=40),
 )
-def test_whatever_is_found_has_its_prefix_found_too(eviction, num_blocks, uses):
+def test_if_a_block_is_found_its_prefix_is_found_too(eviction, num_blocks, uses):
     """Prompts are words, and their blocks are prefixes of words; some blocks are held for a
     while."""
     cache = Cache(eviction, num_blocks)

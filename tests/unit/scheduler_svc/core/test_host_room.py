@@ -78,7 +78,7 @@ def test_there_may_be_no_room_at_all():
     assert host.swapped == [0]
 
 
-def test_nobody_loses_kv_while_a_swap_in_may_make_room():
+def test_no_sequence_loses_kv_while_a_swap_in_may_make_room():
     host = Host(num_disk_blocks=1)
     host.tier.swap_in(host.seqs[2].host_block_ids, [DeviceBlockId(8), DeviceBlockId(9)])
     assert not host.make_room(0, 2)
@@ -86,7 +86,7 @@ def test_nobody_loses_kv_while_a_swap_in_may_make_room():
     assert host.swapped == [0, 1, 2]
 
 
-def test_nobody_loses_kv_while_a_load_may_make_room():
+def test_no_sequence_loses_kv_while_a_load_may_make_room():
     host = Host(num_disk_blocks=1, num_host_blocks=7)
     host.tier.disk.load(*host.tier.disk.pool.allocate(1), host.tier.take_free(), None)
     assert not host.make_room(0, 2)

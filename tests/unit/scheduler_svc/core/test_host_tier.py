@@ -362,7 +362,7 @@ def test_what_comes_of_a_prompt_that_breaks_the_model_is_forgotten_by_the_host_t
     assert new(plan)[0][1] == 0
 
 
-def test_while_swap_ins_wait_nobody_is_admitted_who_would_evict():
+def test_while_swap_ins_wait_no_admission_evicts_blocks():
     core = make_core(num_blocks=12, num_host_blocks=8, max_swap_blocks=2)
     for key, length in enumerate((16, 16, 16, 8, 8)):
         run_alone(core, key, [key] * length)

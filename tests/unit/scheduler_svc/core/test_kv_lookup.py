@@ -45,7 +45,7 @@ def test_what_the_device_has_is_not_taken_from_the_host():
     assert place.found() == (device, [], host[1:3], 12)
 
 
-def test_what_is_on_its_way_is_shared():
+def test_blocks_being_swapped_in_are_shared():
     place = Place()
     device, host = place.put("device", 0), place.put("host", 1, 2)
     place.pools["host"].share(host[:1])
@@ -53,7 +53,7 @@ def test_what_is_on_its_way_is_shared():
     assert place.found() == (device, [9], host[1:], 12)
 
 
-def test_one_who_needs_the_logits_of_its_prompt_finds_nothing():
+def test_a_request_for_prompt_logprobs_ignores_the_prefix_cache():
     place = Place(reads_prefix_cache=False)
     place.put("device", 0, 1)
     place.put("disk", 0, 1, 2)
@@ -70,7 +70,7 @@ def test_a_swapped_one_has_its_own_kv_from_where_it_is_nearest():
     assert place.found() == (device[:2], [], [7], 10)
 
 
-def test_without_a_prefix_cache_nobody_finds_anything():
+def test_without_a_prefix_cache_nothing_is_found():
     core = make_core(enable_prefix_caching=False)
     submit(core, 0, PROMPT)
     (seq,) = core.live

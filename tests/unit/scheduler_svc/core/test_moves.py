@@ -211,7 +211,7 @@ def test_lost_worker_gives_back_what_was_leaving():
     assert request.outputs[0].token_ids.tolist() == [7]
 
 
-def test_what_arrived_can_be_found_by_others():
+def test_arrived_blocks_can_be_found_by_others():
     giving, taking = running(make_host_core(), num_prompt_tokens=9), make_host_core()
     move(giving, taking)
     submit(taking, 5, [*range(9), 3])

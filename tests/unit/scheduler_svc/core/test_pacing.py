@@ -194,7 +194,7 @@ def test_steps_are_late_after_ten_times_what_they_take():
     assert late_after_s(*known, in_flight=[(0, 8)]) == 1.5, "no less: a process may be starved"
 
 
-def test_nobody_can_say_when_a_step_of_an_unknown_kind_is_late():
+def test_a_step_of_an_unknown_kind_is_never_late():
     assert late_after_s(in_flight=[(10, 0)]) is None
     assert late_after_s((100, 0, 1.0), in_flight=[(0, 8)]) is None
     assert late_after_s((0, 8, 1.0), in_flight=[(10, 0)]) is None
@@ -223,7 +223,7 @@ def test_the_next_step_is_due_shortly_before_the_one_in_flight_ends():
     assert next_due_s(*KNOWN, in_flight=[(390, 8)]) == pytest.approx(7.3), "decodes count, too"
 
 
-def test_the_next_step_is_due_at_once_behind_a_short_one_or_one_that_nobody_knows():
+def test_the_next_step_is_due_at_once_after_a_short_or_unknown_one():
     assert next_due_s(*KNOWN, in_flight=[]) == -math.inf
     assert next_due_s(*KNOWN, in_flight=[(0, 8)]) < 7
     assert next_due_s(*KNOWN, in_flight=[(0, 0)]) < 7, "it waits for the disk"

@@ -48,7 +48,7 @@ def test_a_pinned_prompt_outlives_newer_ones_until_its_time_has_passed():
     assert (core.load().num_pinned_blocks, core.load().num_cached_blocks) == (0, 4)
 
 
-def test_who_asks_for_more_than_the_quota_gets_the_beginning():
+def test_a_pin_above_the_quota_pins_the_beginning():
     core = make_core(num_blocks=8, max_pinned_share=0.25)
     assert run(core, 0, range(20), cache_pin_s=10.0) == [8]
     assert core.load().num_pinned_blocks == 2
@@ -178,7 +178,7 @@ def test_pins_end_one_after_the_other():
     assert num_pinned == [4, 2, 2, 0]
 
 
-def test_what_is_not_to_be_trusted_is_not_pinned():
+def test_distrusted_blocks_are_not_pinned():
     core = make_core(max_pinned_share=0.5)
     submit(core, 0, A, cache_pin_s=10.0)
     plan = schedule(core)

@@ -89,7 +89,7 @@ def test_held_blocks_move_below_and_are_gone_when_the_step_is_answered():
     check(core)
 
 
-def test_what_goes_counts_as_free_nowhere():
+def test_leaving_blocks_count_as_free_nowhere():
     core = core_of()
     answer(core, run_three(core, max_tokens=9), 0, 1, 2)
     core.cancel(ROUTER, [0])

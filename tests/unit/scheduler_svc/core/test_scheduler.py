@@ -189,7 +189,7 @@ def test_a_token_after_the_stop_is_dropped_and_blocks_wait_for_the_step_in_fligh
     assert core.load().num_free_blocks == 4
 
 
-def test_blocks_of_broken_logits_are_found_by_nobody():
+def test_blocks_of_rows_without_finite_logits_cannot_be_found():
     core = make_core()
     submit(core, 0, [1, 2, 3, 4, 5])
     (finished,) = answer(core, schedule(core), failed=[0]).finished

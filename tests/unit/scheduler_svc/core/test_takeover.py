@@ -39,7 +39,7 @@ def test_a_sequence_runs_on_where_it_was_and_computes_nothing_again():
     assert pair.core.load().num_recomputed_tokens == 0
 
 
-def test_tokens_that_nobody_heard_of_are_told_and_not_drawn_again(monkeypatch):
+def test_tokens_that_no_router_received_are_sent_and_not_drawn_again(monkeypatch):
     monkeypatch.setattr("tests.property.worker.crc32", lambda _: 1)  # no log-probabilities
     pair, request = Pair(), long_request()
     pair.submit(request)
@@ -69,7 +69,7 @@ def test_tokens_whose_log_probabilities_are_lost_are_drawn_again(monkeypatch):
     assert pair.core.load().num_recomputed_tokens == 2
 
 
-def test_tokens_whose_log_probabilities_are_kept_are_told_with_them(monkeypatch):
+def test_tokens_are_reported_with_kept_log_probabilities(monkeypatch):
     monkeypatch.setattr("tests.property.worker.crc32", lambda _: 4 * 3)  # of three tokens
     pair, request = Pair(), long_request()
     pair.submit(request)
@@ -158,7 +158,7 @@ def test_without_a_prefix_cache_sequences_run_on_all_the_same():
     assert pair.worker.num_computed_tokens - num_computed == num_outputs(request) - 6
 
 
-def test_what_nobody_claims_is_free_after_a_time_and_stays_cached():
+def test_unclaimed_blocks_are_freed_after_a_time_and_stay_cached():
     pair, request = Pair(), long_request()
     pair.submit(request)
     pair.step(6)
@@ -174,7 +174,7 @@ def test_what_nobody_claims_is_free_after_a_time_and_stays_cached():
     assert load.num_cached_blocks > 0
 
 
-def test_what_nobody_claims_gives_way_to_who_could_not_run_otherwise():
+def test_unclaimed_blocks_give_way_to_a_sequence_that_could_not_run_otherwise():
     pair, request = Pair(num_blocks=12), long_request()
     pair.submit(request)
     pair.step(6)

@@ -103,7 +103,7 @@ def test_nothing_is_computed_again_whenever_it_happens(num_steps_between, order)
         ({"num_blocks": 200, "num_host_blocks": 0}, False),
     ],
 )
-def test_what_needs_a_block_and_has_no_place_to_wait_is_computed_again(changes, computes_again):
+def test_a_sequence_that_needs_a_block_without_host_room_is_recomputed(changes, computes_again):
     """The tokens are the same. A sequence that finds a free block is not recomputed."""
     num_recomputed = 0
     for num_results in range(1, 56 if computes_again else 19, 3):  # else they have ended
@@ -120,7 +120,7 @@ def test_what_needs_a_block_and_has_no_place_to_wait_is_computed_again(changes, 
     assert (num_recomputed > 0) == computes_again
 
 
-def test_what_was_swapped_out_ahead_of_its_source_by_a_token_is_found():
+def test_a_swapped_sequence_one_token_ahead_of_its_router_is_found():
     """This holds even if that token is the first of a block."""
     num_ahead = 0
     for num_results in range(4, 30):

@@ -42,7 +42,7 @@ def test_a_sequence_that_was_swapped_out_is_swapped_again_with_its_partial_tail(
     assert pair.core.load().num_recomputed_tokens == 0
 
 
-def test_without_a_prefix_cache_nobody_else_finds_what_was_swapped_out():
+def test_without_a_prefix_cache_no_other_sequence_finds_swapped_blocks():
     pair, requests = crowd(enable_prefix_caching=False)
     pair.replace_core()
     (other,) = (replace(pair.again(request), request_id="other") for request in requests[1:])
@@ -54,7 +54,7 @@ def test_without_a_prefix_cache_nobody_else_finds_what_was_swapped_out():
     assert load.num_free_host_blocks + load.num_cached_host_blocks == load.num_host_blocks
 
 
-def test_without_a_prefix_cache_the_full_blocks_of_what_was_swapped_out_are_found_without_a_tail():
+def test_without_a_prefix_cache_full_swapped_blocks_are_found_without_a_tail():
     """Its router has not received the last computed tokens."""
     pair, requests = crowd(enable_prefix_caching=False)
     (seq,) = swapped(pair)
