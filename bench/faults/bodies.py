@@ -103,8 +103,10 @@ _STRINGS: Final = {
     "role": (_CHAT, b'{"messages":[{"role":"%b","content":"x"}]}'),
     "arguments": (
         _CHAT,
-        b'{"max_tokens":1,"messages":[{"role":"assistant","tool_calls":[{"id":"a",'
-        b'"type":"function","function":{"name":"f","arguments":"{\\"a\\":[%b1]}"}}]}]}',
+        (
+            b'{"max_tokens":1,"messages":[{"role":"assistant","tool_calls":[{"id":"a",'
+            b'"type":"function","function":{"name":"f","arguments":"{\\"a\\":[%b1]}"}}]}]}'
+        ),
     ),
     "stop": (_CHAT, b"{" + _HELLO + b',"stop":"%b"}'),
     "key": (_CHAT, b"{" + _HELLO + b',"%b":1}'),

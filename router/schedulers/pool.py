@@ -315,15 +315,26 @@ class Schedulers:
         self._model = together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
-        """Move the live requests of lost schedulers to this one."""
+        """Move the live requests of lost and of superseded schedulers to this one."""
         for other in self._links:
             self._move_all(other, [link])
+            if other.is_connected and other.epoch in link.superseded_epochs:
+                other.leave_superseded(link.epoch)  # then it is lost, and its requests are moved
         self._update_health()
 
     def changed(self, link: SchedulerLink) -> None:
-        """Move a lost scheduler's requests after `_RETURN_S`: its workers still have the KV."""
-        if not link.is_connected and link.table and self._connected:
-            asyncio.get_running_loop().call_later(_RETURN_S, self._move_all, link)
+        """Move a lost scheduler's requests: after `_RETURN_S`, if its workers still have the KV.
+
+        While it hangs or is lost, look for a standby that takes its place.
+        """
+        if link.hang is not None or not (link.is_connected or link.is_starting):
+            for other in self._links:
+                if not (other is link or other.is_connected):
+                    other.hurry()
+        if not link.is_connected and link.table and (others := self._connected):
+            is_superseded = any(link.epoch in other.superseded_epochs for other in others)
+            delay_s = 0 if is_superseded else _RETURN_S
+            asyncio.get_running_loop().call_later(delay_s, self._move_all, link)
         self._update_health()
 
     def model_changed(self) -> None:
