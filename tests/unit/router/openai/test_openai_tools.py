@@ -119,14 +119,14 @@ async def test_a_forced_call_of_one_function_is_its_arguments(client, inference,
     assert [call.function.arguments for call in message.tool_calls] == ['{"a": 1}']
     structured = inference.requests[-1].sampling.structured
     assert structured.form == "json_schema"
-    assert json.loads(structured.json_schema) == PARAMETERS
+    assert json.loads(structured.schema_text) == PARAMETERS
 
 
 async def test_a_required_call_chooses_its_function(client, inference):
     inference.script = spell('{"name": "now", "arguments": {}}')
     options = {"tools": [ADD, NOW], "tool_choice": "required"}
     assert await streamed(client, **options) == ("", [["now", "{}"]], "tool_calls")
-    text = inference.requests[-1].sampling.structured.json_schema
+    text = inference.requests[-1].sampling.structured.schema_text
     add, now = json.loads(text)["anyOf"]
     assert add["properties"] == {"name": {"const": "add"}, "arguments": PARAMETERS}
     assert now["properties"]["arguments"]["properties"] == {}
