@@ -14,7 +14,8 @@ from scheduler_svc.settings import SchedulerSettings
 log = structlog.get_logger()
 
 EXIT_STALE_EPOCH = 3
-"""A newer scheduler has taken over; restarting this one would take over from it."""
+"""Exit code if a newer scheduler has taken over. A restart would take the workers back from it, so
+supervisors must not restart after this code."""
 
 
 def main() -> None:

@@ -40,15 +40,15 @@ from rpc.observe import timeline
 from rpc.security.tls import ClientTls
 
 _CLOSE_S: Final = 10.0
-"""How long a scheduler may take to read its last results when the model is unloaded."""
+"""How long a scheduler may take to read its last results before the model is unloaded."""
 
 _log = structlog.get_logger()
 
 
 class Steps(HostBlocks, Protocol):
-    """What runs the steps: `loop.StepLoop`, or a fake. Called from one event loop.
+    """Runs the steps: `loop.StepLoop`, or a fake. Called from one event loop.
 
-    A protocol, because the server is up before torch is imported, which `StepLoop` does.
+    This is a protocol because `StepLoop` imports torch, and the server starts before that.
     """
 
     @property
@@ -63,12 +63,12 @@ class Steps(HostBlocks, Protocol):
     def resize_pool(self, num_blocks: int) -> Awaitable[None]:
         """Resize the device pool, after the steps queued so far.
 
-        An `attach` after this call sees it done.
+        An `attach` after this call waits until the resize is done.
         """
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves one scheduler at a time, the newest. Refuses calls before `open` and after `drain`."""
+    """Serves one scheduler at a time, the newest; refuses calls before `open` and after `drain`."""
 
     def __init__(self, tls: ClientTls | None = None) -> None:
         """`tls` is for calls to other workers; None: plaintext."""
@@ -80,7 +80,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._executions = Executions()
         self._is_leaving = asyncio.Event()
         """Set when the worker is about to end, and schedulers may leave."""
-        self._num_told = 0
+        self._num_awaiting_drain = 0
         """Calls that wait for `_is_leaving`."""
         self._is_draining = False
         self._is_unloaded = False
@@ -96,7 +96,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def close(self) -> None:
         """Stop serving: the model is about to be unloaded. Returns when all steps have ended.
 
-        A scheduler may still attach, and is told that the model is unloaded.
+        A scheduler may still attach, and gets the error that the model is unloaded.
         """
         self._is_unloaded = True
         metrics.UNLOADED.set(1)
@@ -143,8 +143,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             UnavailableError: The worker drains, or its first model is not loaded yet.
         """
         if self._is_draining or self._info is None:
-            self._loaded()  # raises
-        assert self._info is not None, "it was loaded"
+            self._loaded()  # raises if it drains or loads
+        assert self._info is not None, "the model was loaded"
         self._attachments.of(epoch)
         return self._info.worker_id
 
@@ -156,9 +156,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def drain(self, hand_over_s: float) -> None:
         """Refuse new steps; wait until each stream has sent its results and ended.
 
-        First, a scheduler that called `AwaitDrain` gets `hand_over_s` to end its stream itself.
+        First, a scheduler that has called `AwaitDrain` gets `hand_over_s` to end its stream itself.
         """
-        if self._num_told:
+        if self._num_awaiting_drain:
             self._is_leaving.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(hand_over_s):
@@ -167,7 +167,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         await self._executions.end_all(UnavailableError("the worker is draining"))
 
     def service(self) -> Service:
-        """What `rpc.server.serve` takes."""
+        """The service, as `rpc.server.serve` takes it."""
         return service_of(worker_pb2, worker_pb2_grpc, "WorkerService", self)
 
     async def Attach(  # noqa: N802 - the proto's name
@@ -209,8 +209,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         attachment = self._attachments.of(request.epoch)
         if attachment.holdings is None:
             raise FailedPreconditionError(
-                f"epoch {request.epoch} has sent a step, or has not finished attaching; "
-                "what the worker held can be read in between"
+                f"epoch {request.epoch} has sent a step, or has not finished attaching;"
+                " ReadHoldings must come in between"
             )
         for part in holdings_to_parts(attachment.holdings):
             self._attachments.require_newest(attachment)
@@ -228,7 +228,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         reader = asyncio.create_task(self._read(request_iterator, execution))
         try:
             async for output in execution.results.results():
-                assert execution.attachment is not None, "a result without a batch"
+                assert execution.attachment is not None, "results exist only after a batch"
                 execution.attachment.done_step_id = output.step_id
                 with timeline.span("encode the result"):
                     message = result_to_proto(output, execution.attachment.epoch)
@@ -269,8 +269,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         info, steps = self._loaded()
         _require_whole_blocks(info)
-        # Checked first: the calling worker knows this one by an address, where another worker may
-        # run by now. Epoch and format are the same at all workers of a scheduler.
+        # Checked first: another worker may run at this address by now. Epoch and format would
+        # match, because they are the same at all workers of a scheduler.
         if request.instance_id != info.instance_id:
             raise FailedPreconditionError(
                 f"KV is requested from worker instance {request.instance_id:#x}; "
@@ -319,7 +319,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidArgumentError(
                 "num_blocks", f"is {request.num_blocks}; it must be in [{least}, {most}]"
             )
-        # It continues if the caller leaves: `_info` must match the pool.
+        # The resize continues if the caller leaves, because `_info` must match the pool.
         resized = steps.resize_pool(request.num_blocks)
         self._resizing = asyncio.create_task(self._resize(resized, request.num_blocks))
         await asyncio.shield(self._resizing)
@@ -327,7 +327,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _resize(self, resized: Awaitable[None], num_blocks: int) -> None:
         await resized
-        assert self._info is not None, "it was loaded"
+        assert self._info is not None, "the model was loaded"
         before = self._info.limits.num_blocks
         limits = replace(self._info.limits, num_blocks=num_blocks)
         self._info = replace(self._info, limits=limits)
@@ -338,11 +338,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.AwaitDrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.AwaitDrainResponse:
         del request, context
-        self._num_told += 1
+        self._num_awaiting_drain += 1
         try:
             await self._is_leaving.wait()
         finally:
-            self._num_told -= 1
+            self._num_awaiting_drain -= 1
         return worker_pb2.AwaitDrainResponse()
 
     async def _read(
@@ -352,13 +352,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         try:
             async for batch in batches:
                 await execution.results.wait_for_room()
-                execution.results.owe(self._take(batch, execution))
+                execution.results.owe(self._submit(batch, execution))
         except Exception as error:  # noqa: BLE001 - the handler raises it, after the results
             execution.results.end(error)
         else:
             execution.results.end()
 
-    def _take(self, batch: worker_pb2.StepBatch, execution: Execution) -> "asyncio.Future[Result]":
+    def _submit(
+        self, batch: worker_pb2.StepBatch, execution: Execution
+    ) -> "asyncio.Future[Result]":
         """Check a batch and submit it."""
         info, steps = self._loaded()
         newest = self._attachments.of(batch.epoch)

@@ -18,11 +18,11 @@ class Attachment:
     num_open_streams: int | None = None
     """`Execute` streams opened since it began that are open; None: there was none yet."""
     last_step_id: int = 0
-    """Of the last batch received."""
+    """The step of the last batch received."""
     done_step_id: int = 0
-    """Of the last result sent."""
+    """The step of the last result sent."""
     holdings: Holdings | None = None
-    """What the worker held when it began; None once the first step was sent."""
+    """What the worker held when the attachment began; None after its first step."""
 
 
 class Attachments:
@@ -53,7 +53,7 @@ class Attachments:
 
         Raises:
             InvalidArgumentError: That epoch has not attached.
-            StaleEpochError: A newer one has.
+            StaleEpochError: A newer epoch has attached.
         """
         newest = self.newest
         if newest is None:
@@ -77,8 +77,8 @@ class Attachments:
             raise self.superseded(attachment)
 
     def superseded(self, attachment: Attachment | None) -> QuireError:
-        """The error that ends a stream after a new attachment; None: its epoch is unknown."""
-        assert self.newest is not None, "somebody has attached"
+        """The error that ends a stream after a new attachment. `attachment` is None if unknown."""
+        assert self.newest is not None, "a scheduler has attached"
         newest = self.newest.epoch
         if attachment is not None and attachment.epoch < newest:
             return _stale(attachment.epoch, newest)

@@ -1,4 +1,4 @@
-"""How a sequence is sampled, from protobuf."""
+"""Parses from protobuf how a sequence is sampled."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,7 +34,7 @@ def sampling_params_from_proto(
 def adapter_from_proto(
     message: common_pb2.SamplingParams, adapters: Mapping[LoraAdapter, int]
 ) -> int:
-    """Return the number of the adapter that the sequence asks for; 0: none.
+    """Return the number of the adapter that the message names; 0 if it names none.
 
     Raises:
         InvalidArgumentError: The worker has no adapter of this name with these contents.

@@ -53,7 +53,7 @@ class ResultStream:
         self.end()
         for result in self._owed:
             if not result.cancel() and not result.cancelled():
-                result.exception()  # retrieved, or asyncio logs it
+                result.exception()  # retrieved, because asyncio logs unretrieved exceptions
         self._owed.clear()
 
     async def results(self) -> AsyncIterator[Result]:
@@ -79,7 +79,7 @@ class Execution:
     opened_under: Attachment | None
     """The newest attachment when it was opened."""
     attachment: Attachment | None = None
-    """Known from its first batch."""
+    """Known from the first batch on; None before."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 

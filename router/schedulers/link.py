@@ -86,6 +86,8 @@ class SchedulerLink:
         self.model: SchedulerModel | None = None
         """The model of the latest scheduler."""
         self.resume_grace_s = 0.0
+        self.max_waiting: int | None = None
+        """Most sequences that may wait at one of its workers; None: not known."""
         """For how long the latest scheduler keeps a resumable request without a reader."""
         self.status = f"waiting for the scheduler at {target}"
         """Why there is no scheduler, while there is none."""
@@ -297,6 +299,7 @@ class SchedulerLink:
         self.model = welcome.model
         self.resume_grace_s = welcome.resume_grace_s
         self.epoch, self.superseded_epochs = welcome.epoch, welcome.superseded_epochs
+        self.max_waiting = welcome.max_waiting
         lives = self.table.lives
         log.info(
             "scheduler connected",

@@ -12,7 +12,13 @@ from typing import TypeVar
 
 import grpc
 
-from contract.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
+from contract.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+)
 from contract.outputs import FinishReason, OutputError
 from contract.request import MAX_N
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
@@ -80,12 +86,42 @@ class Schedulers:
         return max((link.resume_grace_s for link in self._links), default=0.0)
 
     def check_room(self, n: int) -> None:
-        """Raise TooBusyError if no scheduler's queue has room for `n` more, as far as is known."""
+        """Check that a scheduler's queue has room for `n` more, as far as is known.
+
+        Raises InvalidArgumentError if none ever has, TooBusyError if none has now.
+        """
+        limits = [link.max_waiting for link in self._connected]
+        if limits and all(most is not None and n > most for most in limits):
+            most = max(most for most in limits if most is not None)
+            raise InvalidArgumentError(
+                "n", f"is {n}; it must be at most {most}: more sequences may never wait"
+            )
         rooms = [link.room for link in self._connected]
         if rooms and not any(has_room(room, n) for room in rooms):
             most = max(room for room in rooms if room is not None)
             raise TooBusyError(
                 f"the queue is full: {most} more sequences may wait, and this request has {n}"
+            )
+
+    async def check_capacity(self, num_seqs: int) -> None:
+        """Check that so many sequences could be live at once, if there were no others.
+
+        Raises InvalidArgumentError if they could not, UnavailableError without a scheduler.
+        """
+        links = [(link, link.max_waiting or 0) for link in self._connected]
+        # As much waits at one worker: no need to ask.
+        if any(most == 0 or num_seqs <= most for _, most in links):
+            return
+        loads = await asyncio.gather(*(link.calls.load() for link, _ in links))
+        most = sum(
+            load.max_num_seqs + max(1, load.num_workers) * max_waiting
+            for (_, max_waiting), load in zip(links, loads, strict=True)
+        )
+        if num_seqs > most:
+            raise InvalidArgumentError(
+                "prompt",
+                f"makes this a call of {num_seqs} sequences, n for each prompt; at most {most} may"
+                " run and wait at once",
             )
 
     def reserve_seq_keys(self, n: int) -> int:

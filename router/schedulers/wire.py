@@ -156,6 +156,7 @@ def message_from_proto(message: scheduler_pb2.ConnectResponse) -> SchedulerMessa
                 epoch=message.welcome.epoch,
                 resume_grace_s=message.welcome.resume_grace_s,
                 superseded_epochs=frozenset(message.welcome.superseded_epochs),
+                max_waiting=message.welcome.max_waiting or None,
                 model=SchedulerModel(
                     id=model.id,
                     max_model_len=model.max_model_len,

@@ -1,4 +1,4 @@
-"""A router's `Submit` to a request of the core."""
+"""Converts a router's `Submit` to a request of the core."""
 
 from math import isfinite
 
@@ -32,10 +32,10 @@ _MAX_MODEL_LEN = 2**31 - 1
 def request_from_proto(
     message: scheduler_pb2.Submit, source: SourceId, model: ModelInfo, now: float
 ) -> Request:
-    """Read a router's request, received at `now` on the core's clock.
+    """Parse a router's request, received at `now` on the core's clock.
 
     Raises:
-        InvalidArgumentError: A field breaks the contract; the message names value and limit.
+        InvalidArgumentError: A field is invalid; the message names value and limit.
         NotFoundError: The workers have no such adapter.
     """
     _check(message)

@@ -88,6 +88,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.epoch = 0
         """Of its last welcome."""
         self.superseded_epochs = ()
+        self.max_waiting = 0
+        """Unknown."""
         self.load = common_pb2.Load(num_blocks=7, num_workers=1)
         self._step_ids = itertools.count(1)
         self._stream = None
@@ -175,6 +177,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             model=model,
             resume_grace_s=self.resume_grace_s,
             superseded_epochs=self.superseded_epochs,
+            max_waiting=self.max_waiting,
         )
         return scheduler_pb2.ConnectResponse(welcome=welcome)
 

@@ -180,6 +180,16 @@ async def test_full_queue_is_refused_with_a_retry_hint(folder, worker, connect):
         await router.read_until_finished(0, 1, 2, 3)
 
 
+async def test_more_sequences_than_may_ever_wait_are_the_clients_fault(folder, worker, connect):
+    async with running_scheduler(folder, [worker.target], max_waiting=3) as scheduler:
+        router = await connect(scheduler.target)
+        await router.submit(10, [1], n=4, max_tokens=2)
+        await router.read_until(lambda: router.refused)
+        refused = router.refused[10]
+        assert refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert refused.message == "n is 4; it must be at most 3 (--max-waiting)"
+
+
 async def test_after_a_refusal_routers_are_told_how_much_room_there_is(folder, worker, connect):
     worker.pause()
     async with running_scheduler(folder, [worker.target], max_waiting=4) as scheduler:
