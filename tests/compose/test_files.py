@@ -92,6 +92,30 @@ def test_ports_are_published_on_the_loopback_by_default():
     assert all(_default(port).startswith("127.0.0.1:") for port in ports)
 
 
+def test_of_the_processes_only_the_router_publishes_its_ports():
+    published = {name for name, service in SERVICES.items() if "ports" in service}
+    assert published & SETTINGS.keys() == {"router"}
+
+
+def test_a_network_connects_only_those_that_call_each_other():
+    members = {
+        network: {name for name, service in SERVICES.items() if network in service["networks"]}
+        for network in COMPOSE["networks"]
+    }
+    reporting = {"prometheus", "collector"}
+    assert members == {
+        "routing": {"router", "scheduler"} | reporting,
+        "working": {"scheduler", "worker"} | reporting,
+        "watching": OBSERVERS,
+    }
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values())
+def test_without_a_flag_a_process_listens_on_the_loopback(settings):
+    addresses = {"host", "master_addr"} & settings.model_fields.keys()
+    assert {settings.model_fields[name].default for name in addresses} == {"127.0.0.1"}
+
+
 def test_build_arguments_exist_in_the_dockerfile():
     declared = set(re.findall(r"^ARG (\w+)", DOCKERFILE, re.MULTILINE))
     for service in (*SERVICES.values(), *GPU["services"].values()):

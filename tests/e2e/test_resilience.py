@@ -9,8 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from contract.epoch import MAX_EPOCH, MAX_LEAD_MS, clock_epoch
 from quire.client import SamplingParams
-from quire.v1 import common_pb2, inference_pb2
+from quire.v1 import common_pb2, inference_pb2, worker_pb2
+from quire.v1.worker_pb2_grpc import WorkerServiceStub
 from tests.e2e.child import START_S, Child, eventually
 from tests.e2e.generation import Result, generate_request, read
 from tests.e2e.resuming_reader import ResumingReader, merged
@@ -183,7 +185,28 @@ def test_a_scheduler_of_an_older_epoch_exits(own: Service, unfailed: list[Result
     assert read(own.stub.Generate(REQUESTS[0])).outputs == unfailed[0].outputs
 
 
-def test_streams_survive_a_scheduler_that_drains(
+def test_streams_survive_a_stranger_that_claims_the_worker(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    """Under any epoch that it may have: the scheduler that starts next has a newer one."""
+    with grpc.insecure_channel(f"unix:{own.uds['worker']}") as channel:
+        worker = WorkerServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            worker.Attach(worker_pb2.AttachRequest(epoch=MAX_EPOCH))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"epoch is {MAX_EPOCH}; it must be in [1, " in caught.value.details()
+        most = clock_epoch() + MAX_LEAD_MS
+        worker.Attach(worker_pb2.AttachRequest(epoch=most, scheduler_id="a stranger"))
+    assert _num_live(readers) == len(REQUESTS), "it came too late to matter"
+    eventually(own.scheduler.poll, "the scheduler finds itself replaced")
+    own.scheduler.kill()
+    own.start_scheduler()
+    _assert_as_unfailed(readers, unfailed)
+    own.wait_until_ready()
+    own.wait_until_idle()
+
+
+def test_streams_survive_a_scheduler_that_is_told_to_end(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
     own.scheduler.stop()
