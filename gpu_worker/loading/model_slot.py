@@ -91,7 +91,7 @@ class ModelSlot:
         self._health = health
         self._leader = leader
         self._on_failure = on_failure
-        self._directory = settings.model
+        self._directory = Path(settings.model)
         """Of the current model, or the last one."""
         self._model: LoadedModel | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -194,7 +194,7 @@ class ModelSlot:
         model = await asyncio.to_thread(_load_model, settings, tell, event_loop, self._leader)
         self._model = model
         self._watch = asyncio.create_task(self._watch_steps(), name="failure of the steps")
-        directory = "" if settings is self._settings else str(settings.model)
+        directory = "" if settings is self._settings else settings.model
         info = replace(model.info, directory=directory)
         self._service.open(info, model.steps, model.memory)
         self._adapters.open(model.load_adapter, model.steps)
@@ -243,9 +243,9 @@ class ModelSlot:
 
     def _settings_of(self, directory: Path) -> WorkerSettings:
         """The settings for another model: without what belongs to the one of the flags."""
-        if _is_same(directory, self._settings.model):
+        if _is_same(directory, Path(self._settings.model)):
             return self._settings
-        other = {"model": directory, "served_model_name": "", "lora": ()}
+        other = {"model": str(directory), "served_model_name": "", "lora": ()}
         return self._settings.model_copy(update=other)
 
     def _check_can_unload(self) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from model_files.errors import ModelError
 
-class ModelError(Exception):
-    """A model directory cannot be served; the message names file, field and reason."""
+__all__ = ["JsonFields", "ModelError", "read_json"]
 
 
 @dataclass(frozen=True, slots=True)

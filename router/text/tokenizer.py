@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import tokenizers
 
+from model_files.locate import DEFAULT_CACHE_DIR, find_model
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer
 from router.text.token_bytes import TokenTable, token_table
@@ -111,8 +112,9 @@ _FLAGS: Final = ""
 class Tokenizers:
     """The current tokenizer, and others that are being read."""
 
-    def __init__(self, first: Tokenizer) -> None:
-        """`first` is the flags' model's."""
+    def __init__(self, first: Tokenizer, cache_dir: Path = DEFAULT_CACHE_DIR) -> None:
+        """`first` is the flags' model's; `cache_dir` is as for `find_model`."""
+        self._cache_dir = cache_dir
         self._directory_to_tokenizer = {_FLAGS: first}
         self._directory_to_read: dict[str, asyncio.Task[Tokenizer]] = {}
         """Reads that run, or have ended after their caller was cancelled."""
@@ -122,14 +124,14 @@ class Tokenizers:
     async def read(self, directory: str) -> None:
         """Read the tokenizer of a directory, unless it is known; "" is the flags'.
 
-        If the caller is cancelled, the read continues, for the next call. Raises FileNotFoundError,
-        or what else keeps it from being read.
+        If the caller is cancelled, the read continues, for the next call. Raises ModelError,
+        FileNotFoundError, or what else keeps it from being read.
         """
         if directory in self._directory_to_tokenizer:
             return
         read = self._directory_to_read.get(directory)
         if read is None:
-            reading = asyncio.to_thread(load_tokenizer, Path(directory))
+            reading = asyncio.to_thread(self._load, directory)
             read = self._directory_to_read[directory] = asyncio.create_task(reading)
         try:
             tokenizer = await asyncio.shield(read)
@@ -139,6 +141,9 @@ class Tokenizers:
         self._directory_to_read.pop(directory, None)
         # Here, not in the task: `use` may have removed it in between.
         self._directory_to_tokenizer[directory] = tokenizer
+
+    def _load(self, model: str) -> Tokenizer:
+        return load_tokenizer(find_model(model, self._cache_dir, with_weights=False))
 
     def num_token_ids(self, directory: str) -> int:
         """Return the vocabulary size of a tokenizer that was read."""
