@@ -18,15 +18,7 @@ from tests.mutation.trial import Trial, Verdict
 ROOT = Path(__file__).parents[2]
 NOT_BLOCK_SPACE = {"limits", "config", "errors", "invariants", "pacing", "request"}
 """Inputs and outputs of the core, what tests it, and what does not decide over blocks."""
-FOLDERS = (
-    "contract",
-    "model_files",
-    "quire",
-    "rpc",
-    "scheduler_svc",
-    "sim_worker",
-    "tests",
-)
+FOLDERS = ("contract", "scheduler_svc", "sim_worker", "quire", "rpc", "tests")
 TESTS = (
     *("--noconftest", "-p", "tests.conftest"),  # the others start services; the core needs none
     "tests/unit/scheduler_svc/core",

