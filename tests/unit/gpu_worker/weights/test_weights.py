@@ -147,6 +147,23 @@ def test_a_directory_without_weights(directory):
         load(directory)
 
 
+@pytest.mark.parametrize("model_class", ["", "transformers"])
+def test_nan_is_refused_and_infinity_is_not(directory, model_class):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def load_it():
+        return open_model(directory, model_class).load(torch.float32, CPU, lambda _: None)
+
+    infinities = torch.zeros(112, 64).index_fill(1, torch.tensor([0]), torch.inf)
+    infinities[:, 1] = -torch.inf
+    change(directory, lambda tensors: tensors.update({name: infinities}))
+    load_it()
+    infinities[5, 7] = torch.nan
+    change(directory, lambda tensors: tensors.update({name: infinities}))
+    with pytest.raises(ModelError, match=rf"{name} has NaN"):
+        load_it()
+
+
 def test_a_truncated_file(directory):
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
