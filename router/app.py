@@ -7,14 +7,16 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from model_files.locate import find_model
 from router.access.authentication import KeyInterceptor, key_middleware
 from router.access.tenancy import check_operator
 from router.grpc.api import inference_service
+from router.grpc.bounds import RequestBounds
 from router.grpc.operations import operator_services
 from router.http import api as openai_api
-from router.http.web_pages import PageGuard
+from router.http.web_pages import PageGuard, is_loopback
 from router.kserve.api import kserve_service
 from router.operations import Operations
 from router.request.inference import Inference
@@ -75,9 +77,10 @@ async def run_router(
     )
     ui = Ui(inference) if settings.ui else None
     open_paths = frozenset() if ui is None else ui.open_paths
-    http = web.Application(
-        middlewares=[] if api_keys is None else [key_middleware(api_keys, open_paths)]
+    access = (
+        _page_middleware(settings) if api_keys is None else key_middleware(api_keys, open_paths)
     )
+    http = web.Application(middlewares=[access])
     check = None if api_keys is None else check_operator
     operations = Operations(
         schedulers, inference.model, operators(settings, check), settings.client_tls
@@ -86,8 +89,8 @@ async def run_router(
         openai_api.routes(
             inference,
             operations,
-            guard=_page_guard(settings) if api_keys is None else None,
             max_body_bytes=settings.max_body_mb * _MIB,
+            may_be_compressed=settings.accept_compressed,
         )
     )
     if ui is not None:
@@ -104,7 +107,12 @@ async def run_router(
                 *operator_services(operations),
             ],
             http=http,
-            interceptors=[] if api_keys is None else [KeyInterceptor(api_keys)],
+            interceptors=[
+                *([] if api_keys is None else [KeyInterceptor(api_keys)]),
+                RequestBounds(inference, settings.max_body_mb * _MIB),
+            ],
+            # Above a method's own limit, so that it is named where the message is not huge.
+            max_received_mb=min(settings.max_message_mb, 4 * settings.max_body_mb),
             on_started=on_started,
             on_drain=inference.drain,
             num_live=lambda: inference.num_live,
@@ -118,5 +126,10 @@ async def run_router(
             await client
 
 
-def _page_guard(settings: RouterSettings) -> PageGuard:
-    return PageGuard(None if settings.server_tls is not None else settings.host)
+def _page_middleware(settings: RouterSettings) -> Middleware:
+    own = frozenset(map(str.lower, (settings.host, *settings.allowed_hosts)))
+    guard = PageGuard(
+        None if settings.server_tls is not None else own, frozenset(settings.allowed_origins)
+    )
+    # Others may call a router that listens elsewhere, by any name; they may not operate it.
+    return guard.middleware(None if is_loopback(settings.host) else openai_api.OPERATOR_PATHS)

@@ -45,8 +45,18 @@ class RouterSettings(ProcessSettings):
     """File of its private key."""
     max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
     """Most requests at once: running, waiting, or not yet read to their end."""
-    max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Largest body of an HTTP request, in MiB; all requests wait while one is parsed."""
+    max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Largest body of an HTTP request, and largest gRPC message with a prompt or tokens, in MiB;
+    also after decompression."""
+    accept_compressed: bool = False
+    """Whether HTTP bodies may be compressed (Content-Encoding gzip or deflate)."""
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    """Names, separated by commas, by which clients call a router that listens on loopback without
+    API keys, such as the name of a proxy in front of it; localhost, loopback addresses and --host
+    are always allowed."""
+    allowed_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    """Origins, separated by commas, such as https://example.com, of web pages that may call such a
+    router, besides its own page."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """Keys, separated by commas; each call must have one: authorization: Bearer KEY. These are the
     operator's keys: they have no tenant and may make every call. Set them in the environment, since
@@ -79,7 +89,7 @@ class RouterSettings(ProcessSettings):
         file = None if self.api_keys_file is None else read_keys_file(self.api_keys_file)
         return ApiKeys([key.get_secret_value() for key in self.api_key], file)
 
-    @field_validator("api_key", "scheduler", mode="before")
+    @field_validator("api_key", "scheduler", "allowed_hosts", "allowed_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return split_at_commas(value)

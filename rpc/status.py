@@ -171,7 +171,7 @@ def rewrapped(
 
 
 def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Parse an invalid message into an error; gRPC would answer UNKNOWN if this raised it."""
+    """Parse a bad message into an error; gRPC would answer UNKNOWN if this raised it."""
     if deserialize is None:
         return None
 
@@ -180,6 +180,8 @@ def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
             return deserialize(data)
         except DecodeError as error:
             return _no_message(error)
+        except errors.QuireError as error:  # of an interceptor that looks at the bytes
+            return error
 
     return parse
 
@@ -191,7 +193,7 @@ def _no_message(error: DecodeError) -> errors.InvalidArgumentError:
 
 
 def _check(request: Any) -> None:
-    if isinstance(request, errors.InvalidArgumentError):  # see `_or_error`
+    if isinstance(request, errors.QuireError):  # see `_or_error`
         raise request
 
 

@@ -12,6 +12,7 @@ DEFAULT_MAX_CONCURRENT_STREAMS = 4096
 _KIB = 1024
 _MIB = 1024 * 1024
 _MIN_PING_INTERVAL_MS = 10_000
+_MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +34,27 @@ class Pings:
 
 PATIENT = Pings(after_ms=10_000, timeout_ms=20_000, are_sent_idly=True)
 """For calls that are lost with their connection: better to wait."""
-QUICK = Pings(after_ms=1_000, timeout_ms=2_000, are_sent_idly=False)
+QUICK = Pings(after_ms=1_000, timeout_ms=1_000, are_sent_idly=False)
 """For calls that can continue elsewhere. gRPC sends at most one ping a second."""
 
 
 def channel_options(
-    max_message_mb: int, max_metadata_kb: int = DEFAULT_MAX_METADATA_KB, pings: Pings = PATIENT
+    max_message_mb: int,
+    max_metadata_kb: int = DEFAULT_MAX_METADATA_KB,
+    pings: Pings = PATIENT,
+    *,
+    max_received_mb: int | None = None,
 ) -> ChannelOptions:
     """Return limits and keepalive for a server or a channel.
 
     Messages have at most `max_message_mb` MiB in both directions (gRPC's default is 4 MiB, for
-    received ones only), received metadata at most `max_metadata_kb` KiB.
+    received ones only), received ones `max_received_mb` if that is given, received metadata
+    `max_metadata_kb` KiB. A compressed message counts as it is after decompression.
     """
-    limit = max_message_mb * _MIB
     metadata_limit = max_metadata_kb * _KIB
     return [
-        ("grpc.max_send_message_length", limit),
-        ("grpc.max_receive_message_length", limit),
+        ("grpc.max_send_message_length", max_message_mb * _MIB),
+        ("grpc.max_receive_message_length", (max_received_mb or max_message_mb) * _MIB),
         ("grpc.max_metadata_size", metadata_limit),
         ("grpc.absolute_max_metadata_size", metadata_limit),
         ("grpc.keepalive_time_ms", pings.after_ms),
@@ -65,11 +70,18 @@ def channel_options(
 
 
 def server_options(
-    max_message_mb: int, max_metadata_kb: int, max_concurrent_streams: int
+    max_message_mb: int,
+    max_metadata_kb: int,
+    max_concurrent_streams: int,
+    *,
+    max_received_mb: int | None = None,
+    max_connections: int | None = None,
 ) -> ChannelOptions:
     """Return `channel_options` and those for servers only."""
+    most = [] if max_connections is None else [(_MAX_CONNECTIONS, max_connections)]
     return [
-        *channel_options(max_message_mb, max_metadata_kb),
+        *channel_options(max_message_mb, max_metadata_kb, max_received_mb=max_received_mb),
+        *most,
         ("grpc.max_concurrent_streams", max_concurrent_streams),
         # Otherwise two processes may share a port unnoticed, each with half of the calls.
         ("grpc.so_reuseport", 0),

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.arrays import Int32Array, Int64Array
-from contract.errors import BrokenInvariantError
+from contract.errors import InconsistentPlanError
 from contract.limits import Limits
 from contract.step import NewSequence, Plan
 from gpu_worker.step.rows import Rows, ScheduledRows
@@ -72,7 +72,7 @@ class BlockLedger:
             scheduled: What they compute.
 
         Raises:
-            BrokenInvariantError: A block belongs to another row, or has the wrong content.
+            InconsistentPlanError: A block belongs to another row, or has the wrong content.
         """
         self._arrive()
         for row, table in zip(plan.released_rows.tolist(), released, strict=True):
@@ -107,7 +107,7 @@ class BlockLedger:
         held = self._num_holders[arriving] > 0
         if held.any():
             block = arriving[np.argmax(held)]
-            raise BrokenInvariantError(
+            raise InconsistentPlanError(
                 f"KV is swapped in to block {block}, which is in {self._num_holders[block]} tables"
             )
         self._arriving_slots = self._tiers.swap_in(plan.swap_in_src_block_ids)
@@ -122,7 +122,7 @@ class BlockLedger:
         shared = self._num_holders[blocks] > 1
         if shared.any():
             index = int(np.argmax(shared))
-            raise BrokenInvariantError(
+            raise InconsistentPlanError(
                 f"row {rows[index]} gets block {blocks[index]} to write, which is in "
                 f"{self._num_holders[blocks[index]] - 1} other tables"
             )
@@ -135,7 +135,7 @@ class BlockLedger:
         taken = self._num_holders[dst] > 0
         if taken.any():
             index = int(np.argmax(taken))
-            raise BrokenInvariantError(
+            raise InconsistentPlanError(
                 f"block {src[index]} is renamed to {dst[index]}, which is in a table"
             )
         self._num_holders[dst], self._writer[dst] = holders, writers
@@ -163,7 +163,7 @@ class BlockLedger:
         foreign = self._writer[blocks] != of
         if foreign.any():
             index = int(np.argmax(foreign))
-            raise BrokenInvariantError(
+            raise InconsistentPlanError(
                 f"row {of[index]} writes position {positions[index]} to block {blocks[index]}, "
                 "which is not its own"
             )
@@ -176,7 +176,7 @@ class BlockLedger:
         wrong = self._slots[blocks, positions % self._block_size] != self._prefix(new)
         if wrong.any():
             index = int(np.argmax(wrong))
-            raise BrokenInvariantError(
+            raise InconsistentPlanError(
                 f"sequence {new.seq_id} has {new.num_computed_tokens} tokens computed, but block "
                 f"{blocks[index]} does not hold its position {index}"
             )

@@ -12,7 +12,7 @@ from contract.arrays import BoolArray, Int32Array, Int64Array
 from contract.errors import FailedPreconditionError, UnavailableError, UnimplementedError
 from contract.limits import Limits
 from contract.state import Holdings
-from contract.step import Plan, PromptLogprobs, Result, StepId, TokenLogprob
+from contract.step import Plan, PromptLogprobs, Result, StepId, StepLogprob
 from gpu_worker import metrics
 from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.step.block_labels import BlockLabels
@@ -206,8 +206,8 @@ class SimulatedSteps:
         self._spans.released(plan.released_rows.tolist(), time.time())
         self._spans.opened(plan.new_sequences, time.time())
         for new in plan.new_sequences:
-            self._sampling.set(new.row, new.sampling)
-            self._heeds_eos[new.row] = not new.sampling.ignore_eos
+            self._sampling.set(new.row, new.params)
+            self._heeds_eos[new.row] = not new.params.ignore_eos
         num_context_tokens = int((scheduled.starts + scheduled.lens).sum())
         step_s = self._time_model.step_s(
             scheduled.num_tokens,
@@ -266,7 +266,7 @@ class SimulatedSteps:
                 )
                 yield PromptLogprobs(row, start + 1, scores)
 
-    def _logprobs(self, rows: Int64Array, token_ids: Int64Array) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, rows: Int64Array, token_ids: Int64Array) -> tuple[StepLogprob, ...]:
         """Report uniform log-probabilities, the sampled token first, to the rows that ask."""
         wanting: BoolArray = self._sampling.wants_logprobs[rows]
         return tuple(
@@ -276,10 +276,10 @@ class SimulatedSteps:
             for index in np.flatnonzero(wanting).tolist()
         )
 
-    def _uniform(self, index: int, token_id: int, num_top: int) -> TokenLogprob:
+    def _uniform(self, index: int, token_id: int, num_top: int) -> StepLogprob:
         logprob = -math.log(self._limits.vocab_size)
         top_ids = (token_id + np.arange(num_top)) % self._limits.vocab_size
-        return TokenLogprob(
+        return StepLogprob(
             index=index,
             logprob=logprob,
             top_token_ids=top_ids.astype(np.int32),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.arrays import Int32Array
-from contract.errors import BrokenInvariantError
+from contract.errors import InconsistentPlanError
 from contract.limits import Limits
 
 Slots = npt.NDArray[np.uint64]
@@ -46,7 +46,7 @@ class TierLedger:
         """Put contents into int32[N] host blocks.
 
         Raises:
-            BrokenInvariantError: As all below: a block may not be read or written now.
+            InconsistentPlanError: As all below: a block may not be read or written now.
         """
         _refuse(self._host_states, _State.ARRIVING, host_blocks, "swapped out to host block")
         self._host[host_blocks] = slots
@@ -99,4 +99,4 @@ def _refuse(
 ) -> None:
     wrong = values[blocks] == bad
     if wrong.any():
-        raise BrokenInvariantError(f"KV is {move} {blocks[np.argmax(wrong)]}, which {problem}")
+        raise InconsistentPlanError(f"KV is {move} {blocks[np.argmax(wrong)]}, which {problem}")

@@ -117,7 +117,7 @@ def probe_paths() -> dict[str, str]:
 def router_routes() -> list[tuple[str, str, str]]:
     """Return method, path and the first line of what the handler says of itself."""
     app = web.Application()
-    app.add_routes(openai_routes(cast(Any, None), cast(Any, None), guard=None))
+    app.add_routes(openai_routes(cast(Any, None), cast(Any, None), max_body_bytes=0))
     app.add_routes(Ui(cast(Any, None)).routes())
     found = []
     for route in app.router.routes():

@@ -51,7 +51,7 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
     """Parse the config.json of a GPTNeoXForCausalLM.
 
     Raises:
-        ModelError: A file or field is missing, malformed, or asks for something unsupported.
+        ModelError: A file or field is missing, malformed or unsupported.
     """
     common = read_model_config(fields)
     hidden_size = fields.positive_int("hidden_size")
@@ -65,7 +65,7 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
         )
     rope = rope_from_fields(
         fields,
-        # transformers 5 uses the names of all families, older versions these.
+        # transformers 5 uses the names that all families share, older versions use these.
         default_theta=fields.number("rotary_emb_base", default=10000.0),
         default_share=fields.number("rotary_pct", default=0.25),
     )
@@ -73,8 +73,8 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
     if rotary_dim % 2 or not 0 < rotary_dim <= common.head_dim:
         raise fields.error(
             "rotary_pct",
-            f"is {rope.rotated_share}; of the {common.head_dim} dimensions of a head it must"
-            " rotate an even number",
+            f"is {rope.rotated_share}; it must rotate an even number of a head's"
+            f" {common.head_dim} dimensions",
         )
     return NeoxConfig(
         architecture=common.architecture,
@@ -101,7 +101,7 @@ def split_neox_config(config: NeoxConfig, place: Place) -> NeoxConfig:
     """The part of one rank: its layers and heads.
 
     Raises:
-        ModelError: Layers or heads cannot be split so.
+        ModelError: The layers or heads cannot be split among the ranks.
     """
     return replace(
         config,

@@ -20,7 +20,7 @@ class JsonFields:
 
     path: Path
     prefix: str
-    """Path to this object from the file's root, such as "rope_scaling."; empty for the root."""
+    """Path to this object from the file's root, such as "rope_scaling."; empty at the root."""
     values: Mapping[str, object]
 
     def error(self, name: str, problem: str) -> ModelError:
@@ -61,7 +61,7 @@ class JsonFields:
         return value
 
     def int_list(self, name: str) -> list[int]:
-        """Integers from 0; a single one becomes a list, an absent field an empty list."""
+        """Integers from 0. A single integer becomes a list, an absent field an empty list."""
         value = self.get(name, default=[])
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in items):

@@ -171,8 +171,8 @@ def rotary_store_kv(
 ) -> torch.Tensor:
     """Rotate `query` [T, H, D] and `key`, and store that and `value` [T, HKV, D]; [T, H, D].
 
-    As `rotary`, then `store_kv` of the rotated keys; the rotated queries are returned, contiguous.
-    The caches hold both sides alike: both quantized to one dtype, or neither.
+    Does `rotary`, then `store_kv` with the rotated keys, and returns the rotated queries,
+    contiguous. Both caches are quantized to the same dtype, or neither is.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or D is odd.

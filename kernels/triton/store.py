@@ -116,7 +116,8 @@ def store_kv(
 
     The caches are [B, P, HKV, D] views of any block stride; slot = block * P + offset, int64[T].
     Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens with one slot are a caller's error,
-    as is a slot of a block that does not exist: the host does not read slots.
+    and so is a slot of a block that does not exist. Neither is checked, because the host does not
+    read slots.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says: int8 or float8_e4m3fn.

@@ -196,8 +196,8 @@ class Continuation:
             case TooBusyError():
                 delay_s = max(delay_s, error.retry_after_s)
             case UnavailableError():
-                self._is_resuming = self.is_resumable
                 self._may_be_live = self._may_be_live or took_s > _REFUSED_WITHIN_S
+                self._is_resuming = self.is_resumable and (self._is_accepted or self._may_be_live)
             case _:
                 raise error
         if self.is_resumable and (self._is_accepted or self._may_be_live):

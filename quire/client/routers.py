@@ -19,7 +19,7 @@ class Router:
     stub: InferenceServiceStub
     """For calls that are lost with their connection: it tolerates half a minute of silence."""
     resuming_stub: InferenceServiceStub
-    """For calls that can continue elsewhere: it gives up after three seconds of silence."""
+    """For calls that can continue elsewhere: it gives up after two seconds of silence."""
 
 
 class Routers:

@@ -96,10 +96,13 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             finally:
                 room.release()
 
-        async with asyncio.TaskGroup() as tasks:
-            async for request in requests:
-                await room.acquire()
-                tasks.create_task(serve(request))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for request in requests:
+                    await room.acquire()
+                    tasks.create_task(serve(request))
+        except ExceptionGroup as errors:  # such as of a message that is no valid one
+            raise errors.exceptions[0] from None
 
     async def _serve_streamed(
         self,

@@ -1,6 +1,5 @@
 """The fields of a request besides its prompt: parameters, JSON, or tensors."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -11,7 +10,7 @@ from contract.errors import InvalidArgumentError
 from quire.kserve import open_inference_pb2
 from router.http.errors import error_from_validation
 from router.http.requests.schema import UNIMPLEMENTED, Body
-from router.http.strict_json import excerpt
+from router.http.strict_json import excerpt, parse_json
 from router.kserve.tensors import Element
 
 _LISTS: Final = frozenset({"stop", "stop_token_ids", "guided_choice"})
@@ -59,7 +58,7 @@ def fields_from_proto(
         *_sampling_parameters(inputs.get("sampling_parameters")),
         *_tensors(inputs),
     ):
-        if name in given and str(given[name]) != str(value):
+        if name in given and not _equal(given[name], value):
             raise InvalidArgumentError(
                 name, f"is given twice, as {excerpt(given[name])} and as {excerpt(value)}"
             )
@@ -93,9 +92,9 @@ def _sampling_parameters(elements: Sequence[Element] | None) -> Iterable[tuple[s
         return
     name = "sampling_parameters"
     try:
-        fields = json.loads(text_of(name, elements))
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(name, f"is no JSON: {error}") from None
+        fields = parse_json(text_of(name, elements).encode())
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(name, error.problem) from None
     if not isinstance(fields, dict):
         raise InvalidArgumentError(name, f"is {excerpt(fields)}; it must be a JSON object")
     yield from fields.items()
@@ -107,6 +106,12 @@ def _tensors(inputs: Mapping[str, Sequence[Element]]) -> Iterable[tuple[str, obj
             continue
         values = [_decode(name, e) if isinstance(e, bytes) else e for e in elements]
         yield name, values if name in _LISTS else _single(name, values)
+
+
+def _equal(value: object, other: object) -> bool:
+    if isinstance(value, list | dict) or isinstance(other, list | dict):  # perhaps many values
+        return value == other
+    return str(value) == str(other)
 
 
 def _single(name: str, elements: Sequence[object]) -> object:

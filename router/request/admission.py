@@ -4,7 +4,7 @@ import asyncio
 
 from opentelemetry.trace import Span, SpanKind
 
-from contract.errors import AlreadyExistsError, TooBusyError, UnavailableError
+from contract.errors import AlreadyExistsError, InvalidArgumentError, TooBusyError, UnavailableError
 from router import metrics
 from router.request import span as request_span
 from router.request.live import LiveRequest
@@ -39,6 +39,15 @@ class Admission:
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
         """Return the request with this tenant and id, if it has been submitted."""
         return self._lives.get((tenant, request_id))
+
+    def check_capacity(self, num_requests: int) -> None:
+        """Raise `InvalidArgumentError` if so many requests could never be live at once."""
+        if num_requests > self._max_live_requests:
+            raise InvalidArgumentError(
+                "prompt",
+                f"holds {num_requests} prompts; at most {self._max_live_requests} requests may be"
+                " live (--max-live-requests)",
+            )
 
     def admit(self, tenant: str, request_id: str) -> Span:
         """Admit a request; return the span that lasts until it is released.

@@ -24,7 +24,7 @@ from contract.sampling import BeamSearch, SamplingParams
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
-from router.access.api_keys import ApiKeys
+from router.access.api_keys import ApiKeys, current_caller
 from router.access.quotas import Lease, Quotas
 from router.access.tenancy import check_operator, claim, tenant_of_caller
 from router.request import span as request_span
@@ -40,6 +40,8 @@ from router.text.model_text import ModelText
 from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 
+_MAX_ESCAPE_BYTES = 6
+"""Most bytes of JSON, such as \\u0041, for one of the text."""
 _SEED_BITS = 63
 """So that a seed fits a signed 64-bit integer in any language that reads a log."""
 
@@ -83,6 +85,29 @@ class Inference:
         with _refusals_counted():
             self.model.check_name(model)
             self._schedulers.check_room(1)
+
+    async def check_capacity(self, num_requests: int, n: int) -> None:
+        """Check that all requests of one call, with `n` outputs each, could be live at once.
+
+        Raises `InvalidArgumentError` if they could not, however often the call is repeated.
+        """
+        with _refusals_counted():
+            self._admission.check_capacity(num_requests)
+            await self._schedulers.check_capacity(num_requests * n)
+
+    def check_quota(self, num_bytes: int) -> None:
+        """Check that the caller's tenant may begin a request, before its body is parsed.
+
+        Raises `TooBusyError` if its quota is used up, or has too few tokens for a text of
+        `num_bytes`, however it is tokenized and escaped.
+        """
+        if not self._has_api_keys:
+            return
+        num_tokens = 1 + num_bytes // (_MAX_ESCAPE_BYTES * self.text.max_token_bytes)
+        with _refusals_counted():
+            self._quotas.check(
+                current_caller().tenant, num_tokens, asyncio.get_running_loop().time()
+            )
 
     async def generate(self, request: GenerateRequest) -> LiveRequest:
         """Submit a request; the caller reads the result under `async with`.

@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from contract.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
-from contract.heartbeat import BEAT_S, LOST_AFTER_S, TICK_S, Heartbeat
+from contract.heartbeat import BEAT_S, TICK_S, Heartbeat
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from router.request.live import LiveRequest
 from router.schedulers.calls import SchedulerCalls
@@ -86,6 +86,8 @@ class SchedulerLink:
         self.model: SchedulerModel | None = None
         """The model of the latest scheduler."""
         self.resume_grace_s = 0.0
+        self.max_waiting: int | None = None
+        """Most sequences that may wait at one of its workers; None: not known."""
         """For how long the latest scheduler keeps a resumable request without a reader."""
         self.status = f"waiting for the scheduler at {target}"
         """Why there is no scheduler, while there is none."""
@@ -93,6 +95,10 @@ class SchedulerLink:
         """Whether `status` is normal during a start."""
         self.hang: str | None = None
         """Why the connected scheduler seems to hang; None: it does not."""
+        self.epoch = 0
+        """Of the latest scheduler."""
+        self.superseded_epochs: frozenset[int] = frozenset()
+        """Of schedulers whose workers the latest one has now."""
         self.away_since: float | None = asyncio.get_running_loop().time()
         """Since when, on the loop's clock, it is not connected; None: it is."""
         self.table = LiveTable()
@@ -108,6 +114,11 @@ class SchedulerLink:
         self._outbox: Outbox | None = None
         """Messages to the scheduler; None while there is no scheduler."""
         self._calls: SchedulerCalls | None = None
+        self._limit = asyncio.timeout(None)
+        """Ends the present stream when it expires."""
+        self._why_expired = ""
+        self._backoff_s = _MIN_BACKOFF_S
+        self._is_urgent = asyncio.Event()
 
     @property
     def is_connected(self) -> bool:
@@ -163,6 +174,17 @@ class SchedulerLink:
         self._outbox.resume(request_id, tenant, first_seq_key)
         return await self._resuming.wait(first_seq_key, start)
 
+    # --- for the owner --------------------------------------------------------------------------
+
+    def leave_superseded(self, epoch: int) -> None:
+        """End the stream: the scheduler of `epoch` has its workers now."""
+        self._expire(f"epoch {epoch} has its workers now")
+
+    def hurry(self) -> None:
+        """Try again to connect, at once and then soon: a scheduler is missed."""
+        self._backoff_s = _MIN_BACKOFF_S
+        self._is_urgent.set()
+
     # --- the stream -----------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -173,7 +195,6 @@ class SchedulerLink:
             self._outbox = None
 
     async def _keep_stream(self) -> None:
-        backoff_s = _MIN_BACKOFF_S
         config = self._config
         while True:
             try:
@@ -188,7 +209,7 @@ class SchedulerLink:
                     self._misfit = None
                     self._wait(f"waiting for the scheduler at {self.target}")
             except TimeoutError:
-                reason = f"it has said nothing for {LOST_AFTER_S:g} s"
+                reason = self._why_expired
                 if self._outbox is None:
                     self._wait(f"the scheduler at {self.target} hangs: {reason}", is_starting=False)
             except MisfitError as error:
@@ -196,22 +217,29 @@ class SchedulerLink:
             except QuireError as error:
                 reason = f"the scheduler breaks the protocol: {error}"
             if self._outbox is not None:  # there was a scheduler: the next may come soon
-                backoff_s = _MIN_BACKOFF_S
+                self._backoff_s = _MIN_BACKOFF_S
             self._lose(reason)
-            # Jitter: many routers lose one scheduler at the same moment.
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            await self._back_off()
+
+    async def _back_off(self) -> None:
+        # Jitter: many routers lose one scheduler at the same moment.
+        wait_s = self._backoff_s * random.uniform(0.5, 1.0)  # noqa: S311
+        self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._is_urgent.wait()
+        self._is_urgent.clear()
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
-        """Exchange messages until the stream ends; raises TimeoutError after a long silence."""
+        """Exchange messages until the stream ends; raises TimeoutError when `_expire` is called."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
         self._calls = SchedulerCalls(channel)
         call = stub.Connect()
         heartbeat = Heartbeat()
         tasks: list[asyncio.Task[None]] = []
         try:
-            async with asyncio.timeout(None) as limit:
-                tasks.append(asyncio.create_task(self._watch(heartbeat, limit)))
+            async with asyncio.timeout(None) as self._limit:
+                tasks.append(asyncio.create_task(self._watch(heartbeat)))
                 asker = asyncio.create_task(_listen(stub, heartbeat))
                 tasks.append(asker)
                 hello = scheduler_pb2.RouterHello(router_id=self._config.router_id)
@@ -223,7 +251,7 @@ class SchedulerLink:
                     return
                 if not isinstance(welcome, Welcome):
                     raise QuireError("the first message is not a welcome")
-                outbox = await self._meet(welcome)  # may take longer than LOST_AFTER_S
+                outbox = await self._meet(welcome)  # may take longer than a silence may
                 asker.cancel()  # from now on the stream carries heartbeats
                 heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
@@ -236,8 +264,8 @@ class SchedulerLink:
             self.hang = None
             call.cancel()
 
-    async def _watch(self, heartbeat: Heartbeat, limit: asyncio.Timeout) -> None:
-        """Report when the scheduler hangs and recovers; expire `limit` if it is lost."""
+    async def _watch(self, heartbeat: Heartbeat) -> None:
+        """Report when the scheduler hangs and recovers; end the stream if it is lost."""
         while not heartbeat.is_lost:
             await asyncio.sleep(TICK_S)
             heartbeat.on_tick()
@@ -251,7 +279,12 @@ class SchedulerLink:
             else:
                 self.hang = None
             self._owner.changed(self)
-        limit.reschedule(asyncio.get_running_loop().time())
+        self._expire(f"it has said nothing for {heartbeat.silent_s:g} s")
+
+    def _expire(self, why: str) -> None:
+        if self._limit.when() is None:
+            self._why_expired = why
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def _meet(self, welcome: Welcome) -> Outbox:
         """Take the scheduler's model and submit every live request again."""
@@ -265,6 +298,8 @@ class SchedulerLink:
             raise
         self.model = welcome.model
         self.resume_grace_s = welcome.resume_grace_s
+        self.epoch, self.superseded_epochs = welcome.epoch, welcome.superseded_epochs
+        self.max_waiting = welcome.max_waiting
         lives = self.table.lives
         log.info(
             "scheduler connected",

@@ -20,6 +20,10 @@ class Welcome:
     model: SchedulerModel
     resume_grace_s: float
     """For how long a resumable request continues without a reader."""
+    superseded_epochs: frozenset[int]
+    """Of schedulers whose workers this one has now."""
+    max_waiting: int | None
+    """Most sequences that may wait at one worker; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)

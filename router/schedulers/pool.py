@@ -12,7 +12,13 @@ from typing import TypeVar
 
 import grpc
 
-from contract.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
+from contract.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+)
 from contract.outputs import FinishReason, OutputError
 from contract.request import MAX_N
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
@@ -80,12 +86,42 @@ class Schedulers:
         return max((link.resume_grace_s for link in self._links), default=0.0)
 
     def check_room(self, n: int) -> None:
-        """Raise TooBusyError if no scheduler's queue has room for `n` more, as far as is known."""
+        """Check that a scheduler's queue has room for `n` more, as far as is known.
+
+        Raises InvalidArgumentError if none ever has, TooBusyError if none has now.
+        """
+        limits = [link.max_waiting for link in self._connected]
+        if limits and all(most is not None and n > most for most in limits):
+            most = max(most for most in limits if most is not None)
+            raise InvalidArgumentError(
+                "n", f"is {n}; it must be at most {most}: more sequences may never wait"
+            )
         rooms = [link.room for link in self._connected]
         if rooms and not any(has_room(room, n) for room in rooms):
             most = max(room for room in rooms if room is not None)
             raise TooBusyError(
                 f"the queue is full: {most} more sequences may wait, and this request has {n}"
+            )
+
+    async def check_capacity(self, num_seqs: int) -> None:
+        """Check that so many sequences could be live at once, if there were no others.
+
+        Raises InvalidArgumentError if they could not, UnavailableError without a scheduler.
+        """
+        links = [(link, link.max_waiting or 0) for link in self._connected]
+        # As much waits at one worker: no need to ask.
+        if any(most == 0 or num_seqs <= most for _, most in links):
+            return
+        loads = await asyncio.gather(*(link.calls.load() for link, _ in links))
+        most = sum(
+            load.max_num_seqs + max(1, load.num_workers) * max_waiting
+            for (_, max_waiting), load in zip(links, loads, strict=True)
+        )
+        if num_seqs > most:
+            raise InvalidArgumentError(
+                "prompt",
+                f"makes this a call of {num_seqs} sequences, n for each prompt; at most {most} may"
+                " run and wait at once",
             )
 
     def reserve_seq_keys(self, n: int) -> int:
@@ -279,15 +315,26 @@ class Schedulers:
         self._model = together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
-        """Move the live requests of lost schedulers to this one."""
+        """Move the live requests of lost and of superseded schedulers to this one."""
         for other in self._links:
             self._move_all(other, [link])
+            if other.is_connected and other.epoch in link.superseded_epochs:
+                other.leave_superseded(link.epoch)  # then it is lost, and its requests are moved
         self._update_health()
 
     def changed(self, link: SchedulerLink) -> None:
-        """Move a lost scheduler's requests after `_RETURN_S`: its workers still have the KV."""
-        if not link.is_connected and link.table and self._connected:
-            asyncio.get_running_loop().call_later(_RETURN_S, self._move_all, link)
+        """Move a lost scheduler's requests: after `_RETURN_S`, if its workers still have the KV.
+
+        While it hangs or is lost, look for a standby that takes its place.
+        """
+        if link.hang is not None or not (link.is_connected or link.is_starting):
+            for other in self._links:
+                if not (other is link or other.is_connected):
+                    other.hurry()
+        if not link.is_connected and link.table and (others := self._connected):
+            is_superseded = any(link.epoch in other.superseded_epochs for other in others)
+            delay_s = 0 if is_superseded else _RETURN_S
+            asyncio.get_running_loop().call_later(delay_s, self._move_all, link)
         self._update_health()
 
     def model_changed(self) -> None:

@@ -155,6 +155,8 @@ def message_from_proto(message: scheduler_pb2.ConnectResponse) -> SchedulerMessa
             return Welcome(
                 epoch=message.welcome.epoch,
                 resume_grace_s=message.welcome.resume_grace_s,
+                superseded_epochs=frozenset(message.welcome.superseded_epochs),
+                max_waiting=message.welcome.max_waiting or None,
                 model=SchedulerModel(
                     id=model.id,
                     max_model_len=model.max_model_len,

@@ -5,10 +5,13 @@ The worker follows the grammar token by token.
 
 import functools
 import json
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Final
+from urllib.parse import unquote
 
 import llguidance
+from pydantic_core import from_json
 
 from contract.errors import InvalidArgumentError
 from contract.sampling import StructuredOutput
@@ -78,6 +81,7 @@ def _grammar(form: str, texts: Sequence[str], field: str) -> str:
 
 
 def _json_grammar(schema: str, field: str) -> str:
+    _check_refs(schema, field)
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(
             schema,
@@ -89,3 +93,63 @@ def _json_grammar(schema: str, field: str) -> str:
         )
     except ValueError as error:
         raise InvalidArgumentError(field, f"is no JSON schema: {error}") from None
+
+
+# --- cycles ---------------------------------------------------------------------------------------
+
+_SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
+"""Keywords whose schemas are about the same value as the schema that they are in."""
+_DATA: Final = frozenset({"const", "default", "enum", "examples"})
+"""Keywords whose contents are no schemas."""
+
+
+def _check_refs(text: str, field: str) -> None:
+    """Refuse a `$ref` that leads back to itself before any part of the value has been described.
+
+    What is no JSON, and a `$ref` to nowhere, are left to llguidance.
+    """
+    try:
+        root = from_json(text)
+    except ValueError:
+        return
+    id_to_ids: dict[int, list[int]] = {}
+    id_to_ref: dict[int, str] = {}
+    pending = [root]
+    while pending:
+        schema = pending.pop()
+        if isinstance(schema, list):
+            pending += schema
+        elif isinstance(schema, dict):
+            pending += [value for name, value in schema.items() if name not in _DATA]
+            id_to_ids[id(schema)] = list(map(id, _about_same_value(schema, root)))
+            if isinstance(ref := schema.get("$ref"), str):
+                id_to_ref[id(schema)] = ref
+    try:
+        TopologicalSorter(id_to_ids).prepare()
+    except CycleError as error:
+        ref = next(id_to_ref[each] for each in error.args[1] if each in id_to_ref)
+        raise InvalidArgumentError(
+            field,
+            f'has "$ref": {json.dumps(ref)}, which leads back to itself; properties or items must'
+            " lie in between",
+        ) from None
+
+
+def _about_same_value(schema: dict[str, Any], root: object) -> Iterator[object]:
+    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
+        yield _resolve(ref, root)
+    for name in _SAME_VALUE:
+        if isinstance(schemas := schema.get(name), list):
+            yield from schemas
+
+
+def _resolve(ref: str, root: object) -> object:
+    """Return what a JSON pointer in a fragment names; None if there is nothing."""
+    found: Any = root
+    for part in unquote(ref).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        try:
+            found = found[int(name) if isinstance(found, list) else name]
+        except (LookupError, TypeError, ValueError):
+            return None
+    return found

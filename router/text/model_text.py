@@ -1,7 +1,7 @@
 """Text and chats to the model's token ids and back: bounded in size, in threads."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -60,9 +60,14 @@ class ModelText:
         self._prompts.close()
         self._questions.close()
 
+    @property
+    def max_token_bytes(self) -> int:
+        """Most bytes of one token's text; at least 1."""
+        return max(1, self._tokenizer.table.max_piece_bytes)
+
     def max_text_bytes(self, model: Model) -> int:
         """Return a size that no text which fits the context exceeds, however it is tokenized."""
-        return model.max_model_len * self._tokenizer.table.max_piece_bytes
+        return model.max_model_len * self.max_token_bytes
 
     # --- to generate ----------------------------------------------------------------------------
 
@@ -99,23 +104,30 @@ class ModelText:
         return template
 
     async def render_chat(
-        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+        self, model: str, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any
     ) -> str:
         """Render a chat with the model's template, with the assistant's cue.
 
-        The prompt has its special tokens: tokenize it with `add_special_tokens=False`.
+        A thread iterates over the messages. The prompt has its special tokens: tokenize it with
+        `add_special_tokens=False`.
         Raises `InvalidArgumentError` if the messages cannot fit the model's context or the template
         refuses them, `UnimplementedError` if the model has none, `TooBusyError` beyond
         `max_pending_prompts`.
         """
-        template = self._template_for(model, messages)
-        return await self._prompts.run(lambda: template.render(messages, **template_kwargs))
+        return await self._prompts.run(self._rendering(model, messages, template_kwargs))
 
-    def _template_for(self, name: str, messages: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+    def _rendering(
+        self, name: str, messages: Iterable[Mapping[str, Any]], kwargs: Mapping[str, Any]
+    ) -> Callable[[], str]:
         model = self._model.info(name)
         template = self.chat_template(name)
-        check_chat(messages, model, self.max_text_bytes(model))
-        return template
+
+        def render() -> str:
+            listed = list(messages)
+            check_chat(listed, model, self.max_text_bytes(model))
+            return template.render(listed, **kwargs)
+
+        return render
 
     # --- without generating ---------------------------------------------------------------------
 
@@ -134,15 +146,13 @@ class ModelText:
         )
 
     async def tokenize_chat(
-        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+        self, model: str, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any
     ) -> list[int]:
         """Turn a chat into token ids: `render_chat`, then `tokenize`. Raises what they raise."""
-        template = self._template_for(model, messages)
+        render = self._rendering(model, messages, template_kwargs)
         return await self._questions.run(
             # The template wrote the special tokens.
-            lambda: self._tokenizer.encode(
-                template.render(messages, **template_kwargs), add_special_tokens=False
-            )
+            lambda: self._tokenizer.encode(render(), add_special_tokens=False)
         )
 
     async def detokenize(

@@ -2,6 +2,7 @@
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 from worker_calls import (
     PROMPT,
@@ -17,6 +18,7 @@ from worker_calls import (
     with_moves,
 )
 
+from contract.epoch import MAX_EPOCH, MAX_LEAD_MS, clock_epoch, epoch_after
 from contract.packing import unpack_int32
 from quire.v1 import worker_pb2
 from tests.served_worker import failure
@@ -66,10 +68,39 @@ async def test_attach_tells_the_worker(worker):
     assert info.model.eos_token_ids == [96]
 
 
-async def test_epoch_zero_may_not_attach(worker):
+@pytest.mark.parametrize("epoch", [0, clock_epoch() + 2 * MAX_LEAD_MS, MAX_EPOCH])
+async def test_an_epoch_after_which_none_may_come_may_not_attach(worker, epoch):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await attach(worker, 0)
+        await attach(worker, epoch)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"epoch is {epoch}; it must be in [1, " in caught.value.details()
+    await attach(worker, epoch_after(0))
+
+
+async def test_whatever_epoch_has_attached_there_is_a_newer_one(worker):
+    ahead = clock_epoch() + MAX_LEAD_MS
+    await attach(worker, ahead)
+    state = await worker.DescribeDevice(worker_pb2.DescribeDeviceRequest())
+    assert (await attach(worker, epoch_after(state.epoch))).former_epoch == ahead
+
+
+async def test_a_worker_tells_whether_it_has_a_scheduler_and_hears_it(worker):
+    async def state(epoch=0):
+        return await worker.DescribeDevice(worker_pb2.DescribeDeviceRequest(epoch=epoch))
+
+    assert not (await state()).has_scheduler
+    assert (await attach(worker, 2)).former_epoch == 0
+    attached = await state()
+    assert attached.has_scheduler, "its stream will come"
+    call = worker.Execute()
+    await ask(call, first_batch(epoch=2))
+    beats = [attached.num_beats] + [(await state(epoch)).num_beats for epoch in (0, 2, 3, 1)]
+    assert np.diff(beats).tolist() == [1, 1, 0, 0], "a batch and a call of its own epoch"
+    call.cancel()
+    while (await state()).has_scheduler:
+        pass
+    assert (await attach(worker, 3)).former_epoch == 2
+    assert (await state()).has_scheduler
 
 
 async def test_an_older_epoch_may_neither_attach_nor_send(worker):

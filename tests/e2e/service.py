@@ -24,6 +24,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
 )
 
+JSON_TYPE = {"Content-Type": "application/json"}
+
 
 class Service:
     """Three processes that talk through Unix sockets in one directory.
@@ -214,7 +216,7 @@ class Service:
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
         """The router's answer to a POST; raises `HTTPError` unless it is a 200."""
-        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode())
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), JSON_TYPE)
         with urllib.request.urlopen(request, timeout=30) as response:
             return json.loads(response.read())
 

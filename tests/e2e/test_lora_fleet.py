@@ -196,7 +196,7 @@ def goes_on_beside_one_that_does_not_fit(
         with pytest.raises(grpc.RpcError) as refused:
             fleet.migrate(request_id, fleet.targets[0])
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        if not re.search(r"does not fit: .*adapter_config\.json", refused.value.details()):
+        if not re.search(r"cannot join: .*adapter_config\.json", refused.value.details()):
             return None
         assert compared(stream) == case.outputs[LATE]
         return True

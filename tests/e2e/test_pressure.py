@@ -110,7 +110,7 @@ def test_half_of_the_streams_wait_while_memory_is_critical_and_say_the_same(serv
     metrics = service.metrics(service.scheduler)
     assert metrics["quire_memory_preemptions_total"] == NUM_STREAMS // 2
     assert "a worker's memory is short" in service.scheduler.log
-    assert "a worker's memory is enough again" in service.scheduler.log
+    assert "a worker has enough memory again" in service.scheduler.log
 
 
 def test_who_comes_while_memory_is_short_waits_and_says_the_same(service):

@@ -3,6 +3,7 @@
 There is room on the device for half of what runs, so some of it is on the host when that happens.
 """
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,7 @@ import grpc
 import pytest
 
 from quire.v1 import common_pb2, inference_pb2
+from scheduler_svc.__main__ import EXIT_STALE_EPOCH
 from tests.e2e.child import START_S, Child, eventually
 from tests.e2e.generation import Result, generate_request, read
 from tests.e2e.service import Service
@@ -37,7 +39,14 @@ def gated(run_dir: Callable[[], Path]) -> Iterator[tuple[Service, StepGate]]:
     worker = ["--dtype=float32", "--host-kv-memory-gb=0.2", "--num-blocks=50"]
     worker += ["--max-num-batched-tokens=512"]
     uds = directory / "gate.sock"
-    service = Service(directory, SHIPPED_MODEL, worker=worker, scheduler=SCHEDULER, worker_uds=uds)
+    service = Service(
+        directory,
+        SHIPPED_MODEL,
+        worker=worker,
+        scheduler=SCHEDULER,
+        router=[f"--scheduler=unix:{directory}/standby.sock"],
+        worker_uds=uds,
+    )
     with StepGate(uds, service.uds["worker"]) as gate, service:
         yield service, gate
 
@@ -130,6 +139,35 @@ def test_a_scheduler_that_stands_by_takes_over(
         cramped.wait_until_idle()
     finally:
         first.kill()
+
+
+def test_a_scheduler_that_is_stopped_is_replaced_and_writes_nothing_when_it_wakes(
+    cramped: Service, unfailed: list[Result], tmp_path: Path
+):
+    stopped, standby = cramped.scheduler, Child("scheduler_svc", tmp_path / "standby.log", {})
+    flags = cramped.scheduler_flags("--standby", "--standby-silence-s=0.5")
+    # On a socket of its own: the one that is stopped keeps its.
+    standby.start([flag.replace("scheduler.sock", "standby.sock") for flag in flags])
+    try:
+        eventually(lambda: "standing by" in standby.log or None, "it stands by", START_S)
+
+        def stop_until_it_is_replaced() -> None:
+            stopped.signal(signal.SIGSTOP)
+            eventually(lambda: "router connected" in standby.log or None, "it is replaced")
+            stopped.signal(signal.SIGCONT)
+
+        results = _read_all(cramped, stop_until_it_is_replaced)
+        assert [result.outputs for result in results] == [each.outputs for each in unfailed]
+        assert [result.text for result in results] == [each.text for each in unfailed]
+        assert cramped.metrics(standby)["quire_adopted_tokens_total"] > 0
+        eventually(lambda: stopped.poll() is not None or None, "it finds itself fenced")
+        assert stopped.poll() == EXIT_STALE_EPOCH
+    finally:
+        standby.kill()
+        stopped.kill()
+    cramped.start_scheduler()
+    cramped.wait_until_ready()
+    cramped.wait_until_idle()
 
 
 def test_prefix_cache_and_pins_survive_the_death_of_the_scheduler(cramped: Service):

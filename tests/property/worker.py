@@ -14,7 +14,7 @@ import numpy as np
 from contract.arrays import Int32Array, ints
 from contract.hashing import HASH_BYTES, BlockHash
 from contract.state import HeldBlocks, HeldRow, Holdings
-from contract.step import NewSequence, Plan, Result, TokenLogprob
+from contract.step import NewSequence, Plan, Result, StepLogprob
 from scheduler_svc.core.config import SchedulerConfig
 from tests.property.beams import logprobs
 from tests.property.disk import BROKEN, Content, FakeDisk
@@ -339,9 +339,9 @@ class FakeWorker:
 
 
 @cache
-def log_of(position: int) -> TokenLogprob:
+def log_of(position: int) -> StepLogprob:
     """Stand for the log-probability of the token at a position."""
-    return TokenLogprob(0, -float(position), ints([]), np.empty(0, np.float32))
+    return StepLogprob(0, -float(position), ints([]), np.empty(0, np.float32))
 
 
 def _copy_label(label: bytes | None, labels: dict[int, bytes], target: int) -> None:

@@ -11,7 +11,7 @@ from contract.errors import InvalidArgumentError, UnimplementedError
 from contract.request import GenerateRequest
 from contract.sampling import StructuredOutput
 from router.http.responses.tool_calls import CallReader, ChosenCall, ForcedCall, TaggedCalls
-from router.http.strict_json import Schema, excerpt
+from router.http.strict_json import Listed, Schema, excerpt
 from router.text.chat_template import ChatTemplate
 
 MAX_TOOLS = 128
@@ -94,7 +94,7 @@ class ToolUse:
 class ToolFields(Schema):
     """The part of a chat's body for tools."""
 
-    tools: Annotated[list[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
+    tools: Annotated[Listed[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     """None: "auto" with tools, "none" without."""
     parallel_tool_calls: bool = True

@@ -96,7 +96,7 @@ def test_an_answerer_is_asked_in_json_and_its_end_is_told():
 
 async def test_slots_share_the_items_and_the_first_error_is_raised():
     from harness.case import BenchError  # noqa: PLC0415
-    from harness.load import in_slots  # noqa: PLC0415
+    from harness.closed_loop import in_parallel  # noqa: PLC0415
 
     seen = []
 
@@ -106,7 +106,7 @@ async def test_slots_share_the_items_and_the_first_error_is_raised():
             raise BenchError("status 500")
 
     with pytest.raises(BenchError, match="status 500"):
-        await in_slots(range(100), 2, send)
+        await in_parallel(range(100), 2, send)
     assert seen[:4] == [0, 1, 2, 3]
 
 

@@ -16,7 +16,7 @@ from rpc.peers.channel import open_channel
 
 async def test_turns_are_taken_in_order_and_in_reverse_on_the_same_requests_after_a_warm_up():
     from engines.split import GRPC, HTTP, ONE_GRPC, measure_split  # noqa: PLC0415
-    from harness.load import Workload  # noqa: PLC0415
+    from harness.closed_loop import Workload  # noqa: PLC0415
 
     taken = []
 

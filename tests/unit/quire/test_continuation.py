@@ -147,6 +147,12 @@ def test_a_call_lost_before_its_first_event_is_resumed_as_long_as_others():
         refused.failed(LOST, 100.2, took_s=0.1)
 
 
+def test_a_call_that_was_refused_is_sent_again_not_resumed():
+    continuation = make()
+    continuation.failed(LOST, 0.0, took_s=0.1)
+    assert isinstance(continuation.next_request(), inference_pb2.GenerateRequest)
+
+
 def test_the_service_says_when_to_retry():
     continuation = make()
     assert continuation.failed(TooBusyError("full", retry_after_s=7.5), 0.0) == 7.5

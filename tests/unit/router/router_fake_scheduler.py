@@ -58,6 +58,9 @@ class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
         yield loading_pb2.LoadResponse(worker="w", is_done=True, was_loaded=was_loaded)
 
 
+_EPOCHS = itertools.count(1)
+
+
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Records what the router says; says itself what the test says."""
 
@@ -82,9 +85,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.resume_grace_s = 60.0
+        self.epoch = 0
+        """Of its last welcome."""
+        self.superseded_epochs = ()
+        self.max_waiting = 0
+        """Unknown."""
         self.load = common_pb2.Load(num_blocks=7, num_workers=1)
         self._step_ids = itertools.count(1)
-        self._epochs = itertools.count(1)
         self._stream = None
         self._server = None
         self.knows_model = asyncio.Event()
@@ -164,8 +171,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             adapters=map(adapter, self.adapters),
             directory=self.model_directory,
         )
+        self.epoch = next(_EPOCHS)
         welcome = scheduler_pb2.SchedulerWelcome(
-            epoch=next(self._epochs), model=model, resume_grace_s=self.resume_grace_s
+            epoch=self.epoch,
+            model=model,
+            resume_grace_s=self.resume_grace_s,
+            superseded_epochs=self.superseded_epochs,
+            max_waiting=self.max_waiting,
         )
         return scheduler_pb2.ConnectResponse(welcome=welcome)
 

@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 import pytest
-from router_fake_scheduler import EOS, ERROR, LENGTH, MAX_MODEL_LEN, STOP
+from router_fake_scheduler import EOS, ERROR, LENGTH, MAX_MODEL_LEN, STOP, FakeScheduler
 
 from contract.errors import (
     AlreadyExistsError,
@@ -318,6 +318,31 @@ async def test_too_many_live_requests_are_refused(router):
     for live in lives:
         await live.aclose()
     (await start(router))[0]._close()
+
+
+async def test_what_can_never_be_queued_is_the_clients_fault(router):
+    router.inference._schedulers._links[0].max_waiting = 2
+    with pytest.raises(InvalidArgumentError, match="n is 3; it must be at most 2"):
+        await router.inference.generate(GenerateRequest(prompt="a", n=3))
+    router.scheduler.load.num_workers = 3
+    router.scheduler.load.max_num_seqs = 10
+    await router.inference.check_capacity(2, 8)
+    assert router.scheduler.num_load_calls
+    with pytest.raises(InvalidArgumentError, match="call of 18 sequences, n for each prompt; at m"):
+        await router.inference.check_capacity(3, 6)
+    with pytest.raises(InvalidArgumentError, match="holds 4 prompts; at most 3 requests may be"):
+        await router.inference.check_capacity(4, 1)
+
+
+async def test_a_scheduler_tells_how_many_may_wait(router):
+    await router.scheduler.stop()
+    scheduler = FakeScheduler(router.scheduler.target.removeprefix("unix:"))
+    scheduler.max_waiting = 7
+    router.ready.clear()
+    await scheduler.start()
+    await router.ready.wait()
+    assert router.inference._schedulers._links[0].max_waiting == 7
+    await scheduler.stop()
 
 
 async def test_what_the_queues_have_no_room_for_is_refused_before_its_text_is_looked_at(router):

@@ -14,6 +14,7 @@ from contract.request import GenerateRequest, ResumeRequest
 from quire.v1 import kv_pb2
 from router.operations import Operations
 from router.request.inference import Inference
+from router.schedulers import link as link_module
 from router.schedulers import pool as schedulers_module
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
@@ -166,6 +167,31 @@ async def test_who_stood_by_gets_what_was_live(model_dir, pair):
         assert pool.health.ready
         await live.aclose()
         assert await standby.cancels.get() == [submit.first_seq_key]
+
+
+async def test_who_took_the_workers_gets_what_is_live_at_one_that_hangs(
+    model_dir, pair, monkeypatch
+):
+    """At once, though the one that hangs keeps its stream; and though it was long looked for."""
+    monkeypatch.setattr(link_module, "_MAX_BACKOFF_S", 3600.0)
+    monkeypatch.setattr(link_module, "_MIN_BACKOFF_S", 3600.0)
+    monkeypatch.setattr(schedulers_module, "_RETURN_S", 3600.0)
+    hangs, standby = pair
+    await hangs.start()
+    async with running(model_dir, Discovery([fake.target for fake in pair])) as pool:
+        await pool.wait_for(1)
+        live = await pool.start((5, 6, 7))
+        submit = await hangs.submits.get()
+        standby.superseded_epochs = (hangs.epoch,)
+        await standby.start()
+        hangs.lives.clear()
+        submit.is_again = True
+        assert await standby.submits.get() == submit
+        assert hangs.submits.empty()
+        await pool.wait_for(1)
+        await live.aclose()
+        assert await standby.cancels.get() == [submit.first_seq_key]
+        hangs.lives.set()
 
 
 async def test_schedulers_come_and_go_with_dns(model_dir, pair):

@@ -13,7 +13,7 @@ from contract.codec.info import worker_info_from_proto
 from contract.codec.step import plan_from_proto, result_to_proto
 from contract.lora import LoraAdapter
 from contract.packing import pack_int32
-from contract.step import Result, TokenLogprob
+from contract.step import Result, StepLogprob
 from quire.v1 import (
     adapters_pb2_grpc,
     admin_pb2,
@@ -353,9 +353,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             if state.with_logprobs:
                 num_top = self.num_top_logprobs
                 top = ints([i % VOCAB_SIZE for i in range(num_top)])
-                likely = TokenLogprob(
-                    index, -float(token_id), top, np.full(num_top, -1, np.float32)
-                )
+                likely = StepLogprob(index, -float(token_id), top, np.full(num_top, -1, np.float32))
                 logprobs.append(likely)
         for row in failed:
             self.rows[row].stopped = True

@@ -116,7 +116,7 @@ async def test_what_the_others_find_is_another_and_nobody_has_either(service):
 async def test_a_worker_that_is_refused_has_asked_nothing_of_the_others(service):
     other = await service.attach("a", Worker(OLD, found={"/chat": CHAT}))
     worker = Worker(CHAT)
-    with pytest.raises(UnavailableError, match="worker b does not fit: directory is not there"):
+    with pytest.raises(UnavailableError, match="worker b cannot join: directory is not there"):
         await service.attach("b", worker)
     assert other.asked == []
     assert service.adapters.offered == (OLD,)
@@ -148,7 +148,7 @@ async def test_a_worker_that_loads_what_is_forgotten_meanwhile_is_refused(servic
     service.sessions.clear()
     worker = Worker(found=FOUND)
     worker.on_load = service.adapters.forget
-    with pytest.raises(UnavailableError, match="worker b does not fit: another model is served"):
+    with pytest.raises(UnavailableError, match="worker b cannot join: another model is served"):
         await service.attach("b", worker)
     assert worker.asked == ["chat"]
     assert service.adapters.held == ()

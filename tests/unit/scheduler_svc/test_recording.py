@@ -32,14 +32,14 @@ def test_a_last_frame_that_is_cut_off_is_said_and_the_rest_replayed(recorded, nu
     assert result.difference is None
     assert result.ending == CutOff(len(last) + 8 - num_lost)
     assert result.num_steps == len(recorded[1].plans)
-    assert "it is cut off" in "\n".join(describe(result))
+    assert "the recording is cut off" in "\n".join(describe(result))
 
 
 def test_a_recording_without_an_end_is_said_to_be_of_a_killed_process(recorded):
     content, last = recorded[0].read_bytes(), payloads(recorded[0])[-1]
     result = replay_bytes(content[: -len(last) - 8])
     assert (result.difference, result.ending) == (None, None)
-    assert "it has no end" in "\n".join(describe(result))
+    assert "the recording has no end" in "\n".join(describe(result))
 
 
 def test_another_format_version_is_refused(recorded):
@@ -65,7 +65,7 @@ def test_a_setting_of_another_type_is_refused(recorded):
     def change(origin):
         origin["config"]["block_size"] = "2"
 
-    with pytest.raises(RecordingError, match=r"cannot take its settings: .*block_size"):
+    with pytest.raises(RecordingError, match=r"cannot use its settings: .*block_size"):
         replay_bytes(rewrite(recorded[0], change_origin=change))
 
 
@@ -96,7 +96,7 @@ def test_recordings_share_their_limit(tmp_path):
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(RecordingError, match=r"--record: .*file/x: cannot be made"):
+    with pytest.raises(RecordingError, match=r"--record: .*file/x: cannot be created"):
         Recordings(tmp_path / "file" / "x", 10, epoch=1)
 
 
@@ -126,7 +126,7 @@ def test_a_call_of_a_newer_kind_is_refused(recorded):
     def change(entry):
         entry["call"] = "teleport"
 
-    with pytest.raises(RecordingError, match="a call 'teleport', which this release does not"):
+    with pytest.raises(RecordingError, match="a call 'teleport', which this version does not"):
         replay_bytes(rewrite(recorded[0], change))
 
 

@@ -31,7 +31,7 @@ async def test_what_a_scheduler_recorded_replays(folder, worker, connect, capsys
     assert "requests    3, of which 0 were refused" in output
     assert "sequences   ended: 3 LENGTH" in output
     assert "24 sampled" in output
-    assert "it ends there: the scheduler has ended" in output
+    assert "the recording ends because: the scheduler has ended" in output
 
 
 async def test_a_step_is_shown_in_full(folder, worker, connect, capsys):

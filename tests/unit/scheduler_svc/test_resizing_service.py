@@ -145,7 +145,7 @@ async def test_a_size_is_blocks_or_bytes(tmp_path, worker, size):
         (
             {"num_bytes": 15_999},
             "FAILED_PRECONDITION",
-            "num_blocks is 15; it must be at least 16: so many has a sequence of max_model_len",
+            "num_blocks is 15; it must be at least 16, which is enough for one sequence",
         ),
         (
             {"num_blocks": 20, "worker": "nobody"},

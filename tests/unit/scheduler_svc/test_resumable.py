@@ -195,11 +195,11 @@ def test_what_nobody_resumes_is_cancelled_after_the_grace_period(streams):
     submit(streams, stream, "left", key=0)
     submit(streams, stream, "stays", key=1)
     assert streams.resumables.leave(stream, 0, now=1.0)
-    assert list(streams.resumables.give_up(GRACE_S + 0.9)) == []
-    assert list(streams.resumables.give_up(GRACE_S + 1)) == [(stream.source, [0])]
+    assert list(streams.resumables.expire(GRACE_S + 0.9)) == []
+    assert list(streams.resumables.expire(GRACE_S + 1)) == [(stream.source, [0])]
     with pytest.raises(NotFoundError):
         resume(streams, stream, 40, "left")
-    assert list(streams.resumables.give_up(1e9)) == []
+    assert list(streams.resumables.expire(1e9)) == []
     assert len(streams.resumables) == 1
 
 
@@ -208,19 +208,19 @@ def test_what_has_ended_is_kept_for_the_grace_period(streams):
     submit(streams, stream, n=2)
     streams.deliver({stream.source: output(ended=[0])})
     streams.deliver({stream.source: output([1], [4], ended=[1])})
-    assert list(streams.resumables.give_up(5.0)) == []
-    assert list(streams.resumables.give_up(5.0 + GRACE_S - 0.1)) == []
+    assert list(streams.resumables.expire(5.0)) == []
+    assert list(streams.resumables.expire(5.0 + GRACE_S - 0.1)) == []
     resume(streams, streams.open("b"), 40, now=14.0)
-    assert list(streams.resumables.give_up(14.0 + GRACE_S)) == []
+    assert list(streams.resumables.expire(14.0 + GRACE_S)) == []
     assert len(streams.resumables) == 0
 
 
 def test_who_nobody_reads_ends_at_its_deadline(streams):
     stream = streams.open("a")
     submit(streams, stream, deadline=3.0)
-    assert list(streams.resumables.give_up(3.0)) == [], "its router sees to that"
+    assert list(streams.resumables.expire(3.0)) == [], "its router sees to that"
     streams.resumables.leave(stream, 0, now=3.0)
-    assert list(streams.resumables.give_up(3.1)) == [(stream.source, [0])]
+    assert list(streams.resumables.expire(3.1)) == [(stream.source, [0])]
 
 
 def test_a_stream_that_ends_takes_along_what_is_not_kept(streams):
@@ -266,15 +266,13 @@ def test_memory_is_bounded_and_the_oldest_that_has_ended_goes_first():
         submit(streams, stream, f"r{key}", key=key)
     streams.resumables.leave(stream, 0, now=0.0)
     streams.deliver({stream.source: output([0, 1, 2, 3] * 800, [0] * 3200, ended=[2])})
-    assert list(streams.resumables.give_up(1.0)) == [], "the one that has ended is enough"
+    assert list(streams.resumables.expire(1.0)) == [], "the one that has ended is enough"
     with pytest.raises(NotFoundError):
         resume(streams, stream, 40, "r2")
     streams.deliver({stream.source: output([1, 3] * 400, [0] * 800)})
-    assert list(streams.resumables.give_up(1.0)) == [(stream.source, [0])], (
-        "then one without reader"
-    )
+    assert list(streams.resumables.expire(1.0)) == [(stream.source, [0])], "then one without reader"
     streams.deliver({stream.source: output([1, 3] * 800, [0] * 1600)})
-    assert list(streams.resumables.give_up(1.0)) == [], "who is read is not given up"
+    assert list(streams.resumables.expire(1.0)) == [], "who is read is not given up"
     with pytest.raises(TooBusyError, match="the limit is 10000"):
         submit(streams, stream, "more", key=9)
 

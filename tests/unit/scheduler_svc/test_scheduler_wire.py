@@ -226,7 +226,7 @@ def test_a_search_asks_the_worker_for_candidates_and_ends_nothing(sampling, ends
         ({"early_stopping": 9}, "beam.early_stopping is 9"),
         (
             {"sampling": {"stop_token_ids": range(40)}},
-            "looks at 164 at once; the model has 100",
+            "needs 164 tokens at once; the model has 100",
         ),
         (
             {"outputs": [scheduler_pb2.OutputSoFar(finished=True), scheduler_pb2.OutputSoFar()]},

@@ -157,7 +157,7 @@ def test_the_disks_rate_is_measured_and_leaves_no_trace(open_tiers):
     pool, _, tiers = open_tiers(disk_kv_codec="zstd")
     assert measure.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool) > 0
     assert not pool.blocks_as_bytes.any()
-    assert not tiers.disk_pool.has_news(99)
+    assert not tiers.disk_pool.has_ended_moves(99)
 
 
 def test_a_disk_that_loses_what_is_stored_is_not_measured(open_tiers, monkeypatch):
@@ -175,7 +175,10 @@ def test_there_are_no_lower_tiers_on_a_cpu_unless_asked_for(open_tiers):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"host_kv_memory_gb": None}, "disk-kv-memory-gb is .*, but there are no host blocks"),
+        (
+            {"host_kv_memory_gb": None},
+            "disk-kv-memory-gb is .*, but KV reaches the disk through host blocks",
+        ),
         ({"disk_kv_memory_gb": 1e9}, r"disk-kv-memory-gb is 1000000000.0; .* has .* GiB free"),
         ({"disk_kv_dir": "/nowhere"}, "disk-kv-dir is /nowhere: No such file"),
         ({"disk_kv_dir": "/proc"}, "disk-kv-(dir|memory-gb) is"),
@@ -189,7 +192,7 @@ def test_room_that_is_not_there_is_refused(open_tiers, changes, problem):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--host-kv-codec=zstd"], "--host-kv-codec: zstd: must be none, int8 or fp8: what a"),
+        (["--host-kv-codec=zstd"], "--host-kv-codec: zstd: must be none, int8 or fp8: how much a"),
         (["--host-kv-codec=int4"], "--host-kv-codec: int4: must be one of none, lz4, zstd"),
         (["--disk-kv-codec=zstd:99"], "--disk-kv-codec: zstd:99: the level of zstd must be in"),
         (
@@ -211,7 +214,7 @@ def test_room_that_is_not_there_is_refused(open_tiers, changes, problem):
         ),
         (
             ["--kv-cache-dtype=int8", "--kv-cache-dtype-skip-layers=0,-1"],
-            "must be numbers of layers, as in 0,1,23; '-1' is none",
+            "must be numbers of layers, as in 0,1,23; '-1' is no number",
         ),
         (
             ["--host-kv-memory-gb=0", "--disk-kv-memory-gb=1"],

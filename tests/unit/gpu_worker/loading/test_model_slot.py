@@ -352,7 +352,7 @@ async def test_one_whose_step_does_not_end_says_so_and_ends(model, tmp_path, mon
         await run()
     assert said == [
         "UNAVAILABLE",
-        "the model's memory is not given back: a step takes too long",
+        "the model's memory cannot be freed: a step takes too long",
     ]
 
 

@@ -11,7 +11,7 @@ OK, WARNING, CRITICAL = MemoryLevel
 
 
 def levels(meter, *readings):
-    return [meter.take(reading) for reading in readings]
+    return [meter.add(reading) for reading in readings]
 
 
 def test_less_than_a_share_of_all_is_short():
@@ -32,7 +32,7 @@ def test_a_worse_level_counts_at_once():
 def test_a_better_level_counts_after_five_readings():
     meter = LevelMeter()
     assert levels(meter, CRITICAL, OK, OK, OK, OK) == [CRITICAL] * 5
-    assert meter.take(OK) is OK
+    assert meter.add(OK) is OK
 
 
 def test_the_worst_of_the_better_readings_counts():
@@ -45,7 +45,7 @@ def test_a_reading_that_is_no_better_begins_the_calm_anew():
     meter = LevelMeter()
     levels(meter, WARNING, OK, OK, OK, OK)
     assert levels(meter, WARNING, OK, OK, OK, OK) == [WARNING] * 5
-    assert meter.take(OK) is OK
+    assert meter.add(OK) is OK
 
 
 def test_a_device_that_is_full_by_plan_has_less_to_lose():

@@ -189,7 +189,7 @@ NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
     ("changes", "message"),
     [
         (NEOX | {"hidden_act": "mish"}, "hidden_act is 'mish'; supported are gelu"),
-        (NEOX | {"rotary_pct": 0.2}, "rotary_pct is 0.2; of the 16 dimensions of a head it must"),
+        (NEOX | {"rotary_pct": 0.2}, "rotary_pct is 0.2; it must rotate an even number of"),
         (NEOX | {"num_attention_heads": 6}, "num_attention_heads must divide hidden_size, 64"),
         (
             {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},

@@ -206,7 +206,7 @@ def test_other_masks_are_refused(sees):
 
 def test_masks_that_read_tensors_are_refused():
     on_meta = torch.ones(128, dtype=torch.bool, device="meta")
-    with pytest.raises(ModelError, match="its masks depend on what they are for"):
+    with pytest.raises(ModelError, match="its masks depend on the tokens"):
         read_window(lambda _b, _h, q, k: (k <= q) & on_meta[k], 128)
 
 

@@ -43,7 +43,7 @@ def test_frames_arrive_whole_and_in_order(links):
 def test_the_end_of_one_end_is_seen_at_the_other(links):
     ours, theirs = links
     ours.close()
-    with pytest.raises(ConnectionError, match="the other end is gone"):
+    with pytest.raises(ConnectionError, match="the other end has closed the connection"):
         theirs.receive()
 
 
@@ -86,7 +86,7 @@ def test_all_ranks_are_welcomed_when_the_last_has_come_and_strangers_are_sent_aw
     assert reports[-1] == "waiting for ranks 2"
     for link in links[1:]:
         assert link.receive() == Frame(Kind.WELCOME, b'{"store_port": 7}')
-    leader.tell(Frame(Kind.LAUNCH, b"step"))
+    leader.send(Frame(Kind.LAUNCH, b"step"))
     leader.close()
     for link in links[1:]:
         assert [link.receive().kind for _ in range(2)] == [Kind.LAUNCH, Kind.CLOSE]
@@ -133,7 +133,7 @@ def free_port():
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"rank": 2}, "rank is 2; .* the last one is 1"),
+        ({"rank": 2}, "rank is 2; .* it must be at most 1"),
         ({"local_ranks": 3}, "local_ranks is 3; from rank 0 on there are 2"),
         ({"local_ranks": 1}, "master_port is 0; it must be set"),
         ({"disk_kv_memory_gb": 1.0}, "disk_kv_memory_gb is 1.0; it must be 0 with"),

@@ -9,7 +9,7 @@ import torch
 
 import contract.sampling
 from contract.sampling import SamplingParams
-from gpu_worker.parallel.shared_sampling import SamplesForAll, TakesSamples
+from gpu_worker.parallel.shared_sampling import ReceivedSamples, SharedSampler
 from gpu_worker.sampling.grammars import StructuredOutput
 from gpu_worker.sampling.sampler import Sampler, sample_others
 
@@ -167,5 +167,5 @@ def test_a_row_that_samples_another_token_than_its_run_s_is_stuck_at_once(asking
 def test_ranks_that_make_logits_together_make_those_of_all_rows(asking):
     add_all(asking)
     assert asking.forced(np.array([1])) is not None
-    for kind in (SamplesForAll, TakesSamples):
+    for kind in (SharedSampler, ReceivedSamples):
         assert kind(asking, None).forced(np.array([1])) is None

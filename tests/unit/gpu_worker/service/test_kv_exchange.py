@@ -228,7 +228,7 @@ class BadSource(worker_pb2_grpc.WorkerServiceServicer):
 @pytest.mark.parametrize(
     ("pieces", "words"),
     [
-        ([], "gave 0 blocks of 2"),
+        ([], "sent 0 of 2 blocks"),
         ([worker_pb2.ReadKvResponse(content=bytes(64), crc32=1)], "damaged on the way"),
         ([worker_pb2.ReadKvResponse(content=bytes(65))], "65 bytes; it must be whole blocks"),
         (

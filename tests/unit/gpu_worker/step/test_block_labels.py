@@ -5,7 +5,7 @@ import pytest
 
 from contract.limits import Limits
 from contract.sampling import SamplingParams
-from contract.step import NewSequence, Plan, TokenLogprob
+from contract.step import NewSequence, Plan, StepLogprob
 from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.rows import Rows
 
@@ -202,4 +202,4 @@ class TestHeldRows:
 
 
 def logprob(index, value):
-    return TokenLogprob(index, float(value), ints(), np.empty(0, np.float32))
+    return StepLogprob(index, float(value), ints(), np.empty(0, np.float32))

@@ -141,5 +141,5 @@ def test_after_a_shortage_fewer_tokens_are_tried_for_a_while():
     assert not limit.allows(51)
     for _ in range(64):
         assert not limit.allows(100)
-        limit.note_step()
+        limit.count_step()
     assert limit.allows(100)

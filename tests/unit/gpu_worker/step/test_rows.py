@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from contract.errors import BrokenInvariantError, InvalidArgumentError
+from contract.errors import InconsistentPlanError, InvalidArgumentError
 from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
@@ -157,7 +157,9 @@ def test_blocks_are_appended_before_anything_is_computed(rows):
 
 def test_a_wrong_number_of_decodes_breaks_an_invariant(rows):
     rows.apply(step(new_sequences=[new_row(0, [1], [0])], chunk_rows=[0], chunk_lens=[1]))
-    with pytest.raises(BrokenInvariantError, match="num_decodes is 0, but 1 rows decode in step 7"):
+    with pytest.raises(
+        InconsistentPlanError, match="num_decodes is 0, but 1 rows decode in step 7"
+    ):
         rows.apply(step(step_id=7, num_decodes=0))
 
 

@@ -15,7 +15,7 @@ BENCH = Path(__file__).parents[4] / "bench"
 @pytest.fixture
 def load(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("harness.load")
+    return importlib.import_module("harness.closed_loop")
 
 
 @pytest.fixture

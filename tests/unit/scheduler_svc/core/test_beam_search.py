@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 
 from contract.sampling import EarlyStopping
-from scheduler_svc.core.beams.search import BeamParams, BeamSearch, Candidates
+from scheduler_svc.core.beams.search import BeamParams, BeamSearcher, Candidates
 
 END = 9
 
 
-def make_search(max_tokens=8, min_tokens=0, **params) -> BeamSearch:
+def make_search(max_tokens=8, min_tokens=0, **params) -> BeamSearcher:
     settings = {"width": 2, "end_token_ids": (END,)} | params
     prompt = np.array([5, 6], np.int32)
-    return BeamSearch(BeamParams(**settings), prompt, max_tokens=max_tokens, min_tokens=min_tokens)
+    return BeamSearcher(
+        BeamParams(**settings), prompt, max_tokens=max_tokens, min_tokens=min_tokens
+    )
 
 
 def candidates(**likely: float) -> Candidates:
@@ -23,11 +25,11 @@ def candidates(**likely: float) -> Candidates:
     return Candidates(np.array(tokens, np.int32), np.array(list(likely.values()), np.float32))
 
 
-def outputs(search: BeamSearch) -> list[list[int]]:
+def outputs(search: BeamSearcher) -> list[list[int]]:
     return [beam.token_ids[2:].tolist() for beam in search.beams]
 
 
-def found(search: BeamSearch) -> list[tuple[int, ...]]:
+def found(search: BeamSearcher) -> list[tuple[int, ...]]:
     return [tuple(hypothesis.token_ids.tolist()) for hypothesis in search.hypotheses]
 
 
@@ -114,7 +116,7 @@ def test_candidates_that_are_too_few_leave_fewer_beams():
     assert found(search) == [(1, END), (END,)]
 
 
-def noted_search() -> BeamSearch:
+def noted_search() -> BeamSearcher:
     """Two beams, which have 5 6 2 7 in common, and two hypotheses, with 5 6 and 5 6 2 7."""
     search = make_search(early_stopping=EarlyStopping.NEVER)
     search.advance([candidates(t9=-1.0, t2=-2.0, t1=-3.0, t3=-4.0)])

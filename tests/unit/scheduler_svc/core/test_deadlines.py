@@ -6,7 +6,7 @@ from policy_driver import ROUTER, Worker, make_core, request
 
 from scheduler_svc.core.errors import DeadlineError
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.limits import Rates
+from scheduler_svc.core.limits import WorkerRates
 from scheduler_svc.core.request import FinishReason, Request, SeqKey
 
 
@@ -48,7 +48,7 @@ def test_what_runs_is_not_expired():
     assert worker.ends == {0: FinishReason.LENGTH}
 
 
-RATES = Rates(prefill_tokens_per_s=1000.0, step_s=0.02)
+RATES = WorkerRates(prefill_tokens_per_s=1000.0, step_s=0.02)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_cannot_be_done_in_time_is_refused(num_tokens, min_tokens, left_s, 
 
 def test_nothing_is_refused_for_rates_that_are_not_known():
     item = request(1, num_tokens=100, deadline=0.001)
-    for rates in (Rates(), Rates(step_s=1.0), Rates(prefill_tokens_per_s=1.0)):
+    for rates in (WorkerRates(), WorkerRates(step_s=1.0), WorkerRates(prefill_tokens_per_s=1.0)):
         make_core().check_deadline(item, 0.0, rates)
 
 

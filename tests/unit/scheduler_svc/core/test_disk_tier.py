@@ -273,10 +273,10 @@ def test_by_cost_only_what_is_loaded_faster_than_computed_is(
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("stored_disk_block_ids", "no store to disk block 2 is under way"),
-        ("failed_disk_block_ids", "no store to disk block 2 is under way"),
-        ("loaded_host_block_ids", "no load to host block 2 is under way"),
-        ("failed_host_block_ids", "no load to host block 2 is under way"),
+        ("stored_disk_block_ids", "no store to disk block 2 is in progress"),
+        ("failed_disk_block_ids", "no store to disk block 2 is in progress"),
+        ("loaded_host_block_ids", "no load to host block 2 is in progress"),
+        ("failed_host_block_ids", "no load to host block 2 is in progress"),
     ],
 )
 def test_the_end_of_a_move_that_nobody_made_is_a_bug(name, what):

@@ -4,7 +4,7 @@ import pytest
 from core_driver import answer, chunks, grown, make_core, new, schedule, submit
 
 from scheduler_svc.core.errors import DeadlineError
-from scheduler_svc.core.limits import Rates
+from scheduler_svc.core.limits import WorkerRates
 from scheduler_svc.core.request import FinishReason
 
 K = 3
@@ -111,7 +111,7 @@ def test_guesses_are_shorter_than_a_block():
 
 
 def test_a_deadline_can_be_met_in_as_few_steps_as_guesses_may_need():
-    rates = Rates(prefill_tokens_per_s=1000.0, step_s=1.0)
+    rates = WorkerRates(prefill_tokens_per_s=1000.0, step_s=1.0)
     request = {"min_tokens": 8, "max_tokens": 8, "deadline": 3.5}
     cores = [make_core(num_draft_tokens=drafts) for drafts in (0, K)]
     requests = []

@@ -221,10 +221,10 @@ def test_what_arrived_can_be_found_by_others():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"num_host_blocks": 0}, "that worker has no host tier"),
-        ({"num_host_blocks": 1}, "it has 2 host blocks, and that worker 1 free"),
-        ({"block_size": 8}, "a block is 4 tokens in 100 bytes here, and 8 tokens"),
-        ({"bytes_per_block": 50}, "4 tokens in 50 bytes there"),
+        ({"num_host_blocks": 0}, "the target worker has no host tier"),
+        ({"num_host_blocks": 1}, "it has 2 host blocks, but the target worker has only 1 free"),
+        ({"block_size": 8}, "a block has 4 tokens in 100 bytes, but at the target worker 8 tokens"),
+        ({"bytes_per_block": 50}, "at the target worker 4 tokens in 50 bytes"),
         ({"max_model_len": 8}, "together they may be 8"),
     ],
 )
@@ -242,7 +242,7 @@ def test_core_that_cannot_give_a_request_refuses_by_name():
         make_host_core().begin_export(ROUTER, KEY)
     with pytest.raises(MigrationRefusedError, match="no host tier"):
         running(make_host_core(num_host_blocks=0)).begin_export(ROUTER, KEY)
-    with pytest.raises(MigrationRefusedError, match="2 device blocks, and its worker has 1 free"):
+    with pytest.raises(MigrationRefusedError, match="2 device blocks, but its worker has only 1"):
         running(make_host_core(num_host_blocks=1)).begin_export(ROUTER, KEY)
     core = running(make_host_core())
     core.begin_export(ROUTER, KEY)

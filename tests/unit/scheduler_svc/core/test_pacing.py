@@ -28,9 +28,9 @@ def pacer_after(*steps, max_slowdown=1.5, max_step_s=1.5, config=CPU) -> StepPac
     pacer = StepPacer(Pace(max_slowdown, max_step_s), config)
     now_s = 0.0
     for num_prompt_tokens, num_decodes, execute_s in steps:
-        pacer.sent(plan_of(num_prompt_tokens, num_decodes), now_s)
+        pacer.on_sent(plan_of(num_prompt_tokens, num_decodes), now_s)
         now_s += execute_s
-        pacer.answered(execute_s, now_s)
+        pacer.on_result(execute_s, now_s)
     return pacer
 
 
@@ -182,7 +182,7 @@ def late_after_s(*steps, in_flight):
     """After steps (prompt tokens, decodes, seconds), with others (prompt tokens, decodes) going."""
     pacer = pacer_after(*steps)
     for num_prompt_tokens, num_decodes in in_flight:
-        pacer.sent(plan_of(num_prompt_tokens, num_decodes), 0.0)
+        pacer.on_sent(plan_of(num_prompt_tokens, num_decodes), 0.0)
     return pacer.is_late_after_s
 
 
@@ -208,7 +208,7 @@ def next_due_s(*steps, in_flight, at_s=7.0):
     """As `late_after_s`, for steps that are sent at a time."""
     pacer = pacer_after(*steps)
     for num_prompt_tokens, num_decodes in in_flight:
-        pacer.sent(plan_of(num_prompt_tokens, num_decodes), at_s)
+        pacer.on_sent(plan_of(num_prompt_tokens, num_decodes), at_s)
     return pacer.next_due_s
 
 
@@ -230,20 +230,20 @@ def test_the_next_step_is_due_at_once_behind_a_short_one_or_one_that_nobody_know
 
 def test_a_step_begins_when_the_one_before_it_is_answered():
     pacer = pacer_after(*KNOWN)
-    pacer.sent(plan_of(100, 0), 1.0)
-    pacer.sent(plan_of(400, 0), 1.05)
-    pacer.answered(0.1, 1.1)
+    pacer.on_sent(plan_of(100, 0), 1.0)
+    pacer.on_sent(plan_of(400, 0), 1.05)
+    pacer.on_result(0.1, 1.1)
     assert pacer.next_due_s == pytest.approx(1.4)
 
 
 def test_a_wait_behind_the_step_before_does_not_make_the_next_one_late():
     pacer = pacer_after()
     now_s = 0.0
-    pacer.sent(plan_of(0, 8), now_s)
+    pacer.on_sent(plan_of(0, 8), now_s)
     for _ in range(40):  # each is launched as the one before begins, and takes 0.1 s of its own
-        pacer.sent(plan_of(0, 8), now_s)
+        pacer.on_sent(plan_of(0, 8), now_s)
         now_s += 0.1
-        pacer.answered(0.2, now_s)
+        pacer.on_result(0.2, now_s)
     assert pacer.next_due_s - now_s == pytest.approx(0.075, abs=0.005)
 
 

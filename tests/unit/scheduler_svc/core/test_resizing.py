@@ -201,7 +201,10 @@ def test_a_pool_that_waits_for_pins_alone_gives_them_up():
     ("num_blocks", "why"),
     [
         (25, "num_blocks is 25; the worker has reserved room for at most 24"),
-        (7, "num_blocks is 7; it must be at least 8: so many has a sequence of max_model_len, 32"),
+        (
+            7,
+            "num_blocks is 7; it must be at least 8, which is enough for one sequence",
+        ),
     ],
 )
 def test_a_size_beyond_its_limits_is_refused(num_blocks, why):
@@ -219,7 +222,7 @@ def test_a_size_that_what_is_live_does_not_fit_is_refused():
     with pytest.raises(ResizeRefusedError, match="request 'request-0', which is live, needs more"):
         core.shrink(9)
     core.shrink(10)
-    with pytest.raises(ResizeRefusedError, match="num_blocks is 9; it is about to become 10"):
+    with pytest.raises(ResizeRefusedError, match="num_blocks is 9; a resize to 10 is in progress"):
         core.shrink(9)
 
 

@@ -9,7 +9,12 @@ from core_driver import ROUTER, answer, chunks, grown, make_core, new, schedule,
 
 from contract.hashing import extend_chain, root_hash
 from contract.step import Result, StepId
-from scheduler_svc.core.errors import BrokenInvariantError, QueueFullError, RequestTooLongError
+from scheduler_svc.core.errors import (
+    BrokenInvariantError,
+    QueueFullError,
+    RequestTooLongError,
+    TooManySequencesError,
+)
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.request import FinishReason
 
@@ -239,6 +244,12 @@ def test_a_full_queue_refuses_and_says_how_full():
     submit(core, 0, [1], n=2)
     with pytest.raises(QueueFullError, match=r"2 sequences wait.*the limit is 2"):
         submit(core, 2, [1])
+
+
+def test_more_sequences_than_may_ever_wait_are_refused_for_good():
+    core = make_core(max_waiting=2)
+    with pytest.raises(TooManySequencesError, match=r"3 sequences; at most 2 may wait"):
+        submit(core, 0, [1], n=3)
 
 
 def test_a_result_out_of_order_is_a_bug():

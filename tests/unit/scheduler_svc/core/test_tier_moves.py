@@ -53,12 +53,12 @@ def test_the_end_of_a_move_that_has_not_gone_out_is_a_bug():
     tier = make_tier()
     (host,) = tier.pool.allocate(1)
     disk = tier.disk.keep(host, None)
-    with pytest.raises(BrokenInvariantError, match=f"no store to disk block {disk} is under way"):
+    with pytest.raises(BrokenInvariantError, match=f"no store to disk block {disk} is in progress"):
         tier.disk.answer(outcome(stored_disk_block_ids=[disk]))
     send(tier)
     tier.disk.answer(outcome(stored_disk_block_ids=[disk]))
     tier.disk.load(disk, host, None)
-    with pytest.raises(BrokenInvariantError, match=f"no load to host block {host} is under way"):
+    with pytest.raises(BrokenInvariantError, match=f"no load to host block {host} is in progress"):
         tier.disk.answer(outcome(loaded_host_block_ids=[host]))
 
 
