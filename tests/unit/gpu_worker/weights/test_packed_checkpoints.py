@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from bench.quantize import FORMS, write
 from gpu_worker.models.registry import open_model
-from gpu_worker.weights.checkpoint import Piece
 from gpu_worker.weights.json_fields import JsonFields, ModelError
 from gpu_worker.weights.packed_maps import (
     PackedMaps,
@@ -29,6 +28,7 @@ from gpu_worker.weights.stored_format import (
     ScaleShape,
     read_stored_format,
 )
+from gpu_worker.weights.tensor_file import Piece
 from kernels.cpu import quantized as native
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load, random_prompt
 
