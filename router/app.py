@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from model_files.locate import find_model
 from router.access.authentication import KeyInterceptor, key_middleware
 from router.access.tenancy import check_operator
 from router.grpc.api import inference_service
@@ -39,14 +40,22 @@ async def run_router(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`; live requests finish first.
 
-    `on_started` gets the addresses; the router is ready once it has a scheduler. Raises
-    FileNotFoundError or ValueError if the tokenizer cannot be read, and any error that ends the
-    scheduler client, which is a bug.
+    `on_started` gets the addresses; the router is ready once it has a scheduler. Raises ModelError
+    if the model cannot be found, FileNotFoundError or ValueError if its tokenizer cannot be read,
+    and any error that ends the scheduler client, which is a bug.
     """
     stop = asyncio.Event() if stop is None else stop
     health = Health()
     health.set_starting("reading the tokenizer")
-    tokenizers = Tokenizers(await asyncio.to_thread(load_tokenizer, settings.model))
+    directory = await asyncio.to_thread(
+        find_model,
+        settings.model,
+        settings.cache_dir,
+        health.set_starting,
+        with_weights=False,
+    )
+    first = await asyncio.to_thread(load_tokenizer, directory)
+    tokenizers = Tokenizers(first, settings.cache_dir)
     schedulers = Schedulers(
         Discovery(settings.scheduler, interval_s=settings.discovery_interval_s),
         LinkConfig(

@@ -7,17 +7,24 @@ from typing import Annotated, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from model_files.errors import ModelError
+from model_files.locate import DEFAULT_CACHE_DIR, ModelPlace, name_of, place_of
 from router.access.api_keys import ApiKeys, read_keys_file
 from rpc.peers.discovery import check_targets
 from rpc.security.tls import ClientTls, check_certificate
-from rpc.settings import Port, ProcessSettings, split_at_commas
+from rpc.settings import ModelName, Port, ProcessSettings, split_at_commas
 
 
 class RouterSettings(ProcessSettings):
     """A router's flags and environment variables."""
 
-    model: Path
-    """Hugging Face model directory; the router reads its tokenizer and chat template."""
+    model: ModelName
+    """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
+    Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md);
+    the router reads its tokenizer and chat template."""
+    cache_dir: Path = DEFAULT_CACHE_DIR
+    """Directory for what is derived from GGUF files or downloaded from URLs. Names on the hub have
+    the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
     """The name that requests use; empty: the directory's name."""
     scheduler: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)
@@ -66,9 +73,13 @@ class RouterSettings(ProcessSettings):
 
     @field_validator("model")
     @classmethod
-    def _model_is_readable(cls, model: Path) -> Path:
-        if not (model / "tokenizer.json").is_file():
-            raise ValueError("it must be a directory with a tokenizer.json")
+    def _model_is_readable(cls, model: str) -> str:
+        try:
+            place = place_of(model)
+        except ModelError as error:
+            raise ValueError(str(error)) from error
+        if place is ModelPlace.DIRECTORY and not (Path(model) / "tokenizer.json").is_file():
+            raise ValueError("a directory must have a tokenizer.json")
         return model
 
     def read_api_keys(self) -> ApiKeys | None:
@@ -116,4 +127,4 @@ class RouterSettings(ProcessSettings):
     @property
     def model_name(self) -> str:
         """The name that requests use."""
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name or name_of(self.model)

@@ -8,7 +8,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -30,6 +37,11 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 """A TCP port; 0 picks a free one."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
+
+ModelName = Annotated[
+    str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, Path) else value)
+]
+"""What `model_files.locate.find_model` takes; a path, too."""
 
 _MAX_UDS_PATH_BYTES = 107
 """The kernel's limit for a socket address."""

@@ -11,6 +11,7 @@ from contract.info import WorkerInfo, new_instance_id
 from contract.limits import Limits
 from gpu_worker.service.api import WorkerService
 from gpu_worker.weights.json_fields import ModelError, read_json
+from model_files.locate import find_model
 from rpc.grpc_server import make_grpc_server, start_grpc_server
 from rpc.health import Health
 from rpc.server import Addresses, serve
@@ -88,12 +89,13 @@ def find_vocabulary(settings: SimWorkerSettings) -> Vocabulary:
     vocab_size, max_model_len = settings.vocab_size, settings.max_model_len
     eos_token_ids = settings.eos_token_ids
     if settings.model is not None:
-        config = read_json(settings.model / "config.json")
+        directory = find_model(settings.model, settings.cache_dir, with_weights=False)
+        config = read_json(directory / "config.json")
         vocab_size = vocab_size or config.positive_int("vocab_size")
         max_model_len = max_model_len or config.positive_int("max_position_embeddings")
         if not eos_token_ids:
             found = config.int_list("eos_token_id")
-            generation = settings.model / "generation_config.json"
+            generation = directory / "generation_config.json"
             if generation.exists():
                 found += read_json(generation).int_list("eos_token_id")
             eos_token_ids = tuple(dict.fromkeys(found))

@@ -7,7 +7,8 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from rpc.settings import Port, PositiveInt, ProcessSettings
+from model_files.locate import DEFAULT_CACHE_DIR, name_of
+from rpc.settings import ModelName, Port, PositiveInt, ProcessSettings
 
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -34,10 +35,13 @@ class SimWorkerSettings(ProcessSettings):
     count: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of workers in this process."""
     worker_id: str = Field(default_factory=socket.gethostname)
-    """Name of the worker in logs and at the scheduler; with --count above 1, worker I gets -I."""
-    model: Path | None = None
-    """Hugging Face directory; its config.json defines vocabulary, end tokens and length, and no
-    weights are read. Unset: the flags below define them."""
+    """Names this worker, in logs and to the scheduler; with --count above 1, -I is added."""
+    model: ModelName | None = None
+    """A model, named as for a worker, whose config.json gives the vocabulary, the end tokens and
+    the length; no weights are read. Unset: the flags below give them."""
+    cache_dir: Path = DEFAULT_CACHE_DIR
+    """Directory for what is derived from GGUF files or downloaded from URLs. Names on the hub have
+    the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
     """Name of the model in requests; empty: the directory's name, or "simulated"."""
     vocab_size: PositiveInt | None = None
@@ -110,8 +114,8 @@ class SimWorkerSettings(ProcessSettings):
 
     @property
     def model_id(self) -> str:
-        """Name of the model in requests."""
-        name = self.model.resolve().name if self.model is not None else "simulated"
+        """What requests call the model."""
+        name = name_of(self.model) if self.model is not None else "simulated"
         return self.served_model_name or name
 
     @property

@@ -22,27 +22,30 @@ _MAX_KEPT: Final = 64
 _FIELD: Final = "sampling.structured"
 
 
-@functools.lru_cache(_MAX_KEPT)
 def to_grammar(structured: StructuredOutput) -> StructuredOutput:
     """Return the form as a grammar; takes up to a second in extreme cases.
 
     Raises:
         InvalidArgumentError: The form is too large, malformed, or uses an unsupported feature.
     """
-    field = f"{_FIELD}.{structured.form}"
-    texts = _texts(structured)
+    return _to_grammar(structured.form, _texts(structured))
+
+
+@functools.lru_cache(_MAX_KEPT)
+def _to_grammar(form: str, texts: tuple[str, ...]) -> StructuredOutput:
+    field = f"{_FIELD}.{form}"
     num_bytes = sum(check_unicode(field, text) for text in texts)
     if num_bytes > MAX_BYTES:
         raise InvalidArgumentError(
             field, f"has {num_bytes} bytes; it must have at most {MAX_BYTES}"
         )
-    grammar = _grammar(structured.form, texts, field)
+    grammar = _grammar(form, texts, field)
     if problem := llguidance.LLMatcher.validate_grammar(grammar):
         raise InvalidArgumentError(field, f"is not supported: {' '.join(problem.split())}")
     return StructuredOutput(grammar=grammar)
 
 
-def _texts(structured: StructuredOutput) -> Sequence[str]:
+def _texts(structured: StructuredOutput) -> tuple[str, ...]:
     match structured.form:
         case "json_object":
             return ()

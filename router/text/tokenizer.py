@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import tokenizers
 
+from model_files.locate import DEFAULT_CACHE_DIR, find_model
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer
 from router.text.token_bytes import TokenTable, token_table
@@ -110,8 +111,9 @@ _FLAGS: Final = ""
 class Tokenizers:
     """The current tokenizer, and tokenizers that are being read."""
 
-    def __init__(self, first: Tokenizer) -> None:
-        """`first` is the tokenizer of the model from the flags."""
+    def __init__(self, first: Tokenizer, cache_dir: Path = DEFAULT_CACHE_DIR) -> None:
+        """`first` is the tokenizer of the model from the flags; `cache_dir` as for `find_model`."""
+        self._cache_dir = cache_dir
         self._directory_to_tokenizer = {_FLAGS: first}
         self._directory_to_read: dict[str, asyncio.Task[Tokenizer]] = {}
         """Reads that are running, or have ended after their caller was cancelled."""
@@ -121,14 +123,14 @@ class Tokenizers:
     async def read(self, directory: str) -> None:
         """Read the tokenizer of a directory, unless it is known; "" is the model from the flags.
 
-        If the caller is cancelled, the read continues for the next call. Raises FileNotFoundError,
-        or the error that prevented the read.
+        If the caller is cancelled, the read continues for the next call. Raises ModelError,
+        FileNotFoundError, or the error that prevented the read.
         """
         if directory in self._directory_to_tokenizer:
             return
         read = self._directory_to_read.get(directory)
         if read is None:
-            reading = asyncio.to_thread(load_tokenizer, Path(directory))
+            reading = asyncio.to_thread(self._load, directory)
             read = self._directory_to_read[directory] = asyncio.create_task(reading)
         try:
             tokenizer = await asyncio.shield(read)
@@ -138,6 +140,9 @@ class Tokenizers:
         self._directory_to_read.pop(directory, None)
         # Set this here, not in the task, because `use` may have removed the task's entry.
         self._directory_to_tokenizer[directory] = tokenizer
+
+    def _load(self, model: str) -> Tokenizer:
+        return load_tokenizer(find_model(model, self._cache_dir, with_weights=False))
 
     def num_token_ids(self, directory: str) -> int:
         """Return the vocabulary size of a tokenizer that has been read."""

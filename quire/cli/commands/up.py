@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from model_files.errors import ModelError
 from quire.cli.command_error import CommandError
 from quire.cli.commands.probe import wait_until_ready
 from quire.cli.invocation import invocation
@@ -37,12 +38,12 @@ _FOLLOW_S: Final = 0.2
 def main(argv: Sequence[str]) -> int:
     settings = parse_settings(UpSettings, "quire up", argv)
     try:
-        model = layout.find_model(settings)
+        model = layout.choose_model(settings)
         if (already := _find_running(settings)) is not None:
             return _already_up(settings, model, already)
         chosen = layout.choose_ports(settings)
         directory = ServiceDir.create()
-    except (layout.ModelError, ports.PortError, ServiceDirError) as error:
+    except (ModelError, ports.PortError, ServiceDirError) as error:
         raise CommandError(str(error)) from None
     planned = layout.plan(settings, model, chosen, directory.path, os.environ)
     if settings.detach:
@@ -59,8 +60,8 @@ def _find_running(settings: UpSettings) -> ServiceInfo | None:
     return None
 
 
-def _already_up(settings: UpSettings, model: Path, service: ServiceInfo) -> int:
-    if Path(service.model) != model:
+def _already_up(settings: UpSettings, model: str, service: ServiceInfo) -> int:
+    if service.model != model:
         raise CommandError(
             f"--http-port: {settings.http_port}: a service of {service.model} has this port"
             f" (pid {service.pid}); stop it with `{invocation()} down`, or choose other ports"

@@ -76,7 +76,7 @@ async def test_another_model_is_named_from_where_the_user_is(scheduler):
     assert scheduler.directories == [HERE]
 
 
-async def test_what_is_refused_is_told(scheduler, capsys):
+async def test_refusals_are_reported(scheduler, capsys):
     assert await run(scheduler, "load", "--model", "/nothing") == 1
     assert capsys.readouterr().err == "quire: there is no memory\n"
 

@@ -63,7 +63,7 @@ async def test_a_size_may_be_in_blocks(scheduler, capsys):
     assert (request.worker, request.num_blocks) == ("", 100)
 
 
-async def test_what_is_refused_is_one_line_and_exit_code_1(scheduler, capsys):
+async def test_a_refusal_is_one_line_and_exit_code_1(scheduler, capsys):
     scheduler.error = FailedPreconditionError(
         "num_blocks is 65; the worker has room for at most 64"
     )

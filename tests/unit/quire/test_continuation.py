@@ -1,4 +1,4 @@
-"""What a client makes of a stream that breaks: what it asks for next, and what it passes on."""
+"""How a client continues a broken stream: its next request, and the events that it returns."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every limit of the public contract: what is refused, and with which words."""
+"""Every limit of the public contract, with the error's words."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Which forms become a grammar, and how those that do not are refused."""
+"""Which forms become a grammar, and how other forms are refused."""
 
 from pathlib import Path
 
@@ -87,7 +87,7 @@ def test_a_grammar_admits_what_the_form_does(tokenizer, form, good, bad):
         ({"regex": "\ud800"}, "regex", "half of a surrogate pair"),
     ],
 )
-def test_what_is_no_form_is_refused_by_name(form, field, problem):
+def test_an_invalid_form_is_refused_by_name(form, field, problem):
     with pytest.raises(InvalidArgumentError) as error:
         grammar(**form)
     assert error.value.field == f"sampling.structured.{field}"

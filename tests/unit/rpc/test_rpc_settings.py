@@ -126,7 +126,7 @@ def test_every_bad_value_gets_its_line(capsys):
 
 
 @pytest.mark.parametrize("argv", [["--wat", "3"], ["--grpc", "3"], ["stray"]])
-def test_what_is_not_known_is_refused_by_name(capsys, argv):
+def test_unknown_fields_are_refused_by_name(capsys, argv):
     assert f"unrecognized arguments: {' '.join(argv)}" in complaint(capsys, "--model=m", *argv)
 
 
@@ -145,7 +145,7 @@ def test_help_shows_docstring_default_and_variable_of_each_flag(capsys):
 
 
 class HelpSettings(ProcessSettings):
-    """Has what Python would describe in its own words."""
+    """Has defaults that Python would describe in its own words."""
 
     peers: tuple[str, ...] = ()
     """Addresses of peers."""

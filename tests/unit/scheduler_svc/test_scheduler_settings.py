@@ -1,4 +1,4 @@
-"""What an operator can tell a scheduler, and which values are refused."""
+"""A scheduler's settings, and refused values."""
 
 import pytest
 
