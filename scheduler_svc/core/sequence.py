@@ -188,7 +188,7 @@ class Sequence:
         """Its sort key without regard to accounts; smaller goes first. Kept when preempted."""
         return (self.rank.level, self.rank.key, self.seq_id)
 
-    def move(self, status: SeqStatus) -> None:
+    def set_status(self, status: SeqStatus) -> None:
         """Change the status.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What deploy/ and compose.yaml say agrees with itself and with the processes' settings."""
+"""deploy/ and compose.yaml agree with each other and with the processes' settings."""
 
 import json
 import re
@@ -31,11 +31,11 @@ FILES = {
 
 
 def _default(value: str) -> str:
-    """The value of a variable of compose.yaml for somebody who has set none."""
+    """The default of a variable of compose.yaml."""
     return re.sub(r"\$\{\w+:-(.*?)\}", r"\1", value)
 
 
-def test_services_are_the_processes_and_those_who_watch():
+def test_services_are_the_processes_and_the_observers():
     assert SERVICES.keys() == SETTINGS.keys() | OBSERVERS
     assert {name for name, service in SERVICES.items() if "profiles" in service} == OBSERVERS
 
@@ -86,7 +86,7 @@ def test_engine_waits_longer_than_a_process_drains(name):
     assert grace_s > float(SERVICES[name]["environment"]["QUIRE_DRAIN_S"])
 
 
-def test_ports_are_published_on_the_loopback_unless_told_otherwise():
+def test_ports_are_published_on_the_loopback_by_default():
     ports = [port for service in SERVICES.values() for port in service.get("ports", ())]
     assert ports
     assert all(_default(port).startswith("127.0.0.1:") for port in ports)

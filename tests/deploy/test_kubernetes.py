@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: valid by the published schemas, and true of what they start."""
+"""The Kubernetes manifests are valid by the published schemas, and match the processes."""
 
 import re
 from pathlib import Path
@@ -63,7 +63,7 @@ def test_pods_of_other_projects_workloads_are_valid(overlay):
 def test_each_variable_is_a_setting_of_the_process_that_gets_it(overlay):
     manifests = render(overlay)
     for template in pod_templates(manifests).values():
-        # A map that all read may hold what only some are told.
+        # The common map may contain variables that only some processes read.
         fields = {name for cls in SETTINGS.values() for name in cls.model_fields}
         for name in variables(manifests, template):
             assert name.startswith("QUIRE_")
@@ -116,7 +116,7 @@ def test_a_pod_has_time_to_drain(overlay):
         drain = int(variables(manifests, template)["QUIRE_DRAIN_S"])
         needed = (
             2 if name == "scheduler" else drain
-        )  # it hands its requests over within two seconds
+        )  # a scheduler hands its requests over within two seconds
         assert template["spec"]["terminationGracePeriodSeconds"] > pause + needed, name
 
 

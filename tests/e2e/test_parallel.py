@@ -1,4 +1,4 @@
-"""A worker of two ranks is one worker: the same tokens, and when one rank dies it is the worker."""
+"""A worker of two ranks acts as one worker: it has the same tokens, and dies as a whole."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def of_two(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
-    """Room for a third of the requests at once."""
+    """A service of two ranks with room for a third of the requests at once."""
     worker = ["--num-blocks=40", "--host-kv-memory-gb=0.05", "--kv-checksum"]
     worker += ["--tensor-parallel-size=2"]
     scheduler = ["--preemption-mode=swap"]

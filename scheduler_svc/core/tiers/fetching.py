@@ -206,7 +206,7 @@ class Fetching:
         awaited = {block for block in (*targets, *present) if self._disk.is_loading_to(block)}
         if seq in self._queue:
             self._queue.remove(seq)
-        seq.move(SeqStatus.FETCHING)
+        seq.set_status(SeqStatus.FETCHING)
         self._awaited[seq] = awaited
         for target in awaited:
             self._waiters.setdefault(target, set()).add(seq)
@@ -257,7 +257,7 @@ class Fetching:
 
     def _requeue(self, seq: Sequence) -> None:
         self.stop(seq)
-        seq.move(SeqStatus.SWAPPED if seq.disk_block_ids else SeqStatus.WAITING)
+        seq.set_status(SeqStatus.SWAPPED if seq.disk_block_ids else SeqStatus.WAITING)
         self._disk.pool.drop(seq.disk_block_ids)
         seq.disk_block_ids = ()
         self._queue.push(seq)
