@@ -9,7 +9,8 @@ from pydantic_settings import NoDecode
 
 from contract.lora import is_adapter_name
 from gpu_worker.kv.codecs.names import CodecSpec, parse_codec
-from rpc.settings import Port, PositiveInt, ProcessSettings, split_at_commas
+from model_files.locate import DEFAULT_CACHE_DIR, name_of
+from rpc.settings import ModelName, Port, PositiveInt, ProcessSettings, split_at_commas
 
 
 class WorkerSettings(ProcessSettings):
@@ -22,8 +23,12 @@ class WorkerSettings(ProcessSettings):
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     """How long running steps may take to finish after SIGTERM, in seconds; then the scheduler
     continues their sequences elsewhere."""
-    model: Path
-    """Hugging Face directory of the model: config.json and safetensors."""
+    model: ModelName
+    """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
+    Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md)."""
+    cache_dir: Path = DEFAULT_CACHE_DIR
+    """Directory for what is derived from GGUF files or downloaded from URLs. Names on the hub have
+    the hub's own cache (HF_HOME)."""
     model_class: str = ""
     """The implementation that runs the model: a class of yours, as package.module:Class
     (docs/models.md); or "transformers". Empty: our own if it supports the architecture, else
@@ -106,8 +111,8 @@ class WorkerSettings(ProcessSettings):
     of draft-model. Unset: no guesses. Tokens are guessed only while that saves time."""
     num_draft_tokens: PositiveInt = 4
     """Most tokens guessed at a time; less than block-size."""
-    draft_model: Path | None = None
-    """Hugging Face directory of a smaller model with the same vocabulary, for guesses."""
+    draft_model: ModelName | None = None
+    """A smaller model with the same vocabulary, for guesses; named as --model."""
     ngram_min: PositiveInt = 2
     """Fewest last tokens that must have occurred earlier for a guess by ngram."""
     ngram_max: PositiveInt = 4
@@ -150,7 +155,7 @@ class WorkerSettings(ProcessSettings):
     @property
     def model_id(self) -> str:
         """The model's name in requests."""
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name or name_of(self.model)
 
     @property
     def adapter_directories(self) -> tuple[tuple[str, Path], ...]:

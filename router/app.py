@@ -1,4 +1,4 @@
-"""Builds a router from its settings and runs it: the only place that constructs its parts."""
+"""The router process: constructs all its parts from the settings and runs them."""
 
 import asyncio
 import contextlib
@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from model_files.locate import find_model
 from router.access.authentication import KeyInterceptor, key_middleware
 from router.access.tenancy import check_operator
 from router.grpc.api import inference_service
@@ -39,14 +40,22 @@ async def run_router(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`; live requests finish first.
 
-    `on_started` gets the addresses; the router is ready once it has a scheduler. Raises
-    FileNotFoundError or ValueError if the model directory's tokenizer cannot be read, and what
-    breaks the scheduler client: a bug.
+    `on_started` gets the addresses; the router is ready once it has a scheduler. Raises ModelError
+    if the model cannot be found, FileNotFoundError or ValueError if its tokenizer cannot be read,
+    and any error that ends the scheduler client, which is a bug.
     """
     stop = asyncio.Event() if stop is None else stop
     health = Health()
     health.set_starting("reading the tokenizer")
-    tokenizers = Tokenizers(await asyncio.to_thread(load_tokenizer, settings.model))
+    directory = await asyncio.to_thread(
+        find_model,
+        settings.model,
+        settings.cache_dir,
+        health.set_starting,
+        with_weights=False,
+    )
+    first = await asyncio.to_thread(load_tokenizer, directory)
+    tokenizers = Tokenizers(first, settings.cache_dir)
     schedulers = Schedulers(
         Discovery(settings.scheduler, interval_s=settings.discovery_interval_s),
         LinkConfig(
@@ -87,7 +96,7 @@ async def run_router(
     if ui is not None:
         http.add_routes(ui.routes())
     client = asyncio.create_task(schedulers.run(), name="schedulers")
-    client.add_done_callback(lambda _: stop.set())  # it ends by itself only when it breaks
+    client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     try:
         await serve(
             settings,
@@ -102,7 +111,7 @@ async def run_router(
                 *([] if api_keys is None else [KeyInterceptor(api_keys)]),
                 RequestBounds(inference, settings.max_body_mb * _MIB),
             ],
-            # Above a method's own limit, so that it is named where the message is not huge.
+            # Higher than the limits of methods, whose errors name the limit.
             max_received_mb=min(settings.max_message_mb, 4 * settings.max_body_mb),
             on_started=on_started,
             on_drain=inference.drain,
@@ -122,5 +131,5 @@ def _page_middleware(settings: RouterSettings) -> Middleware:
     guard = PageGuard(
         None if settings.server_tls is not None else own, frozenset(settings.allowed_origins)
     )
-    # Others may call a router that listens elsewhere, by any name; they may not operate it.
+    # If the router does not listen on loopback only, web pages may call all but its operations.
     return guard.middleware(None if is_loopback(settings.host) else openai_api.OPERATOR_PATHS)

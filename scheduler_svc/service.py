@@ -89,13 +89,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         log.info("router connected", router_id=router_id, source=stream.source)
         reader = asyncio.create_task(self._read(requests, stream, model))
         try:
-            superseded = self._fleet.superseded_epochs - {0, self._epoch}
             await context.write(
                 welcome_to_proto(
                     self._epoch,
                     model,
                     self._resumables.grace_s,
-                    superseded,
+                    self._fleet.superseded_epochs - {0, self._epoch},
                     self._fleet.max_waiting,
                 )
             )

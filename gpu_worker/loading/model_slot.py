@@ -91,7 +91,7 @@ class ModelSlot:
         self._health = health
         self._leader = leader
         self._on_failure = on_failure
-        self._directory = settings.model
+        self._directory = Path(settings.model)
         """The directory of the current model, or of the last one."""
         self._model: LoadedModel | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -196,7 +196,7 @@ class ModelSlot:
         )
         self._model = model
         self._watch = asyncio.create_task(self._watch_steps(), name="failure of the steps")
-        directory = "" if settings is self._settings else str(settings.model)
+        directory = "" if settings is self._settings else settings.model
         info = replace(model.info, directory=directory)
         self._service.open(info, model.steps, model.memory)
         self._adapters.open(model.load_adapter, model.steps)
@@ -245,9 +245,9 @@ class ModelSlot:
 
     def _settings_of(self, directory: Path) -> WorkerSettings:
         """The settings for another model, without those that describe the flags' model only."""
-        if _is_same(directory, self._settings.model):
+        if _is_same(directory, Path(self._settings.model)):
             return self._settings
-        other = {"model": directory, "served_model_name": "", "lora": ()}
+        other = {"model": str(directory), "served_model_name": "", "lora": ()}
         return self._settings.model_copy(update=other)
 
     def _check_can_unload(self) -> None:

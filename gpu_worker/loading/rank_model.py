@@ -33,8 +33,10 @@ from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend
 from gpu_worker.step.executor import Executor
+from gpu_worker.step.warm_up import warm_up
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization
+from model_files.locate import find_model
 
 _GIB = 1024**3
 _DEFAULT_TOKENS = 2048
@@ -62,7 +64,7 @@ class RankModel:
     max_num_blocks: int | None
     """Most blocks that the pool can be resized to; None: its size is fixed."""
     rates: Rates
-    """Of all ranks together."""
+    """The rates of all ranks together."""
     load_adapter: Callable[[str, Path], Adapter]
     """Loads an adapter from its name and directory; raises ModelError."""
 
@@ -111,9 +113,8 @@ def _load_rank_model(
     is_dummy = settings.load_format == "dummy"
     if is_dummy:
         _log.warning("load-format is dummy: weights are random and the output is nonsense")
-    source = open_model(
-        settings.model, settings.model_class, quantization, place, is_dummy=is_dummy
-    )
+    directory = find_model(settings.model, settings.cache_dir, report)
+    source = open_model(directory, settings.model_class, quantization, place, is_dummy=is_dummy)
     config, local_config = source.config, source.local_config
     dtype = pick_dtype(settings.dtype, config, device)
     dtypes = _kv_dtypes(settings, config, dtype, place)
@@ -130,8 +131,8 @@ def _load_rank_model(
     bytes_per_block = block_bytes(local_config, settings.block_size, dtypes)
     draft_model = None
     if settings.draft_model is not None:
-        directories = settings.draft_model, settings.model
-        draft_model = load_draft_model(*directories, limits, dtype, device)
+        draft_directory = find_model(settings.draft_model, settings.cache_dir, report)
+        draft_model = load_draft_model(draft_directory, directory, limits, dtype, device)
     num_blocks = _num_blocks(
         settings, model, local_config, limits, dtypes, device, ranks, draft_model
     )
@@ -157,7 +158,7 @@ def _load_rank_model(
         undo.callback(tiers.disk_pool.close)
     structured = None
     if place.rank == 0:  # rank 0 samples
-        structured = _structured_output(settings.model, limits.vocab_size, eos_token_ids, device)
+        structured = _structured_output(directory, limits.vocab_size, eos_token_ids, device)
     executor = Executor(
         model,
         pool,
@@ -173,6 +174,9 @@ def _load_rank_model(
     )
     if _has_graphs(settings, device):
         _capture_graphs(executor, CudaGraphs(device), report)
+    if device.type == "cuda":
+        report("compiling kernels", None)
+        warm_up(executor, limits, has_structured_output=structured is not None)
     measured = Rates()
     if num_host_blocks:
         report("measuring", None)
@@ -244,7 +248,7 @@ def _capture_graphs(
     start_s = time.monotonic()
     try:
         executor.capture_graphs(backend, lambda done: report("capturing CUDA graphs", done))
-    except Exception as error:  # noqa: BLE001 - a model may be anybody's; without, it is as right
+    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
         report("going on without CUDA graphs", None)  # raises if reporting has failed
         _log.warning("decode steps run without CUDA graphs", exc_info=error)
     else:

@@ -60,7 +60,7 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
         raise fields.error("num_attention_heads", f"must divide hidden_size, {hidden_size}")
     activation = fields.get("hidden_act", default="gelu")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise fields.error(
+        raise fields.unsupported(
             "hidden_act", f"is {activation!r}; supported are {', '.join(ACTIVATIONS)}"
         )
     rope = rope_from_fields(
@@ -79,7 +79,7 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
     return NeoxConfig(
         architecture=common.architecture,
         vocab_size=common.vocab_size,
-        max_model_len=common.max_model_len,
+        max_model_len=min(common.max_model_len, rope.max_model_len or common.max_model_len),
         num_layers=common.num_layers,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,

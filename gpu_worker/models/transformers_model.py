@@ -32,6 +32,7 @@ from gpu_worker.models.transformers_attention import (
     register_attention,
 )
 from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.weights.checkpoint import Checkpoint, has_nan
 from gpu_worker.weights.json_fields import JsonFields, ModelError
 from gpu_worker.weights.linear import Linear, make_linear
 
@@ -210,6 +211,7 @@ class TransformersSource:
     ) -> TransformersModel:
         """Let transformers read the weights, memory-mapped; see `ModelSource.load`."""
         assert ranks is None, "its models are on one device"
+        Checkpoint(self._directory)  # its errors name the file
         model = TransformersModel()
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         progress(0.0)
@@ -223,7 +225,6 @@ class TransformersSource:
                 attn_implementation=_register_weakly(model),
                 local_files_only=True,
                 trust_remote_code=False,
-                use_safetensors=True,
                 output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError) as error:
@@ -232,6 +233,9 @@ class TransformersSource:
             if info[problem]:
                 names = ", ".join(sorted(map(str, info[problem]))[:5])
                 raise ModelError(f"{self._directory} has {problem.replace('_', ' ')}: {names}")
+        for name, parameter in causal.named_parameters():
+            if has_nan(parameter):
+                raise ModelError(f"{self._directory}: {name} has NaN")
         model.use(causal.to(device).eval())
         progress(1.0)
         return model

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from model_files.errors import ModelError, UnsupportedError
 
-class ModelError(Exception):
-    """A model directory cannot be served; the message names file, field and reason."""
+__all__ = ["JsonFields", "ModelError", "UnsupportedError", "read_json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,10 @@ class JsonFields:
     def error(self, name: str, problem: str) -> ModelError:
         """An error to raise; `problem` follows the field's name."""
         return ModelError(f"{self.path}: {self.prefix}{name} {problem}")
+
+    def unsupported(self, name: str, problem: str) -> UnsupportedError:
+        """An error for what another implementation may support."""
+        return UnsupportedError(str(self.error(name, problem)))
 
     def has(self, name: str) -> bool:
         """Whether the field exists, even if null."""

@@ -83,7 +83,7 @@ def check_queue(request: Request, num_waiting: int, max_waiting: int) -> None:
     """Check that the queue has room for a new request beside `num_waiting` sequences.
 
     Raises:
-        TooManySequencesError: The queue never has room for so many sequences.
+        TooManySequencesError: The request has more sequences than the queue may ever hold.
         QueueFullError: The queue is full. Resubmitted requests are never refused for this.
     """
     if request.outputs:
