@@ -31,7 +31,7 @@ def test_a_sequence_that_was_swapped_out_is_swapped_again_with_its_partial_tail(
     before = seq.num_computed_tokens
     pair.replace_core()
     num_held = pair.core.takeover.num_held_tokens(pair.again(seq.request))
-    assert num_held == (0 if caching else before), "what the prefix cache has, anybody finds"
+    assert num_held == (0 if caching else before), "every sequence can find cached blocks"
     for request in requests:
         pair.submit(pair.again(request))
     (seq,) = swapped(pair)
