@@ -1,4 +1,4 @@
-"""Builds a router from its settings and runs it: the only place that constructs its parts."""
+"""The router process: constructs all its parts from the settings and runs them."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ async def run_router(
 
     `on_started` gets the addresses; the router is ready once it has a scheduler. Raises ModelError
     if the model cannot be found, FileNotFoundError or ValueError if its tokenizer cannot be read,
-    and what breaks the scheduler client: a bug.
+    and any error that ends the scheduler client, which is a bug.
     """
     stop = asyncio.Event() if stop is None else stop
     health = Health()
@@ -96,7 +96,7 @@ async def run_router(
     if ui is not None:
         http.add_routes(ui.routes())
     client = asyncio.create_task(schedulers.run(), name="schedulers")
-    client.add_done_callback(lambda _: stop.set())  # it ends by itself only when it breaks
+    client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     try:
         await serve(
             settings,
@@ -111,7 +111,7 @@ async def run_router(
                 *([] if api_keys is None else [KeyInterceptor(api_keys)]),
                 RequestBounds(inference, settings.max_body_mb * _MIB),
             ],
-            # Above a method's own limit, so that it is named where the message is not huge.
+            # Higher than the limits of methods, whose errors name the limit.
             max_received_mb=min(settings.max_message_mb, 4 * settings.max_body_mb),
             on_started=on_started,
             on_drain=inference.drain,
@@ -131,5 +131,5 @@ def _page_middleware(settings: RouterSettings) -> Middleware:
     guard = PageGuard(
         None if settings.server_tls is not None else own, frozenset(settings.allowed_origins)
     )
-    # Others may call a router that listens elsewhere, by any name; they may not operate it.
+    # If the router does not listen on loopback only, web pages may call all but its operations.
     return guard.middleware(None if is_loopback(settings.host) else openai_api.OPERATOR_PATHS)

@@ -29,25 +29,25 @@ class RouterSettings(ProcessSettings):
     """The name that requests use; empty: the directory's name."""
     scheduler: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)
     """The schedulers: host:port, or unix:/path, separated by commas. dns:HOST:PORT stands for all
-    addresses of a name, such as a headless service's; such schedulers come and go while the router
-    runs. Several schedulers share the requests, each with its own workers; a standby takes over the
-    requests of the one that it replaces."""
+    addresses of a name, such as a headless service's; such schedulers may come and go while the
+    router runs. Several schedulers share the requests, each with its own workers; a standby takes
+    over the requests of the scheduler that it replaces."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
-    """How often such names are resolved, in seconds."""
+    """How often dns: names are looked up, in seconds."""
     http_port: Port = 8000
     """Port of HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
     scheduler_tls_cert: Path | None = None
-    """File of the certificate (PEM) for connections to schedulers, if it is not --tls-cert, which
-    may be a public one."""
+    """File of the certificate (PEM) for connections to schedulers, if it differs from --tls-cert,
+    which may be a public certificate."""
     scheduler_tls_key: Path | None = None
-    """File of its private key."""
+    """File of the private key of --scheduler-tls-cert."""
     max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
-    """Most requests at once: running, waiting, or not yet read to their end."""
+    """Most requests at once: running, waiting, or not yet read to the end by the client."""
     max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Largest body of an HTTP request, and largest gRPC message with a prompt or tokens, in MiB;
-    also after decompression."""
+    """Largest body of an HTTP request, and largest gRPC message with a prompt or tokens, in MiB,
+    before and after decompression."""
     accept_compressed: bool = False
     """Whether HTTP bodies may be compressed (Content-Encoding gzip or deflate)."""
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
@@ -66,10 +66,10 @@ class RouterSettings(ProcessSettings):
     ui: bool = True
     """Whether to serve a web page at /ui: what the service is doing, and a playground."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of the requests to trace (--otlp-traces-endpoint), among those whose client has not
-    decided by a traceparent."""
+    """Share of requests to trace (--otlp-traces-endpoint), among those without a traceparent from
+    their client."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
-    """Threads that tokenize."""
+    """Number of threads that tokenize prompts."""
 
     @field_validator("model")
     @classmethod
@@ -107,7 +107,7 @@ class RouterSettings(ProcessSettings):
 
     @property
     def client_tls(self) -> ClientTls | None:
-        """How to call schedulers; None: without TLS."""
+        """TLS for connections to schedulers; None: no TLS."""
         tls = super().client_tls
         if tls is None or self.scheduler_tls_cert is None:
             return tls

@@ -1,7 +1,7 @@
-"""How many connections the limit of open files (`ulimit -n`) has room for.
+"""Limits the number of connections, so that a process stays below its limit of open files.
 
-At the limit, a connection that cannot be accepted waits in the kernel, and its client with it. So
-servers refuse connections before that.
+At that limit (`ulimit -n`), new connections wait in the kernel, and so do their clients. Servers
+refuse connections before that.
 """
 
 import contextlib
@@ -9,18 +9,19 @@ import resource
 from typing import Final
 
 _RESERVED: Final = 128
-"""For files, sockets to other processes, and what libraries open; at most half of the limit."""
+"""Open files left for other uses, such as sockets to other processes; at most half of the limit.
+"""
 
 
 def raise_file_limit() -> None:
-    """Raise this process's soft limit to the hard one, as far as the system allows."""
+    """Raise this process's soft limit to its hard limit, if the system allows it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # a hard limit above the system's own
+    with contextlib.suppress(OSError, ValueError):  # the hard limit is above the system's limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def max_connections() -> int | None:
-    """Return the most connections of one of a process's two servers, gRPC and HTTP; None: any."""
+    """Return the connection limit for each of a process's servers (gRPC, HTTP); None: no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return None

@@ -1,4 +1,4 @@
-"""The HTTP server of every process: probes, where it listens, and answers to what is not HTTP."""
+"""The HTTP server of every process, with its probes and its answers to malformed requests."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ log = structlog.get_logger()
 def make_http_runner(
     settings: ProcessSettings, app: web.Application, health: Health, shutdown_timeout_s: float
 ) -> web.AppRunner:
-    """Make the server of `app` and the probes; it does not listen yet."""
+    """Make a server for `app` and the probes, which does not listen yet."""
     app.middlewares.insert(0, probes(health))
     if settings.tls_client_ca is not None:
         app.middlewares.insert(0, certificate_middleware(settings.client_names))
@@ -36,7 +36,7 @@ def make_http_runner(
 
 
 async def start_http_server(runner: web.AppRunner, settings: ProcessSettings) -> str:
-    """Listen at the address of the settings; return it, with the port that was chosen.
+    """Listen at the address of the settings; return the address, with the chosen port.
 
     Raises:
         CannotListenError: The address is not available.
@@ -51,7 +51,7 @@ async def start_http_server(runner: web.AppRunner, settings: ProcessSettings) ->
 
 
 class Site(web.BaseSite):
-    """A port whose connections are `_Connection`s."""
+    """A port whose connections are handled by `_Connection`."""
 
     def __init__(self, runner: web.AppRunner, settings: ProcessSettings) -> None:
         super().__init__(runner)
@@ -60,11 +60,11 @@ class Site(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """Its address."""
+        """The address."""
         return join(self._settings.host, self._settings.http_port)
 
     async def start(self) -> None:
-        """Listen."""
+        """Open the port and accept connections."""
         await super().start()
         loop = asyncio.get_running_loop()
         manager = self._runner.server
@@ -85,13 +85,13 @@ class Site(web.BaseSite):
 
 
 class _Connection(web.RequestHandler):
-    """One client's connection; a body stays compressed, so that its reader can bound it."""
+    """A client's connection. Bodies stay compressed, so that their reader can limit their size."""
 
     __slots__ = ()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         manager = self._manager
-        assert manager is not None, "it has a server while it is open"
+        assert manager is not None, "an open connection has a server"
         most = max_connections()
         super().connection_made(transport)
         if most is not None and len(manager.connections) > most:
@@ -105,7 +105,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer in OpenAI's shape; what a client did wrong is no error of this process."""
+        """Answer in OpenAI's format; a malformed request is not an error of this process."""
         if not isinstance(exc, HttpProcessingError):
             return super().handle_error(request, status, exc, message)
         MALFORMED.inc()

@@ -40,16 +40,16 @@ class SchedulerSettings(ProcessSettings):
     they have a gRPC target with several addresses, such as
     ipv4:10.0.0.1:50052,10.0.0.2:50052."""
     standby_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
-    """How long the workers must have had no scheduler before a standby takes over, in seconds: one
-    whose connection was cut is back sooner."""
+    """How long the workers must have had no scheduler before a standby takes over, in seconds; a
+    scheduler that only lost its connections is back sooner."""
     standby_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
     """How long a scheduler that keeps its connections must have been silent to all workers before a
-    standby takes over, in seconds. A scheduler that is well is heard four times a second. If it was
-    only slow, nothing is lost, but it ends, and clients see a pause."""
+    standby takes over, in seconds. A healthy scheduler sends a message four times per second. If
+    the scheduler was only slow, it ends, no request is lost, and clients see a pause."""
     worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 2.0
-    """How long a worker may be silent before it is given up, in seconds; a worker that is well is
-    heard four times a second. Its requests are computed again by other workers, or, if there are
-    none, continue when it answers."""
+    """How long a worker may be silent before it counts as lost, in seconds; a healthy worker sends
+    a message four times per second. Other workers compute its requests again; without other
+    workers, the requests continue when it answers."""
     max_waiting: PositiveInt = 1024
     """Most sequences that may wait at one worker; more are refused, with a retry hint."""
     enable_prefix_caching: bool = True

@@ -1,4 +1,4 @@
-"""The metrics of every process: what a scrape of it would name."""
+"""The metrics of every process, with the names of a scrape."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ vLLM's where it has the same. Counters end in `_total`; histograms have `_bucket
 """
 
 Row = tuple[str, str, tuple[str, ...], str]
-"""Name, kind, labels, what it is."""
+"""Name, kind, labels, description."""
 
 
 def page() -> str:
@@ -38,7 +38,7 @@ def page() -> str:
 
 
 def names() -> set[str]:
-    """Return every metric's name, as it is declared."""
+    """Return every metric's declared name."""
     return set(kinds())
 
 
@@ -59,7 +59,7 @@ def _of_module(module: object) -> list[Row]:
 
 
 def _of_metric(metric: MetricWrapperBase) -> Row:
-    # What a metric says of itself before it has been counted is not public.
+    # prometheus_client has no public API for a metric's description and labels.
     labels = tuple(metric._labelnames)  # noqa: SLF001
     return _name(metric._name, metric._type), metric._type, labels, metric._documentation  # noqa: SLF001
 
@@ -80,7 +80,7 @@ def _of_scheduler() -> list[Row]:
     ]
     for collector in collectors:
         for family in collector.collect():
-            # Without a worker there are no samples, which would have the labels' names.
+            # Without a worker there are no samples from which to read the labels.
             labels = tuple(family._labelnames)  # type: ignore[attr-defined]  # noqa: SLF001
             rows += [(_name(family.name, family.type), family.type, labels, family.documentation)]
     return sorted(rows)

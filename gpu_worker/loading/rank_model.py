@@ -33,6 +33,7 @@ from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend
 from gpu_worker.step.executor import Executor
+from gpu_worker.step.warm_up import warm_up
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization
 from model_files.locate import find_model
@@ -63,7 +64,7 @@ class RankModel:
     max_num_blocks: int | None
     """Most blocks that the pool can be resized to; None: its size is fixed."""
     rates: Rates
-    """Of all ranks together."""
+    """The rates of all ranks together."""
     load_adapter: Callable[[str, Path], Adapter]
     """Loads an adapter from its name and directory; raises ModelError."""
 
@@ -173,6 +174,9 @@ def _load_rank_model(
     )
     if _has_graphs(settings, device):
         _capture_graphs(executor, CudaGraphs(device), report)
+    if device.type == "cuda":
+        report("compiling kernels", None)
+        warm_up(executor, limits, has_structured_output=structured is not None)
     measured = Rates()
     if num_host_blocks:
         report("measuring", None)
@@ -244,7 +248,7 @@ def _capture_graphs(
     start_s = time.monotonic()
     try:
         executor.capture_graphs(backend, lambda done: report("capturing CUDA graphs", done))
-    except Exception as error:  # noqa: BLE001 - a model may be anybody's; without, it is as right
+    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
         report("going on without CUDA graphs", None)  # raises if reporting has failed
         _log.warning("decode steps run without CUDA graphs", exc_info=error)
     else:

@@ -16,7 +16,9 @@ from kernels.checks import check_tensor
 _COLUMNS: Final = 4096  # elements of one program
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["source_ids", "target_ids"],
+)
 def _copy_blocks_kernel(
     source,  # [B, K, E], or [N, K, E] without ids
     source_ids,  # int64[N], or None: 0 to N - 1

@@ -38,7 +38,10 @@ def _splits_of(
     return begin, size, tl.cdiv(seq_len - begin, size)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "N"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "N", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+)
 def _attend_splits_kernel(
     query,  # [S, H, D]
     key_cache,  # [B, P, HKV, D]
@@ -174,7 +177,10 @@ def _attend_splits_kernel(
             tl.store(partial_lse + partial, row_max + tl.log2(row_sum), mask=row < G)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(
+    do_not_specialize=["N"],
+    do_not_specialize_on_alignment=["seq_lens"],
+)
 def _reduce_splits_kernel(
     partial_out,  # fp32 [S, N, H, D], contiguous
     partial_lse,  # fp32 [S, N, H], contiguous, base 2

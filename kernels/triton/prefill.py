@@ -34,7 +34,10 @@ def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "query_start_loc"],
+)
 def _attend_chunks_kernel(
     query,  # [T, H, D]
     key_cache,  # [B, P, HKV, D]

@@ -44,7 +44,9 @@ def _store_halves(
         tl.store(pointer + HALF, quantize(x2, scale[:, None], IS_FP8), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["positions", "slot_mapping"],
+)
 def _rotary_store_kernel(
     query,  # [T, H, D]
     key,  # [T, HKV, D]

@@ -18,7 +18,9 @@ _TOKENS: Final = 4096  # of a tile
 _NUM_WARPS: Final = 16  # one program reads a whole row, many times
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["maxima", "temperature"],
+)
 def _scale_kernel(
     logits,  # fp32 [S, V]
     maxima,  # fp32 [S]
@@ -129,7 +131,10 @@ def _uniform(seed, position):
     return ((x ^ (x >> 31)) >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit(
+    do_not_specialize=["V"],
+    do_not_specialize_on_alignment=["top_k", "top_p", "min_p", "seeds", "positions", "out"],
+)
 def _sample_kernel(
     keys,  # int32 [S, V], contiguous, by `_scale_kernel`
     top_k,  # int64[S]

@@ -15,7 +15,9 @@ from kernels.triton.quantized import as_bits, largest_of, quantize, scale_of
 from kernels.triton.tile import scale_strides
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["slot_mapping"],
+)
 def _store_kv_kernel(
     key,  # [T, HKV, D]
     value,  # [T, HKV, D]
@@ -61,7 +63,9 @@ def _store_kv_kernel(
     tl.store(value_row + head * value_cache_stride_h + dim, new_value, mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["slot_mapping"],
+)
 def _store_quantized_kernel(
     new,  # [T, HKV, D]
     cache,  # [B, P, HKV, D], int8 or the bits of e4m3

@@ -16,7 +16,9 @@ from kernels.checks import check_suppression
 _TOKENS: Final = 1024  # of one program
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["places", "admitted"],
+)
 def _suppress_kernel(
     logits,  # fp32 [S, V]
     places,  # int64[G]

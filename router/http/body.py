@@ -1,7 +1,7 @@
-"""Reads the body of a call: what it may be, how large, and parsed where nobody waits for it.
+"""Reads and parses the body of a call, large bodies in a thread so that other calls do not wait.
 
-Everything is bounded before it is done: bytes on the wire, bytes after decompression, the tenant's
-quota, and then the number of parts (`strict_json`).
+Each limit is checked before the work that it limits: bytes received, bytes after decompression, the
+tenant's quota, and then the number of JSON values (`strict_json`).
 """
 
 import zlib
@@ -25,9 +25,9 @@ from rpc.http_server import MALFORMED
 S = TypeVar("S", bound=Schema)
 
 MAX_PARSED_AT_ONCE_BYTES: Final = 16 * 1024
-"""Larger bodies, which may take longer than a millisecond, are parsed in a thread."""
+"""Larger bodies are parsed in a thread, since they may take longer than a millisecond."""
 MAX_PENDING: Final = 64
-"""Most bodies that are being parsed in the thread, or wait for it."""
+"""Most bodies that may be in the thread or wait for it."""
 
 _JSON: Final = "application/json"
 _CODING_TO_WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -43,9 +43,9 @@ class BodyReader:
 
     inference: Inference
     max_bytes: int
-    """Of a body, also after decompression: `--max-body-mb`."""
+    """Largest body (`--max-body-mb`), before and after decompression."""
     may_be_compressed: bool = False
-    """`--accept-compressed`."""
+    """Whether compressed bodies are accepted (`--accept-compressed`)."""
     _threads: TextThreads = field(default_factory=_thread)
 
     async def read(self, request: web.Request, schema: type[S], *, generates: bool = False) -> S:

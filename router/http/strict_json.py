@@ -20,6 +20,10 @@ MAX_STRINGS = 32_768
 MAX_CONTAINERS = 16_384
 """Most objects and lists of one JSON text. Their size in bytes bounds what else it holds: numbers
 are cheap, and a text of 1 MiB is parsed in at most 13 ms."""
+MAX_DIGITS = 400
+"""Most digits of a number in a row: to write a MiB of numbers of 4,000 digits takes 116 ms, of 400
+digits 9 ms."""
+_DIGITS_TO_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 
 
 def parse_json(body: bytes) -> object:
@@ -37,9 +41,9 @@ def parse_json(body: bytes) -> object:
 
 
 def check_num_parts(body: bytes) -> None:
-    """Count a JSON text's strings, objects and lists, in a few milliseconds for each MiB.
+    """Count a JSON text's strings, objects, lists and digits, in about 3 ms for each MiB.
 
-    Raises InvalidArgumentError beyond `MAX_STRINGS` and `MAX_CONTAINERS`.
+    Raises InvalidArgumentError beyond `MAX_STRINGS`, `MAX_CONTAINERS` and `MAX_DIGITS`.
     """
     if len(body) <= MAX_CONTAINERS:
         return
@@ -48,6 +52,10 @@ def check_num_parts(body: bytes) -> None:
     _check_num("strings", body.count(b'"') // 2, MAX_STRINGS)
     outside = b"".join(body.split(b'"')[::2])
     _check_num("objects and lists", outside.count(b"{") + outside.count(b"["), MAX_CONTAINERS)
+    if b"0" * (MAX_DIGITS + 1) in outside.translate(_DIGITS_TO_ZEROS):
+        raise InvalidArgumentError(
+            "body", f"has a number of more than {MAX_DIGITS} digits, which is the most"
+        )
 
 
 def _check_num(what: str, num: int, most: int) -> None:

@@ -1,8 +1,8 @@
-"""Keeps web pages from using a service that trusts calls from its own machine.
+"""Prevents web pages from using a service that trusts calls from its own machine.
 
-A browser there makes any call that a page asks for. It sends the page's `Origin`; if the page's own
-name resolves to this machine, that name is in `Host`. Before it sends a JSON body to another
-origin, it asks for permission, which no route gives.
+A browser on that machine makes any call that a page requests. It sends the page's `Origin`. If the
+page's host name resolves to this machine, the name is in `Host`. Before the browser sends a JSON
+body to another origin, it asks for permission, which no route gives.
 """
 
 import ipaddress
@@ -20,34 +20,34 @@ from router.http.strict_json import excerpt
 
 @dataclass(frozen=True, slots=True)
 class PageGuard:
-    """Refuses calls of web pages, except the service's own; for a router without API keys."""
+    """Refuses calls of web pages other than the service's own, for routers without API keys."""
 
     hosts: frozenset[str] | None
-    """Names allowed in `Host` besides loopback's; None: any, because TLS proves it."""
+    """Names that `Host` may have besides loopback names; None: any, because TLS proves it."""
     origins: frozenset[str] = frozenset()
-    """Other pages that may call, such as "https://example.com"."""
+    """Origins of other pages that may call, such as "https://example.com"."""
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Check a call's headers, `Host` and `Origin`.
+        """Check the headers `Host` and `Origin` of a call.
 
         Raises:
-            PermissionDeniedError: Another page may have made it.
+            PermissionDeniedError: Another web page may have made the call.
         """
         host, origin = headers.get("Host", ""), headers.get("Origin")
         if self.hosts is not None and not _is_own(host, self.hosts):
             raise PermissionDeniedError(
-                f"Host is {excerpt(host)}; a router without API keys takes this call only for"
+                f"Host is {excerpt(host)}; a router without API keys accepts this call only for"
                 f" localhost, a loopback address or {', '.join(sorted(self.hosts))}"
                 " (--allowed-hosts)"
             )
         if origin is not None and origin not in self.origins and _authority(origin) != host.lower():
             raise PermissionDeniedError(
-                f"Origin is {excerpt(origin)}; a router without API keys takes it only from its"
-                f" own, of {excerpt(host)} (--allowed-origins)"
+                f"Origin is {excerpt(origin)}; a router without API keys accepts this call only"
+                f" from its own pages, at {excerpt(host)} (--allowed-origins)"
             )
 
     def middleware(self, paths: Collection[str] | None) -> Middleware:
-        """Make the middleware that answers 403 to other pages; `paths` None: for all paths."""
+        """Return middleware that answers other pages with 403; None: on all paths."""
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""The fields of a request besides its prompt: parameters, JSON, or tensors."""
+"""Reads the fields of a request besides its prompt, from parameters, JSON or tensors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -18,9 +18,10 @@ _LISTS: Final = frozenset({"stop", "stop_token_ids", "guided_choice"})
 
 
 class Fields(Body):
-    """All fields of a request: those of `/v1/completions`, and Triton's own.
+    """All fields of a request: those of `/v1/completions`, and those of Triton.
 
-    Types are not strict: tensors and parameters have few, and clients send numbers as text.
+    Types are not strict, because tensors and parameters have few types, and clients send numbers as
+    text.
     """
 
     model_config = ConfigDict(strict=False)
@@ -48,9 +49,9 @@ class Fields(Body):
 def fields_from_proto(
     request: open_inference_pb2.ModelInferRequest, inputs: Mapping[str, Sequence[Element]]
 ) -> Fields:
-    """Read the parameters, the JSON of `sampling_parameters` and all other `inputs`.
+    """Read the parameters, the JSON in `sampling_parameters`, and all other `inputs`.
 
-    Raises InvalidArgumentError naming the field, also if it is given twice with different values.
+    Raises InvalidArgumentError, which names the field, also if the field has two different values.
     """
     given: dict[str, object] = {}
     for name, value in (
@@ -70,7 +71,7 @@ def fields_from_proto(
 
 
 def text_of(name: str, elements: Sequence[Element]) -> str:
-    """Read a tensor of one text; raise InvalidArgumentError if it is not that."""
+    """Read a tensor with one text; raises InvalidArgumentError for any other tensor."""
     element = _single(name, elements)
     if not isinstance(element, bytes):
         raise InvalidArgumentError(name, "must have the datatype BYTES")
@@ -109,7 +110,7 @@ def _tensors(inputs: Mapping[str, Sequence[Element]]) -> Iterable[tuple[str, obj
 
 
 def _equal(value: object, other: object) -> bool:
-    if isinstance(value, list | dict) or isinstance(other, list | dict):  # perhaps many values
+    if isinstance(value, list | dict) or isinstance(other, list | dict):
         return value == other
     return str(value) == str(other)
 

@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol to lists of Python values and back."""
+"""Converts tensors of the Open Inference Protocol to Python values and back."""
 
 import math
 import struct
@@ -27,14 +27,14 @@ _DATATYPE_TO_FORM: Final[dict[str, tuple[str, str | None]]] = {
     "FP64": ("d", "fp64_contents"),
     "BYTES": ("", "bytes_contents"),
 }
-"""The `struct` code of an element, and the field of typed elements, if there is one."""
+"""The `struct` code of an element, and the field for typed contents, if there is one."""
 
 MAX_ELEMENTS: Final = 1024
 """Most elements of an input; the longest is a list of choices."""
 MAX_DIMENSIONS: Final = 8
 
 _LENGTH: Final = struct.Struct("<I")
-"""Before each element of BYTES in raw contents."""
+"""The length that precedes each element of BYTES in raw contents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class OutputTensor:
 def inputs_from_proto(
     request: open_inference_pb2.ModelInferRequest,
 ) -> dict[str, tuple[Element, ...]]:
-    """Read each input's elements, by its name; raise InvalidArgumentError naming the input."""
+    """Return each input's elements by its name; InvalidArgumentError names a wrong input."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise InvalidArgumentError(
@@ -64,7 +64,7 @@ def inputs_from_proto(
         if tensor.parameters:
             raise InvalidArgumentError(
                 f"{tensor.name}.parameters",
-                f"has {min(tensor.parameters)[:64]!r}; a tensor's parameters have no meaning here",
+                f"has {min(tensor.parameters)[:64]!r}; parameters of tensors are not supported",
             )
         if raw and tensor.HasField("contents"):
             raise InvalidArgumentError(
@@ -84,7 +84,7 @@ def inputs_from_proto(
 def outputs_to_proto(
     tensors: Sequence[OutputTensor], response: open_inference_pb2.ModelInferResponse, *, raw: bool
 ) -> None:
-    """Add tensors to a response, their contents raw or typed."""
+    """Add tensors to a response, with raw or typed contents."""
     for tensor in tensors:
         output = response.outputs.add(
             name=tensor.name, datatype=tensor.datatype, shape=[len(tensor.elements)]

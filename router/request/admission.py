@@ -1,4 +1,9 @@
-"""Which requests the router admits: each id once, up to a limit, none while it drains."""
+"""Decides which requests the router admits: each id once, up to a limit, none while it drains.
+
+Three places refuse requests under overload. This module limits the live requests of this router, to
+bound its memory. `router/schedulers/pool.py` refuses early when all schedulers have reported full
+queues. The scheduler decides with exact numbers (`scheduler_svc/core/limits.py`).
+"""
 
 import asyncio
 
@@ -11,17 +16,17 @@ from router.request.live import LiveRequest
 from rpc.observe import telemetry
 
 _LAST_BYTES_S = 0.2
-"""Time for clients to read the last bytes: closing a socket may discard them."""
+"""Time for clients to read the last bytes, which closing a socket may discard."""
 
 
 class Admission:
-    """The live requests by tenant and id, from admission until they are read to the end or left."""
+    """The live requests by tenant and id, from admission until the reader has finished or left."""
 
     def __init__(self, max_live_requests: int) -> None:
         self._max_live_requests = max_live_requests
         self._spans: dict[tuple[str, str], Span] = {}
         self._lives: dict[tuple[str, str], LiveRequest] = {}
-        """The submitted ones."""
+        """The submitted requests."""
         self._is_draining = False
         self._drained = asyncio.Event()
 
@@ -41,7 +46,7 @@ class Admission:
         return self._lives.get((tenant, request_id))
 
     def check_capacity(self, num_requests: int) -> None:
-        """Raise `InvalidArgumentError` if so many requests could never be live at once."""
+        """Raise `InvalidArgumentError` if `num_requests` exceeds the limit on live requests."""
         if num_requests > self._max_live_requests:
             raise InvalidArgumentError(
                 "prompt",

@@ -10,7 +10,7 @@ class QueueFullError(RequestRefusedError):
 
 
 class TooManySequencesError(RequestRefusedError):
-    """A request has more sequences than the queue ever takes."""
+    """A request has more sequences than may ever wait in the queue."""
 
 
 class RequestTooLongError(RequestRefusedError):

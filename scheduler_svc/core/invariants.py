@@ -159,7 +159,7 @@ def _check_pins(core: Scheduler) -> None:
 
 def _check_host(core: Scheduler, live: list[Sequence]) -> None:
     tier, books = core.tier, core.tier.books
-    moves = [*books.waiting.items(), *books.sent]
+    moves = [*books.unsent.items(), *books.sent]
     holders: Counter[HostBlockId] = Counter(source for _, source in moves)
     holders.update(list(tier.disk.books.loads))
     for seq in live:
@@ -170,7 +170,7 @@ def _check_host(core: Scheduler, live: list[Sequence]) -> None:
     hashes = core.pool.books.hashes
     for source, target in books.targets.items():
         _expect((target, source) in moves, f"no swap-in of host block {source} to {target}")
-    for target in books.waiting:
+    for target in books.unsent:
         _expect(hashes[target] is None, f"block {target} can be found before it is swapped in")
         _expect(
             any(target in seq.loading_block_ids for seq in live),

@@ -56,7 +56,7 @@ class LiveSequences:
             return seqs
         leader, *siblings = seqs
         for sibling in siblings:
-            sibling.move(SeqStatus.SIBLING)
+            sibling.set_status(SeqStatus.SIBLING)
         leader.siblings = siblings
         self.num_siblings += len(siblings)
         return [leader]
@@ -103,7 +103,7 @@ class LiveSequences:
             )
             leader.siblings.remove(seq)
             self.num_siblings -= 1
-        seq.move(SeqStatus.FINISHED)
+        seq.set_status(SeqStatus.FINISHED)
         by_key = self._by_source[seq.request.source]
         del by_key[seq.seq_key]
         if not by_key:
@@ -113,7 +113,7 @@ class LiveSequences:
         first, *first.siblings = seq.siblings
         seq.siblings = []
         self.num_siblings -= 1
-        first.move(SeqStatus.WAITING)
+        first.set_status(SeqStatus.WAITING)
         return first
 
     def requests(self, known_tokens: Callable[[Sequence], Int32Array]) -> tuple[Request, ...]:
@@ -137,7 +137,7 @@ class LiveSequences:
             seq.group = group
             seq.max_total_tokens = len(bare.prompt_token_ids) + 1
         for seq in seqs[1:]:
-            seq.move(SeqStatus.SPARE)
+            seq.set_status(SeqStatus.SPARE)
             seq.num_charged_tokens = len(bare.prompt_token_ids)  # the leader is charged for it
         by_key = self._by_source.setdefault(request.source, {})
         by_key.update((seq.seq_key, seq) for seq in group.outputs)

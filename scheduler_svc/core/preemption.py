@@ -144,5 +144,5 @@ class Preemption:
             num_swapped_out = len(blocks)
         self._running.trace_preempted(seq, num_computed, num_swapped_out)
         seq.num_computed_tokens = num_computed
-        seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
+        seq.set_status(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
         self._queue.push(seq)

@@ -114,7 +114,7 @@ class RunningSet:
             num_new_blocks: Number of blocks to allocate for it; the first ones are for
                 `found.sources`. That many must be available besides the shared ones.
         """
-        seq.move(SeqStatus.PREFILL)
+        seq.set_status(SeqStatus.PREFILL)
         shared = found.ready + found.loading
         self._pool.share(shared)
         # Hold the host blocks first, because the allocation may evict host blocks, too.
@@ -160,7 +160,7 @@ class RunningSet:
             token_ids: Its tokens and one more. If that needs another block, one must be available.
         """
         assert beam.row is not None
-        beam.move(SeqStatus.PREFILL)
+        beam.set_status(SeqStatus.PREFILL)
         beam.token_ids, beam.max_total_tokens = token_ids, len(token_ids) + 1
         beam.num_computed_tokens = len(token_ids) - 1
         if beam.num_computed_tokens == len(beam.block_ids) * self._config.block_size:
@@ -172,7 +172,7 @@ class RunningSet:
 
     def is_loaded(self, seq: Sequence) -> bool:
         """Whether a sequence may compute in the step being planned: its swap-ins were sent."""
-        return not any(map(self._tier.is_waiting, seq.loading_block_ids))
+        return not any(map(self._tier.is_unsent, seq.loading_block_ids))
 
     def compute_chunk(self, seq: Sequence, builder: PlanBuilder) -> bool:
         """Compute as many known tokens as the budget grants; charge the account for them.
@@ -203,7 +203,7 @@ class RunningSet:
         if seq.num_tokens_left:
             return False
         self._prefilling.remove(seq)
-        seq.move(SeqStatus.DECODE)
+        seq.set_status(SeqStatus.DECODE)
         self._decodes.start(seq, builder.step_id)
         return True
 

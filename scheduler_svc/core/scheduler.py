@@ -534,7 +534,7 @@ class Scheduler:
                 self.running.fork(leader, seq)
                 self.live.record_admitted(seq, 0, now)
             else:
-                seq.move(SeqStatus.WAITING)
+                seq.set_status(SeqStatus.WAITING)
                 self.queue.push(seq)
 
     def _end_moves(self, result: Result) -> None:

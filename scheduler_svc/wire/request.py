@@ -26,7 +26,7 @@ _MAX_SEQ_KEY = 2**64 - 1
 _MAX_TENANT_BYTES = 128
 _MAX_TRACEPARENT_CHARS = 128
 _MAX_MODEL_LEN = 2**31 - 1
-"""Of any model: tokens are counted in int32."""
+"""Limit for all models, because token counts are int32."""
 
 
 def request_from_proto(
@@ -94,7 +94,7 @@ def _prefix_salt(message: scheduler_pb2.Submit, model: ModelInfo) -> str:
 
 
 def check_keys(first_seq_key: int, n: int) -> None:
-    """Check that `n` keys from `first_seq_key` on exist; raises InvalidArgumentError."""
+    """Check that `n` keys from `first_seq_key` on fit 64 bits; raises InvalidArgumentError."""
     if first_seq_key + n - 1 > _MAX_SEQ_KEY:
         raise InvalidArgumentError(
             "first_seq_key",
@@ -103,9 +103,9 @@ def check_keys(first_seq_key: int, n: int) -> None:
 
 
 def _check_sampling(message: common_pb2.SamplingParams, model: ModelInfo) -> None:
-    """Check all that a worker does: what it refused would end its stream, and all its requests.
+    """Check everything that a worker checks, because a worker's refusal would end all its requests.
 
-    The core checks lengths, against the blocks that it has by then.
+    The core checks lengths later, against its number of blocks.
     """
     if not message.HasField("seed"):
         raise InvalidArgumentError("sampling.seed", "is not set; the router must choose one")

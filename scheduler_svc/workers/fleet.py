@@ -72,7 +72,7 @@ class Fleet:
         )
         """The LoRA adapters that the workers hold."""
         self.superseded_epochs: set[int] = set()
-        """Those from which this scheduler has taken workers, and perhaps its own."""
+        """Epochs of the schedulers whose workers this one has taken over, perhaps its own too."""
         self._served = ServedModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
@@ -85,7 +85,7 @@ class Fleet:
     # --- requests -------------------------------------------------------------------------------
 
     async def model(self) -> ModelInfo:
-        """Wait until a worker is attached; return the model, with the least of their lengths.
+        """Wait until a worker is attached; return the model, with the smallest length limit.
 
         Raises:
             UnavailableError: The scheduler ends first.
@@ -250,8 +250,8 @@ class Fleet:
         them, the workers and the next scheduler would wait for the longest one.
         """
         self._is_draining = True
-        self._attached.set()  # calls that wait for a worker wait in vain
-        sessions = [] if self._has_failed else self._sessions()  # a failed one answers no step
+        self._attached.set()  # end the calls that wait for a worker
+        sessions = [] if self._has_failed else self._sessions()  # a failed one handles no results
         try:
             async with asyncio.timeout(_HAND_OVER_S):
                 await asyncio.gather(*(session.hand_over() for session in sessions))
@@ -335,7 +335,7 @@ class Fleet:
             self._unplaced.add(command)
             return
         num_held_tokens = [session.num_held_tokens(command.request) for session in sessions]
-        if most := max(num_held_tokens):  # after a move, several workers may hold tokens
+        if most := max(num_held_tokens):  # several workers may hold tokens of a moved request
             sessions[num_held_tokens.index(most)].post(command)
             return
         if self._awaited and command.request.outputs:

@@ -1,7 +1,7 @@
-"""Standing by: watches the workers until none has a scheduler that is alive.
+"""Watches the workers for a standby, until none of them has a live scheduler.
 
-Workers obey only the newest epoch. So if a standby takes over too early, nothing is written twice:
-the scheduler that it replaces finds itself fenced and ends.
+Workers obey only the newest epoch. So a standby that takes over too early does no harm: the workers
+refuse the plans of the former scheduler, which then ends.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from rpc.peers.channel import open_channel
 from rpc.peers.discovery import Discovery, keep_members
 from rpc.security.tls import ClientTls
 
-_LOOK_INTERVAL_S: Final = 0.1
-_LOOK_TIMEOUT_S: Final = 0.5
-_FIRST_S: Final = 2.0
-"""How long a worker that has just started waits for the scheduler that serves, which tries twice a
-second to attach it."""
+_POLL_INTERVAL_S: Final = 0.1
+_POLL_TIMEOUT_S: Final = 0.5
+_NEW_WORKER_S: Final = 2.0
+"""How long to leave a new worker to the serving scheduler, which tries twice a second to attach it.
+"""
 
 log = structlog.get_logger()
 
@@ -28,15 +28,15 @@ log = structlog.get_logger()
 async def wait_for_vacancy(
     workers: Discovery, absence_s: float, silence_s: float, tls: ClientTls | None = None
 ) -> int:
-    """Wait until workers can be reached, and none has a scheduler that is alive.
+    """Wait until some workers answer, and none of them has a live scheduler.
 
-    Several standbys may return at once: the workers obey the newest epoch, and the other standbys
-    then find theirs stale.
+    This may return in several standbys at once. Then the workers obey the standby with the newest
+    epoch and refuse the others.
 
     Args:
         workers: Finds the workers.
-        absence_s: For how long a worker must have had no scheduler's stream.
-        silence_s: For how long the scheduler must have been silent that has a stream.
+        absence_s: How long a worker must have had no stream to a scheduler.
+        silence_s: How long a scheduler with a stream to a worker must have been silent.
         tls: For calls to workers; None: plaintext.
 
     Returns:
@@ -50,7 +50,7 @@ async def wait_for_vacancy(
         if any(watch.is_reached is None for watch in watches):
             return
         reached = [watch for watch in watches if watch.is_reached]
-        # One that has just started says nothing about a scheduler that others have.
+        # A new worker has had no scheduler yet, so only the others count.
         judged = [watch for watch in reached if watch.epoch] or reached
         if judged and all(watch.is_vacant for watch in judged):
             vacant.set()
@@ -72,18 +72,18 @@ async def wait_for_vacancy(
             task.cancel()
         await asyncio.gather(members, waiting, return_exceptions=True)
     log.warning(
-        "no worker has a scheduler that is alive: taking over",
+        "taking over, because no worker has a live scheduler",
         quiet_s={watch.target: round(watch.quiet_s, 1) for watch in watches if watch.is_reached},
     )
     return max(watch.epoch for watch in watches)
 
 
 class _Watch:
-    """Looks at one worker again and again, and counts how long its scheduler has been away.
+    """Polls one worker, and measures how long its scheduler has been silent.
 
-    Time is counted in looks, not by the clock: a standby that was itself stopped or starved has not
-    looked. And it is counted by what the worker answers: one that is too busy to answer has not
-    heard its scheduler either.
+    The measure is the number of polls with an answer, not the clock. So the time in which the
+    standby itself was stopped, or the worker was too busy to answer, does not count as silence of
+    the scheduler.
     """
 
     def __init__(
@@ -92,59 +92,60 @@ class _Watch:
         absence_s: float,
         silence_s: float,
         tls: ClientTls | None,
-        on_look: Callable[[], None],
+        on_poll: Callable[[], None],
     ) -> None:
         self.target = target
         self.epoch = 0
-        """The newest that the worker has seen."""
+        """The newest epoch that the worker has seen."""
         self.is_reached: bool | None = None
-        """Whether it has answered recently; None: it may still answer for the first time."""
+        """Whether the worker has answered recently; None: not yet known."""
         self.quiet_s = 0.0
-        """For how long it has had no sign of life of a scheduler."""
+        """How long the worker has had no message from a scheduler."""
         self.is_vacant = False
         self._absence_s = absence_s
         self._silence_s = silence_s
         self._tls = tls
-        self._on_look = on_look
+        self._on_poll = on_poll
         self._beats: tuple[int, int] | None = None
-        """Epoch and number of beats, when it last answered."""
+        """Epoch and number of heartbeats in the last answer."""
         self._unanswered_s = 0.0
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Poll until cancelled."""
         async with open_channel(self.target, tls=self._tls) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
             while True:
-                await self._look(stub)
-                self._on_look()
-                await asyncio.sleep(_LOOK_INTERVAL_S)
+                await self._poll(stub)
+                self._on_poll()
+                await asyncio.sleep(_POLL_INTERVAL_S)
 
-    async def _look(self, stub: worker_pb2_grpc.WorkerServiceStub) -> None:
+    async def _poll(self, stub: worker_pb2_grpc.WorkerServiceStub) -> None:
         try:
-            found = await stub.DescribeDevice(
-                worker_pb2.DescribeDeviceRequest(), timeout=_LOOK_TIMEOUT_S
+            answer = await stub.DescribeDevice(
+                worker_pb2.DescribeDeviceRequest(), timeout=_POLL_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
             is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            self._unanswered_s += _LOOK_TIMEOUT_S if is_silent else _LOOK_INTERVAL_S
+            self._unanswered_s += _POLL_TIMEOUT_S if is_silent else _POLL_INTERVAL_S
             if self._unanswered_s >= self._silence_s:
                 self.is_reached, self._beats = False, None
         else:
-            self._take(found)
+            self._on_answer(answer)
 
-    def _take(self, found: worker_pb2.DescribeDeviceResponse) -> None:
-        beats = (found.epoch, found.num_beats)
+    def _on_answer(self, answer: worker_pb2.DescribeDeviceResponse) -> None:
+        beats = (answer.epoch, answer.num_beats)
         if self._beats is None:
             self.quiet_s = 0.0
-        has_beaten = beats != self._beats or not found.num_beats  # an older worker does not count
-        if found.has_scheduler:
+        # Older workers do not count heartbeats.
+        has_beaten = beats != self._beats or not answer.num_beats
+        if answer.has_scheduler:
             limit_s = self._silence_s
         else:
-            limit_s = self._absence_s if found.epoch else max(self._absence_s, _FIRST_S)
-        if found.has_scheduler and has_beaten:
+            limit_s = self._absence_s if answer.epoch else max(self._absence_s, _NEW_WORKER_S)
+        if answer.has_scheduler and has_beaten:
             self.quiet_s = 0.0
         else:
-            self.quiet_s += _LOOK_INTERVAL_S
+            self.quiet_s += _POLL_INTERVAL_S
         self.is_vacant = self.quiet_s >= limit_s
-        self.epoch, self.is_reached = found.epoch, True
+        self.epoch, self.is_reached = answer.epoch, True
         self._beats, self._unanswered_s = beats, 0.0

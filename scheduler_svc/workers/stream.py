@@ -40,7 +40,7 @@ class WorkerClientConfig:
     max_message_mb: int
     tls: ClientTls | None = None
     lost_after_s: float | None = None
-    """How long the worker may be silent before it counts as lost; None: as long as any peer."""
+    """How long the worker may be silent before it counts as lost; None: the default for peers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +84,7 @@ class WorkerLink:
         self.holdings = holdings
         """What the worker held when it was attached."""
         self.former_epoch = former_epoch
-        """The epoch that had the worker before, which may be ours; 0: none."""
+        """Epoch of the worker's former scheduler, perhaps of this one; 0: none."""
         self.lost: UnavailableError | None = None
         """Why the worker is lost; None: it is not."""
         self.heartbeat = Heartbeat(config.lost_after_s)

@@ -1,4 +1,4 @@
-"""What every worker does that speaks worker.proto, the real one and the simulated one alike."""
+"""The behaviour of every worker by worker.proto, tested with the real and the simulated one."""
 
 import grpc
 import grpc.aio
@@ -25,7 +25,7 @@ from tests.served_worker import failure
 
 
 async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
-    """The KV stays in its blocks, under their labels; the tokens come out as they would have."""
+    """The KV stays in its labelled blocks, and the tokens are the same as without a change."""
     expected = await run_alone(worker, 1, num_steps=6)
     await attach(worker, 2)
     call = worker.Execute()
@@ -61,7 +61,7 @@ async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
     assert sampled(result) == {0: expected[3]}
 
 
-async def test_attach_tells_the_worker(worker):
+async def test_attach_returns_the_worker(worker):
     info = (await attach(worker)).worker
     assert (info.worker_id, info.model.id, info.model.vocab_size) == ("w0", "fake", VOCAB_SIZE)
     assert (info.num_blocks, info.block_size, info.max_num_seqs) == (12, 4, 4)
@@ -77,14 +77,14 @@ async def test_an_epoch_after_which_none_may_come_may_not_attach(worker, epoch):
     await attach(worker, epoch_after(0))
 
 
-async def test_whatever_epoch_has_attached_there_is_a_newer_one(worker):
+async def test_there_is_always_a_newer_epoch(worker):
     ahead = clock_epoch() + MAX_LEAD_MS
     await attach(worker, ahead)
     state = await worker.DescribeDevice(worker_pb2.DescribeDeviceRequest())
     assert (await attach(worker, epoch_after(state.epoch))).former_epoch == ahead
 
 
-async def test_a_worker_tells_whether_it_has_a_scheduler_and_hears_it(worker):
+async def test_a_worker_reports_whether_it_has_a_live_scheduler(worker):
     async def state(epoch=0):
         return await worker.DescribeDevice(worker_pb2.DescribeDeviceRequest(epoch=epoch))
 
@@ -150,7 +150,7 @@ async def test_a_wrong_number_of_decodes_ends_the_stream_as_internal(worker):
     code, message = await failure(call)
     assert code is grpc.StatusCode.INTERNAL
     assert "num_decodes is 2, but 1 rows decode in step 2" in message
-    # It goes on for a scheduler that starts over.
+    # It works for a scheduler that attaches again.
     await attach(worker)
     assert (await ask(worker.Execute(), first_batch())).step_id == 1
 
@@ -210,7 +210,7 @@ async def test_a_table_that_is_too_short_ends_the_stream(worker):
     await attach(worker)
     call = worker.Execute()
     await ask(call, first_batch())
-    await ask(call, batch(2, 1))  # the last slot of its block
+    await ask(call, batch(2, 1))  # computes the last slot of its block
     await call.write(batch(3, 1))
     code, details = await failure(call)
     assert code is grpc.StatusCode.INVALID_ARGUMENT

@@ -1,4 +1,4 @@
-"""Bad input gets the right status and a message naming field, value and limit; then all goes on."""
+"""Bad input gets the right status and a message with field, value and limit; nothing else fails."""
 
 import contextlib
 import http.client
@@ -29,7 +29,7 @@ INVALID = StatusCode.INVALID_ARGUMENT
 
 @dataclass(frozen=True)
 class Expected:
-    """What a service answers: a status, the field to blame, and words of the message."""
+    """An expected error: its status, its field, and words of its message."""
 
     code: StatusCode
     http_status: int
@@ -177,7 +177,7 @@ def test_grpc_bytes_that_are_no_message(service: Service, method: str, payload: 
         payload = b"\x0a" + bytes([len(payload)]) + payload
     if method == "Tokenize":  # its text is field 2
         payload = payload.replace(b"\x1a", b"\x12")
-    # To a client a stream of one response is no different from the response.
+    # For a client a stream of one response equals a single response.
     stream = service.channel.unary_stream(f"/quire.v1.InferenceService/{method}")(payload)
     with pytest.raises(grpc.RpcError) as caught:
         next(stream)
@@ -350,7 +350,7 @@ def _post(
 
 
 def test_prompt_that_can_never_fit_the_pool(model_dirs: ModelDirs, run_dir: Callable[[], Path]):
-    """The pool, not the model, is the limit that requests are told."""
+    """The error names the pool's limit, not the model's."""
     with Service(run_dir(), model_dirs.get("llama"), worker=["--num-blocks=8"]) as service:
         good = _generate_well(service)
         error = _refusal(service, generate_request([7] * 200))
@@ -360,7 +360,7 @@ def test_prompt_that_can_never_fit_the_pool(model_dirs: ModelDirs, run_dir: Call
         body = {"prompt": [7] * 200}
         status, answer = _post(service, json.dumps(body).encode())
         assert (status, answer["error"]["param"]) == (400, "prompt")
-        # What just fits, runs.
+        # A request that just fits, runs.
         result = read(service.stub.Generate(generate_request([7] * 100, max_tokens=28), timeout=30))
         assert len(result.outputs[0]) == 28
         assert _generate_well(service) == good

@@ -1,4 +1,4 @@
-"""What a client can ask a running service, over gRPC and with OpenAI's client."""
+"""The calls of clients to a running service, over gRPC and with OpenAI's client."""
 
 import json
 import urllib.request

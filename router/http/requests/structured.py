@@ -112,5 +112,5 @@ class StructuredFields(Schema):
 
 
 def _json_schema(schema: JsonSchema | str) -> StructuredOutput:
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    return StructuredOutput(json_schema=text)
+    # An object becomes text in the thread that makes a grammar of it.
+    return StructuredOutput(json_schema=json.dumps(schema) if isinstance(schema, bool) else schema)

@@ -1,6 +1,5 @@
 """A chat's fields for functions: which it offers, and which the model must call."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -201,4 +200,4 @@ def _forced(shown: list[dict[str, Any]], functions: list[Function]) -> ToolUse:
 
 
 def _json_schema(schema: Mapping[str, Any]) -> StructuredOutput:
-    return StructuredOutput(json_schema=json.dumps(schema))
+    return StructuredOutput(json_schema=schema)

@@ -94,7 +94,7 @@ class BeamGroups:
         self._rows.num_reserved -= len(group.spares)
         for seq in group.places:
             self._running.stop(seq)
-            seq.move(SeqStatus.SPARE)
+            seq.set_status(SeqStatus.SPARE)
         group.places, group.parents, group.reports = [], None, {}
 
     def preempt(self, group: BeamGroup) -> Sequence:
@@ -102,7 +102,7 @@ class BeamGroups:
         leader = group.leader
         has_begun = group.places != [leader]
         self.stop(group)
-        leader.move(SeqStatus.WAITING)
+        leader.set_status(SeqStatus.WAITING)
         group.queue_leader()
         num_computed = len(leader.token_ids) - 1
         leader.num_computed_tokens = (
@@ -151,7 +151,7 @@ class BeamGroups:
         childless = set(range(len(places))).difference(parents)
         for index in childless:
             self._running.stop(places[index], is_idle=True)
-            places[index].move(SeqStatus.SPARE)
+            places[index].set_status(SeqStatus.SPARE)
         self._rows.num_reserved += len(childless)
         spares, group.places, group.parents = group.spares, [], None
         for parent, beam in zip(parents, group.search.beams, strict=True):

@@ -127,7 +127,7 @@ class Moves:
             self._tier.pool.drop(seq.fetched_block_ids)
             seq.fetched_block_ids = ()
             self._queue.remove(seq)
-            seq.move(SeqStatus.MIGRATING)
+            seq.set_status(SeqStatus.MIGRATING)
         moved = MovedRequest(
             request=request,
             arrived=seqs[0].arrived,
@@ -155,7 +155,7 @@ class Moves:
                 self._host_room.release(seq)
                 self._live.remove(seq)
             else:
-                seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
+                seq.set_status(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
                 self._queue.push(seq)
         self._tier.pool.drop(leaving.host_block_ids)
         return tuple(seq.output_index for seq in seqs)
@@ -210,7 +210,7 @@ class Moves:
             seq.host_block_ids = tables[seq.output_index]
             self._publish_on_host(seq)
             if seq.host_block_ids:
-                seq.move(SeqStatus.SWAPPED)
+                seq.set_status(SeqStatus.SWAPPED)
             self._queue.push(seq)
 
     # --- parts ----------------------------------------------------------------------------------

@@ -311,7 +311,7 @@ class Takeover:
         seq.num_computed_tokens = num_computed
         seq.num_charged_tokens = min(num_computed, seq.num_prompt_tokens)
         self._live.record_admitted(seq, 0, seq.arrived)
-        seq.move(SeqStatus.SWAPPED)
+        seq.set_status(SeqStatus.SWAPPED)
         self._queue.push(seq)
 
     def _find_swapped(

@@ -22,18 +22,18 @@ from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 _Known = tuple[DiskBlockId, BlockHash | None]
-"""A disk block, and the hash of its content; None: the content must not be found."""
+"""A disk block, and the hash of its content; None: the prefix cache must not offer it."""
 
 
 class FetchStatus(Enum):
     """Whether the first sequence in the queue can start."""
 
     READY = auto()
-    """It does not have to wait for the disk."""
+    """The sequence does not have to wait for the disk."""
     FETCHING = auto()
-    """It has left the queue and waits for loads."""
+    """The sequence has left the queue and waits for loads."""
     LATER = auto()
-    """It is swapped, but its blocks cannot be loaded yet."""
+    """The sequence is swapped, but its blocks cannot be loaded yet."""
 
 
 class Fetching:
@@ -206,7 +206,7 @@ class Fetching:
         awaited = {block for block in (*targets, *present) if self._disk.is_loading_to(block)}
         if seq in self._queue:
             self._queue.remove(seq)
-        seq.move(SeqStatus.FETCHING)
+        seq.set_status(SeqStatus.FETCHING)
         self._awaited[seq] = awaited
         for target in awaited:
             self._waiters.setdefault(target, set()).add(seq)
@@ -257,7 +257,7 @@ class Fetching:
 
     def _requeue(self, seq: Sequence) -> None:
         self.stop(seq)
-        seq.move(SeqStatus.SWAPPED if seq.disk_block_ids else SeqStatus.WAITING)
+        seq.set_status(SeqStatus.SWAPPED if seq.disk_block_ids else SeqStatus.WAITING)
         self._disk.pool.drop(seq.disk_block_ids)
         seq.disk_block_ids = ()
         self._queue.push(seq)

@@ -77,7 +77,7 @@ class HostRoom:
         """Drop the KV of a swapped sequence, which will be computed again."""
         self._queue.remove(seq)
         self.release(seq)
-        seq.move(SeqStatus.WAITING)
+        seq.set_status(SeqStatus.WAITING)
         self._queue.push(seq)
 
     def spilled_to(self, block: DiskBlockId) -> list[Sequence]:

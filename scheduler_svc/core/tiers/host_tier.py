@@ -26,7 +26,7 @@ from scheduler_svc.core.tiers.disk_tier import DiskTier
 class HostBooks(NamedTuple):
     """Live views of the swap-ins in progress, for invariants; read-only."""
 
-    waiting: Mapping[DeviceBlockId, HostBlockId]
+    unsent: Mapping[DeviceBlockId, HostBlockId]
     """Swap-ins that were not sent yet."""
     sent: list[tuple[DeviceBlockId, HostBlockId]]
     """Swap-ins that were sent and have no result yet."""
@@ -150,7 +150,7 @@ class HostTier:
             if (source := self._swap_ins.pop(target, None)) is not None:
                 self._end({target: source})
 
-    def is_waiting(self, target: DeviceBlockId) -> bool:
+    def is_unsent(self, target: DeviceBlockId) -> bool:
         """Whether the swap-in to `target` was not sent yet."""
         return target in self._swap_ins
 

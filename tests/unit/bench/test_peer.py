@@ -1,4 +1,4 @@
-"""How `bench/serve.py` compares with another server: in turns, by ratios within a round."""
+"""`bench/serve.py` compares with another server in turns, by ratios within a round."""
 
 
 def result(output_tok_s, ttft_mean_ms, itl_p99_ms, concurrency=8):

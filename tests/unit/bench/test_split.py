@@ -1,4 +1,4 @@
-"""The split's tax of `bench/serve.py`, and the links within one process that it compares with."""
+"""The cost of the split in `bench/serve.py`, and the links of the service in one process."""
 
 import asyncio
 import contextlib
@@ -103,7 +103,7 @@ async def test_a_message_is_handed_over_and_a_refusal_is_a_status():
         await call.write(hello)
         assert (await call.read()).welcome.epoch == 3
         await call.write(cancel)
-        for _ in range(2):  # it stays refused
+        for _ in range(2):  # it is refused each time
             with pytest.raises(grpc.aio.AioRpcError, match="no such sequence"):
                 await call.read()
 

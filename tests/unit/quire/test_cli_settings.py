@@ -1,4 +1,4 @@
-"""Flags, their environment variables, and what becomes of them in the processes' command lines."""
+"""Flags, their environment variables, and the processes' command lines made of them."""
 
 import socket
 from pathlib import Path
@@ -87,8 +87,8 @@ def test_only_the_router_gets_no_ui():
     assert router_flags == {(): [], ("--no-ui",): ["router"]}
 
 
-def test_only_the_router_is_told_to_obey_operators_from_this_machine():
-    """It alone listens at TCP."""
+def test_only_the_router_gets_local_drain():
+    """Only the router listens on TCP."""
     obeying = {
         flags: [spec.name for spec in plan(parse_up(*flags)).specs if "--local-drain" in spec.argv]
         for flags in ((), ("--local-drain",))
@@ -216,7 +216,7 @@ def test_generate_takes_its_prompt_and_flags():
     assert (settings.prompt, settings.max_tokens, settings.stop) == ("def f(", 5, "\n\n,")
 
 
-def test_down_is_told_its_port_by_the_variable_that_up_is_told(monkeypatch):
+def test_down_reads_the_same_port_variable_as_up(monkeypatch):
     monkeypatch.setenv("QUIRE_HTTP_PORT", "9000")
     assert parse_settings(DownSettings, "quire down", []).http_port == 9000
 

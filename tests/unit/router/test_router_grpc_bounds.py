@@ -154,6 +154,6 @@ def test_what_a_packed_list_or_a_text_holds_is_not_counted():
 
 
 @pytest.mark.parametrize("end", [b"\x80" * 100_000, b"\x32\xff", b"\x09", b""])
-def test_what_comes_before_a_broken_end_is_counted(end):
+def test_entries_before_a_damaged_end_are_counted(end):
     with pytest.raises(InvalidArgumentError, match="fields"):
         check_num_fields(field(5, field(9, b"") * 1000) + end, GENERATE, most=100)

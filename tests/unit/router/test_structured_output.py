@@ -1,4 +1,4 @@
-"""Which forms become a grammar, and how those that do not are refused."""
+"""Which forms become a grammar, and how other forms are refused."""
 
 from pathlib import Path
 
@@ -58,8 +58,8 @@ def test_a_grammar_admits_what_the_form_does(tokenizer, form, good, bad):
 @pytest.mark.parametrize(
     ("form", "field", "problem"),
     [
-        ({"json_schema": "{"}, "json_schema", "is no JSON schema"),
-        ({"json_schema": "[]"}, "json_schema", "is no JSON schema: Expecting object"),
+        ({"json_schema": "{"}, "json_schema", "is not a JSON schema"),
+        ({"json_schema": "[]"}, "json_schema", "is not a JSON schema: Expecting object"),
         ({"json_schema": '{"type": "objec"}'}, "json_schema", "objec"),
         ({"json_schema": '{"not": {}}'}, "json_schema", "not"),
         ({"json_schema": '{"$ref": "#"}'}, "json_schema", 'has "$ref": "#", which leads back'),
@@ -87,7 +87,7 @@ def test_a_grammar_admits_what_the_form_does(tokenizer, form, good, bad):
         ({"regex": "\ud800"}, "regex", "half of a surrogate pair"),
     ],
 )
-def test_what_is_no_form_is_refused_by_name(form, field, problem):
+def test_an_invalid_form_is_refused_by_name(form, field, problem):
     with pytest.raises(InvalidArgumentError) as error:
         grammar(**form)
     assert error.value.field == f"sampling.structured.{field}"

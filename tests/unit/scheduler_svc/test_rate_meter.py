@@ -1,4 +1,4 @@
-"""What a worker's steps tell of its pace."""
+"""A worker's rates, measured from its steps."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from scheduler_svc.observers.rate_meter import RateMeter
 
 
 def measure(*steps, max_prompt_tokens=None) -> WorkerRates:
-    """Of steps (prompt tokens, decodes, seconds), where 100 tokens keep the device busy."""
+    """The rates after steps (prompt tokens, decodes, seconds); 100 tokens keep the device busy."""
     meter = RateMeter(busy_step_tokens=100)
     for num_prompt_tokens, num_decodes, _ in steps:
         meter.on_sent(
@@ -49,5 +49,5 @@ def test_the_best_counts_and_is_forgotten_slowly():
     assert rates.step_s == pytest.approx(0.01 / 0.99)
 
 
-def test_a_worker_that_does_not_measure_tells_nothing():
+def test_a_worker_that_does_not_measure_reports_no_rates():
     assert measure((100, 0, 0.0), (0, 5, 0.0)) == WorkerRates(None, None)

@@ -1,4 +1,4 @@
-"""What a recording holds, what its format says, and what is refused as damaged."""
+"""The contents and the format of a recording, and damaged ones."""
 
 import struct
 from zlib import crc32
@@ -8,12 +8,12 @@ from recorded_runs import CONFIG, INFO, payloads, record, replay_bytes, rewrite,
 
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.entries import CALLS, MAGIC, CutOff, RecordingError
-from scheduler_svc.journal.record import Recordings
+from scheduler_svc.journal.record import RecordedScheduler, Recordings
 from scheduler_svc.journal.report import describe
 
 
 def is_recorded(core):
-    return "schedule" in vars(core)
+    return isinstance(core, RecordedScheduler)
 
 
 @pytest.mark.parametrize("number", [0, 1, 50])
@@ -26,7 +26,7 @@ def test_a_damaged_byte_is_caught(recorded, number):
 
 
 @pytest.mark.parametrize("num_lost", [1, 5, 11])
-def test_a_last_frame_that_is_cut_off_is_said_and_the_rest_replayed(recorded, num_lost):
+def test_a_truncated_last_frame_is_reported_and_the_rest_replayed(recorded, num_lost):
     content, last = recorded[0].read_bytes(), payloads(recorded[0])[-1]
     result = replay_bytes(content[:-num_lost])
     assert result.difference is None
@@ -35,7 +35,7 @@ def test_a_last_frame_that_is_cut_off_is_said_and_the_rest_replayed(recorded, nu
     assert "the recording is cut off" in "\n".join(describe(result))
 
 
-def test_a_recording_without_an_end_is_said_to_be_of_a_killed_process(recorded):
+def test_a_recording_without_an_end_is_reported_as_of_a_killed_process(recorded):
     content, last = recorded[0].read_bytes(), payloads(recorded[0])[-1]
     result = replay_bytes(content[: -len(last) - 8])
     assert (result.difference, result.ending) == (None, None)
@@ -70,7 +70,7 @@ def test_a_setting_of_another_type_is_refused(recorded):
 
 
 @pytest.mark.parametrize("content", [b"", b"QUIRE", b"#!/bin/sh\n" * 9])
-def test_what_is_no_recording_is_refused(content):
+def test_a_file_that_is_no_recording_is_refused(content):
     with pytest.raises(RecordingError, match="it is not a recording"):
         replay_bytes(content)
 

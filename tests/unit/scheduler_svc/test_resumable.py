@@ -1,4 +1,4 @@
-"""Requests that may be resumed: whose each is, what is kept of it, and for how long."""
+"""Resumable requests: which stream has each, what is kept of it, and for how long."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def streams():
 
 
 def submit(streams, stream, request_id="r", *, key=0, n=1, tenant="", deadline=None, **fields):
-    """What the servicer does with a resumable request."""
+    """Submit a resumable request like the servicer."""
     request = Request(
         stream.source,
         key,
@@ -77,8 +77,8 @@ def tokens_by_key(step):
 
 
 @pytest.mark.parametrize("num_steps", [3, 16, 200])
-async def test_who_resumes_gets_all_that_came_and_all_that_comes(streams, num_steps):
-    """Also when the news are taken in a batch at a time, in the middle."""
+async def test_a_resumed_stream_gets_all_earlier_and_later_events(streams, num_steps):
+    """Also if it is resumed between two batches of stored events."""
     first = streams.open("a")
     submit(streams, first, key=5, n=2)
     for step in range(num_steps):
@@ -96,9 +96,9 @@ async def test_who_resumes_gets_all_that_came_and_all_that_comes(streams, num_st
         40: list(range(1000, 1000 + num_steps)),
         41: list(range(num_steps + 1)),
     }
-    news = (await second.next_message()).step
-    assert tokens_by_key(news) == {40: [8], 41: [9]}
-    assert [end.seq_key for end in news.finished] == [41]
+    events = (await second.next_message()).step
+    assert tokens_by_key(events) == {40: [8], 41: [9]}
+    assert [end.seq_key for end in events.finished] == [41]
 
 
 async def test_everything_that_is_not_a_token_is_kept_too(streams):
@@ -155,7 +155,7 @@ async def test_what_a_router_says_when_it_submits_again_is_part_of_it(streams):
     assert not resumed.submit.outputs
 
 
-async def test_the_one_before_is_told_and_can_use_its_keys_again(streams):
+async def test_the_former_router_is_notified_and_can_reuse_its_keys(streams):
     first, second = streams.open("a"), streams.open("b")
     submit(streams, first, key=5, n=2)
     resume(streams, second, 40)
@@ -177,7 +177,7 @@ async def test_a_request_moves_on_from_stream_to_stream(streams):
     streams.deliver({routers[0].source: output([0], [2])})
     resume(streams, routers[2], 70)
     assert tokens_by_key((await next_resumed(routers[2])).so_far) == {70: [1, 2]}
-    resume(streams, routers[0], 90)  # back on the stream where it began, under another name
+    resume(streams, routers[0], 90)  # back on its first stream, with other keys
     assert tokens_by_key((await next_resumed(routers[0])).so_far) == {90: [1, 2]}
     streams.deliver({routers[0].source: output([0], [3])})
     assert tokens_by_key((await routers[0].next_message()).step)[90] == [3]
@@ -190,7 +190,7 @@ def test_another_tenants_request_is_not_found(streams, tenant):
         resume(streams, streams.open("b"), 40, tenant=tenant)
 
 
-def test_what_nobody_resumes_is_cancelled_after_the_grace_period(streams):
+def test_a_request_that_is_not_resumed_is_cancelled_after_the_grace_period(streams):
     stream = streams.open("a")
     submit(streams, stream, "left", key=0)
     submit(streams, stream, "stays", key=1)
@@ -203,7 +203,7 @@ def test_what_nobody_resumes_is_cancelled_after_the_grace_period(streams):
     assert len(streams.resumables) == 1
 
 
-def test_what_has_ended_is_kept_for_the_grace_period(streams):
+def test_ended_requests_are_kept_for_the_grace_period(streams):
     stream = streams.open("a")
     submit(streams, stream, n=2)
     streams.deliver({stream.source: output(ended=[0])})
@@ -215,7 +215,7 @@ def test_what_has_ended_is_kept_for_the_grace_period(streams):
     assert len(streams.resumables) == 0
 
 
-def test_who_nobody_reads_ends_at_its_deadline(streams):
+def test_a_request_without_a_reader_ends_at_its_deadline(streams):
     stream = streams.open("a")
     submit(streams, stream, deadline=3.0)
     assert list(streams.resumables.expire(3.0)) == [], "its router sees to that"

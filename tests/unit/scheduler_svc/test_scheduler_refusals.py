@@ -1,4 +1,4 @@
-"""What a scheduler refuses over gRPC: by name, with the code that says whose fault it is."""
+"""A scheduler's refusals over gRPC: with the field's name, and the right status."""
 
 from math import inf, nan
 
@@ -190,13 +190,13 @@ async def test_more_sequences_than_may_ever_wait_are_the_clients_fault(folder, w
         assert refused.message == "n is 4; it must be at most 3 (--max-waiting)"
 
 
-async def test_after_a_refusal_routers_are_told_how_much_room_there_is(folder, worker, connect):
+async def test_after_a_refusal_routers_get_the_remaining_room(folder, worker, connect):
     worker.pause()
     async with running_scheduler(folder, [worker.target], max_waiting=4) as scheduler:
         router, other = await connect(scheduler.target), await connect(scheduler.target)
 
-        async def told_of(who):
-            while not (step := (await who.read()).step).HasField("room"):
+        async def next_room(router):
+            while not (step := (await router.read()).step).HasField("room"):
                 pass
             return step.room.num_sequences if step.room.HasField("num_sequences") else None
 
@@ -204,14 +204,14 @@ async def test_after_a_refusal_routers_are_told_how_much_room_there_is(folder, w
         await worker.wait_for_batches(2)
         await router.submit(1, [1], n=3, max_tokens=2)
         await router.submit(10, [1], n=2, max_tokens=2)
-        assert await told_of(router) == 1
+        assert await next_room(router) == 1
         assert 10 in router.refused
-        assert await told_of(other) == 1
+        assert await next_room(other) == 1
         await router.submit(20, [1], max_tokens=2)
-        while await told_of(other):
-            pass  # it is told again as long as there is some, but little
+        while await next_room(other):
+            pass  # sent again while there is some room, but little
         worker.resume()
-        while await told_of(other) is not None:
+        while await next_room(other) is not None:
             pass
         await router.read_until_finished(0, 1, 2, 3, 20)
 

@@ -1,4 +1,4 @@
-"""The simulated worker's blocks: right histories pass, each wrong block number is named."""
+"""The simulated worker's blocks: right histories pass, and errors name each wrong block."""
 
 import asyncio
 import random
@@ -20,7 +20,7 @@ from sim_worker.steps import SimulatedSteps
 from sim_worker.time_model import TimeModel
 
 CANDIDATES = {name for name in Result.__slots__ if name.startswith("candidate_")}
-"""What an outcome has beside a worker's output, of searches: there are none here."""
+"""Fields of a result for beam searches, which do not occur here."""
 
 LIMITS = Limits(
     max_num_seqs=4,
@@ -123,7 +123,7 @@ async def test_a_block_that_moves_takes_its_writer_along(steps):
         "copy_dst_block_ids": ints(7),
     }
     assert (await steps.submit(0, Plan(2, 1, **moves))).sampled_rows.tolist() == [0]
-    # its old place is another's now
+    # its old block belongs to another sequence now
     other = Plan(3, 1, new_sequences=(new_row(1, blocks=(1, 2)),))
     await steps.submit(0, other)
 
@@ -146,13 +146,13 @@ def moves(step_id, num_decodes=0, **pairs):
 
 
 def resumed(step_id, blocks):
-    """The first sequence, all but its last token computed."""
+    """The first sequence again, with all tokens but the last computed."""
     new = new_row(1, tokens=(5, 6, 7, 8, 9, 10), blocks=blocks, computed=5)
     return Plan(step_id, 0, new_sequences=(new,), chunk_rows=ints(1), chunk_lens=ints(1))
 
 
 async def swapped_out(**options):
-    """Steps whose first sequence was computed in blocks 0 and 1, and went to host blocks 3 and 2.
+    """Steps whose first sequence was computed in blocks 0 and 1 and swapped to host blocks 3 and 2.
 
     Returns them and the next step's number. The disk moves a block in 1/50 s.
     """
@@ -178,7 +178,7 @@ async def until_ended(steps, step, num_moves):
             return step.step_id
 
 
-async def test_what_went_through_all_tiers_is_right():
+async def test_kv_that_went_through_all_tiers_is_right():
     steps, step_id = await swapped_out()
     step_id = await until_ended(steps, moves(step_id, disk_store=([2, 3], [1, 0])), 2)
     step_id = await until_ended(steps, moves(step_id, disk_load=([0, 1], [1, 0])), 2)
@@ -253,7 +253,7 @@ async def test_a_move_that_the_contract_forbids_is_named(ended, under_way, bad, 
     steps, step_id = await swapped_out()
     if ended:
         step_id = await until_ended(steps, moves(step_id, **ended), 1)
-    steps.submit(0, moves(step_id, **under_way))  # nothing ends before somebody waits
+    steps.submit(0, moves(step_id, **under_way))  # no move ends before a step waits for it
     with pytest.raises(InconsistentPlanError, match=problem):
         await steps.submit(0, moves(step_id + 1, **bad))
 
@@ -277,7 +277,7 @@ async def test_a_step_that_only_waits_for_the_disk_lets_one_that_computes_pass()
     assert (await waiting).stored_disk_block_ids.tolist() == []
 
 
-async def test_a_step_behind_one_that_failed_is_refused_until_somebody_attaches(steps):
+async def test_steps_after_a_failed_one_are_refused_until_the_next_attach(steps):
     step = Plan(1, 0, new_sequences=(new_row(blocks=(3, 3)),))
     results = [steps.submit(0, step), steps.submit(0, first_step())]
     done = await asyncio.gather(*results, return_exceptions=True)
@@ -288,8 +288,9 @@ async def test_a_step_behind_one_that_failed_is_refused_until_somebody_attaches(
 
 @pytest.mark.parametrize(("num_host_blocks", "num_disk_blocks"), [(0, 0), (9, 0), (4, 9)])
 @pytest.mark.parametrize("seed", range(4))
-async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_blocks, num_disk_blocks):
-    """Tiny pools, small vocabulary: preemption, prefix hits, forks, moves, two steps in flight."""
+async def test_the_cores_plans_are_never_wrong(seed, num_host_blocks, num_disk_blocks):
+    """Tiny pools and vocabulary, with preemption, prefix hits, forks, moves, two steps in
+    flight."""
     dice = random.Random(seed)
     limits = Limits(4, 24, 8, 14, 2, 5, num_host_blocks, num_disk_blocks)
     steps = make_steps(limits, mean_output_len=6)
@@ -328,7 +329,7 @@ async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_block
 
 
 def as_input(plan):
-    """What the wire makes of a plan."""
+    """A plan after encoding and decoding."""
 
     def row(new):
         seed = common_pb2.SamplingParams.FromString(new.sampling).seed + new.output_index

@@ -1,4 +1,4 @@
-"""The disk tier: what comes back is what was stored, or is said to be lost."""
+"""The disk tier: a loaded block equals the stored one, or is reported as lost."""
 
 import os
 import threading
@@ -30,7 +30,7 @@ def host():
 
 
 class GateCodec:
-    """Moves nothing before its gate is opened; the block itself is the record."""
+    """A codec that blocks until its gate is opened; the record is the block itself."""
 
     record_bytes = BLOCK_BYTES
 
@@ -66,7 +66,7 @@ def zstd():
 
 
 def ended(pool, step_id=99):
-    """Waits for all moves; what has ended well, and what has not."""
+    """Waits for all moves; returns successes and failures."""
     pool.synchronize()
     ends = pool.take_ended(step_id)
     lists = (ends.stored, ends.failed_stores, ends.loaded, ends.failed_loads)
@@ -83,7 +83,7 @@ def corrupt(pool, disk_block, offset, content):
 
 
 @pytest.mark.parametrize("codec", [None, zstd()], ids=["none", "zstd"])
-def test_what_comes_back_is_bit_identical(make, host, codec):
+def test_blocks_come_back_bit_for_bit(make, host, codec):
     pool = make(codec)
     before = host.copy()
     pool.store(ints(0, 1, 2), ints(7, 3, 0), step_id=1)
@@ -240,7 +240,7 @@ def test_loads_do_not_wait_behind_stores(make, host):
     assert pool.is_busy(2)
 
 
-def test_a_result_tells_only_of_its_own_and_earlier_steps(make):
+def test_a_result_reports_only_its_own_and_earlier_steps(make):
     pool = make()
     pool.store(ints(0), ints(0), step_id=3)
     pool.store(ints(1), ints(1), step_id=4)
@@ -280,7 +280,7 @@ def test_draining_drops_what_waits_and_waits_for_what_runs(make, monkeypatch):
     draining.join()
     assert not pool.is_busy(1)
     assert not pool.has_ended_moves(1)
-    # Those that ran are whole, the others hold nothing; all room is free again.
+    # Stores that ran are complete, the others left nothing; all staging is free again.
     pool.load(ints(0, 1, 2, 3), ints(2, 3, 4, 5), step_id=2)
     assert ended(pool) == ([], [], [2, 3], [4, 5])
     pool.store(ints(0, 1, 4, 5), ints(4, 5, 6, 7), step_id=3)

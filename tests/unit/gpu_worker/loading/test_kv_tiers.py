@@ -1,4 +1,4 @@
-"""The lower tiers as the settings ask for them: how many blocks, how coded, what is refused."""
+"""The lower tiers by the settings: their blocks and codecs, and refused values."""
 
 import os
 
@@ -57,7 +57,7 @@ def fill(pool):
 
 
 def there_and_back(tiers):
-    """Move blocks 0 to 4 through both tiers, to 9 to 5."""
+    """Move blocks 0 to 4 through both tiers, to blocks 9 to 5."""
     host, disk = tiers.host_pool, tiers.disk_pool
     blocks = np.arange(5, dtype=np.int32)
     host.swap_out(blocks, blocks)
@@ -135,7 +135,7 @@ def codec_totals(tier, codec, direction):
 
 
 @pytest.mark.parametrize(("host", "disk"), [("int8", "lz4"), ("none", "fp8")])
-def test_what_codecs_save_and_cost_is_counted(open_tiers, host, disk):
+def test_ratio_and_time_of_codecs_are_counted(open_tiers, host, disk):
     pool, _, tiers = open_tiers(host_kv_codec=host, disk_kv_codec=disk)
     fill(pool)
     labels = [(t, c, d) for t, c in (("host", host), ("disk", disk)) for d in ("encode", "decode")]
@@ -147,7 +147,7 @@ def test_what_codecs_save_and_cost_is_counted(open_tiers, host, disk):
         )
         if codec == "none":
             assert plain == coded == 0
-        elif (tier, codec) != ("disk", "lz4"):  # which finds nothing to save in random int8
+        elif (tier, codec) != ("disk", "lz4"):  # random int8 cannot be compressed
             assert plain == 5 * pool.block_bytes
             assert 0.4 < coded / plain < 0.6
             assert seconds > 0
@@ -222,7 +222,7 @@ def test_room_that_is_not_there_is_refused(open_tiers, changes, problem):
         ),
     ],
 )
-def test_what_cannot_be_held_so_is_refused_by_name(capsys, tmp_path, flags, problem):
+def test_unsupported_tier_settings_are_refused_by_name(capsys, tmp_path, flags, problem):
     with pytest.raises(SystemExit):
         parse_settings(WorkerSettings, "quire-worker", [f"--model={tmp_path}", *flags])
     assert problem in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The native decoder against transformers, through the paged path."""
+"""The native decoder with paged KV equals transformers."""
 
 import pytest
 import torch

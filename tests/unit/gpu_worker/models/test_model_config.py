@@ -1,4 +1,4 @@
-"""What a config.json means, and how a wrong one is refused."""
+"""How a config.json is parsed, and how a wrong one is refused."""
 
 import json
 
@@ -149,7 +149,7 @@ def test_rope_as_old_and_new_transformers_write_it(tmp_path, changes, expected):
             },
             (512, None, 512),
         ),
-        ("Llama", {"sliding_window": 512}, (None, None, None)),  # has none, whatever it says
+        ("Llama", {"sliding_window": 512}, (None, None, None)),  # the family ignores the field
     ],
 )
 def test_the_window_of_each_layer(tmp_path, family, changes, windows):
@@ -205,7 +205,7 @@ NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
         ),
     ],
 )
-def test_what_these_families_do_not_support_is_named(tmp_path, changes, message):
+def test_unsupported_features_of_the_families_are_named(tmp_path, changes, message):
     keys = {"num_key_value_heads": None} if "num_attention_heads" in changes else {}
     with pytest.raises(ModelError) as caught:
         read(write(tmp_path, **changes, **keys))
@@ -288,7 +288,7 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path, changes, message):
+def test_unsupported_options_are_refused_by_name(tmp_path, changes, message):
     with pytest.raises(ModelError) as caught:
         read(write(tmp_path, **changes))
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {message}")

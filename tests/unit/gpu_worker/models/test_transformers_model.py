@@ -1,4 +1,4 @@
-"""Decoders of transformers through paged attention, against themselves."""
+"""Decoders of transformers with paged attention equal the originals."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tests.unit.gpu_worker.models.against_transformers import (
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
 
 ALTERNATING = ["sliding_attention", "full_attention"]
-# Its embeddings are scaled by 8, and would drown the layers if they were not small and several.
+# Its embeddings are scaled by 8, so small ones and several layers keep the layers' effect visible.
 GEMMA = {
     "head_dim": 16,
     "sliding_window": 20,
@@ -170,7 +170,9 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
         ("t5", {}, "it is no causal language model of transformers"),
     ],
 )
-def test_what_paged_attention_cannot_serve_is_refused(tmp_path, family, overrides, reason):
+def test_attention_that_paged_attention_does_not_support_is_refused(
+    tmp_path, family, overrides, reason
+):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = AutoConfig.for_model(family, **sizes, **overrides)
     config.architectures = ["SomeForCausalLM"]
@@ -212,7 +214,7 @@ def test_masks_that_read_tensors_are_refused():
 
 @pytest.mark.parametrize("layer_types", [None, ["full_attention", "sliding_attention"]])
 def test_a_window_that_only_the_mask_has_is_refused(model_dirs, monkeypatch, layer_types):
-    # Imported by now, and so not bound to the patch for good.
+    # Imported before the patch, so that the patch does not outlive the test.
     assert transformers_model.__name__
     monkeypatch.setattr(transformers_attention, "read_options", options_without_window)
     fields = {"layer_types": layer_types} if layer_types else {}
@@ -226,7 +228,7 @@ def options_without_window(_query, _given):
     return AttentionOptions(scale=1.0, window=None, softcap=None, sinks=None)
 
 
-def test_an_architecture_that_nobody_has_is_named(tmp_path):
+def test_an_unknown_architecture_is_named(tmp_path):
     fields = {"architectures": ["NobodysForCausalLM"], "model_type": "nobodys"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelError, match=r"cannot be read by transformers: .*nobodys"):

@@ -1,4 +1,4 @@
-"""How ranks meet: what is said over a link, who is refused, what settings contradict each other."""
+"""How ranks connect: messages over a link, refused ranks, and contradictory settings."""
 
 import socket
 import subprocess
@@ -96,7 +96,7 @@ def test_all_ranks_are_welcomed_when_the_last_has_come_and_strangers_are_sent_aw
 
 @pytest.fixture
 def other_rank():
-    """A process of rank 1, and our end of its link: it has said hello."""
+    """A process of rank 1 that has sent its hello, and our end of its link."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         member = Member(settings(master_port=listener.getsockname()[1]), 1)
         process = subprocess.Popen(command(), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)

@@ -301,7 +301,7 @@ def test_group_sizes_must_divide(model_dirs, tmp_path):
         load(packed)
 
 
-def test_what_is_quantized_is_not_quantized_again(packed):
+def test_quantized_kv_is_not_quantized_again(packed):
     with pytest.raises(ModelError, match=r"quantization_config is set, and quantization is int8"):
         open_model(packed, quantization=Quantization.INT8)
 
@@ -342,7 +342,7 @@ GOOD = {name: form.config for name, form in FORMS.items()}
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(model_dirs, tmp_path, name, changes, message):
+def test_unsupported_options_are_refused_by_name(model_dirs, tmp_path, name, changes, message):
     directory = shutil.copytree(model_dirs.get("llama"), tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = GOOD[name] | changes

@@ -26,7 +26,7 @@ def may_be_compressed() -> bool:
 
 @pytest.fixture
 async def server(inference, adapters, may_be_compressed) -> AsyncIterator[tuple[str, int]]:
-    """The face on a loopback port, run as `rpc.server` runs it."""
+    """The OpenAI API on a loopback port, run as `rpc.server` runs it."""
     guard = PageGuard(frozenset({"quire.test"}), frozenset({"https://app.test"}))
     app = web.Application(middlewares=[guard.middleware(None)])
     app.add_routes(

@@ -1,4 +1,4 @@
-"""An inference service that answers from a script, and records what it was asked."""
+"""An inference service that answers from a script, and records its requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ def delta(
 
 
 def play(events: Iterable[Event | Exception]) -> Script:
-    """The same events for every request; an exception is raised in its place."""
+    """Return the same events for every request; an exception among them is raised."""
     events = list(events)
 
     async def script(_: GenerateRequest) -> AsyncIterator[Event]:
@@ -185,7 +185,7 @@ class FakeInference:
 
 
 class FakeAdapters:
-    """What a router has its schedulers do with adapters; they are as many as names are loaded."""
+    """Fakes the router's calls to schedulers about adapters."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, ...]] = []

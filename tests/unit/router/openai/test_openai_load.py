@@ -1,4 +1,4 @@
-"""The load generator of `bench/`, against the face."""
+"""The closed-loop clients of `bench/` use the OpenAI API."""
 
 import importlib
 from pathlib import Path

@@ -43,14 +43,14 @@ async def test_bodies_are_checked(http, adapters, path, body, problem):
     assert not adapters.calls
 
 
-async def test_what_is_refused_is_named_as_in_the_body(http, adapters):
+async def test_a_refusal_names_the_field_of_the_body(http, adapters):
     adapters.refusal = InvalidArgumentError("directory", "is '/adapters/sql': it is empty")
     status, answer = await post(http, LOAD, BODY)
     assert (status, answer["error"]["param"]) == (400, "lora_path")
     assert answer["error"]["message"] == "lora_path is '/adapters/sql': it is empty"
 
 
-async def test_who_is_no_operator_is_refused(http, adapters):
+async def test_callers_that_are_no_operators_are_refused(http, adapters):
     adapters.refusal = PermissionDeniedError("a tenant's key")
     status, answer = await post(http, LOAD, BODY)
     assert (status, answer["error"]["type"]) == (403, "permission_error")

@@ -1,4 +1,4 @@
-"""What the OpenAI face refuses: fields by name, bodies by size and form, and how it says so."""
+"""The OpenAI API's refusals: fields by name, bodies by size and form, and the errors."""
 
 import asyncio
 import gzip
@@ -15,7 +15,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 async def refused(http, path, body, status=400, **kwargs):
-    """The error that a body is refused with; what is not bytes is sent as JSON."""
+    """The error for a refused body; a body that is not bytes is sent as JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with http.post(path, data=data, **kwargs) as response:
         assert response.status == status, await response.text()
@@ -142,7 +142,7 @@ async def test_bad_chat_is_refused_by_name(http, inference, fields, param, messa
     ],
     ids=["empty", "cut", "words", "utf8", "surrogate", "nesting", "digits", "zeros"],
 )
-async def test_what_is_not_json_is_refused(http, body):
+async def test_a_body_that_is_not_json_is_refused(http, body):
     error = await refused(http, COMPLETIONS, body)
     assert "body is not valid JSON" in error["message"]
 
@@ -277,7 +277,7 @@ async def test_a_header_that_is_no_utf8_is_refused(server):
     await writer.wait_closed()
 
 
-async def test_a_bug_is_500_and_says_nothing_of_itself(http, inference: FakeInference):
+async def test_a_bug_is_500_without_details(http, inference: FakeInference):
     inference.refusal = RuntimeError("a secret")
     error = await refused(http, COMPLETIONS, {"prompt": "x"}, status=500)
     assert error["message"] == "internal error"

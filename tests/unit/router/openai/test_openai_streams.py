@@ -1,4 +1,4 @@
-"""Streams on the wire: exact bytes, backpressure, and clients that leave."""
+"""Streams: exact bytes, backpressure, and clients that disconnect."""
 
 import asyncio
 import json
@@ -207,7 +207,7 @@ async def test_a_client_that_never_reads_stops_only_its_own_stream(server, http,
     await inference.generated.wait()
     (live,) = inference.lives
     taken = -1
-    while live.num_taken != taken:  # until the socket is full, and the stream stands still
+    while live.num_taken != taken:  # until the socket is full and the stream stops
         taken = live.num_taken
         async with http.post("/v1/completions", json={"prompt": "x"}) as response:
             assert (await response.json())["choices"][0]["text"] == "Hi!"
