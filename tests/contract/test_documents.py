@@ -20,7 +20,7 @@ FOLDERS = [
         "protos",
         "quire",
     ),
-    *("router", "rpc", "scheduler_svc", "sim_worker", "tests"),
+    *("model_files", "router", "rpc", "scheduler_svc", "sim_worker", "tests"),
 ]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/reference").glob("*.md")]
 FILES = [
