@@ -130,6 +130,9 @@ class ProcessSettings(LinkSettings):
     """Format of log lines; auto is console on a terminal and json elsewhere."""
     otlp_traces_endpoint: str = ""
     """Where to export traces, by OTLP over gRPC, such as http://localhost:4317; empty: nowhere."""
+    loop_stall_s: Annotated[float, Field(ge=0, le=60)] = 0.25
+    """Report the event loop if it does not run for so many seconds, with the stack of what holds it
+    (docs/observability.md); 0: do not watch it."""
     timeline_dir: Path | None = None
     """Directory for a timeline of this process, for Perfetto, written when it ends; unset: none.
     `quire bench --profile` makes one of all processes."""

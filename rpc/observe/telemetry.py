@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # so that a client that only opens channels does not load pyd
 
 TRACEPARENT = "traceparent"
 
+STALL_SPAN = "event_loop_stall"
+"""The one span that is recorded whatever share of traces is."""
+
 _PROPAGATOR = TraceContextTextMapPropagator()
 _PROPAGATED = _PROPAGATOR.fields
 _TRACER = trace.get_tracer("quire")

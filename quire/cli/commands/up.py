@@ -29,6 +29,7 @@ from quire.cli.up.service_dir import (
 from quire.cli.up.settings import UpSettings
 from quire.cli.up.supervisor import StartError, Supervisor
 from quire.cli.up.welcome import how_to_use, run_demo
+from rpc.observe.loop_watch import Stall, watching_loop
 from rpc.settings import parse_settings
 
 _FOLLOW_S: Final = 0.2
@@ -114,7 +115,11 @@ async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -
             supervisor.stop()
             raise
 
-    with _signals(supervisor.stop), _attached(settings, supervisor.stop):
+    with (
+        _signals(supervisor.stop),
+        _attached(settings, supervisor.stop),
+        watching_loop(settings.loop_stall_s, _report_stall),
+    ):
         helpers = [asyncio.create_task(help_with(welcome()))]
         if settings.verbose:
             names = [spec.name for spec in planned.specs]
@@ -194,6 +199,11 @@ def _become_daemon(
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def _report_stall(stall: Stall) -> None:
+    state = "did" if stall.is_over else "does"
+    _report(f"the supervisor {state} not run for {stall.lasted_s:.1f} s; its stack:\n{stall.stack}")
 
 
 def _report(line: str) -> None:
