@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -58,7 +58,15 @@ class ChaosService:
     With a standby there are two schedulers; one serves, and a restarted one stands by.
     """
 
-    def __init__(self, directory: Path, model: Path, num_blocks: int, *, has_standby: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        num_blocks: int,
+        *,
+        has_standby: bool,
+        worker_flags: Sequence[str],
+    ) -> None:
         """`directory` is for sockets and logs; each device pool has `num_blocks`."""
         self._directory = directory
         self._processes: dict[str, Process] = {}
@@ -69,9 +77,8 @@ class ChaosService:
         self._ports = iter(free_ports(len((*workers, *self._schedulers, *self.routers))))
         for worker in workers:
             self._add(
-                *(worker, "gpu_worker", "--device=cpu", "--dtype=float32", "--num-threads=1"),
-                *(f"--model={model}", f"--num-blocks={num_blocks}", "--host-kv-memory-gb=0.1"),
-                "--max-num-batched-tokens=512",
+                *(worker, "gpu_worker", "--device=cpu", "--num-threads=1", f"--model={model}"),
+                *(f"--num-blocks={num_blocks}", "--max-num-batched-tokens=512", *worker_flags),
             )
         for scheduler in self._schedulers:
             self._add(
@@ -197,10 +204,17 @@ class ChaosService:
 
 @contextlib.asynccontextmanager
 async def chaos_service(
-    directory: Path, model: Path, num_blocks: int, *, has_standby: bool = False
+    directory: Path,
+    model: Path,
+    num_blocks: int,
+    *,
+    has_standby: bool = False,
+    worker_flags: Sequence[str] = ("--dtype=float32", "--host-kv-memory-gb=0.1"),
 ) -> AsyncIterator[ChaosService]:
     """Start the service and wait until it is ready; it ends with the block, or with us."""
-    service = ChaosService(directory, model, num_blocks, has_standby=has_standby)
+    service = ChaosService(
+        directory, model, num_blocks, has_standby=has_standby, worker_flags=worker_flags
+    )
     try:
         await service.start()
         yield service
