@@ -24,7 +24,7 @@ METHODS = [
 ]
 # What stands behind a servicer is not reached.
 SERVICES = {
-    "router": router.grpc.operations.operator_services(None),
+    "router": router.grpc.operations.operator_services(None, None),
     "scheduler": (
         scheduler_svc.operations.services.adapter_service(None),
         scheduler_svc.operations.services.loading_service(None),
