@@ -51,9 +51,12 @@ class LiveRequests:
         found = self._find(asked)
         ended = [_to_proto(each) for each in found if each.end(PermissionDeniedError(_MESSAGE))]
         if asked.request_id and not found:
-            if asked.HasField("min_age_s"):
-                raise NotFoundError(f"request {asked.request_id!r} is not live at this router")
-            await self._inference.cancel_of(asked.tenant, asked.request_id)
+            try:
+                await self._inference.cancel_of(asked.tenant, asked.request_id)
+            except NotFoundError:
+                raise NotFoundError(
+                    f"request {asked.request_id!r} of tenant {asked.tenant!r} is not live here"
+                ) from None
             ended = [requests_pb2.LiveRequest(request_id=asked.request_id, tenant=asked.tenant)]
         for each in ended:
             log.info(

@@ -106,6 +106,9 @@ class ProcessSettings(LinkSettings):
     """Port of gRPC; 0 picks a free one."""
     uds: Path | None = None
     """Path of a Unix socket for gRPC, instead of host and port."""
+    operator_uds: Path | None = None
+    """Path of a Unix socket where gRPC listens as well, for operators on this machine; its
+    permissions protect it. Unset: none."""
     http_port: Port = 0
     """Port of HTTP; 0 picks a free one."""
     max_message_mb: Annotated[int, Field(ge=1, le=2047)] = DEFAULT_MAX_MESSAGE_MB
@@ -137,7 +140,7 @@ class ProcessSettings(LinkSettings):
     """Directory for a timeline of this process, for Perfetto, written when it ends; unset: none.
     `quire bench --profile` makes one of all processes."""
 
-    @field_validator("uds")
+    @field_validator("uds", "operator_uds")
     @classmethod
     def _uds_fits(cls, path: Path | None) -> Path | None:
         if path is not None and len(os.fsencode(path)) > _MAX_UDS_PATH_BYTES:

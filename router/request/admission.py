@@ -3,13 +3,16 @@
 import asyncio
 from dataclasses import dataclass
 
-from opentelemetry.trace import Span, SpanKind
+import structlog
+from opentelemetry.trace import Span, SpanKind, format_trace_id
 
 from contract.errors import AlreadyExistsError, QuireError, TooBusyError, UnavailableError
 from router import metrics
 from router.request import span as request_span
 from router.request.live import LiveRequest
 from rpc.observe import telemetry
+
+log = structlog.get_logger()
 
 _LAST_BYTES_S = 0.2
 """Time for clients to read the last bytes: closing a socket may discard them."""
@@ -94,9 +97,26 @@ class Admission:
     def close(self, live: LiveRequest) -> None:
         """Release a request that has been read to the end, or left; complete its span."""
         tenant = live.record.tenant
-        span = self._admitted[tenant, live.request_id].span
+        admitted = self._admitted[tenant, live.request_id]
+        span = admitted.span
+        first_s = live.time_to_first_token_s
+        traced: dict[str, str] = {}
         if span.is_recording():
             span.set_attributes(request_span.closed(live))
+            traced["trace_id"] = format_trace_id(span.get_span_context().trace_id)
+        log.info(
+            "request ended",
+            request_id=live.request_id,
+            tenant=tenant,
+            model=live.model,
+            num_prompt_tokens=len(live.prompt_token_ids),
+            num_output_tokens=live.num_completion_tokens,
+            finish_reasons=live.finish_reasons,
+            time_to_first_token_s=None if first_s is None else round(first_s, 4),
+            took_s=round(asyncio.get_running_loop().time() - admitted.admitted_at, 4),
+            goes_on=live.goes_on,
+            **traced,
+        )
         self.release(tenant, live.request_id)
 
     def release(self, tenant: str, request_id: str) -> None:

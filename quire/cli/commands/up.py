@@ -18,6 +18,7 @@ from quire.cli.invocation import invocation
 from quire.cli.up import layout, ports
 from quire.cli.up.child import describe_exit
 from quire.cli.up.layout import Layout
+from quire.cli.up.log_files import LogFiles
 from quire.cli.up.progress import make_display
 from quire.cli.up.service_dir import (
     ServiceDir,
@@ -79,7 +80,10 @@ def _supervise(settings: UpSettings, planned: Layout, directory: ServiceDir) -> 
         asyncio.run(_serve(settings, planned, directory))
     except StartError as error:
         raise CommandError(f"{error}\nall logs: {directory.log_dir}") from None
-    directory.remove()
+    if settings.attached:  # its program has the output, and may start many
+        directory.remove()
+    else:
+        directory.leave()
     return 0
 
 
@@ -214,15 +218,10 @@ def _report(line: str) -> None:
 
 async def _follow(log_dir: Path, names: Sequence[str]) -> None:
     """Print what is appended to the logs, each line after its process's name."""
-    with contextlib.ExitStack() as stack:
-        files = {}
+    with contextlib.closing(LogFiles(log_dir, tuple(names))) as files:
         while True:
-            for name in names:
-                path = log_dir / f"{name}.log"
-                if name not in files and path.exists():
-                    files[name] = stack.enter_context(path.open(errors="replace"))
-                for line in files.get(name, ()):
-                    print(f"{name:<10} | {line.rstrip()}", flush=True)
+            for name, line in files.new_lines():
+                print(f"{name:<10} | {line}", flush=True)
             await asyncio.sleep(_FOLLOW_S)
 
 

@@ -151,6 +151,7 @@ def plan(
         group=1,
     )
     listen = ("--grpc-port", str(chosen.grpc_port))
+    operator_socket = (settings.operator_uds or Path(directory, "router.sock")).absolute()
     if settings.uds is not None:
         listen = ("--uds", str(settings.uds.absolute()))
     router = spec(
@@ -159,6 +160,7 @@ def plan(
         chosen.http_port,
         *named,
         *("--scheduler", f"unix:{scheduler_socket}", *listen),
+        *("--operator-uds", str(operator_socket)),
         *_flags(settings, ROUTER_FLAGS),
         *(() if settings.reflection else ("--no-reflection",)),
         *(() if settings.ui else ("--no-ui",)),
@@ -173,6 +175,7 @@ def plan(
         http_address=ports.join(host, chosen.http_port),
         grpc_target=grpc_target(settings, chosen.grpc_port),
         scheduler_target=f"unix:{scheduler_socket}",
+        operator_target=f"unix:{operator_socket}",
         has_tls=settings.tls_cert is not None,
         log_dir=f"{directory}/logs",
     )

@@ -97,7 +97,9 @@ def test_up_starts_three_processes_and_a_signal_ends_them_all(machine, number):
     assert process.wait(TIMEOUT_S) == 0
     assert not any(map(is_alive, pids(service)))
     assert machine.services == []
-    assert [p.name for p in (machine.folder / f"quire-{os.getuid()}").iterdir()] == ["lock"]
+    left = Path(service.log_dir).parent
+    assert sorted(path.name for path in left.iterdir()) == ["lock", "logs", "service.json"]
+    assert "fake router listens" in Path(service.log_dir, "router.log").read_text()
 
 
 def test_children_end_with_a_supervisor_that_is_killed_outright(machine):
@@ -171,7 +173,7 @@ def test_detach_returns_when_ready_and_down_stops(machine):
     down = machine.start("down")
     output, _ = down.communicate(timeout=TIMEOUT_S)
     assert down.returncode == 0
-    assert output == f"model on {service.http_address} is down.\n"
+    assert output == f"model on {service.http_address} is down; logs: {service.log_dir}\n"
     until(lambda: not any(map(is_alive, [service.pid, *pids(service)])))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 
+import grpc
 import pytest
 from router_fake_scheduler import LENGTH
 
@@ -167,13 +168,17 @@ async def test_filter_that_chooses_nothing_is_refused(live_requests, asked, fiel
     assert caught.value.field == field
 
 
-async def test_unknown_id_is_not_found(live_requests):
-    with pytest.raises(NotFoundError, match="'x' is not live"):
-        await live_requests.cancel(RequestFilter(request_id="x", min_age_s=0), PEER)
-
-
 async def test_only_operators_may(live_requests):
     with pytest.raises(PermissionDeniedError, match="lists requests by its Unix socket"):
         live_requests.list(RequestFilter(), "ipv4:127.0.0.1:1")
     with pytest.raises(PermissionDeniedError, match="cancels requests by its Unix socket"):
         await live_requests.cancel(RequestFilter(min_age_s=0), "ipv4:127.0.0.1:1")
+
+
+async def test_unknown_id_is_not_found(router, live_requests):
+    asked = RequestFilter(request_id="x")
+    cancelling = asyncio.create_task(live_requests.cancel(asked, PEER))
+    key = (await router.scheduler.resumes.get()).first_seq_key
+    await router.scheduler.refuse(key, grpc.StatusCode.NOT_FOUND, "it is not known")
+    with pytest.raises(NotFoundError, match="'x' of tenant '' is not live here"):
+        await cancelling
