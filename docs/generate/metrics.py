@@ -1,4 +1,4 @@
-"""The metrics of every process: what a scrape of it would name."""
+"""The metrics of every process, with the names of a scrape."""
 
 from collections import Counter
 
@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 import gpu_worker.metrics
 import router.metrics
+import rpc.http_server
 import rpc.observe.stalls
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
@@ -19,14 +20,14 @@ vLLM's where it has the same. Counters end in `_total`; histograms have `_bucket
 """
 
 Row = tuple[str, str, tuple[str, ...], str]
-"""Name, kind, labels, what it is."""
+"""Name, kind, labels, description."""
 
 
 def page() -> str:
     """Return the page, in Markdown."""
     parts = [_HEAD]
     for title, rows in (
-        ("Every process", _of_module(rpc.observe.stalls)),
+        ("Every process", [*_of_module(rpc.observe.stalls), *_of_module(rpc.http_server)]),
         ("Router", _of_module(router.metrics)),
         ("Scheduler", _of_scheduler()),
         ("Worker", _of_module(gpu_worker.metrics)),
@@ -38,14 +39,14 @@ def page() -> str:
 
 
 def names() -> set[str]:
-    """Return every metric's name, as it is declared."""
+    """Return every metric's declared name."""
     return set(kinds())
 
 
 def kinds() -> dict[str, str]:
     """Return every metric's kind, by name."""
-    modules = map(_of_module, (rpc.observe.stalls, router.metrics, gpu_worker.metrics))
-    rows = [*_of_scheduler(), *(row for each in modules for row in each)]
+    modules = (rpc.observe.stalls, rpc.http_server, router.metrics, gpu_worker.metrics)
+    rows = [*_of_scheduler(), *(row for each in modules for row in _of_module(each))]
     return {name: kind for name, kind, *_ in rows}
 
 
@@ -55,7 +56,7 @@ def _of_module(module: object) -> list[Row]:
 
 
 def _of_metric(metric: MetricWrapperBase) -> Row:
-    # What a metric says of itself before it has been counted is not public.
+    # prometheus_client has no public API for a metric's description and labels.
     labels = tuple(metric._labelnames)  # noqa: SLF001
     return _name(metric._name, metric._type), metric._type, labels, metric._documentation  # noqa: SLF001
 
@@ -76,7 +77,7 @@ def _of_scheduler() -> list[Row]:
     ]
     for collector in collectors:
         for family in collector.collect():
-            # Without a worker there are no samples, which would have the labels' names.
+            # Without a worker there are no samples from which to read the labels.
             labels = tuple(family._labelnames)  # type: ignore[attr-defined]  # noqa: SLF001
             rows += [(_name(family.name, family.type), family.type, labels, family.documentation)]
     return sorted(rows)

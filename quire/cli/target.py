@@ -1,4 +1,4 @@
-"""Which process a command calls, and the error if it is not there."""
+"""Finds the process that a command calls, and explains errors if it cannot be reached."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ from rpc.status import calling
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
 _CONNECTED_BUT: Final = "--tls-"
-"""In messages that `rpc.security.tls.explain` has completed."""
+"""Occurs in messages to which `rpc.security.tls.explain` has added a hint."""
 _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
-"""How gRPC's own messages start; a router that is there but not ready has others."""
+"""Beginnings of gRPC's own messages; a running router that is not ready sends others."""
 
 
 def services_at(http_port: int | None) -> list[ServiceInfo]:
@@ -41,7 +41,7 @@ def find_service(http_port: int | None) -> ServiceInfo:
     if len(found := services_at(http_port)) == 1:
         return found[0]
     if http_port is not None:
-        raise CommandError(f"--http-port: {http_port}: no service of yours is there")
+        raise CommandError(f"--http-port: {http_port}: no service of yours has this port")
     if found:
         addresses = ", ".join(sorted(service.http_address for service in found))
         raise CommandError(f"--http-port: must choose one: several services are up ({addresses})")
@@ -84,7 +84,7 @@ def _find_scheduler(http_port: int | None, default: str) -> str:
 
 
 def open_client(target: str, settings: RouterClientSettings) -> Client:
-    """Make a client of a router, with TLS and API key from the settings."""
+    """Make a client of a router with TLS and API key from the settings."""
     return Client(target, api_key=settings.api_key.get_secret_value(), tls=settings.client_tls)
 
 
@@ -92,11 +92,11 @@ def open_client(target: str, settings: RouterClientSettings) -> Client:
 def scheduler_channel(
     settings: SchedulerClientSettings, default: str = ""
 ) -> Iterator[grpc.Channel]:
-    """Open a channel to `--scheduler`, or to that of the only service here, or to `default`.
+    """Open a channel to `--scheduler`, else to the only service on this machine, else `default`.
 
     Raises:
-        CommandError: There is none of these, or it cannot be reached.
-        QuireError: What a call in the block raises.
+        CommandError: There is no such scheduler, or it cannot be reached.
+        QuireError: A call in the `with` block failed.
     """
     target = settings.scheduler or _find_scheduler(settings.http_port, default)
     with (
@@ -109,7 +109,7 @@ def scheduler_channel(
 
 @contextlib.contextmanager
 def connection_errors(target: str) -> Iterator[None]:
-    """Turn a failure to reach `target` into a CommandError that says what to do."""
+    """Turn a failure to reach `target` into a CommandError with advice."""
     try:
         yield
     except UnavailableError as error:
@@ -120,5 +120,5 @@ def connection_errors(target: str) -> Iterator[None]:
         quire = invocation()
         raise CommandError(
             f"nothing answers at {target}: `{quire} up` starts a service, `{quire} status` shows"
-            " what runs here, and --target HOST:PORT names one elsewhere"
+            " the services on this machine, and --target HOST:PORT names one elsewhere"
         ) from None

@@ -1,4 +1,9 @@
-"""Which requests the router admits: each id once, up to a limit, none while it drains."""
+"""Decides which requests the router admits: each id once, up to a limit, none while it drains.
+
+Three places refuse requests under overload. This module limits the live requests of this router, to
+bound its memory. `router/schedulers/pool.py` refuses early when all schedulers have reported full
+queues. The scheduler decides with exact numbers (`scheduler_svc/core/limits.py`).
+"""
 
 import asyncio
 from dataclasses import dataclass
@@ -6,7 +11,13 @@ from dataclasses import dataclass
 import structlog
 from opentelemetry.trace import Span, SpanKind, format_trace_id
 
-from contract.errors import AlreadyExistsError, QuireError, TooBusyError, UnavailableError
+from contract.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+)
 from router import metrics
 from router.request import span as request_span
 from router.request.live import LiveRequest
@@ -15,7 +26,7 @@ from rpc.observe import telemetry
 log = structlog.get_logger()
 
 _LAST_BYTES_S = 0.2
-"""Time for clients to read the last bytes: closing a socket may discard them."""
+"""Time for clients to read the last bytes, which closing a socket may discard."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +52,7 @@ class Admitted:
 
 
 class Admission:
-    """The live requests by tenant and id, from admission until they are read to the end or left."""
+    """The live requests by tenant and id, from admission until the reader has finished or left."""
 
     def __init__(self, max_live_requests: int) -> None:
         self._max_live_requests = max_live_requests
@@ -69,6 +80,15 @@ class Admission:
         """Return the request with this tenant and id, if it has been submitted."""
         admitted = self._admitted.get((tenant, request_id))
         return None if admitted is None else admitted.live
+
+    def check_capacity(self, num_requests: int) -> None:
+        """Raise `InvalidArgumentError` if `num_requests` exceeds the limit on live requests."""
+        if num_requests > self._max_live_requests:
+            raise InvalidArgumentError(
+                "prompt",
+                f"holds {num_requests} prompts; at most {self._max_live_requests} requests may be"
+                " live (--max-live-requests)",
+            )
 
     def admit(self, tenant: str, request_id: str) -> Admitted:
         """Admit a request; its span lasts until it is released.

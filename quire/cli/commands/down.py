@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     for service in chosen:
         with contextlib.suppress(ProcessLookupError):
             os.kill(service.pid, signal.SIGTERM)
-    # The supervisors end within their drain time, even if Ctrl-C ends this wait.
+    # If Ctrl-C ends this wait, the supervisors still end within their drain time.
     pids = {service.pid for service in chosen}
     while pids & {service.pid for service in running_services()}:
         time.sleep(_POLL_S)

@@ -31,12 +31,14 @@ def _chosen(service: ServiceInfo, names: Sequence[str]) -> list[ServiceProcess]:
     """Return the processes in the order in which they were started: workers first."""
     known = [process.name for process in service.processes]
     if unknown := sorted({*names} - {*known}):
-        raise CommandError(f"{', '.join(unknown)}: no such process; there are {', '.join(known)}")
+        raise CommandError(
+            f"{', '.join(unknown)}: no such process; it must be one of {', '.join(known)}"
+        )
     return [process for process in service.processes if not names or process.name in names]
 
 
 def _restart(service: ServiceInfo, process: ServiceProcess) -> None:
-    """Let it drain and end, and wait until the one that the supervisor starts instead is ready."""
+    """Drain and end a process, and wait until the supervisor's replacement is ready."""
     if process.pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`quire drain` against a fake of a process, and what `quire restart` says of what is not there."""
+"""`quire drain` against a fake of a process, and errors of `quire restart`."""
 
 import asyncio
 
@@ -77,11 +77,11 @@ SERVICE = ServiceInfo(
     [
         ([], [], "no service of yours is up on this machine"),
         ([SERVICE, SERVICE], [], "several services are up (127.0.0.1:8000, 127.0.0.1:8000)"),
-        ([SERVICE], ["--http-port", "8001"], "--http-port: 8001: no service of yours is there"),
-        ([SERVICE], ["worker-1"], "worker-1: no such process; there are worker-0, scheduler"),
+        ([SERVICE], ["--http-port", "8001"], "--http-port: 8001: no service of yours has this port"),
+        ([SERVICE], ["worker-1"], "worker-1: no such process; it must be one of worker-0"),
     ],
 )
-def test_what_cannot_be_restarted_is_an_error(services, argv, problem, monkeypatch, capsys):
+def test_restarting_an_unknown_process_is_an_error(services, argv, problem, monkeypatch, capsys):
     monkeypatch.setattr(target, "running_services", lambda: iter(services))
     assert main(["restart", *argv]) == 1
     assert problem in capsys.readouterr().err

@@ -85,7 +85,7 @@ def test_logs_of_a_service_that_is_down_are_found(service, capsys):
     service.held.leave()
     assert len(shown(capsys)) == 8
     assert main(["logs", "--http-port", "8001"]) == 1
-    assert "8001: no service of yours is there" in capsys.readouterr().err
+    assert "8001: no service of yours has this port" in capsys.readouterr().err
 
 
 def test_follow_shows_what_is_added(service, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""What `quire up` makes of certificates and keys, and how its probes and commands meet them."""
+"""`quire up` with certificates and keys, and its probes and commands."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tests.certificates import Authority
 def planned(environment=None, **flags):
     settings = UpSettings(http_port=0, grpc_port=0, simulate=1, **flags)
     chosen = layout.choose_ports(settings)
-    return layout.plan(settings, Path("/models/tiny"), chosen, Path("/run/q"), environment or {})
+    return layout.plan(settings, "/models/tiny", chosen, Path("/run/q"), environment or {})
 
 
 def test_every_process_gets_the_certificates(tmp_path):

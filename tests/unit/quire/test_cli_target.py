@@ -1,4 +1,4 @@
-"""Which service the client commands talk to, and how messages say `quire`."""
+"""Which service the client commands use, and how messages name the command `quire`."""
 
 import sys
 import tempfile
@@ -22,7 +22,7 @@ from quire.cli.up.service_dir import ServiceDir, ServiceInfo
 
 @pytest.fixture
 def services(tmp_path, monkeypatch):
-    """Makes this machine one without services; the function that it gives adds one."""
+    """Hides this machine's services; returns a function that adds one."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     directories = []
 
@@ -64,7 +64,7 @@ def test_http_port_chooses_one_of_several_for_every_kind_of_command(services):
     assert _find_scheduler(8001, "127.0.0.1:50052") == "unix:/s1"
     assert find_service(8001).http_address == "127.0.0.1:8001"
     for find in (find_service, lambda port: router(http_port=port)):
-        with pytest.raises(CommandError, match="8003: no service of yours is there"):
+        with pytest.raises(CommandError, match="8003: no service of yours has this port"):
             find(8003)
     with pytest.raises(CommandError, match=r"\(127.0.0.1:8001, 127.0.0.1:8002\)"):
         find_service(None)
