@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from model_files.errors import ModelError
 from quire.cli.command_error import CommandError
@@ -67,6 +67,17 @@ def _already_up(settings: UpSettings, model: str, service: ServiceInfo) -> int:
         raise CommandError(
             f"--http-port: {settings.http_port}: a service of {service.model} has this port"
             f" (pid {service.pid}); stop it with `{invocation()} down`, or choose other ports"
+        )
+    given = layout.described_flags(settings, settings.model_fields_set)
+    differences = [
+        f"--{name.replace('_', '-')} is {there}, and {value} is given"
+        for name, value in given.items()
+        if (there := service.flags.get(name, value)) != value
+    ]
+    if differences:
+        raise CommandError(
+            f"{service.model_name} is up there (pid {service.pid}) with other flags:"
+            f" {'; '.join(differences)}; stop it with `{invocation()} down`, or choose other ports"
         )
     print(
         f"{service.model_name} is already up, with the flags it was started with"
@@ -156,6 +167,9 @@ async def _show_start(planned: Layout, check: Callable[[], None] = lambda: None)
 def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int:
     """Fork: the child supervises, the parent waits until the service is ready."""
     failure, report_failure = os.pipe()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _exit)
     sys.stdout.flush()
     sys.stderr.flush()
     # No thread has been started yet, so a fork is safe, and cheaper than a new interpreter.
@@ -174,13 +188,17 @@ def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int
 
     try:
         asyncio.run(_show_start(planned, check))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
         raise
     print(how_to_use(planned.service))
     print(f"supervisor pid {pid}, logs {directory.log_dir}", flush=True)
     return asyncio.run(run_demo(planned.service, settings)) if settings.demo else 0
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _become_daemon(

@@ -9,8 +9,8 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
@@ -51,6 +51,8 @@ class ServiceInfo:
     """The scheduler's gRPC, for operators; empty in what an older release wrote."""
     operator_target: str = ""
     """The router's gRPC for operators; empty in what an older release wrote."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """The values of the flags of `quire up`, by name; empty in what an older release wrote."""
     has_tls: bool = False
     """Whether the TCP ports use TLS."""
 

@@ -77,7 +77,7 @@ SERVICE = ServiceInfo(
     [
         ([], [], "no service of yours is up on this machine"),
         ([SERVICE, SERVICE], [], "several services are up (127.0.0.1:8000, 127.0.0.1:8000)"),
-        ([SERVICE], ["--http-port", "8001"], "--http-port: 8001: no service of yours has this port"),
+        ([SERVICE], ["--http-port", "8001"], "8001: no service of yours has this port"),
         ([SERVICE], ["worker-1"], "worker-1: no such process; it must be one of worker-0"),
     ],
 )

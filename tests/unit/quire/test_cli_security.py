@@ -30,7 +30,7 @@ def test_every_process_gets_the_certificates(tmp_path):
     layout_ = planned(**files.as_peer, tls_server_name="quire", max_metadata_kb=8)
     assert layout_.service.has_tls
     for spec in layout_.specs:
-        flags = dict(zip(spec.argv[3::2], spec.argv[4::2], strict=True))
+        flags = dict(zip(spec.argv[4::2], spec.argv[5::2], strict=True))
         assert flags["--tls-cert"] == str(files.cert)
         assert flags["--tls-key"] == str(files.key)
         assert flags["--tls-ca"] == flags["--tls-client-ca"] == str(files.ca)

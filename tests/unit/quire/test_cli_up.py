@@ -266,3 +266,41 @@ def test_commands_without_a_service_say_so(machine):
 def test_verbose_shows_the_logs_of_the_processes(machine):
     process = machine.up("--verbose")
     read_until(process, "scheduler  | fake scheduler_svc listens")
+
+
+@pytest.mark.parametrize("name", ["http", "secrets", "email"])
+def test_file_named_like_a_module_of_python_breaks_nothing(machine, name):
+    (machine.folder / f"{name}.py").write_text("raise RuntimeError('not the one of Python')")
+    process = machine.up("--detach")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    (service,) = machine.services
+    assert all(map(is_alive, pids(service)))
+
+
+def test_second_up_with_other_flags_names_the_difference_and_fails(machine):
+    machine.up("--detach", "--workers", "2").communicate(timeout=TIMEOUT_S)
+    (service,) = machine.services
+    port = ("--http-port", service.http_address.rpartition(":")[2])
+    same = (*port, "--grpc-port", service.grpc_target.rpartition(":")[2])
+    refused = machine.up(*same, "--workers", "3", "--policy", "fair", "--demo")
+    output, _ = refused.communicate(timeout=TIMEOUT_S)
+    assert refused.returncode == 1
+    assert "with other flags: " in output
+    assert "--workers is 2, and 3 is given" in output
+    assert "--policy is , and fair is given" in output
+    assert "--demo" not in output
+    again = machine.up(*same, "--workers", "2", "--detach", QUIRE_API_KEY="secret")
+    output, _ = again.communicate(timeout=TIMEOUT_S)
+    assert (again.returncode, "already up" in output) == (0, True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_terminated_detach_leaves_nothing(machine, number):
+    (machine.folder / "gpu_worker.not-ready").touch()
+    process = machine.up("--detach")
+    read_until(process, "worker-0: loading")
+    (service,) = machine.services
+    process.send_signal(number)
+    assert process.wait(TIMEOUT_S) == 128 + number
+    assert not any(map(is_alive, [service.pid, *pids(service)]))
