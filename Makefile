@@ -10,17 +10,44 @@ BIN := $(VENV)/bin
 UNPACKED := build/debian
 export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
-.PHONY: setup up test worst-bodies compose-test clients-test public-clients-test ui-test observe-test lint protos docs bench chaos
+.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test ui-test observe-test lint lock sbom protos docs bench chaos
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
+# requirements/ holds the version and the hashes of all that is installed but torch, whose build TORCH
+# chooses; --no-deps, since they are complete.
+LOCKED := install -qq --require-hashes --no-deps -r
+$(VENV)/.installed: pyproject.toml requirements/dev.txt
 	@echo "installing into $(VENV) (a few minutes) ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -qq --upgrade pip
+	$(BIN)/pip $(LOCKED) requirements/dev.txt
 	$(BIN)/pip install -qq $(TORCH)
-	$(BIN)/pip install -qq --editable '.[worker,dev]'
+	$(BIN)/pip install -qq --no-deps --no-build-isolation --editable .
 	touch $@
+
+TOOLS := build/tools
+$(TOOLS)/.installed: requirements/tools.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip $(LOCKED) requirements/tools.txt
+	touch $@
+
+# Writes requirements/ anew from pyproject.toml, for Python 3.11 and later. UPGRADE=--upgrade takes newer
+# versions than those in the files.
+LOCK = $(TOOLS)/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--no-emit-package torch --custom-compile-command 'make lock' $(UPGRADE) pyproject.toml
+lock: $(TOOLS)/.installed
+	$(LOCK) --extra worker --extra transformers --extra dev --group build -o requirements/dev.txt
+	$(LOCK) -c requirements/dev.txt -o requirements/services.txt
+	$(LOCK) -c requirements/dev.txt --extra worker -o requirements/worker.txt
+	$(LOCK) -c requirements/dev.txt --extra worker --extra transformers -o requirements/worker-transformers.txt
+	$(LOCK:pyproject.toml=--group) build -o requirements/build.txt
+	$(LOCK:pyproject.toml=--group) tools -o requirements/tools.txt
+
+# What is installed, with licences, in CycloneDX's format; OF is the environment's Python.
+OF ?= $(BIN)/python
+sbom: setup $(TOOLS)/.installed
+	$(TOOLS)/bin/cyclonedx-py environment $(OF) --pyproject pyproject.toml --mc-type application \
+		--gather-license-texts --output-reproducible --of JSON -o build/sbom.json
 
 # Serves a model that chats, 93 MB from the package index; DEMO=tiny: the small one that is shipped.
 up: setup

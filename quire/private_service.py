@@ -50,7 +50,7 @@ class PrivateService(Closes):
         key = {"QUIRE_API_KEY": api_key} if api_key else {}  # other users can see a command line
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own
-                [sys.executable, "-m", "quire.cli", "up", *arguments],
+                [sys.executable, "-P", "-m", "quire.cli", "up", *arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

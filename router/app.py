@@ -18,6 +18,7 @@ from router.grpc.operations import operator_services
 from router.http import api as openai_api
 from router.http.web_pages import PageGuard, is_loopback
 from router.kserve.api import kserve_service
+from router.live_requests import LiveRequests
 from router.operations import Operations
 from router.request.inference import Inference
 from router.schedulers.link import LinkConfig
@@ -82,9 +83,8 @@ async def run_router(
     )
     http = web.Application(middlewares=[access])
     check = None if api_keys is None else check_operator
-    operations = Operations(
-        schedulers, inference.model, operators(settings, check), settings.client_tls
-    )
+    obeyed = operators(settings, check)
+    operations = Operations(schedulers, inference.model, obeyed, settings.client_tls)
     http.add_routes(
         openai_api.routes(
             inference,
@@ -104,7 +104,7 @@ async def run_router(
             services=[
                 inference_service(inference),
                 kserve_service(inference, lambda: health.ready),
-                *operator_services(operations),
+                *operator_services(operations, LiveRequests(inference, obeyed)),
             ],
             http=http,
             interceptors=[

@@ -93,9 +93,7 @@ async def start_grpc_server(server: grpc.aio.Server, settings: ProcessSettings) 
     tls = settings.server_tls
     if settings.uds is not None:
         tls = None
-        address = f"unix:{settings.uds.absolute()}"
-        if _is_listened_to(settings.uds):
-            raise CannotListenError(f"gRPC cannot listen on {address}: it is in use")
+        address = _free_socket(settings.uds)
     else:
         address = join(settings.host, settings.grpc_port)
     try:
@@ -103,6 +101,8 @@ async def start_grpc_server(server: grpc.aio.Server, settings: ProcessSettings) 
             port = server.add_insecure_port(address)
         else:
             port = server.add_secure_port(address, server_credentials(tls))
+        if settings.operator_uds is not None:
+            server.add_insecure_port(_free_socket(settings.operator_uds))
     except RuntimeError:
         raise CannotListenError(
             f"gRPC cannot listen on {address}: it is in use, or not an address of this machine"
@@ -116,7 +116,11 @@ def join(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _is_listened_to(uds: Path) -> bool:
+def _free_socket(uds: Path) -> str:
+    """Return the address of a socket; raise CannotListenError if a process listens there."""
+    address = f"unix:{uds.absolute()}"
     # gRPC would remove the socket at its path even if another process listens there.
     with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(os.fspath(uds)) == 0
+        if probe.connect_ex(os.fspath(uds)) == 0:
+            raise CannotListenError(f"gRPC cannot listen on {address}: it is in use")
+    return address

@@ -24,6 +24,8 @@ from rpc.grpc_server import CannotListenError, Service, make_grpc_server, start_
 from rpc.health import HEALTH_SERVICE_NAME, Health, HealthServicer
 from rpc.http_server import make_http_runner, start_http_server
 from rpc.observe import logs, telemetry, timeline
+from rpc.observe.loop_watch import watching_loop
+from rpc.observe.stalls import LAG, report_stall
 from rpc.security.operators import operators
 from rpc.settings import ProcessSettings
 
@@ -101,12 +103,13 @@ async def serve(
             log.info("listening", grpc=addresses.grpc, http=addresses.http)
             if on_started is not None:
                 await _unless(stopping, on_started(addresses))
-            with _heap_frozen():
-                await stopping.wait()
-            log.info("draining", drain_s=settings.drain_s)
-            health.set_draining()
-            if on_drain is not None:
-                await _drain(on_drain, settings.drain_s)
+            with watching_loop(settings.loop_stall_s, report_stall, LAG.observe):
+                with _heap_frozen():
+                    await stopping.wait()
+                log.info("draining", drain_s=settings.drain_s)
+                health.set_draining()
+                if on_drain is not None:
+                    await _drain(on_drain, settings.drain_s)
         except BaseException:
             grace_s = 0.0
             raise

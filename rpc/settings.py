@@ -119,6 +119,9 @@ class ProcessSettings(LinkSettings):
     """Port of gRPC; 0 picks a free one."""
     uds: Path | None = None
     """Path of a Unix socket for gRPC, instead of host and port."""
+    operator_uds: Path | None = None
+    """Path of a Unix socket where gRPC listens as well, for operators on this machine; its
+    permissions protect it. Unset: none."""
     http_port: Port = 0
     """Port of HTTP; 0 picks a free one."""
     max_message_mb: Annotated[int, Field(ge=1, le=2047)] = DEFAULT_MAX_MESSAGE_MB
@@ -143,11 +146,14 @@ class ProcessSettings(LinkSettings):
     """Format of log lines; auto is console on a terminal and json elsewhere."""
     otlp_traces_endpoint: str = ""
     """Endpoint for traces, by OTLP over gRPC, such as http://localhost:4317; empty: no traces."""
+    loop_stall_s: Annotated[float, Field(ge=0, le=60)] = 0.25
+    """Report the event loop if it does not run for so many seconds, with the stack of what holds it
+    (docs/observability.md); 0: do not watch it."""
     timeline_dir: Path | None = None
     """Directory for a timeline of this process, for Perfetto, written when the process ends; unset:
     no timeline. `quire bench --profile` makes a timeline of all processes."""
 
-    @field_validator("uds")
+    @field_validator("uds", "operator_uds")
     @classmethod
     def _uds_fits(cls, path: Path | None) -> Path | None:
         if path is not None and len(os.fsencode(path)) > _MAX_UDS_PATH_BYTES:

@@ -46,7 +46,7 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
 
     CPUs have no arithmetic for float16, and only some have it for bfloat16.
     """
-    dtype = resolve_dtype(name, config)
+    dtype: torch.dtype = getattr(torch, resolve_dtype(name, config))
     if name != "auto" or device.type != "cpu" or dtype is torch.float32:
         return dtype
     features = torch.cpu.get_capabilities()

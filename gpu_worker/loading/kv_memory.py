@@ -55,6 +55,23 @@ def blocks_in(num_bytes: float, bytes_per_block: int) -> int:
     return int(num_bytes // bytes_per_block)
 
 
+def check_size(settings: WorkerSettings, bytes_per_block: int, device: torch.device) -> None:
+    """Raise NoRoomError if the settings ask for more KV memory than the device has in all."""
+    total = device_total_bytes(device)
+    if settings.num_blocks is not None:
+        asked, flag = settings.num_blocks * bytes_per_block, f"num-blocks is {settings.num_blocks}"
+    elif settings.kv_cache_memory_gb is not None:
+        asked = int(settings.kv_cache_memory_gb * _GIB)
+        flag = f"kv-cache-memory-gb is {settings.kv_cache_memory_gb:g}"
+    else:
+        return
+    if asked > total:
+        raise NoRoomError(
+            f"{flag}, {asked / _GIB:.1f} GiB of KV memory; {device} has {total / _GIB:.1f} GiB"
+            " in all"
+        )
+
+
 def free_cpu_kv_bytes() -> int:
     """Default KV memory on a CPU: 1 GiB, or half of the free memory if that is less."""
     return min(_DEFAULT_CPU_BYTES, int(available_bytes() * _CPU_SHARE))

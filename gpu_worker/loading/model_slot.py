@@ -16,6 +16,7 @@ from contract.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from gpu_worker.loading.early_check import check_config
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.service.api import WorkerService
 from gpu_worker.settings import WorkerSettings
@@ -271,6 +272,7 @@ def _load_model(
     event_loop: asyncio.AbstractEventLoop,
     leader: Leader | None,
 ) -> "LoadedModel":
+    check_config(settings, report)
     # Imported here because torch takes seconds to import, and the ports should answer before.
     from gpu_worker.loading.worker_model import load  # noqa: PLC0415
 

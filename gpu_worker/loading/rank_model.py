@@ -118,6 +118,8 @@ def _load_rank_model(
     config, local_config = source.config, source.local_config
     dtype = pick_dtype(settings.dtype, config, device)
     dtypes = _kv_dtypes(settings, config, dtype, place)
+    bytes_per_block = block_bytes(local_config, settings.block_size, dtypes)
+    kv_memory.check_size(settings, bytes_per_block, device)
     load_one = partial(load_adapter, model=config, dtype=dtype, device=device)
     adapters = dict(enumerate((load_one(*each) for each in settings.adapter_directories), start=1))
     limits = replace(
@@ -128,7 +130,6 @@ def _load_rank_model(
     report("loading weights", 0.0)
     model = source.load(dtype, device, lambda done: report("loading weights", done), ranks)
     report("making room for KV", None)
-    bytes_per_block = block_bytes(local_config, settings.block_size, dtypes)
     draft_model = None
     if settings.draft_model is not None:
         draft_directory = find_model(settings.draft_model, settings.cache_dir, report)
@@ -138,9 +139,7 @@ def _load_rank_model(
     )
     if ranks is not None:
         num_blocks = int(ranks.least(num_blocks)[0])
-    pool_memory = open_pool_memory(
-        settings, num_blocks, block_bytes(local_config, settings.block_size, dtypes), device
-    )
+    pool_memory = open_pool_memory(settings, num_blocks, bytes_per_block, device)
     pool = KvPool(local_config, num_blocks, settings.block_size, dtypes, device, pool_memory)
     undo.callback(pool.close)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 
 
@@ -27,21 +25,21 @@ class ModelConfig:
     """The head dim of keys and values, in every layer."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json; may be empty."""
-    dtype: torch.dtype
-    """The checkpoint's dtype; float32 if config.json has none."""
+    dtype: str
+    """The checkpoint's dtype, one of `DTYPES`; float32 if config.json has none."""
 
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-"""Number formats a model can run in, by the names that config.json and flags use."""
+DTYPES = ("float32", "float16", "bfloat16")
+"""Number formats that a model can run in, by torch's names, which config.json and flags use."""
 
 
-def resolve_dtype(name: str, config: ModelConfig) -> torch.dtype:
+def resolve_dtype(name: str, config: ModelConfig) -> str:
     """The number format of a flag: one of `DTYPES`, or "auto" for the checkpoint's."""
     if name == "auto":
         return config.dtype
     if name not in DTYPES:
         raise ModelError(f"dtype is {name!r}; it must be auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return name
 
 
 def read_architecture(fields: JsonFields) -> str:
@@ -84,10 +82,10 @@ def read_eos_token_ids(fields: JsonFields) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
-def read_dtype(fields: JsonFields) -> torch.dtype:
+def read_dtype(fields: JsonFields) -> str:
     """The checkpoint's number format."""
     # transformers 5 writes `dtype`, older ones `torch_dtype`.
     name = fields.get("dtype", default=fields.get("torch_dtype", default="float32"))
     if not isinstance(name, str) or name not in DTYPES:
         raise fields.error("dtype", f"is {name!r}; supported are {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return name

@@ -16,7 +16,7 @@ from gpu_worker.models.attention import AttentionMetadata, attend
 from gpu_worker.models.decoder_layer import DecoderLayer, Experts, FeedForward, GatedMlp, QkNorm
 from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig, split_llama_config
 from gpu_worker.models.native_layers import NativeLayers
-from gpu_worker.models.rope import rotary_table
+from gpu_worker.models.rope_table import rotary_table
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.weights.linear import Linear, make_linear
 from gpu_worker.weights.reader import Weights

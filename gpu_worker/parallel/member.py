@@ -93,7 +93,7 @@ def command() -> list[str]:
 
     The process ends when its standard input ends.
     """
-    return [sys.executable, "-m", "gpu_worker.parallel"]
+    return [sys.executable, "-P", "-m", "gpu_worker.parallel"]
 
 
 _END_S = 5.0

@@ -1,1 +1,7 @@
 """The command line: starts, uses and inspects a service."""
+
+import sys
+
+if sys.argv[0] == "-m" and not sys.flags.safe_path:  # so it is while `python -m quire.cli` starts
+    # A file http.py in the working directory must not hide Python's own.
+    sys.path.append(sys.path.pop(0))

@@ -8,6 +8,9 @@ from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
 from rpc.settings import ENV_PREFIX, LinkSettings, PositiveInt
 
+ServicePort = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
 
 class RouterClientSettings(LinkSettings):
     """The flags of all commands that call a router."""
@@ -17,12 +20,19 @@ class RouterClientSettings(LinkSettings):
     can see a command line."""
 
 
-class ClientSettings(RouterClientSettings):
-    """The flags of both `generate` and `chat`."""
+class RouterTargetSettings(RouterClientSettings):
+    """And which router it is."""
 
     target: str = ""
     """The router's gRPC address: host:port, or unix:/path; empty: the only service on this machine,
     else 127.0.0.1:50051."""
+    http_port: ServicePort | None = None
+    """Which service of this machine, by its router's HTTP port; default: the only one."""
+
+
+class ClientSettings(RouterTargetSettings):
+    """The flags of both `generate` and `chat`."""
+
     served_model_name: str = ""
     """The model's name; empty: the only served model."""
     max_tokens: PositiveInt | None = None
@@ -106,19 +116,18 @@ class BenchSettings(RouterClientSettings):
         return self
 
 
-class StatusSettings(RouterClientSettings):
+class StatusSettings(RouterTargetSettings):
     """Show the service's processes, their health and their load. Exits with 0 if all are ready."""
 
     target: str = ""
     """Address of another router: host:port, or unix:/path; empty: the services on this machine."""
+    http_port: ServicePort | None = None
+    """Which service of this machine, by its router's HTTP port; default: all."""
 
 
-class KvSettings(RouterClientSettings):
+class KvSettings(RouterTargetSettings):
     """Show a map of each worker's KV blocks, and its live sequences with their blocks."""
 
-    target: str = ""
-    """The router's gRPC address: host:port, or unix:/path; empty: the only service on this machine,
-    else 127.0.0.1:50051."""
     worker: str = ""
     """Show only the worker with this address; empty: all workers."""
     first_block: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -131,16 +140,13 @@ class KvSettings(RouterClientSettings):
     """Write JSON, with block tables and reference counts."""
 
 
-class TopSettings(RouterClientSettings):
+class TopSettings(RouterTargetSettings):
     """Watch a service: queues, sequences, KV tiers, and the work of each worker. q quits.
 
     Latencies and refusals come from the router's HTTP port, so they are shown only for services on
     this machine.
     """
 
-    target: str = ""
-    """The router's gRPC address: host:port, or unix:/path; empty: the only service on this machine,
-    else 127.0.0.1:50051."""
     interval_s: Annotated[float, Field(gt=0, le=3600)] = 1.0
     """Seconds between two frames; rates are averages over that time."""
     once: bool = False
@@ -149,12 +155,51 @@ class TopSettings(RouterClientSettings):
     """Most sequences to query per worker; the terminal shows as many as fit."""
 
 
+class _ChosenRequests(RouterTargetSettings):
+    """The flags of both `requests` and `cancel`."""
+
+    tenant: str | None = None
+    """Only requests of this tenant."""
+    older_than_s: Seconds | None = None
+    """Only requests that came at least so many seconds ago."""
+
+
+class RequestsSettings(_ChosenRequests):
+    """List the live requests of a router: who asked, how long ago, how far they are.
+
+    For operators. A router knows its own requests; what their sequences hold, `quire kv` shows.
+    """
+
+    json_: Annotated[bool, Field(alias="json")] = False
+    """Write JSON, a line for each request."""
+
+
+class CancelSettings(_ChosenRequests):
+    """End live requests of a router: by id, by tenant, by age, or all.
+
+    For operators. The clients get an error that says so, and should not send the request again.
+    """
+
+    request_ids: CliPositionalArg[tuple[str, ...]] = ()
+    """Ids, as `quire requests` shows them."""
+    all: bool = False
+    """End all requests."""
+
+    @model_validator(mode="after")
+    def _chooses(self) -> Self:
+        if not (self.request_ids or self.all) and self.tenant is None and self.older_than_s is None:
+            raise ValueError("give ids, --tenant, --older-than-s or --all")
+        return self
+
+
 class SchedulerClientSettings(LinkSettings):
     """The flags of all commands that call a scheduler."""
 
     scheduler: str = ""
-    """The scheduler's gRPC address: host:port, or unix:/path; empty: the scheduler of the only
+    """The scheduler's gRPC address: host:port, or unix:/path; empty: the scheduler of the
     service on this machine."""
+    http_port: ServicePort | None = None
+    """Which service of this machine, by its router's HTTP port; default: the only one."""
 
 
 class DefragmentSettings(SchedulerClientSettings):
@@ -300,10 +345,27 @@ class ReplaySettings(_CommandSettings):
 class DownSettings(_CommandSettings):
     """Stop a service that `quire up` started: let live requests finish, then end its processes."""
 
-    http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """The service, by its router's HTTP port; default: the only service."""
+    http_port: ServicePort | None = None
+    """Which service of this machine, by its router's HTTP port; default: the only one."""
     all: bool = False
     """Stop all services."""
+
+
+class LogsSettings(_CommandSettings):
+    """Show what the processes of a service have logged, in order of time.
+
+    Without a service that is up, the logs of the last one that was; five are kept.
+    """
+
+    process: CliPositionalArg[str] = ""
+    """One process, by its name in `quire status`, or `up` for the supervisor; default: all."""
+    request: str = ""
+    """Only what concerns this request, by its id. What each process does with it is logged with
+    `quire up --log-level debug`."""
+    follow: bool = False
+    """Go on as lines are added, until Ctrl-C."""
+    http_port: ServicePort | None = None
+    """Which service of this machine, by its router's HTTP port; default: the only one."""
 
 
 class RestartSettings(_CommandSettings):
@@ -316,5 +378,5 @@ class RestartSettings(_CommandSettings):
 
     names: CliPositionalArg[tuple[str, ...]] = ()
     """Names of processes in `quire status`; default: all."""
-    http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """The service, by its router's HTTP port; default: the only service."""
+    http_port: ServicePort | None = None
+    """Which service of this machine, by its router's HTTP port; default: the only one."""

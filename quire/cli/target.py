@@ -9,8 +9,12 @@ import grpc
 from contract.errors import UnavailableError
 from quire.cli.command_error import CommandError
 from quire.cli.invocation import invocation
-from quire.cli.settings import RouterClientSettings, SchedulerClientSettings
-from quire.cli.up.service_dir import ServiceDirError, running_services
+from quire.cli.settings import (
+    RouterClientSettings,
+    RouterTargetSettings,
+    SchedulerClientSettings,
+)
+from quire.cli.up.service_dir import ServiceDirError, ServiceInfo, running_services
 from quire.client import Client
 from rpc.peers.channel import open_blocking_channel
 from rpc.status import calling
@@ -23,31 +27,60 @@ _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
 """Beginnings of gRPC's own messages; a running router that is not ready sends others."""
 
 
-def find_target(target: str) -> str:
-    """Return `target`; if empty, the router of the only service on this machine, or the default."""
-    if target:
-        return target
-    with contextlib.suppress(ServiceDirError):
-        services = list(running_services())
-        if len(services) == 1:
-            return services[0].grpc_target
-    return DEFAULT_TARGET
+def services_at(http_port: int | None) -> list[ServiceInfo]:
+    """Return the services of this machine; with `http_port`, the one whose router has it."""
+    return [service for service in running_services() if service.is_at(http_port)]
 
 
-def _find_scheduler(default: str) -> str:
-    targets: list[str] = []
+def find_service(http_port: int | None) -> ServiceInfo:
+    """Return the service with this port; without one, the only service.
+
+    Raises:
+        CommandError: There is none, or several.
+    """
+    if len(found := services_at(http_port)) == 1:
+        return found[0]
+    if http_port is not None:
+        raise CommandError(f"--http-port: {http_port}: no service of yours has this port")
+    if found:
+        addresses = ", ".join(sorted(service.http_address for service in found))
+        raise CommandError(f"--http-port: must choose one: several services are up ({addresses})")
+    raise CommandError(f"no service of yours is up on this machine; `{invocation()} up` starts one")
+
+
+def find_target(settings: RouterTargetSettings) -> str:
+    """Return the router that the settings choose, or the default."""
+    if settings.target:
+        return settings.target
+    service = _find_service_if_any(settings.http_port)
+    return DEFAULT_TARGET if service is None else service.grpc_target
+
+
+def find_operator_target(settings: RouterTargetSettings) -> str:
+    """Return where that router obeys operators."""
+    service = None if settings.target else _find_service_if_any(settings.http_port)
+    return (service and service.operator_target) or find_target(settings)
+
+
+def _find_service_if_any(http_port: int | None) -> ServiceInfo | None:
     try:
-        targets = [service.scheduler_target for service in running_services()]
+        services = services_at(None)
     except ServiceDirError:
-        if not default:
-            raise
-    if len(targets) == 1 and targets[0]:
-        return targets[0]
+        return None
+    # In a container QUIRE_HTTP_PORT is set for the process itself, and there are no services.
+    if not services or (http_port is None and len(services) > 1):
+        return None
+    return find_service(http_port)
+
+
+def _find_scheduler(http_port: int | None, default: str) -> str:
     if default:
-        return default
-    raise CommandError(
-        f"--scheduler: is not set, and {len(targets)} services of yours run on this machine"
-    )
+        service = _find_service_if_any(http_port)
+        return default if service is None else service.scheduler_target or default
+    try:
+        return find_service(http_port).scheduler_target
+    except CommandError as error:
+        raise CommandError(f"{error}; --scheduler HOST:PORT names a scheduler elsewhere") from None
 
 
 def open_client(target: str, settings: RouterClientSettings) -> Client:
@@ -65,7 +98,7 @@ def scheduler_channel(
         CommandError: There is no such scheduler, or it cannot be reached.
         QuireError: A call in the `with` block failed.
     """
-    target = settings.scheduler or _find_scheduler(default)
+    target = settings.scheduler or _find_scheduler(settings.http_port, default)
     with (
         connection_errors(target),
         open_blocking_channel(target, tls=settings.client_tls) as channel,

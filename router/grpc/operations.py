@@ -1,9 +1,17 @@
-"""The gRPC API for operators: `quire.v1.AdapterService` and `quire.v1.LoadingService`."""
+"""The gRPC API for operators: `quire.v1.AdapterService`, `LoadingService`, `RequestService`."""
 
 from contextlib import aclosing
 
-from quire.v1 import adapters_pb2, adapters_pb2_grpc, loading_pb2, loading_pb2_grpc
+from quire.v1 import (
+    adapters_pb2,
+    adapters_pb2_grpc,
+    loading_pb2,
+    loading_pb2_grpc,
+    requests_pb2,
+    requests_pb2_grpc,
+)
 from router.grpc.call import CallContext
+from router.live_requests import LiveRequests
 from router.operations import Operations
 from rpc.grpc_server import Service, service_of
 from rpc.worker_fields import refuse_epoch
@@ -58,9 +66,29 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
                 await context.write(progress)
 
 
-def operator_services(operations: Operations) -> list[Service]:
+class RequestServicer(requests_pb2_grpc.RequestServiceServicer):
+    """The server's interceptor turns what is raised into a status."""
+
+    def __init__(self, requests: LiveRequests) -> None:
+        self._requests = requests
+
+    async def ListRequests(  # noqa: N802
+        self, request: requests_pb2.ListRequestsRequest, context: CallContext
+    ) -> requests_pb2.ListRequestsResponse:
+        found = self._requests.list(request.filter, context.peer())
+        return requests_pb2.ListRequestsResponse(requests=found)
+
+    async def CancelRequests(  # noqa: N802
+        self, request: requests_pb2.CancelRequestsRequest, context: CallContext
+    ) -> requests_pb2.CancelRequestsResponse:
+        ended = await self._requests.cancel(request.filter, context.peer())
+        return requests_pb2.CancelRequestsResponse(requests=ended)
+
+
+def operator_services(operations: Operations, requests: LiveRequests) -> list[Service]:
     """Make the entries for `rpc.server.serve`."""
     return [
         service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", AdapterServicer(operations)),
         service_of(loading_pb2, loading_pb2_grpc, "LoadingService", LoadingServicer(operations)),
+        service_of(requests_pb2, requests_pb2_grpc, "RequestService", RequestServicer(requests)),
     ]

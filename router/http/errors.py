@@ -13,6 +13,7 @@ from contract.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
+    PermissionDeniedError,
     QuireError,
     TooBusyError,
     UnauthenticatedError,
@@ -45,6 +46,7 @@ _STATUS_TO_CODE = {
 _FAILURES: tuple[type[QuireError], ...] = (
     DeadlineExceededError,
     NotFoundError,
+    PermissionDeniedError,
     TooBusyError,
     UnauthenticatedError,
     UnavailableError,

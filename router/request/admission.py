@@ -6,17 +6,49 @@ queues. The scheduler decides with exact numbers (`scheduler_svc/core/limits.py`
 """
 
 import asyncio
+from dataclasses import dataclass
 
-from opentelemetry.trace import Span, SpanKind
+import structlog
+from opentelemetry.trace import Span, SpanKind, format_trace_id
 
-from contract.errors import AlreadyExistsError, InvalidArgumentError, TooBusyError, UnavailableError
+from contract.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+)
 from router import metrics
 from router.request import span as request_span
 from router.request.live import LiveRequest
 from rpc.observe import telemetry
 
+log = structlog.get_logger()
+
 _LAST_BYTES_S = 0.2
 """Time for clients to read the last bytes, which closing a socket may discard."""
+
+
+@dataclass(slots=True, eq=False)
+class Admitted:
+    """One request, from its admission until it is read to the end or left."""
+
+    tenant: str
+    request_id: str
+    span: Span
+    admitted_at: float
+    """On the event loop's clock."""
+    live: LiveRequest | None = None
+    """None until it is submitted."""
+    ended_by: QuireError | None = None
+    """Why it is not to be submitted any more."""
+
+    def end(self, error: QuireError) -> bool:
+        """End it with `error`; returns whether it was still live."""
+        if self.live is not None:
+            return self.live.end(error)
+        self.ended_by = error
+        return True
 
 
 class Admission:
@@ -24,26 +56,30 @@ class Admission:
 
     def __init__(self, max_live_requests: int) -> None:
         self._max_live_requests = max_live_requests
-        self._spans: dict[tuple[str, str], Span] = {}
-        self._lives: dict[tuple[str, str], LiveRequest] = {}
-        """The submitted requests."""
+        self._admitted: dict[tuple[str, str], Admitted] = {}
         self._is_draining = False
         self._drained = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._admitted)
 
     def __contains__(self, key: tuple[str, str]) -> bool:
-        return key in self._spans
+        return key in self._admitted
+
+    @property
+    def admitted(self) -> tuple[Admitted, ...]:
+        """The requests, oldest first."""
+        return tuple(self._admitted.values())
 
     @property
     def lives(self) -> tuple[LiveRequest, ...]:
         """The submitted requests."""
-        return tuple(self._lives.values())
+        return tuple(each.live for each in self._admitted.values() if each.live is not None)
 
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
         """Return the request with this tenant and id, if it has been submitted."""
-        return self._lives.get((tenant, request_id))
+        admitted = self._admitted.get((tenant, request_id))
+        return None if admitted is None else admitted.live
 
     def check_capacity(self, num_requests: int) -> None:
         """Raise `InvalidArgumentError` if `num_requests` exceeds the limit on live requests."""
@@ -54,48 +90,65 @@ class Admission:
                 " live (--max-live-requests)",
             )
 
-    def admit(self, tenant: str, request_id: str) -> Span:
-        """Admit a request; return the span that lasts until it is released.
+    def admit(self, tenant: str, request_id: str) -> Admitted:
+        """Admit a request; its span lasts until it is released.
 
         Raises `UnavailableError` in a drain; `AlreadyExistsError` if a request with this tenant and
         id is live; `TooBusyError` beyond `max_live_requests`.
         """
         if self._is_draining:
             raise UnavailableError("the router is draining; send the request to another one")
-        if (tenant, request_id) in self._spans:
+        if (tenant, request_id) in self._admitted:
             raise AlreadyExistsError(f"request_id {request_id!r} belongs to a live request")
-        if len(self._spans) >= self._max_live_requests:
+        if len(self._admitted) >= self._max_live_requests:
             raise TooBusyError(
-                f"{len(self._spans)} requests are live; at most {self._max_live_requests} may be"
+                f"{len(self._admitted)} requests are live; at most {self._max_live_requests} may be"
             )
         span = telemetry.tracer().start_span("request", kind=SpanKind.SERVER)
-        self._spans[tenant, request_id] = span
+        admitted = Admitted(tenant, request_id, span, asyncio.get_running_loop().time())
+        self._admitted[tenant, request_id] = admitted
         metrics.NUM_REQUESTS_LIVE.inc()
-        return span
+        return admitted
 
     def add(self, live: LiveRequest) -> None:
         """Add an admitted request that has been submitted."""
-        self._lives[live.record.tenant, live.request_id] = live
+        self._admitted[live.record.tenant, live.request_id].live = live
 
     def close(self, live: LiveRequest) -> None:
         """Release a request that has been read to the end, or left; complete its span."""
         tenant = live.record.tenant
-        span = self._spans[tenant, live.request_id]
+        admitted = self._admitted[tenant, live.request_id]
+        span = admitted.span
+        first_s = live.time_to_first_token_s
+        traced: dict[str, str] = {}
         if span.is_recording():
             span.set_attributes(request_span.closed(live))
+            traced["trace_id"] = format_trace_id(span.get_span_context().trace_id)
+        log.info(
+            "request ended",
+            request_id=live.request_id,
+            tenant=tenant,
+            model=live.model,
+            num_prompt_tokens=len(live.prompt_token_ids),
+            num_output_tokens=live.num_completion_tokens,
+            finish_reasons=live.finish_reasons,
+            time_to_first_token_s=None if first_s is None else round(first_s, 4),
+            took_s=round(asyncio.get_running_loop().time() - admitted.admitted_at, 4),
+            goes_on=live.goes_on,
+            **traced,
+        )
         self.release(tenant, live.request_id)
 
     def release(self, tenant: str, request_id: str) -> None:
         """Forget an admitted request."""
-        self._spans.pop((tenant, request_id)).end()
-        self._lives.pop((tenant, request_id), None)
+        self._admitted.pop((tenant, request_id)).span.end()
         metrics.NUM_REQUESTS_LIVE.dec()
-        if self._is_draining and not self._spans:
+        if self._is_draining and not self._admitted:
             self._drained.set()
 
     async def drain(self) -> None:
         """Admit no more requests; return when the live ones have been read to the end."""
         self._is_draining = True
-        if self._spans:
+        if self._admitted:
             await self._drained.wait()
             await asyncio.sleep(_LAST_BYTES_S)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from opentelemetry import trace
-from opentelemetry.trace import Span, StatusCode
+from opentelemetry.trace import StatusCode
 
 from contract.codec.request import stop_options_to_bytes
 from contract.errors import (
@@ -28,7 +28,7 @@ from router.access.api_keys import ApiKeys, current_caller
 from router.access.quotas import Lease, Quotas
 from router.access.tenancy import check_operator, claim, tenant_of_caller
 from router.request import span as request_span
-from router.request.admission import Admission
+from router.request.admission import Admission, Admitted
 from router.request.live import LiveRequest, ReplayRecord
 from router.request.output import LiveOutput
 from router.request.stop_strings import StopMatcher
@@ -129,14 +129,14 @@ class Inference:
         if self._has_api_keys:
             request = claim(request)
         request_id = request.request_id or uuid.uuid4().hex
-        span = self._admission.admit(request.tenant, request_id)
+        admitted = self._admission.admit(request.tenant, request_id)
         lease: Lease | None = None
         try:
             lease = self._quotas.begin(request.tenant, asyncio.get_running_loop().time())
-            live = await self._submit(request, request_id, model, span, lease)
+            live = await self._submit(request, model, admitted, lease)
         except BaseException as error:
             if isinstance(error, Exception):
-                span.set_status(StatusCode.ERROR, str(error))
+                admitted.span.set_status(StatusCode.ERROR, str(error))
             if lease is not None:
                 lease.end(0)
             self._admission.release(request.tenant, request_id)
@@ -146,11 +146,14 @@ class Inference:
         return live
 
     async def _submit(
-        self, request: GenerateRequest, request_id: str, model: Model, span: Span, lease: Lease
+        self, request: GenerateRequest, model: Model, admitted: Admitted, lease: Lease
     ) -> LiveRequest:
+        span = admitted.span
         start_s = time.time()
         directory = self.model.directory
         prepared = await self.text.prepare(request)
+        if admitted.ended_by is not None:
+            raise admitted.ended_by
         if self.model.directory != directory:  # the tokens belong to the previous model
             raise UnavailableError("the service now has another model")
         prompt = prepared.prompt_token_ids
@@ -169,7 +172,7 @@ class Inference:
             asyncio.get_running_loop().time(),
         )
         record = ReplayRecord(
-            request_id=request_id,
+            request_id=admitted.request_id,
             first_seq_key=self._schedulers.reserve_seq_keys(request.n),
             prompt_token_ids=prompt,
             sampling=sampling,
@@ -234,7 +237,8 @@ class Inference:
         if the client claims more than was produced; `FailedPreconditionError` for lost
         log-probabilities; `TooBusyError` and `UnavailableError` as `generate`.
         """
-        live = await self._take_over(request.request_id, request.tenant, request.deadline)
+        tenant = self._tenant_of_caller(request.tenant)
+        live = await self._take_over(request.request_id, tenant, request.deadline)
         try:
             live.skip(request.received, has_prompt_scores=request.has_prompt_scores)
         except QuireError:
@@ -244,25 +248,32 @@ class Inference:
 
     async def cancel(self, request_id: str, tenant: str) -> None:
         """Cancel a resumable request that any call may be reading; raises as `resume`."""
-        live = await self._take_over(request_id, tenant, None)
-        live.cancel()
+        await self.cancel_of(self._tenant_of_caller(tenant), request_id)
+
+    async def cancel_of(self, tenant: str, request_id: str) -> None:
+        """Cancel a tenant's resumable request for any caller, who must be allowed to."""
+        (await self._take_over(request_id, tenant, None)).cancel()
+
+    @property
+    def admitted(self) -> Sequence[Admitted]:
+        """The requests of this router that have not been read to the end or left, oldest first."""
+        return self._admission.admitted
+
+    def _tenant_of_caller(self, claimed: str) -> str:
+        return tenant_of_caller(claimed) if self._has_api_keys else claimed
 
     async def _take_over(self, request_id: str, tenant: str, deadline: float | None) -> LiveRequest:
         model = self.model.info()
-        if self._has_api_keys:
-            tenant = tenant_of_caller(tenant)
         if (tenant, request_id) in self._admission:
             self._end_reader(request_id, tenant)
-        self._admission.admit(tenant, request_id)
+        admitted = self._admission.admit(tenant, request_id)
         lease: Lease | None = None
         try:
             new_lease = lease = self._quotas.begin(tenant, asyncio.get_running_loop().time())
             return await self._schedulers.resume(
                 request_id,
                 tenant,
-                lambda found: self._start_resumed(
-                    found, (tenant, request_id), deadline, model, new_lease
-                ),
+                lambda found: self._start_resumed(found, admitted, deadline, model, new_lease),
             )
         except BaseException as error:
             if isinstance(error, QuireError):
@@ -277,14 +288,16 @@ class Inference:
     def _start_resumed(
         self,
         found: Resumption,
-        wanted: tuple[str, str],
+        admitted: Admitted,
         deadline: float | None,
         model: Model,
         lease: Lease,
     ) -> LiveRequest:
         record = replace(found.record, deadline=deadline)
-        if (record.tenant, record.request_id) != wanted:
+        if (record.tenant, record.request_id) != (admitted.tenant, admitted.request_id):
             raise QuireError("the scheduler resumed a different request")
+        if admitted.ended_by is not None:
+            raise admitted.ended_by
         num_tokens = _most_tokens(
             len(record.prompt_token_ids), found.n, record.beam, record.sampling
         )

@@ -250,6 +250,17 @@ class LiveRequest:
                 self.finish(seq_key, FinishReason.CANCELLED)
         self._close()
 
+    def end(self, error: QuireError) -> bool:
+        """End what is still live, even if it is resumable; returns whether anything was.
+
+        The reader gets `error`, as if the scheduler had refused the request.
+        """
+        seq_keys = [] if self._refusal is not None else self.live_seq_keys
+        if seq_keys:
+            self._cancel(seq_keys)
+            self.refuse(error)
+        return bool(seq_keys)
+
     def take_away(self, error: QuireError) -> None:
         """End the iteration with `error`; the request continues for another call."""
         self._taken_away = error

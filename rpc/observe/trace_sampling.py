@@ -13,6 +13,8 @@ from opentelemetry.sdk.trace.sampling import (
 from opentelemetry.trace import Link, SpanKind, TraceState
 from opentelemetry.util.types import Attributes
 
+from rpc.observe.telemetry import STALL_SPAN
+
 
 def sampler(new_trace_ratio: float) -> Sampler:
     """Make a sampler that records a span if its parent, or else a linked span, is recorded.
@@ -23,7 +25,7 @@ def sampler(new_trace_ratio: float) -> Sampler:
 
 
 class _AsLinked(Sampler):
-    """Records a span without a parent if a span that it links to is recorded."""
+    """Records a span without a parent if a span that it links to is recorded, and every stall."""
 
     def __init__(self, unlinked: Sampler) -> None:
         self._unlinked = unlinked
@@ -39,7 +41,7 @@ class _AsLinked(Sampler):
         trace_state: TraceState | None = None,
     ) -> SamplingResult:
         is_linked = any(link.context.trace_flags.sampled for link in links or ())
-        chosen = ALWAYS_ON if is_linked else self._unlinked
+        chosen = ALWAYS_ON if is_linked or name == STALL_SPAN else self._unlinked
         return chosen.should_sample(
             parent_context, trace_id, name, kind, attributes, links, trace_state
         )

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from docs.generate import metrics
+from rpc.observe import telemetry
 from tests.observe.expressions import (
     ROOT,
     RULES,
@@ -72,6 +73,7 @@ def test_every_span_is_explained():
         "gpu_worker/step/spans.py",
     )
     found = {name for path in sources for name in recorded.findall((ROOT / path).read_text())}
+    found.add(telemetry.STALL_SPAN)
     assert found >= {"request", "tokenize", "queue", "step", "prefill", "prefill_chunk", "decode"}
     for name in (*found, "preempted", "kv_transfer"):
         assert f"`{name}`" in page

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
         import readline  # noqa: F401, PLC0415 - importing it gives input() its line editing
 
         print("/new starts a new conversation, Ctrl-C stops an answer, /quit or Ctrl-D ends.")
-    target = find_target(settings.target)
+    target = find_target(settings)
     with open_client(target, settings) as client:
         while True:
             try:

@@ -6,8 +6,8 @@ import signal
 import time
 from collections.abc import Sequence
 
-from quire.cli.command_error import CommandError
 from quire.cli.settings import DownSettings
+from quire.cli.target import find_service, services_at
 from quire.cli.up.service_dir import ServiceInfo, running_services
 from rpc.settings import parse_settings
 
@@ -25,17 +25,14 @@ def main(argv: Sequence[str]) -> int:
     while pids & {service.pid for service in running_services()}:
         time.sleep(_POLL_S)
     for service in chosen:
-        print(f"{service.model_name} on {service.http_address} is down.")
+        print(f"{service.model_name} on {service.http_address} is down; logs: {service.log_dir}")
     return 0
 
 
 def _choose(settings: DownSettings) -> list[ServiceInfo]:
-    services = [each for each in running_services() if each.is_at(settings.http_port)]
-    if settings.http_port is not None and not services:
-        raise CommandError(f"--http-port: {settings.http_port}: no service of yours has this port")
-    if len(services) > 1 and not settings.all:
-        addresses = ", ".join(sorted(service.http_address for service in services))
-        raise CommandError(f"several services are up ({addresses}); set --http-port or --all")
-    if not services:
+    if settings.all:
+        return services_at(None)
+    if settings.http_port is None and not services_at(None):
         print("no service of yours is up on this machine")
-    return services
+        return []
+    return [find_service(settings.http_port)]

@@ -14,7 +14,7 @@ from rpc.settings import parse_settings
 def main(argv: Sequence[str]) -> int:
     settings = parse_settings(GenerateSettings, "quire generate", argv)
     prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
-    target = find_target(settings.target)
+    target = find_target(settings)
     with connection_errors(target), open_client(target, settings) as client:
         events = client.generate(
             prompt,

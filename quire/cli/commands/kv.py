@@ -36,7 +36,7 @@ _NUMBER_WIDTH: Final = 9
 
 def main(argv: Sequence[str]) -> int:
     settings = parse_settings(KvSettings, "quire kv", argv)
-    target = find_target(settings.target)
+    target = find_target(settings)
     with connection_errors(target), open_client(target, settings) as client:
         workers = client.describe_kv(
             worker=settings.worker,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from quire.cli.command_error import CommandError
 from quire.cli.commands.probe import wait_until_ready
 from quire.cli.settings import RestartSettings
+from quire.cli.target import find_service
 from quire.cli.up.service_dir import ServiceInfo, ServiceProcess, running_services
 from rpc.settings import parse_settings
 
@@ -18,22 +19,12 @@ _POLL_S = 0.05
 
 def main(argv: Sequence[str]) -> int:
     settings = parse_settings(RestartSettings, "quire restart", argv)
-    service = _choose(settings)
+    service = find_service(settings.http_port)
     for process in _chosen(service, settings.names):
         started_at = time.monotonic()
         _restart(service, process)
         print(f"{process.name} is ready again after {time.monotonic() - started_at:.1f} s")
     return 0
-
-
-def _choose(settings: RestartSettings) -> ServiceInfo:
-    found = [each for each in running_services() if each.is_at(settings.http_port)]
-    if len(found) != 1:
-        raise CommandError(
-            f"--http-port: {settings.http_port or 'unset'}: it must select one service; it selects"
-            f" {len(found)}"
-        )
-    return found[0]
 
 
 def _chosen(service: ServiceInfo, names: Sequence[str]) -> list[ServiceProcess]:

@@ -12,8 +12,8 @@ from contract.errors import QuireError
 from quire.cli.commands.probe import Readiness, probe
 from quire.cli.invocation import invocation
 from quire.cli.settings import StatusSettings
-from quire.cli.target import open_client
-from quire.cli.up.service_dir import ServiceInfo, running_services
+from quire.cli.target import find_service, open_client, services_at
+from quire.cli.up.service_dir import ServiceInfo
 from quire.client.types import Load
 from rpc.settings import parse_settings
 
@@ -27,7 +27,10 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     if settings.target:
         return 0 if _show_load(console, settings.target, settings) else 1
-    services = sorted(running_services(), key=lambda service: service.http_address)
+    if settings.http_port is None:
+        services = sorted(services_at(None), key=lambda service: service.http_address)
+    else:
+        services = [find_service(settings.http_port)]
     if not services:
         console.print(
             f"no service of yours is up on this machine; `{invocation()} up` starts one",

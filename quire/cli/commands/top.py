@@ -29,7 +29,7 @@ _QUIT_KEYS: Final = b"qQ\x03\x04"
 
 def main(argv: Sequence[str]) -> int:
     settings = parse_settings(TopSettings, "quire top", argv)
-    target = find_target(settings.target)
+    target = find_target(settings)
     service = _find_service(target)
     console = Console(highlight=False)
     if not (settings.once or console.is_terminal):

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from model_files.errors import ModelError
 from quire.cli.command_error import CommandError
@@ -19,6 +19,7 @@ from quire.cli.invocation import invocation
 from quire.cli.up import layout, ports
 from quire.cli.up.child import describe_exit
 from quire.cli.up.layout import Layout
+from quire.cli.up.log_files import LogFiles
 from quire.cli.up.progress import make_display
 from quire.cli.up.service_dir import (
     ServiceDir,
@@ -30,6 +31,7 @@ from quire.cli.up.service_dir import (
 from quire.cli.up.settings import UpSettings
 from quire.cli.up.supervisor import StartError, Supervisor
 from quire.cli.up.welcome import how_to_use, run_demo
+from rpc.observe.loop_watch import Stall, watching_loop
 from rpc.settings import parse_settings
 
 _FOLLOW_S: Final = 0.2
@@ -66,6 +68,17 @@ def _already_up(settings: UpSettings, model: str, service: ServiceInfo) -> int:
             f"--http-port: {settings.http_port}: a service of {service.model} has this port"
             f" (pid {service.pid}); stop it with `{invocation()} down`, or choose other ports"
         )
+    given = layout.described_flags(settings, settings.model_fields_set)
+    differences = [
+        f"--{name.replace('_', '-')} is {there}, and {value} is given"
+        for name, value in given.items()
+        if (there := service.flags.get(name, value)) != value
+    ]
+    if differences:
+        raise CommandError(
+            f"{service.model_name} is up there (pid {service.pid}) with other flags:"
+            f" {'; '.join(differences)}; stop it with `{invocation()} down`, or choose other ports"
+        )
     print(
         f"{service.model_name} is already up, with the flags it was started with"
         f" (pid {service.pid})."
@@ -79,7 +92,10 @@ def _supervise(settings: UpSettings, planned: Layout, directory: ServiceDir) -> 
         asyncio.run(_serve(settings, planned, directory))
     except StartError as error:
         raise CommandError(f"{error}\nall logs: {directory.log_dir}") from None
-    directory.remove()
+    if settings.attached:  # its program has the output, and may start many
+        directory.remove()
+    else:
+        directory.leave()
     return 0
 
 
@@ -115,7 +131,11 @@ async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -
             supervisor.stop()
             raise
 
-    with _signals(supervisor.stop), _attached(settings, supervisor.stop):
+    with (
+        _signals(supervisor.stop),
+        _attached(settings, supervisor.stop),
+        watching_loop(settings.loop_stall_s, _report_stall),
+    ):
         helpers = [asyncio.create_task(help_with(welcome()))]
         if settings.verbose:
             names = [spec.name for spec in planned.specs]
@@ -147,6 +167,9 @@ async def _show_start(planned: Layout, check: Callable[[], None] = lambda: None)
 def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int:
     """Fork: the child supervises, the parent waits until the service is ready."""
     failure, report_failure = os.pipe()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _exit)
     sys.stdout.flush()
     sys.stderr.flush()
     # No thread has been started yet, so a fork is safe, and cheaper than a new interpreter.
@@ -165,13 +188,17 @@ def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int
 
     try:
         asyncio.run(_show_start(planned, check))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)
         raise
     print(how_to_use(planned.service))
     print(f"supervisor pid {pid}, logs {directory.log_dir}", flush=True)
     return asyncio.run(run_demo(planned.service, settings)) if settings.demo else 0
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def _become_daemon(
@@ -197,6 +224,11 @@ def _become_daemon(
         os._exit(code)
 
 
+def _report_stall(stall: Stall) -> None:
+    state = "did" if stall.is_over else "does"
+    _report(f"the supervisor {state} not run for {stall.lasted_s:.1f} s; its stack:\n{stall.stack}")
+
+
 def _report(line: str) -> None:
     # A full disk or a closed terminal must not end the service.
     with contextlib.suppress(OSError):
@@ -205,15 +237,10 @@ def _report(line: str) -> None:
 
 async def _follow(log_dir: Path, names: Sequence[str]) -> None:
     """Print new lines of the logs, each after the name of its process."""
-    with contextlib.ExitStack() as stack:
-        files = {}
+    with contextlib.closing(LogFiles(log_dir, tuple(names))) as files:
         while True:
-            for name in names:
-                path = log_dir / f"{name}.log"
-                if name not in files and path.exists():
-                    files[name] = stack.enter_context(path.open(errors="replace"))
-                for line in files.get(name, ()):
-                    print(f"{name:<10} | {line.rstrip()}", flush=True)
+            for name, line in files.new_lines():
+                print(f"{name:<10} | {line}", flush=True)
             await asyncio.sleep(_FOLLOW_S)
 
 

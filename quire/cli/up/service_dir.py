@@ -9,8 +9,8 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
@@ -49,6 +49,10 @@ class ServiceInfo:
     processes: tuple[ServiceProcess, ...] = ()
     scheduler_target: str = ""
     """The scheduler's gRPC, for operators; empty in what an older release wrote."""
+    operator_target: str = ""
+    """The router's gRPC for operators; empty in what an older release wrote."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """The values of the flags of `quire up`, by name; empty in what an older release wrote."""
     has_tls: bool = False
     """Whether the TCP ports use TLS."""
 
@@ -57,6 +61,7 @@ class ServiceInfo:
         return http_port is None or self.http_address.endswith(f":{http_port}")
 
 
+_MAX_KEPT: Final = 5
 _JSON: Final = TypeAdapter(ServiceInfo)
 
 
@@ -69,15 +74,14 @@ class ServiceDir:
 
     @classmethod
     def create(cls, root: Path | None = None) -> Self:
-        """Make one, and remove those of services that are gone."""
+        """Make one. Of the services that are gone, the last five keep their logs."""
         parent = _root(root)
         making = _open_lock(parent)
         try:
             # One at a time: a directory that is not locked yet looks like one that is gone.
             fcntl.flock(making, fcntl.LOCK_EX)
-            for stale in _directories(parent):
-                if not _is_locked(stale):
-                    shutil.rmtree(stale, ignore_errors=True)
+            for stale in _left_behind(parent)[_MAX_KEPT:]:
+                shutil.rmtree(stale, ignore_errors=True)
             path = Path(tempfile.mkdtemp(dir=parent))
             lock = _open_lock(path)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -101,9 +105,24 @@ class ServiceDir:
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
+    def leave(self) -> None:
+        """Release the lock, and leave the logs and the description to `quire logs`."""
+        for path in self.path.glob("*.sock"):
+            path.unlink(missing_ok=True)
+        self.release()
+
     def release(self) -> None:
         """Release the lock in this process; a forked child may still hold it."""
         os.close(self._lock)
+
+
+def ended_services(root: Path | None = None) -> list[ServiceInfo]:
+    """Read which services of this user have ended and left their logs, newest first."""
+    found: list[ServiceInfo] = []
+    for path in _left_behind(_root(root)):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(_JSON.validate_json((path / "service.json").read_bytes()))
+    return found
 
 
 def running_services(root: Path | None = None) -> Iterator[ServiceInfo]:
@@ -127,6 +146,12 @@ def _root(root: Path | None) -> Path:
 
 def _directories(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if path.is_dir()]
+
+
+def _left_behind(root: Path) -> list[Path]:
+    """Return the directories of services that are gone, newest first."""
+    gone = [path for path in _directories(root) if not _is_locked(path)]
+    return sorted(gone, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def _open_lock(directory: Path) -> int:

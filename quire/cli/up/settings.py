@@ -22,6 +22,7 @@ COMMON_FLAGS: Final = (
     "log_level",
     "log_format",
     "otlp_traces_endpoint",
+    "loop_stall_s",
     "timeline_dir",
 )
 """Flags that `quire up` passes on to every process."""

@@ -61,7 +61,7 @@ async def run_demo(service: ServiceInfo, settings: UpSettings) -> int:
         command, said = ("chat", "--temperature", "0"), f"{_QUESTION}\n".encode()
     print(f"\n> {_QUESTION}" if said else f"\n{_CODE}", end="\n" * bool(said), flush=True)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "quire.cli", *command),
+        *(sys.executable, "-P", "-m", "quire.cli", *command),
         *("--target", service.grpc_target),
         *(f"--{name.replace('_', '-')}={value}" for name, value in values.items()),
         env=environment,

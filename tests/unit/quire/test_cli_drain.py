@@ -5,8 +5,8 @@ import asyncio
 import grpc.aio
 import pytest
 
+from quire.cli import target
 from quire.cli.__main__ import main
-from quire.cli.commands import restart
 from quire.cli.up.service_dir import ServiceInfo, ServiceProcess
 from quire.v1 import admin_pb2, admin_pb2_grpc
 
@@ -75,17 +75,13 @@ SERVICE = ServiceInfo(
 @pytest.mark.parametrize(
     ("services", "argv", "problem"),
     [
-        ([], [], "--http-port: unset: it must select one service; it selects 0"),
-        ([SERVICE, SERVICE], [], "it selects 2"),
-        (
-            [SERVICE],
-            ["--http-port", "8001"],
-            "--http-port: 8001: it must select one service; it selects 0",
-        ),
+        ([], [], "no service of yours is up on this machine"),
+        ([SERVICE, SERVICE], [], "several services are up (127.0.0.1:8000, 127.0.0.1:8000)"),
+        ([SERVICE], ["--http-port", "8001"], "8001: no service of yours has this port"),
         ([SERVICE], ["worker-1"], "worker-1: no such process; it must be one of worker-0"),
     ],
 )
 def test_restarting_an_unknown_process_is_an_error(services, argv, problem, monkeypatch, capsys):
-    monkeypatch.setattr(restart, "running_services", lambda: iter(services))
+    monkeypatch.setattr(target, "running_services", lambda: iter(services))
     assert main(["restart", *argv]) == 1
     assert problem in capsys.readouterr().err

@@ -90,4 +90,4 @@ async def test_migrate_says_what_became_of_it(scheduler, capsys, request_id, cod
 async def test_migrate_needs_a_scheduler(capsys, monkeypatch):
     monkeypatch.setattr(target, "running_services", lambda: iter(()))
     assert await run("migrate", "r", "--to", "b") == 1
-    assert "--scheduler: is not set, and 0 services" in capsys.readouterr().err
+    assert "--scheduler HOST:PORT names a scheduler elsewhere" in capsys.readouterr().err

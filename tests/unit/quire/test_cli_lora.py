@@ -106,4 +106,4 @@ async def test_help_teaches(capsys):
 async def test_it_needs_a_scheduler(capsys, monkeypatch):
     monkeypatch.setattr(target, "running_services", lambda: iter(()))
     assert await run("unload", "sql") == 1
-    assert "--scheduler: is not set, and 0 services" in capsys.readouterr().err
+    assert "--scheduler HOST:PORT names a scheduler elsewhere" in capsys.readouterr().err

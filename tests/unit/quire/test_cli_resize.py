@@ -82,4 +82,4 @@ async def test_one_size_must_be_given(sizes, capsys):
 async def test_it_needs_a_scheduler(capsys, monkeypatch):
     monkeypatch.setattr(target, "running_services", lambda: iter(()))
     assert await run("--blocks", "100") == 1
-    assert "--scheduler: is not set, and 0 services" in capsys.readouterr().err
+    assert "--scheduler HOST:PORT names a scheduler elsewhere" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from tests.certificates import Authority
 def planned(environment=None, **flags):
     settings = UpSettings(http_port=0, grpc_port=0, simulate=1, **flags)
     chosen = layout.choose_ports(settings)
-    return layout.plan(settings, Path("/models/tiny"), chosen, Path("/run/q"), environment or {})
+    return layout.plan(settings, "/models/tiny", chosen, Path("/run/q"), environment or {})
 
 
 def test_every_process_gets_the_certificates(tmp_path):
@@ -30,7 +30,7 @@ def test_every_process_gets_the_certificates(tmp_path):
     layout_ = planned(**files.as_peer, tls_server_name="quire", max_metadata_kb=8)
     assert layout_.service.has_tls
     for spec in layout_.specs:
-        flags = dict(zip(spec.argv[3::2], spec.argv[4::2], strict=True))
+        flags = dict(zip(spec.argv[4::2], spec.argv[5::2], strict=True))
         assert flags["--tls-cert"] == str(files.cert)
         assert flags["--tls-key"] == str(files.key)
         assert flags["--tls-ca"] == flags["--tls-client-ca"] == str(files.ca)

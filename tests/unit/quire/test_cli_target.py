@@ -5,9 +5,18 @@ import tempfile
 
 import pytest
 
+from docs.generate.flags import commands
 from quire.cli.__main__ import main
+from quire.cli.command_error import CommandError
 from quire.cli.invocation import invocation
-from quire.cli.target import DEFAULT_TARGET, find_target
+from quire.cli.settings import KvSettings
+from quire.cli.target import (
+    DEFAULT_TARGET,
+    _find_scheduler,
+    find_operator_target,
+    find_service,
+    find_target,
+)
 from quire.cli.up.service_dir import ServiceDir, ServiceInfo
 
 
@@ -17,27 +26,66 @@ def services(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     directories = []
 
-    def add(grpc_target):
+    def add(grpc_target, http_port=8000, **fields):
         directory = ServiceDir.create()
         directories.append(directory)
-        directory.write(ServiceInfo(1, "/m", "m", "127.0.0.1:8000", grpc_target, "/logs"))
+        http_address = f"127.0.0.1:{http_port}"
+        directory.write(ServiceInfo(1, "/m", "m", http_address, grpc_target, "/logs", **fields))
 
     yield add
     for directory in directories:
         directory.remove()
 
 
+def router(**flags):
+    return find_target(KvSettings(**flags))
+
+
 def test_the_only_service_is_the_target(services):
     services("127.0.0.1:12345")
-    assert find_target("") == "127.0.0.1:12345"
-    assert find_target("elsewhere:1") == "elsewhere:1"
+    assert router() == "127.0.0.1:12345"
+    assert router(target="elsewhere:1") == "elsewhere:1"
 
 
 def test_without_a_service_or_with_several_it_is_the_default(services):
-    assert find_target("") == DEFAULT_TARGET
+    assert router() == DEFAULT_TARGET
     services("127.0.0.1:1")
     services("127.0.0.1:2")
-    assert find_target("") == DEFAULT_TARGET
+    assert router() == DEFAULT_TARGET
+
+
+def test_http_port_chooses_one_of_several_for_every_kind_of_command(services):
+    services("127.0.0.1:1", 8001, scheduler_target="unix:/s1", operator_target="unix:/r1")
+    services("127.0.0.1:2", 8002, scheduler_target="unix:/s2", operator_target="unix:/r2")
+    assert router(http_port=8002) == "127.0.0.1:2"
+    assert find_operator_target(KvSettings(http_port=8002)) == "unix:/r2"
+    assert find_operator_target(KvSettings(target="b:1", http_port=8002)) == "b:1"
+    assert _find_scheduler(8001, "") == "unix:/s1"
+    assert _find_scheduler(8001, "127.0.0.1:50052") == "unix:/s1"
+    assert find_service(8001).http_address == "127.0.0.1:8001"
+    for find in (find_service, lambda port: router(http_port=port)):
+        with pytest.raises(CommandError, match="8003: no service of yours has this port"):
+            find(8003)
+    with pytest.raises(CommandError, match=r"\(127.0.0.1:8001, 127.0.0.1:8002\)"):
+        find_service(None)
+
+
+@pytest.mark.usefixtures("services")
+def test_container_whose_process_has_its_port_from_the_environment_is_no_service():
+    assert router(http_port=8000) == DEFAULT_TARGET
+
+
+ABOUT_A_SERVICE = (
+    *("status", "down", "restart", "logs", "requests", "cancel", "kv", "top", "generate", "chat"),
+    *("lora", "load", "unload", "resize", "migrate", "defragment"),
+)
+
+
+@pytest.mark.parametrize("name", ABOUT_A_SERVICE)
+def test_every_command_about_a_service_takes_the_same_flag(name):
+    field = commands()[f"quire {name}"].model_fields["http_port"]
+    assert field.description is not None
+    assert field.description.startswith("Which service of this machine, by its router's HTTP port")
 
 
 @pytest.mark.parametrize("command", [("generate", "x"), ("chat",)])

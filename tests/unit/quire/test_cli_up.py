@@ -97,7 +97,9 @@ def test_up_starts_three_processes_and_a_signal_ends_them_all(machine, number):
     assert process.wait(TIMEOUT_S) == 0
     assert not any(map(is_alive, pids(service)))
     assert machine.services == []
-    assert [p.name for p in (machine.folder / f"quire-{os.getuid()}").iterdir()] == ["lock"]
+    left = Path(service.log_dir).parent
+    assert sorted(path.name for path in left.iterdir()) == ["lock", "logs", "service.json"]
+    assert "fake router listens" in Path(service.log_dir, "router.log").read_text()
 
 
 def test_children_end_with_a_supervisor_that_is_killed_outright(machine):
@@ -171,7 +173,7 @@ def test_detach_returns_when_ready_and_down_stops(machine):
     down = machine.start("down")
     output, _ = down.communicate(timeout=TIMEOUT_S)
     assert down.returncode == 0
-    assert output == f"model on {service.http_address} is down.\n"
+    assert output == f"model on {service.http_address} is down; logs: {service.log_dir}\n"
     until(lambda: not any(map(is_alive, [service.pid, *pids(service)])))
 
 
@@ -264,3 +266,41 @@ def test_commands_without_a_service_say_so(machine):
 def test_verbose_shows_the_logs_of_the_processes(machine):
     process = machine.up("--verbose")
     read_until(process, "scheduler  | fake scheduler_svc listens")
+
+
+@pytest.mark.parametrize("name", ["http", "secrets", "email"])
+def test_file_named_like_a_module_of_python_breaks_nothing(machine, name):
+    (machine.folder / f"{name}.py").write_text("raise RuntimeError('not the one of Python')")
+    process = machine.up("--detach")
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    (service,) = machine.services
+    assert all(map(is_alive, pids(service)))
+
+
+def test_second_up_with_other_flags_names_the_difference_and_fails(machine):
+    machine.up("--detach", "--workers", "2").communicate(timeout=TIMEOUT_S)
+    (service,) = machine.services
+    port = ("--http-port", service.http_address.rpartition(":")[2])
+    same = (*port, "--grpc-port", service.grpc_target.rpartition(":")[2])
+    refused = machine.up(*same, "--workers", "3", "--policy", "fair", "--demo")
+    output, _ = refused.communicate(timeout=TIMEOUT_S)
+    assert refused.returncode == 1
+    assert "with other flags: " in output
+    assert "--workers is 2, and 3 is given" in output
+    assert "--policy is , and fair is given" in output
+    assert "--demo" not in output
+    again = machine.up(*same, "--workers", "2", "--detach", QUIRE_API_KEY="secret")
+    output, _ = again.communicate(timeout=TIMEOUT_S)
+    assert (again.returncode, "already up" in output) == (0, True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_terminated_detach_leaves_nothing(machine, number):
+    (machine.folder / "gpu_worker.not-ready").touch()
+    process = machine.up("--detach")
+    read_until(process, "worker-0: loading")
+    (service,) = machine.services
+    process.send_signal(number)
+    assert process.wait(TIMEOUT_S) == 128 + number
+    assert not any(map(is_alive, [service.pid, *pids(service)]))

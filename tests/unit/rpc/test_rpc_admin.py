@@ -11,6 +11,7 @@ from quire.v1 import admin_pb2, admin_pb2_grpc
 from rpc.admin import AdminServicer
 from rpc.peers.channel import open_channel
 from rpc.security.operators import Operators
+from rpc.settings import ProcessSettings
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -110,3 +111,17 @@ async def test_strangers_are_refused(peer, has_client_certificates, obeys_loopba
             await anext(told)
     assert stopping.is_set() == may
     await told.aclose()
+
+
+async def test_operators_have_a_socket_of_their_own_beside_the_port(run_server, socket_path):
+    settings = ProcessSettings(operator_uds=socket_path)
+    stop = asyncio.Event()
+    async with run_server(settings, stop=stop) as addresses:
+        async with open_channel(addresses.grpc) as channel:
+            call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
+            assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert not stop.is_set()
+        async with open_channel(f"unix:{socket_path}") as channel:
+            call = admin_pb2_grpc.AdminServiceStub(channel).Drain(admin_pb2.DrainRequest())
+            assert (await call.read()).num_live == 0
+        assert stop.is_set()

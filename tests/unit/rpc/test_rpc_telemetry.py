@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -131,11 +132,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 EXPORTING_PROCESS = """
 import asyncio, sys
 from rpc.observe import telemetry
-from rpc.server import run
+from rpc.server import observe, run
 from rpc.settings import ProcessSettings
 
 async def main():
-    telemetry.configure("quire-test", ProcessSettings(otlp_traces_endpoint=sys.argv[1]))
+    observe("test", ProcessSettings(otlp_traces_endpoint=sys.argv[1]))
     parent = telemetry.extract(sys.argv[2])
     telemetry.record_span("queue", parent, 100.5, 101.25, {"gen_ai.request.model": "tiny"})
     with telemetry.tracer().start_as_current_span("request", context=parent):
@@ -187,3 +188,24 @@ async def test_a_collector_that_is_away_does_not_keep_the_process():
     assert returncode == 0
     assert outgoing.startswith(f"00-{TRACE_ID}-")
     assert asyncio.get_running_loop().time() - started < 20
+
+
+def test_at_debug_every_request_is_traced_in_the_log():
+    process = f"""
+from rpc.observe import telemetry
+from rpc.server import observe
+from rpc.settings import ProcessSettings
+
+observe("router", ProcessSettings(log_level="debug"))
+with telemetry.tracer().start_as_current_span("request"):
+    print(telemetry.inject())
+attributes = {{"gen_ai.request.id": "r", "quire.num_tokens": 3}}
+telemetry.record_span("queue", telemetry.extract("{PARENT}"), 100.5, 101.25, attributes)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", process], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert int(done.stdout.rpartition("-")[2], 16) & 1, "it is sampled"
+    (line,) = [json.loads(line) for line in done.stderr.splitlines() if "queue" in line]
+    assert (line["event"], line["request_id"], line["trace_id"]) == ("queue", "r", TRACE_ID)
+    assert (line["num_tokens"], line["took_s"]) == (3, 0.75)

@@ -5,7 +5,7 @@ import torch
 from fake_cuda_driver import Budget, FakeCudaDriver, HostChunks
 
 from gpu_worker.loading import kv_memory
-from gpu_worker.loading.kv_memory import open_pool_memory
+from gpu_worker.loading.kv_memory import NoRoomError, check_size, open_pool_memory
 from gpu_worker.memory.elastic import VirtualMemoryError
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
@@ -90,3 +90,19 @@ def test_a_gpus_pool_is_mapped_by_its_driver(monkeypatch):
     monkeypatch.setattr(kv_memory, "CudaChunks", lambda it, _, size: HostChunks(it, size))
     opened = open_pool_memory(settings(max_kv_memory_gb=0.01), 4, BLOCK_BYTES, CUDA)
     assert budget.used_bytes == opened.num_bytes == 4 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"num_blocks": 4097}, "num-blocks is 4097, 4.0 GiB of KV memory; cpu has 4.0 GiB in all"),
+        ({"kv_cache_memory_gb": 5}, "kv-cache-memory-gb is 5, 5.0 GiB of KV memory; cpu has 4.0"),
+    ],
+    ids=str,
+)
+def test_pool_larger_than_the_device_is_refused_with_both_sizes(changes, problem, monkeypatch):
+    monkeypatch.setattr(kv_memory, "device_total_bytes", lambda _: 4 * GIB)
+    with pytest.raises(NoRoomError, match=problem):
+        check_size(settings(**changes), BLOCK_BYTES, CPU)
+    check_size(settings(num_blocks=4096), BLOCK_BYTES, CPU)
+    check_size(settings(), BLOCK_BYTES, CPU)

@@ -1,0 +1,29 @@
+"""Refuses a model by its config.json before torch is imported, which takes many seconds."""
+
+from gpu_worker.models.config import read_architecture
+from gpu_worker.models.llama_config import LLAMA_ARCHITECTURES, read_llama_config
+from gpu_worker.settings import WorkerSettings
+from gpu_worker.weights.json_fields import ModelError, UnsupportedError, read_json
+from model_files.locate import Report, find_model
+
+
+def check_config(settings: WorkerSettings, report: Report) -> None:
+    """Raise ModelError for what loading would refuse without a look at the weights.
+
+    What needs torch to be known, loading refuses itself.
+    """
+    fields = read_json(find_model(settings.model, settings.cache_dir, report) / "config.json")
+    if settings.model_class not in ("", "transformers"):
+        return  # a class of the user's reads what it likes
+    is_ours = read_architecture(fields) in LLAMA_ARCHITECTURES and not settings.model_class
+    if not is_ours:
+        return
+    try:
+        config = read_llama_config(fields)
+    except UnsupportedError:
+        return  # transformers may run it
+    if settings.max_model_len is not None and settings.max_model_len > config.max_model_len:
+        raise ModelError(
+            f"max-model-len is {settings.max_model_len}; {settings.model_id} takes at most"
+            f" {config.max_model_len}"
+        )

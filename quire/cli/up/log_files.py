@@ -1,0 +1,25 @@
+"""The log files of a service: each process's, read line by line as they grow."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+
+class LogFiles:
+    """Reads the files of a directory, by the names of their processes; they may not exist yet."""
+
+    def __init__(self, log_dir: Path, names: tuple[str, ...]) -> None:
+        self._paths = {name: log_dir / f"{name}.log" for name in names}
+        self._files: dict[str, TextIO] = {}
+
+    def new_lines(self) -> Iterator[tuple[str, str]]:
+        """Yield what was appended since the last call: the process's name, and a line."""
+        for name, path in self._paths.items():
+            if name not in self._files and path.exists():
+                self._files[name] = path.open(errors="replace")
+            for line in self._files.get(name, ()):
+                yield name, line.rstrip("\n")
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()

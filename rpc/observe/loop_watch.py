@@ -1,0 +1,110 @@
+"""Notices that an event loop does not run: for how long, and what its thread did then.
+
+A thread beside the loop posts a callback a few times a second, and measures how late it runs. The
+lag counts from when the post was due: what holds the interpreter delays this thread as well.
+"""
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+_STILL_S: Final = 5.0
+"""A stall that lasts so much longer than the threshold is reported before it ends, too."""
+_MAX_FRAMES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A time in which the event loop did not run."""
+
+    lasted_s: float
+    """So far, unless it is over."""
+    cpu_s: float
+    """How long the loop's thread computed in it: about 0 if it waited, or the process was stopped,
+    or other processes had the CPU."""
+    stack: str
+    """Of the loop's thread when the stall was noticed, innermost call last."""
+    is_over: bool
+
+
+def watching_loop(
+    stall_s: float,
+    on_stall: Callable[[Stall], None],
+    on_lag: Callable[[float], None] = lambda _: None,
+) -> AbstractContextManager[object]:
+    """Watch the running event loop inside a `with` block; 0 as `stall_s` does nothing.
+
+    Lags of `stall_s` and more are reported to `on_stall`, and all to `on_lag`, in a thread.
+    """
+    return _LoopWatch(stall_s, on_stall, on_lag) if stall_s else nullcontext()
+
+
+class _LoopWatch:
+    def __init__(
+        self, stall_s: float, on_stall: Callable[[Stall], None], on_lag: Callable[[float], None]
+    ) -> None:
+        self._stall_s = stall_s
+        self._on_stall = on_stall
+        self._on_lag = on_lag
+        self._loop = asyncio.get_running_loop()
+        self._loop_thread = threading.get_ident()
+        self._stopping = threading.Event()
+        self._ran = threading.Event()
+        self._ran_at = 0.0
+        self._thread = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stopping.set()
+        self._beat()  # the posted one cannot run while we wait here
+        self._thread.join()
+
+    def _beat(self) -> None:
+        self._ran_at = time.monotonic()
+        self._ran.set()
+
+    def _watch(self) -> None:
+        while True:
+            cpu_before_s = self._cpu_s()
+            due_at = time.monotonic() + self._stall_s / 2
+            if self._stopping.wait(self._stall_s / 2):
+                return
+            self._ran.clear()
+            self._loop.call_soon_threadsafe(self._beat)
+            if not self._ran.wait(due_at + self._stall_s - time.monotonic()):
+                stack = _stack(self._loop_thread)
+                if not self._ran.wait(_STILL_S):
+                    self._report(due_at, time.monotonic(), cpu_before_s, stack, is_over=False)
+                    self._ran.wait()
+                self._report(due_at, self._ran_at, cpu_before_s, stack, is_over=True)
+            self._on_lag(self._ran_at - due_at)
+
+    def _report(
+        self, due_at: float, until: float, cpu_before_s: float, stack: str, *, is_over: bool
+    ) -> None:
+        lasted_s = until - due_at
+        cpu_s = min(lasted_s, self._cpu_s() - cpu_before_s)
+        self._on_stall(Stall(lasted_s, cpu_s, stack, is_over))
+
+    def _cpu_s(self) -> float:
+        return time.clock_gettime(time.pthread_getcpuclockid(self._loop_thread))
+
+
+def _stack(thread_id: int) -> str:
+    frame = sys._current_frames().get(thread_id)  # noqa: SLF001 - Python's own documentation has it
+    return "".join(traceback.format_stack(frame, _MAX_FRAMES)).rstrip() if frame else ""
