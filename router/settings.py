@@ -8,6 +8,8 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from router.access.api_keys import ApiKeys, read_keys_file
+from router.parsers.choosing import choose_parsers
+from router.text.chat_settings import ChatSettings
 from rpc.peers.discovery import check_targets
 from rpc.security.tls import ClientTls, check_certificate
 from rpc.settings import Port, ProcessSettings, split_at_commas
@@ -40,6 +42,15 @@ class RouterSettings(ProcessSettings):
     """Most requests at once: running, waiting, or not yet read to their end."""
     max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 16
     """Largest body of an HTTP request, in MiB; all requests wait while one is parsed."""
+    tool_parser: str = ""
+    """How the model writes calls of tools: a family (docs/clients.md), none, or a class of yours as
+    package.module:Class; empty: as its chat template shows."""
+    reasoning_parser: str = ""
+    """How it writes its thinking: a family, none, or a `Thinking` of yours as package.module:NAME;
+    empty: as its chat template shows."""
+    trust_request_chat_template: bool = False
+    """Whether chats may bring a chat_template of their own. It runs in a sandbox, but may compute
+    without end."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """Keys, separated by commas; each call must have one: authorization: Bearer KEY. These are the
     operator's keys: they have no tenant and may make every call. Set them in the environment, since
@@ -82,6 +93,18 @@ class RouterSettings(ProcessSettings):
     @model_validator(mode="after")
     def _keys_can_be_read(self) -> Self:
         self.read_api_keys()
+        return self
+
+    @property
+    def chats(self) -> ChatSettings:
+        """The settings of chats."""
+        return ChatSettings(
+            self.tool_parser, self.reasoning_parser, self.trust_request_chat_template
+        )
+
+    @model_validator(mode="after")
+    def _parsers_are_known(self) -> Self:
+        choose_parsers("", self.tool_parser, self.reasoning_parser)
         return self
 
     @property

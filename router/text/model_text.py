@@ -9,11 +9,14 @@ from contract.errors import UnimplementedError
 from contract.request import GenerateRequest, Model
 from contract.sampling import StructuredOutput
 from contract.value_checks import check_count, check_token_ids
+from router.parsers.choosing import OutputParsers, choose_parsers
 from router.request.validation import check_chat, check_text
 from router.schedulers.served_model import ServedModel
+from router.text.chat_settings import ChatSettings
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer
-from router.text.grammar import to_grammar
+from router.text.grammar import to_grammar, without_words
+from router.text.infill import infill
 from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer, Tokenizers
 
@@ -41,8 +44,10 @@ class ModelText:
         *,
         num_threads: int,
         max_pending_prompts: int,
+        chats: ChatSettings = ChatSettings(),  # noqa: B008 - it never changes
     ) -> None:
         """`num_threads` tokenize prompts; at most `max_pending_prompts` wait or run."""
+        self._chats = chats
         self._tokenizers = tokenizers
         self._model = model
         self._prompts = TextThreads(
@@ -75,31 +80,69 @@ class ModelText:
         return await self._prompts.run(lambda: self._prepare(request))
 
     def _prepare(self, request: GenerateRequest) -> PreparedRequest:
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            prompt = tuple(
-                self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+        prompt: Sequence[int]
+        if isinstance(request.prompt, str):
+            prompt = self._tokenizer.encode(
+                request.prompt, add_special_tokens=request.add_special_tokens
             )
+        else:
+            prompt = request.prompt
+        if (num_kept := request.truncate_prompt_tokens) is not None:
+            if num_kept == -1:
+                room = self._model.info(request.model).max_model_len
+                num_kept = max(1, room - (request.sampling.max_tokens or 1))
+            prompt = prompt[-num_kept:]
         structured = request.sampling.structured
+        if request.bad_words:
+            structured = without_words(request.bad_words, self._tokenizer.added_ids)
         return PreparedRequest(
             array("i", prompt),
-            None if structured is None else to_grammar(structured),
+            None if structured is None else to_grammar(structured, request.before_form),
         )
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """Make a detokenizer for one output."""
         return Detokenizer(self._tokenizer.table, skip_special_tokens=skip_special_tokens)
 
-    def chat_template(self, model: str) -> ChatTemplate:
-        """Return the model's template; raises `UnimplementedError` if it has none."""
+    def chat_template(self, model: str, source: str | None = None) -> ChatTemplate:
+        """Return the model's template, or that of `source`, which a request has brought.
+
+        Raises `UnimplementedError` if there is none, `InvalidArgumentError` if requests' templates
+        are not trusted, or for one that is malformed.
+        """
         self._model.check_name(model)
+        if source is not None:
+            return self._chats.template_of_request(source, self._tokenizer.special_tokens)
         template = self._tokenizer.chat_template
         if template is None:
             raise UnimplementedError(f"model {self._model.name!r} has no chat template")
         return template
 
+    def parsers(self, template: ChatTemplate) -> OutputParsers:
+        """Return how the outputs of chats with a template are read."""
+        tools, thinking = choose_parsers(
+            template.source, self._chats.tool_parser, self._chats.reasoning_parser
+        )
+        return OutputParsers(tools, thinking, self._tokenizer.token_id, self._tokenizer.is_special)
+
+    def infill(self, prefix: str, suffix: str) -> str:
+        """Return the prompt for what stands between two texts.
+
+        Raises `UnimplementedError` for a model without tokens for that.
+        """
+        prompt = infill(prefix, suffix, self._tokenizer.token_id)
+        if prompt is None:
+            raise UnimplementedError(
+                f"suffix is set; model {self._model.name!r} has no tokens to fill in the middle"
+            )
+        return prompt
+
     async def render_chat(
-        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        template: ChatTemplate | None = None,
+        **template_kwargs: Any,
     ) -> str:
         """Render a chat with the model's template, with the assistant's cue.
 
@@ -108,12 +151,17 @@ class ModelText:
         refuses them, `UnimplementedError` if the model has none, `TooBusyError` beyond
         `max_pending_prompts`.
         """
-        template = self._template_for(model, messages)
-        return await self._prompts.run(lambda: template.render(messages, **template_kwargs))
+        chosen = self._template_for(model, messages, template)
+        return await self._prompts.run(lambda: chosen.render(messages, **template_kwargs))
 
-    def _template_for(self, name: str, messages: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+    def _template_for(
+        self,
+        name: str,
+        messages: Sequence[Mapping[str, Any]],
+        template: ChatTemplate | None,
+    ) -> ChatTemplate:
         model = self._model.info(name)
-        template = self.chat_template(name)
+        template = template or self.chat_template(name)
         check_chat(messages, model, self.max_text_bytes(model))
         return template
 
@@ -134,14 +182,18 @@ class ModelText:
         )
 
     async def tokenize_chat(
-        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+        self,
+        model: str,
+        messages: Sequence[Mapping[str, Any]],
+        template: ChatTemplate | None = None,
+        **template_kwargs: Any,
     ) -> list[int]:
         """Turn a chat into token ids: `render_chat`, then `tokenize`. Raises what they raise."""
-        template = self._template_for(model, messages)
+        chosen = self._template_for(model, messages, template)
         return await self._questions.run(
             # The template wrote the special tokens.
             lambda: self._tokenizer.encode(
-                template.render(messages, **template_kwargs), add_special_tokens=False
+                chosen.render(messages, **template_kwargs), add_special_tokens=False
             )
         )
 

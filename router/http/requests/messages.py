@@ -9,7 +9,17 @@ from pydantic import BeforeValidator, Field
 from contract.errors import InvalidArgumentError
 from router.http.strict_json import Schema, excerpt, parse_json
 
-_TEMPLATE_NAMES = frozenset({"self", "model", "messages", "tools", "add_generation_prompt"})
+_TEMPLATE_NAMES = frozenset(
+    {
+        "self",
+        "model",
+        "messages",
+        "template",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
+)
 
 
 def _as_parts(value: object) -> object:
@@ -55,6 +65,10 @@ class Message(Schema):
     name: str = ""
     tool_calls: Annotated[list[ToolCall], Field(default_factory=list)]
     """What the assistant called."""
+    reasoning_content: str = ""
+    """What the assistant thought before."""
+    reasoning: str = ""
+    """The same, by its newer name."""
     tool_call_id: str = ""
     """The call whose result a tool's content is."""
 
@@ -70,18 +84,34 @@ class Message(Schema):
                 f"is {excerpt(self.tool_call_id)}; it must be set with role "
                 f'"tool" and only with it; role is "{self.role}"',
             )
-        if self.content is None and not self.tool_calls:
+        if self.thought and self.role != "assistant":
+            raise InvalidArgumentError(
+                f"{field}.reasoning", f'is set; with role "{self.role}" it must not be'
+            )
+        if self.content is None and not self.tool_calls and not self.thought:
             raise InvalidArgumentError(f"{field}.content", "is missing")
         for i, call in enumerate(self.tool_calls):
             _check_arguments(call.function.arguments, f"{field}.tool_calls[{i}].function.arguments")
+
+    @property
+    def thought(self) -> str:
+        return self.reasoning or self.reasoning_content
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or ())
 
     def for_template(self) -> dict[str, Any]:
         """Return what a chat template gets: a call's arguments as an object, not as text."""
         message: dict[str, Any] = {
             # OpenAI's newer name for the same; templates know the older.
             "role": "system" if self.role == "developer" else self.role,
-            "content": "\n".join(part.text for part in self.content or ()),
+            "content": self.text,
         }
+        if self.thought:  # each template knows one of these names
+            message |= {"reasoning_content": self.thought, "reasoning": self.thought}
+            if not self.text:
+                message["thinking"] = self.thought
         if self.name:
             message["name"] = self.name
         if self.tool_call_id:
@@ -105,6 +135,16 @@ def check_messages(messages: Sequence[Message]) -> None:
     """Check fields of each message against each other; raises InvalidArgumentError."""
     for i, message in enumerate(messages):
         message.check(f"messages[{i}]")
+
+
+def check_continued(messages: Sequence[Message]) -> None:
+    """Check that the last message can be continued; raises InvalidArgumentError."""
+    last = messages[-1]
+    if last.role != "assistant" or last.tool_calls or not last.text:
+        raise InvalidArgumentError(
+            "continue_final_message",
+            "is true; the last message must be the assistant's, with content and without calls",
+        )
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
