@@ -67,10 +67,14 @@ async def kill_schedulers(service: ChaosService, run: Run, num: int) -> None:
 
 
 async def do_harm(
-    service: ChaosService, run: Run, chance: random.Random, pauses_s: Iterator[float], hang_s: float
+    service: ChaosService,
+    run: Run,
+    chance: random.Random,
+    pauses_s: Iterator[float],
+    faults: Iterator[Fault],
 ) -> None:
-    """Draw a fault after each pause; one in four comes before the previous one is mended."""
-    for pause_s, fault in zip(pauses_s, service.draw(chance, hang_s), strict=False):
+    """Let a fault happen after each pause; one in four comes before the previous one is mended."""
+    for pause_s, fault in zip(pauses_s, faults, strict=False):
         await asyncio.sleep(pause_s)
         print(
             f"  {len(run.faults):4} {time.strftime('%H:%M:%S')} {fault.kind}: {fault}", flush=True
@@ -136,7 +140,8 @@ async def run_chaos(given: argparse.Namespace) -> Results:
                 async with streams.keep_live(given.streams, chance):
                     await kill_schedulers(service, run, given.scheduler_kills)
                     pauses_s = pauses_of(given, chance)
-                    await do_harm(service, run, chance, pauses_s, 3.0 if given.quick else 10.0)
+                    faults = service.draw(chance, 3.0 if given.quick else 10.0, given.only)
+                    await do_harm(service, run, chance, pauses_s, faults)
                     await service.wait_until_ready()
                 async with AsyncClient(service.targets) as client:
                     run.blocks = await wrong_blocks(client)
@@ -172,6 +177,8 @@ def _parse() -> argparse.Namespace:
     add("--scheduler-kills", type=int, default=5, help="kills in the first phase")
     add("--soak", type=float, metavar="SECONDS", help="instead of --kills: how long to do harm")
     add("--every", type=float, default=15.0, metavar="S", help="seconds between faults of --soak")
+    kinds = [f"{kind} {what}" for kind in ("router", "scheduler", "worker") for what in What]
+    add("--only", choices=kinds, action="append", default=[], help="faults of these kinds alone")
     add("--streams", type=int, default=64, help="live streams")
     add("--seed", type=int, default=0, help="seed of faults and requests")
     add("--cramped", action="store_true", help="so little memory that sequences are swapped")

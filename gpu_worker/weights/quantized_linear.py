@@ -126,9 +126,12 @@ def can_multiply(weight: QuantizedWeight) -> bool:
     num_groups = weight.scales.shape[1]
     if weight.quantization is Quantization.INT4:
         return weight.values.shape[1] // num_groups in _INT4_KERNEL_GROUPS
-    if native.can_pack(weight.values, weight.scales.dtype):
-        return True
-    return num_groups == 1 and weight.offsets is None
+    return has_kernel(weight) or (num_groups == 1 and weight.offsets is None)
+
+
+def has_kernel(weight: QuantizedWeight) -> bool:
+    """Whether `make_quantized_linear` uses our own kernel for this weight."""
+    return native.can_pack(weight.values, weight.scales.dtype)
 
 
 def make_quantized_linear(weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:
@@ -142,7 +145,7 @@ def make_quantized_linear(weight: QuantizedWeight, bias: torch.Tensor | None) ->
         bias: `[N]`, of the activations' dtype.
     """
     values, scales, offsets = weight.values, weight.scales, weight.offsets
-    if native.can_pack(values, scales.dtype):
+    if has_kernel(weight):
         bits = 8 if weight.quantization is Quantization.INT8 else 4
         return native.pack(bits, values, scales, offsets, bias)
     if offsets is None:

@@ -183,8 +183,21 @@ class CallGrammar:
 def inline_json(schema: Any) -> str:
     """Return a rule's part that is JSON of this schema."""
     options = {"x-guidance": JSON_OPTIONS}
-    value = {**schema, **options} if isinstance(schema, Mapping) else options
+    value = {**_without_prose(schema), **options} if isinstance(schema, Mapping) else options
     return f"%json {json.dumps(value)}"
+
+
+def _without_prose(value: Any) -> Any:
+    """Return a schema without its descriptions, which agents' schemas consist of mostly."""
+    if isinstance(value, list):
+        return [_without_prose(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: _without_prose(item)
+        for name, item in value.items()
+        if name not in ("description", "title") or not isinstance(item, str)
+    }
 
 
 def _quoted(text: str) -> str:

@@ -63,7 +63,7 @@ def test_other_weights_are_left_to_others():
 
 @needs_bf16_dot
 @pytest.mark.parametrize("has_amx", [False, True])
-def test_no_capability_decides_who_multiplies(monkeypatch, has_amx):
+def test_maps_are_packed_with_and_without_amx(monkeypatch, has_amx):
     # oneDNN's products with AMX round a row by how many rows there are, so ours serve there, too.
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_amx})
     assert can_pack(torch.randn(64, 32).bfloat16())

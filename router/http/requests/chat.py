@@ -8,10 +8,10 @@ from pydantic import Field
 
 from contract.errors import InvalidArgumentError, UnimplementedError
 from router.http.requests.messages import (
-    Message,
+    Messages,
     check_continued,
-    check_messages,
     check_template_kwargs,
+    for_template,
 )
 from router.http.requests.outputs import plan_outputs
 from router.http.requests.schema import UNIMPLEMENTED, Body
@@ -61,7 +61,7 @@ class ChatBody(ToolFields, Body):
         }
     )
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -136,7 +136,6 @@ class ChatBody(ToolFields, Body):
                 f"is {self.max_tokens}; it must equal max_completion_tokens, "
                 f"which is {self.max_completion_tokens}, or be absent",
             )
-        check_messages(self.messages)
         if self.continue_final_message:
             if self.add_generation_prompt:
                 raise InvalidArgumentError(
@@ -154,18 +153,20 @@ async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Ca
     tools = body.tool_use(template, parsers)
     prompt = await inference.text.render_chat(
         body.model,
-        [message.for_template() for message in body.messages],
+        for_template(body.messages),
         template,
         **body.template_kwargs(template),
         **({} if tools is None else {"tools": tools.for_template}),
     )
-    plan = plan_outputs(
-        parsers,
-        tools,
-        body.structured(),
-        prompt=prompt,
-        continued=body.messages[-1].text if body.continue_final_message else "",
-        thinking_budget=body.budget,
+    plan = await inference.text.run(
+        lambda: plan_outputs(
+            parsers,
+            tools,
+            body.structured(),
+            prompt=prompt,
+            continued=body.messages[-1].text if body.continue_final_message else "",
+            thinking_budget=body.budget,
+        )
     )
     field_to_json = {
         **body.beam_field_to_json,

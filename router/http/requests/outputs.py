@@ -1,6 +1,5 @@
 """How a chat's outputs are written and read: thinking, its budget, calls, forms."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -182,4 +181,4 @@ def _plain_json(functions: Sequence[Function]) -> OutputPlan:
 
 
 def _json_schema(schema: Mapping[str, Any]) -> StructuredOutput:
-    return StructuredOutput(json_schema=json.dumps(schema))
+    return StructuredOutput(json_schema=schema)

