@@ -9,7 +9,8 @@ or a link is cut or falls silent. Each stream is compared, token for token, with
 before anything failed.
 
 - `lost`, `duplicated`, `contradicted`: tokens.
-- `stall_p50_s`, `stall_p99_s`: the longest pause of a stream after a fault that it lived through.
+- `stall_p50_s`, `stall_p99_s`: the longest pause of a stream after a fault that it lived through;
+  `kill_and_stop_stall_p99_s`: the same, without the faults of links.
 - `recomputed_after_scheduler_kill`: tokens that a new scheduler had computed again, in a first
   phase in which only the scheduler is killed. They belong to outputs that had just ended without a
   router having read the end: less than a block of each (docs/failure.md). With --cramped the number
@@ -153,6 +154,8 @@ async def run_chaos(given: argparse.Namespace) -> Results:
     stalls = list(stalls_s(streams.finished, run.faults))
     print_stalls(run, stalls)
     p50, p99 = np.percentile([pause_s for _, pause_s in stalls] or [0.0], (50, 99))
+    is_process = {kind: "link" not in kind for _, kind in run.faults}
+    of_processes = [pause_s for kind, pause_s in stalls if is_process[kind]]
     for problem in (*verdict.errors, *run.blocks):
         print(f"  wrong: {problem}")
     return {
@@ -165,6 +168,7 @@ async def run_chaos(given: argparse.Namespace) -> Results:
         "wrong_streams": len(verdict.errors),
         "stall_p50_s": round(float(p50), 3),
         "stall_p99_s": round(float(p99), 3),
+        "kill_and_stop_stall_p99_s": round(float(np.percentile(of_processes or [0.0], 99)), 3),
         "recomputed_after_scheduler_kill": run.recomputed,
         "blocks_exact": not run.blocks,
     }

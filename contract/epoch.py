@@ -18,7 +18,7 @@ MAX_EPOCH: Final = 2**64 - 1
 
 
 def clock_epoch() -> int:
-    """Return the epoch that it is by the clock."""
+    """Return the epoch for the current time."""
     return time.time_ns() // 1_000_000
 
 
@@ -26,7 +26,7 @@ def epoch_after(newest: int) -> int:
     """Return the epoch of a scheduler that starts now, when workers have seen `newest`.
 
     Raises:
-        InvalidArgumentError: There is no newer one.
+        InvalidArgumentError: No newer epoch exists.
     """
     if newest >= MAX_EPOCH:
         raise InvalidArgumentError(

@@ -27,11 +27,11 @@ class OutputState:
     """One output of a beam search, finished or not, as a difference to the best beam."""
 
     num_shared_tokens: int
-    """How many first tokens it shares with the best beam, the prompt included."""
+    """Length of the common prefix with the best beam, in tokens, the prompt included."""
     token_ids: Int32Array
     """The tokens after the shared ones. They are few, since beams branched off recently."""
     logprob: np.float32
-    """The sum of its tokens' log-probabilities."""
+    """The sum of the log-probabilities of the output's tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -315,8 +315,11 @@ class StepLoop:
         self._is_trusted = False
 
     def _record_device_failure(self, error: Exception) -> None:
-        """After an AcceleratorError no call to the device succeeds."""
-        if isinstance(error, torch.AcceleratorError):
+        """After a device error no call to the device succeeds.
+
+        Torch raises AcceleratorError; Triton's launches raise a RuntimeError of theirs.
+        """
+        if isinstance(error, torch.AcceleratorError) or "Triton Error [CUDA]" in str(error):
             self._give_up(f"the device failed: {error}")
 
     def _give_up(self, failure: str) -> None:

@@ -105,14 +105,15 @@ def _run_largest_step(
     device: torch.device,
     ranks: Ranks | None,
 ) -> int:
-    """Peak bytes that torch allocates during that step, weights included."""
+    """Peak bytes that torch reserves during that step, weights and fragmentation included."""
     step = largest_step(limits)
     num_blocks = sum(len(new.block_ids) for new in step.new_sequences)
     limits = replace(limits, num_blocks=num_blocks)
-    pool = KvPool(config, num_blocks, limits.block_size, dtypes, device)
+    torch.cuda.empty_cache()  # what loading the weights has freed
     torch.cuda.reset_peak_memory_stats(device)
+    pool = KvPool(config, num_blocks, limits.block_size, dtypes, device)
     Executor(model, pool, limits, (), device, ranks=ranks).step(step)
-    peak = torch.cuda.max_memory_allocated(device)
+    peak = torch.cuda.max_memory_reserved(device)
     del pool
     torch.cuda.empty_cache()
     return peak

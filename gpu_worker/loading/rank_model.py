@@ -64,7 +64,7 @@ class RankModel:
     max_num_blocks: int | None
     """Most blocks that the pool can be resized to; None: its size is fixed."""
     rates: Rates
-    """Of all ranks together."""
+    """The rates of all ranks together."""
     load_adapter: Callable[[str, Path], Adapter]
     """Loads an adapter from its name and directory; raises ModelError."""
 
@@ -248,7 +248,7 @@ def _capture_graphs(
     start_s = time.monotonic()
     try:
         executor.capture_graphs(backend, lambda done: report("capturing CUDA graphs", done))
-    except Exception as error:  # noqa: BLE001 - a model may be anybody's; without, it is as right
+    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
         report("going on without CUDA graphs", None)  # raises if reporting has failed
         _log.warning("decode steps run without CUDA graphs", exc_info=error)
     else:

@@ -24,11 +24,11 @@ class ModelConfig:
     num_kv_heads: int
     """In every layer."""
     head_dim: int
-    """Of keys and of values, in every layer."""
+    """The head dim of keys and values, in every layer."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json; may be empty."""
     dtype: torch.dtype
-    """Of the checkpoint; float32 if config.json does not say."""
+    """The checkpoint's dtype; float32 if config.json has none."""
 
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

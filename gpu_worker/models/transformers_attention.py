@@ -81,7 +81,7 @@ class AttentionCall:
     layer: int
     num_kv_heads: int
     head_dim: int
-    """Of keys; values may have fewer."""
+    """The head dim of keys; values may have fewer dimensions."""
     window: int | None
     """None if the window is as long as the context."""
 

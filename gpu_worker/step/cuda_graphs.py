@@ -9,8 +9,9 @@ Symbols: `S` sequences of a graph, `N` of a step, `M` blocks of the longest bloc
 size.
 """
 
+import contextlib
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -179,6 +180,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device_index = self._stream.device_index
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], object]:
         """See `GraphBackend`. `compute` runs once before, on the capturing stream.
@@ -190,9 +192,26 @@ class CudaGraphs:
             compute()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA during a capture.
-        with torch.cuda.graph(
+        # Other threads may call CUDA during a capture: "thread_local".
+        captured = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
+        )
+        with self._undone_if_it_fails(), captured:
             compute()
         return graph.replay
+
+    @contextlib.contextmanager
+    def _undone_if_it_fails(self) -> Iterator[None]:
+        """Leave torch as it was if the capture within the block fails.
+
+        Torch up to 2.13 does not: when it cannot end a capture, the capturing stream stays the
+        current one, and the allocator goes on as if the capture were running.
+        """
+        stream = torch.cuda.current_stream()
+        try:
+            yield
+        except BaseException:
+            torch.cuda.set_stream(stream)
+            with contextlib.suppress(RuntimeError):  # the allocator has ended it already
+                torch._C._cuda_endAllocateToPool(self._device_index, self._pool)  # noqa: SLF001
+            raise

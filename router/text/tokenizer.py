@@ -129,7 +129,7 @@ class Tokenizers:
     """The current tokenizer, and tokenizers that are being read."""
 
     def __init__(self, first: Tokenizer, cache_dir: Path = DEFAULT_CACHE_DIR) -> None:
-        """`first` is the tokenizer of the flags' model; `cache_dir` is as for `find_model`."""
+        """`first` is the tokenizer of the model from the flags; `cache_dir` as for `find_model`."""
         self._cache_dir = cache_dir
         self._directory_to_tokenizer = {_FLAGS: first}
         self._directory_to_read: dict[str, asyncio.Task[Tokenizer]] = {}

@@ -81,8 +81,8 @@ The two values themselves were chosen."""
 _LEAD_PART = 4
 """The lead is at least 1 / 4 of the expected time, because long steps are harder to predict."""
 _LATE_FACTOR = 10
-"""A step is late after this multiple of its expected time. Chosen: neither a busy machine nor an
-unusually long prompt makes a step take as long."""
+"""A step is late after this multiple of its expected time. Chosen, not measured: a busy
+machine or a very long prompt does not make a step take so long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,8 +134,8 @@ class Sequence:
     announced: bool = False
     """Whether a plan has named it as a new sequence since it got its row."""
     copy_from: DeviceBlockId | None = None
-    """Until it is announced: the block that the worker will copy to its last block. The sequence
-    holds a reference to it."""
+    """The block that the worker will copy to the sequence's last block; None once it is announced.
+    The sequence holds a reference to this block."""
     host_block_ids: tuple[HostBlockId, ...] = ()
     """Host blocks with its KV, or loading it from the disk; from its swap-out until the result that
     confirms its swap-in."""

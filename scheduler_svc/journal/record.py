@@ -52,43 +52,45 @@ class RecordedCall(NamedTuple):
     raised: str = ""
 
 
-def record_calls(
-    core: Scheduler, record: Callable[[RecordedCall], None], clock: Callable[[], float]
-) -> None:
-    """Call `record` with each later call that changes `core`, and its result.
+class RecordedScheduler(Scheduler):
+    """A core that reports each call that changes it, also one that raises."""
 
-    Args:
-        core: The core; its methods are replaced in this object only.
-        record: Called after each call, also if the call raised.
-        clock: Returns the time in the seconds of the core's `now`.
-    """
-    for name in CALLS:
-        setattr(core, name, _recorded(name, getattr(core, name), record, clock))
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        record: Callable[[RecordedCall], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock` returns the time in the seconds of the core's `now`."""
+        super().__init__(config)
+        self.record: Final = record
+        self.clock: Final = clock
 
 
-def _recorded(
-    name: str,
-    method: Callable[..., Any],
-    record: Callable[[RecordedCall], None],
-    clock: Callable[[], float],
-) -> Callable[..., Any]:
+def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(method)
 
-    def call(*args: object, **kwargs: object) -> object:
+    def call(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         for key, value in arguments.items():
             if isinstance(value, Iterable):  # it may be an iterator, which can be read only once
                 arguments[key] = tuple(value)
-        at = clock()
+        core: RecordedScheduler = arguments["self"]
+        told = {key: value for key, value in arguments.items() if key != "self"}
+        at = core.clock()
         try:
             answer = method(**arguments)
         except Exception as error:
-            record(RecordedCall(name, arguments, at, raised=type(error).__name__))
+            core.record(RecordedCall(name, told, at, raised=type(error).__name__))
             raise
-        record(RecordedCall(name, arguments, at, answer if isinstance(answer, Plan) else None))
+        core.record(RecordedCall(name, told, at, answer if isinstance(answer, Plan) else None))
         return answer
 
     return call
+
+
+for _name in CALLS:
+    setattr(RecordedScheduler, _name, _recorded(_name, getattr(Scheduler, _name)))
 
 
 class Recordings:
@@ -131,12 +133,11 @@ class Recordings:
         clock: Callable[[], float] = time.monotonic,
     ) -> Iterator[Scheduler]:
         """Make the core for a worker and record it until the `with` ends, if there is space."""
-        core = Scheduler(config)
         journal = self._begin(info, config)
         if journal is None:
-            yield core
+            yield Scheduler(config)
             return
-        record_calls(core, journal.add, clock)
+        core = RecordedScheduler(config, journal.add, clock)
         reason = "the worker is lost"
         try:
             yield core

@@ -179,7 +179,7 @@ class Migrator:
                 continue
             if (live := session.call(lambda core: core.moves.first_swapped())) is None:
                 continue
-            for target, room in sorted(targets, key=lambda each: -_num_free_blocks(each[1])):
+            for target, room in sorted(targets, key=lambda pair: -_num_free_blocks(pair[1])):
                 if _has_room(room, live):
                     return live, source, target
         return None
@@ -189,8 +189,8 @@ class Drainer:
     """Empties workers that are about to end or to unload their model.
 
     Requests move with their KV. Some cannot move, because a worker has no host memory for KV or too
-    little. They stay until the others have moved, and then continue elsewhere as after a loss:
-    their tokens are computed again.
+    little. Those requests stay until the others have moved. Then other workers compute their
+    tokens again, as after the loss of a worker.
     """
 
     def __init__(self, fleet: Fleet, migrator: Migrator) -> None:

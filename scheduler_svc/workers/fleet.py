@@ -335,7 +335,7 @@ class Fleet:
             self._unplaced.add(command)
             return
         num_held_tokens = [session.num_held_tokens(command.request) for session in sessions]
-        if most := max(num_held_tokens):  # after a move, several workers may hold tokens
+        if most := max(num_held_tokens):  # several workers may hold tokens of a moved request
             sessions[num_held_tokens.index(most)].post(command)
             return
         if self._awaited and command.request.outputs:

@@ -201,4 +201,4 @@ def test_a_beam_search_goes_on_where_it_was(cramped: Service):
         cramped.start_scheduler()
         assert failed.result(timeout=200).outputs == unfailed.outputs
     cramped.wait_until_ready()
-    assert num_steps() < 90, "it did not start anew"
+    assert num_steps() < 90, "it did not start over"

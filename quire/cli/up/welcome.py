@@ -25,8 +25,8 @@ def how_to_use(service: ServiceInfo) -> str:
     is_default = service.grpc_target == "127.0.0.1:50051"
     target = "" if is_default else f" --target {service.grpc_target}"
     if chats(service):
-        first, path = "chat", "chat/completions"
-        asked = f'"messages": [{{"role": "user", "content": "{_QUESTION}"}}]'
+        first, path = "chat --temperature 0", "chat/completions"
+        asked = f'"temperature": 0, "messages": [{{"role": "user", "content": "{_QUESTION}"}}]'
     else:
         first, path = "generate 'def add('", "completions"
         asked = '"prompt": "def add(", "max_tokens": 64'

@@ -15,7 +15,7 @@ _FEW_COUNTERS = 1024
 
 
 class TenantFair(Policy):
-    """By the counter of the tenant; within a tenant by arrival.
+    """Orders tenants by their counters, and the requests of a tenant by arrival.
 
     An output token costs more than a prompt token (weights 2 and 1 in the paper), because a step
     computes thousands of prompt tokens, but only one output token per sequence.

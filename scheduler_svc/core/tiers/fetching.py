@@ -22,18 +22,18 @@ from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 _Known = tuple[DiskBlockId, BlockHash | None]
-"""A disk block, and the hash of its content; None: the content must not be found."""
+"""A disk block, and the hash of its content; None: the prefix cache must not offer it."""
 
 
 class FetchStatus(Enum):
     """Whether the first sequence in the queue can start."""
 
     READY = auto()
-    """It does not have to wait for the disk."""
+    """The sequence does not have to wait for the disk."""
     FETCHING = auto()
-    """It has left the queue and waits for loads."""
+    """The sequence has left the queue and waits for loads."""
     LATER = auto()
-    """It is swapped, but its blocks cannot be loaded yet."""
+    """The sequence is swapped, but its blocks cannot be loaded yet."""
 
 
 class Fetching:

@@ -241,14 +241,21 @@ async def test_a_step_that_takes_too_long_is_a_problem(executor, loop, monkeypat
     await step
 
 
-async def test_a_device_that_fails_between_two_looks_at_it_fails_the_step(executor, loop):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("device-side assert"),
+        RuntimeError("Triton Error [CUDA]: device-side assert"),
+    ],
+)
+async def test_a_device_that_fails_between_two_looks_at_it_fails_the_step(executor, loop, error):
     step = loop.submit(0, Plan(1, 0))
     await executor.wait_for(("launch", 1))
-    executor.launched[1].fail(torch.AcceleratorError("device-side assert"))
-    with pytest.raises(torch.AcceleratorError):
+    executor.launched[1].fail(error)
+    with pytest.raises(type(error)):
         await step
     await loop.wait_failed()
-    assert loop.problem() == loop.failure == "the device failed: device-side assert"
+    assert loop.problem() == loop.failure == f"the device failed: {error}"
 
 
 async def test_a_device_failure_at_attach_is_reported(executor, loop):

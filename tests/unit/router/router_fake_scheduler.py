@@ -86,7 +86,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.may_load.set()
         self.resume_grace_s = 60.0
         self.epoch = 0
-        """Of its last welcome."""
+        """The epoch of the last welcome."""
         self.superseded_epochs = ()
         self.max_waiting = 0
         """Unknown."""

@@ -328,7 +328,7 @@ async def test_a_request_that_can_never_be_queued_is_invalid(router):
     router.scheduler.load.max_num_seqs = 10
     await router.inference.check_capacity(2, 8)
     assert router.scheduler.num_load_calls
-    with pytest.raises(InvalidArgumentError, match="call of 18 sequences, n for each prompt; at m"):
+    with pytest.raises(InvalidArgumentError, match="makes 18 sequences, n for each prompt; at m"):
         await router.inference.check_capacity(3, 6)
     with pytest.raises(InvalidArgumentError, match="holds 4 prompts; at most 3 requests may be"):
         await router.inference.check_capacity(4, 1)

@@ -307,7 +307,7 @@ class TestImbalance:
 
     def swap_one(self, a):
         while not a.load().num_swapped:
-            assert a.oracle.live, "nobody had to wait"
+            assert a.oracle.live, "no request had to wait"
             a.step()
 
     async def test_a_waiting_request_moves_to_a_worker_with_room(self, migrator, a, b):
@@ -330,6 +330,6 @@ class TestImbalance:
     async def test_no_room_to_its_end(self, migrator, a, b):
         self.swap_one(a)
         b.submit(7, [1, 1, 1], max_tokens=1)
-        assert migrator._find_imbalance() is None, "somebody waits there"
+        assert migrator._find_imbalance() is None, "a request waits there"
         b.core.schedule(0.0)
         assert migrator._find_imbalance() is None, "all of its blocks would be needed"

@@ -8,12 +8,12 @@ from recorded_runs import CONFIG, INFO, payloads, record, replay_bytes, rewrite,
 
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.entries import CALLS, MAGIC, CutOff, RecordingError
-from scheduler_svc.journal.record import Recordings
+from scheduler_svc.journal.record import RecordedScheduler, Recordings
 from scheduler_svc.journal.report import describe
 
 
 def is_recorded(core):
-    return "schedule" in vars(core)
+    return isinstance(core, RecordedScheduler)
 
 
 @pytest.mark.parametrize("number", [0, 1, 50])

@@ -145,7 +145,7 @@ async def test_it_waits_for_a_worker(serve, tmp_path):
 async def test_a_worker_that_has_just_started_waits_for_the_scheduler_that_serves(
     serve, monkeypatch
 ):
-    monkeypatch.setattr(standby, "_FIRST_S", 0.5)
+    monkeypatch.setattr(standby, "_NEW_WORKER_S", 0.5)
     worker = FakeWorker(epoch=0)
     waiting = stand_by(await serve(worker))
     await worker.wait_for_looks(3)
@@ -154,5 +154,5 @@ async def test_a_worker_that_has_just_started_waits_for_the_scheduler_that_serve
 
 
 async def test_a_worker_that_has_just_started_delays_no_take_over(serve, monkeypatch):
-    monkeypatch.setattr(standby, "_FIRST_S", float("inf"))
+    monkeypatch.setattr(standby, "_NEW_WORKER_S", float("inf"))
     await stand_by(await serve(FakeWorker(epoch=0), "new"), await serve(FakeWorker(), "old"))

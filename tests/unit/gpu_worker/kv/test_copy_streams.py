@@ -1,4 +1,4 @@
-"""The order of a GPU's copies, with fake streams that record who waits for whom."""
+"""The order of a GPU's copies, with fake streams that record which waits for which."""
 
 import ctypes
 import gc

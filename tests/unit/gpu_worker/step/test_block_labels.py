@@ -140,7 +140,7 @@ def test_a_failed_swap_in_makes_its_block_void_and_its_row_untold(worker):
     assert worker.tier("host") == {}
     worker.step(new_sequences=(new_row(0, [2, 3], 6, 4),), chunk_rows=[0], chunk_lens=[2])
     worker.step(named={2: 20}, num_decodes=1)
-    assert 2 not in worker.tier(), "whoever named it did not know"
+    assert 2 not in worker.tier(), "it was labelled without knowing that it is void"
     assert worker.rows.held(worker.labels.has_void) == ()
     worker.step(copy_src_block_ids=[2], copy_dst_block_ids=[9], num_decodes=1)
     assert worker.labels.has_void(ints(9))

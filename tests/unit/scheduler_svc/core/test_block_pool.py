@@ -150,3 +150,12 @@ def test_of_two_restored_blocks_with_one_content_the_older_is_kept():
     pool.restore([], [2, 1], [b"a", b"a"])
     assert pool.find([b"a"]) == [2]
     assert pool.num_free == 3
+
+
+@pytest.mark.parametrize("num_blocks", [3, 6, 9])
+def test_a_resized_pool_knows_as_many_blocks_as_it_has(num_blocks):
+    pool = make_pool()
+    pool.retire_from(min(num_blocks, 6))
+    pool.resize(num_blocks)
+    assert len(pool.ref_counts) == pool.num_blocks == num_blocks
+    assert pool.allocate(num_blocks) == list(range(num_blocks))

@@ -7,6 +7,7 @@ import pytest
 from core_driver import make_core, submit
 
 from contract.hashing import extend_chain, root_hash
+from scheduler_svc.core.prefix import Publisher
 from scheduler_svc.core.sequence import SeqStatus
 
 PROMPT = range(16)  # four blocks; three can be found, because the last token must be computed
@@ -126,3 +127,28 @@ def test_of_a_prompt_whose_last_token_begins_a_block_all_before_it_counts():
     assert place.lookup.num_cached_tokens(place.seq.request) == 12
     request = replace(place.seq.request, prompt_token_ids=np.arange(17, dtype=np.int32))
     assert place.lookup.num_cached_tokens(request) == 16
+
+
+class FakeRows:
+    """One row, with the prompt."""
+
+    def read_blocks(self, _, indices):
+        return [np.array(PROMPT[4 * index :][:4], "<i4").tobytes() for index in indices]
+
+    def tokens(self, _):
+        return np.array(PROMPT, np.int32)
+
+
+def test_a_block_is_published_when_it_is_full_and_no_other_is_on_its_way():
+    place = Place()
+    (block,) = place.core.pool.allocate(1)
+    publisher = Publisher(place.core.config, place.core.pool, FakeRows())
+    place.seq.row, place.seq.block_ids = 0, [block]
+    place.seq.block_hashes.clear()
+    place.seq.loading_block_ids = (block,)
+    publisher.publish_last([place.seq], [0])
+    assert place.core.pool.find(place.hashes) == []
+    place.seq.loading_block_ids = ()
+    publisher.publish_last([place.seq], [0])
+    assert place.core.pool.find(place.hashes) == [block]
+    assert place.seq.block_hashes == place.hashes[:1]

@@ -179,8 +179,8 @@ def test_blocks_of_a_request_that_is_cancelled_on_the_way_are_held_until_the_mov
     answer(giving, schedule(giving))
     assert len(giving.cancel(ROUTER, [KEY])) == 1
     check(giving)
-    assert num_held(giving.tier.pool) == 2, "somebody may be reading them"
-    assert num_held(taking.tier.pool) == 2, "somebody may be writing them"
+    assert num_held(giving.tier.pool) == 2, "a step may be reading them"
+    assert num_held(taking.tier.pool) == 2, "a step may be writing them"
     indices = giving.end_export(export.export_id, leaves=True)
     assert indices == ()
     taking.end_import(room.import_id, indices)

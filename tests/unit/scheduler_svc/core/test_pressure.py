@@ -180,7 +180,7 @@ def test_a_search_runs_whole_or_not_at_all():
     submit(core, 0, [1] * 6, beam=beam)
     assert len(new(schedule(core))) == 1, "alone it may, however wide it is"
     submit(core, 10, [2] * 6)
-    assert core.schedule(0.0) is None, "the search waits for its result, and nobody starts"
+    assert core.schedule(0.0) is None, "the search waits for its result, and no sequence starts"
     assert core.load().num_waiting == 1
 
 

@@ -31,7 +31,7 @@ def test_a_sequence_that_was_swapped_out_is_swapped_again_with_its_partial_tail(
     before = seq.num_computed_tokens
     pair.replace_core()
     num_held = pair.core.takeover.num_held_tokens(pair.again(seq.request))
-    assert num_held == (0 if caching else before), "what the prefix cache has, anybody finds"
+    assert num_held == (0 if caching else before), "every sequence can find cached blocks"
     for request in requests:
         pair.submit(pair.again(request))
     (seq,) = swapped(pair)
@@ -40,6 +40,18 @@ def test_a_sequence_that_was_swapped_out_is_swapped_again_with_its_partial_tail(
     for request in requests:
         assert_all_received(pair, request)
     assert pair.core.load().num_recomputed_tokens == 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_was_swapped_out_stands_in_the_queue_with_what_is_left_of_it(caching):
+    pair, _ = crowd(enable_prefix_caching=caching)
+    (seq,) = swapped(pair)
+    pair.replace_core()
+    pair.submit(pair.again(seq.request))
+    (seq,) = swapped(pair)
+    num_left = len(seq.token_ids) - seq.num_computed_tokens
+    assert 0 < num_left < len(seq.token_ids)
+    assert pair.core.num_queued_tokens == num_left
 
 
 def test_without_a_prefix_cache_no_other_sequence_finds_swapped_blocks():
