@@ -15,6 +15,7 @@ FOLDERS = [
         "docs",
         "gpu_worker",
         "kernels",
+        "model_files",
         "models",
         "protos",
         "quire",

@@ -103,7 +103,7 @@ def test_openai_required_tool_call(client: openai.OpenAI, functions: list[str]):
         "tools": [{"type": "function", "function": {**PAINT, "name": f}} for f in functions],
         "tool_choice": "required",
         "parallel_tool_calls": False,
-        "max_tokens": 64,
+        "max_tokens": 160,
     }
     (choice,) = client.chat.completions.create(**options).choices
     (call,) = choice.message.tool_calls or ()
