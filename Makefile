@@ -56,6 +56,13 @@ up: setup
 test: setup lint
 	$(BIN)/pytest
 
+# The Triton that torch 2.11 brings along on GPU machines; tests/kernels/test_compile.py then compiles
+# every kernel with it, too.
+OTHER_TRITON := build/triton-3.6
+triton-3.6: $(OTHER_TRITON)
+$(OTHER_TRITON): | setup
+	$(BIN)/pip install -qq --no-deps --target $@ triton==3.6.0
+
 # Builds the images and runs compose.yaml on this machine's Docker engine. BASE_IMAGE, PIP_CONFIG_FILE
 # and TORCH choose what they are built from (docs/deploy-docker.md).
 compose-test: setup
