@@ -143,6 +143,17 @@ def dequantize_fp8(stored: Fp8Format, tensors: Mapping[str, torch.Tensor]) -> to
     return weight * scales
 
 
+def _join(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Join along N."""
+    offsets = torch.cat([part.offsets for part in parts if part.offsets is not None])
+    return QuantizedWeight(
+        parts[0].quantization,
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        offsets,
+    ).without_zero_offsets()
+
+
 _CPU: Final = torch.device("cpu")
 _META: Final = torch.device("meta")
 _GIB: Final = 1024**3
@@ -200,10 +211,10 @@ class PackedMaps:
             return make_linear(torch.empty(shape, dtype=self._dtype, device=_META), bias)
         integers = [part for part in parts if isinstance(part, QuantizedWeight)]
         if len(integers) == len(parts) and self._device == _CPU:
-            joined = self._join(integers)
-            if can_multiply(joined):
+            joined = _join(integers)
+            if can_multiply(joined, self._dtype):
                 self._num_packed += joined.values.numel()
-                return make_quantized_linear(joined, bias)
+                return make_quantized_linear(joined, bias, self._dtype)
         weight = torch.cat([self._dequantized(part) for part in parts])
         self._num_dequantized += weight.numel()
         return make_linear(weight, bias)
@@ -291,16 +302,6 @@ class PackedMaps:
         self._fill(Piece(f"{name}.bias", (num_out,)), bias)
         if not bias.is_meta and bias.any():
             raise ModelError(f"{name}.bias is not zero; by config.json the map has none")
-
-    def _join(self, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Join along N; rounds scales and offsets to the activations' dtype."""
-        offsets = torch.cat([part.offsets for part in parts if part.offsets is not None])
-        return QuantizedWeight(
-            parts[0].quantization,
-            torch.cat([part.values for part in parts]),
-            torch.cat([part.scales for part in parts]).to(self._dtype),
-            offsets.to(self._dtype),
-        ).without_zero_offsets()
 
     def _dequantized(self, part: QuantizedWeight | torch.Tensor) -> torch.Tensor:
         weight = part.dequantized() if isinstance(part, QuantizedWeight) else part
