@@ -30,8 +30,10 @@ INLINE void transpose(const vi rows[LANES], vi out[LANES])
         out[i + 12] = (vi)_mm512_shuffle_i32x4(high, high2, 0xdd);
     }
 #else
+    int32_t to[LANES][LANES];
     for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < LANES; j++) out[i][j] = rows[j][i];
+        for (int j = 0; j < LANES; j++) to[i][j] = rows[j][i];
+    memcpy(out, to, sizeof to);
 #endif
 }
 

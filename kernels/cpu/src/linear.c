@@ -315,13 +315,10 @@ int64_t quire_linear_count(const void *args)
 /* Copies a row to what the product takes. */
 static void copy_row(const struct linear *a, const char *row, char *to)
 {
-    if (a->x_type == F32 || kind_of(a) == PAIRS) {
+    if (a->x_type == BF16 && kind_of(a) == FLOATS)
+        floats_from_bf16((float *)to, (const bf16 *)row, a->num_in);
+    else
         memcpy(to, row, a->num_in * size_of((dtype)a->x_type));
-        return;
-    }
-    int64_t k = 0;
-    for (; k + LANES <= a->num_in; k += LANES) vf_store((float *)to + k, load(BF16, row, k));
-    for (; k < a->num_in; k++) ((float *)to)[k] = bf16_to_float(((const bf16 *)row)[k]);
 }
 
 /* The sum over each group of a row of x. */

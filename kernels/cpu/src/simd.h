@@ -59,7 +59,7 @@ INLINE float vf_reduce_max(vf v)
 /* 0, 1, 2, ... */
 INLINE vi vi_lanes(void)
 {
-    vi v;
+    vi v = {0};
     for (int i = 0; i < LANES; i++) v[i] = i;
     return v;
 }
@@ -129,6 +129,13 @@ INLINE vf vf_from_bf16(const bf16 *p)
     vh half;
     memcpy(&half, p, sizeof half);
     return (vf)(__builtin_convertvector(half, vu) << 16);
+}
+
+INLINE void floats_from_bf16(float *to, const bf16 *from, int64_t n)
+{
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) vf_store(to + i, vf_from_bf16(from + i));
+    for (; i < n; i++) to[i] = bf16_to_float(from[i]);
 }
 
 INLINE vh vf_to_bf16(vf v)

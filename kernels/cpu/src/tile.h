@@ -7,14 +7,12 @@
 
 #include "simd.h"
 
-/* As many sums as there are registers for: 32 of AVX-512 and NEON, 16 of AVX2. The last two are
- * guesses: never timed on such a CPU. */
-#if defined(HAS_AVX512)
-enum { TILE_ROWS = 12, TILE_VECTORS = 2 };
-#elif defined(__AVX2__)
+/* As many sums as there are registers for: 32 of AVX-512 and NEON, 16 of AVX2. Those of NEON and AVX2
+ * are guesses: never timed on a CPU that has no more. */
+#if defined(__AVX2__) && !defined(HAS_AVX512)
 enum { TILE_ROWS = 6, TILE_VECTORS = 2 };
 #else
-enum { TILE_ROWS = 6, TILE_VECTORS = 4 };
+enum { TILE_ROWS = 12, TILE_VECTORS = 2 };
 #endif
 enum { ROW_BASES = TILE_ROWS / 3 }; /* a row's address is one of these, plus 0, 1 or 2 strides */
 enum { PANEL = 32 }; /* columns of a panel */
@@ -213,22 +211,20 @@ INLINE void any_rows(struct tile tile, int rows, int vectors, const struct produ
 #undef TILE_CASE
 }
 
-static void one_vector(step_kind kind, int rows, const struct product *p)
+INLINE void all_columns(struct tile tile, int rows, int64_t columns, struct product p)
 {
-    if (kind == PAIRS) any_rows((struct tile){.kind = PAIRS}, rows, 1, p);
-    else any_rows((struct tile){.kind = FLOATS}, rows, 1, p);
+    const int width = TILE_VECTORS * LANES;
+    int64_t j = 0;
+    for (; j + width <= columns; j += width, p.b += 4 * width, p.c += width)
+        any_rows(tile, rows, TILE_VECTORS, &p);
+    for (; j < columns; j += LANES, p.b += 4 * LANES, p.c += LANES) any_rows(tile, rows, 1, &p);
 }
 
 /* At most TILE_ROWS rows, all columns: a multiple of LANES. b is PLAIN, without scales. */
 static inline void product(step_kind kind, int rows, int64_t columns, struct product p)
 {
-    const int width = TILE_VECTORS * LANES;
-    int64_t j = 0;
-    for (; j + width <= columns; j += width, p.b += 4 * width, p.c += width) {
-        if (kind == FLOATS) any_rows((struct tile){.kind = FLOATS}, rows, TILE_VECTORS, &p);
-        else any_rows((struct tile){.kind = PAIRS}, rows, TILE_VECTORS, &p);
-    }
-    for (; j < columns; j += LANES, p.b += 4 * LANES, p.c += LANES) one_vector(kind, rows, &p);
+    if (kind == PAIRS && HAS_BF16_DOT) all_columns((struct tile){.kind = PAIRS}, rows, columns, p);
+    else all_columns((struct tile){.kind = FLOATS}, rows, columns, p);
 }
 
 #endif
