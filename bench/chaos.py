@@ -9,7 +9,8 @@ or a link is cut or falls silent. Each stream is compared, token for token, with
 before anything failed.
 
 - `lost`, `duplicated`, `contradicted`: tokens.
-- `stall_p50_s`, `stall_p99_s`: the longest pause of a stream after a fault that it lived through.
+- `stall_p50_s`, `stall_p99_s`: the longest pause of a stream after a fault that it lived through;
+  `kill_and_stop_stall_p99_s`: the same, without the faults of links.
 - `recomputed_after_scheduler_kill`: tokens that a new scheduler had computed again, in a first
   phase in which only the scheduler is killed. They belong to outputs that had just ended without a
   router having read the end: less than a block of each (docs/failure.md). With --cramped the number
@@ -67,10 +68,14 @@ async def kill_schedulers(service: ChaosService, run: Run, num: int) -> None:
 
 
 async def do_harm(
-    service: ChaosService, run: Run, chance: random.Random, pauses_s: Iterator[float], hang_s: float
+    service: ChaosService,
+    run: Run,
+    chance: random.Random,
+    pauses_s: Iterator[float],
+    faults: Iterator[Fault],
 ) -> None:
-    """Draw a fault after each pause; one in four comes before the previous one is mended."""
-    for pause_s, fault in zip(pauses_s, service.draw(chance, hang_s), strict=False):
+    """Let a fault happen after each pause; one in four comes before the previous one is mended."""
+    for pause_s, fault in zip(pauses_s, faults, strict=False):
         await asyncio.sleep(pause_s)
         print(
             f"  {len(run.faults):4} {time.strftime('%H:%M:%S')} {fault.kind}: {fault}", flush=True
@@ -136,7 +141,8 @@ async def run_chaos(given: argparse.Namespace) -> Results:
                 async with streams.keep_live(given.streams, chance):
                     await kill_schedulers(service, run, given.scheduler_kills)
                     pauses_s = pauses_of(given, chance)
-                    await do_harm(service, run, chance, pauses_s, 3.0 if given.quick else 10.0)
+                    faults = service.draw(chance, 3.0 if given.quick else 10.0, given.only)
+                    await do_harm(service, run, chance, pauses_s, faults)
                     await service.wait_until_ready()
                 async with AsyncClient(service.targets) as client:
                     run.blocks = await wrong_blocks(client)
@@ -148,6 +154,8 @@ async def run_chaos(given: argparse.Namespace) -> Results:
     stalls = list(stalls_s(streams.finished, run.faults))
     print_stalls(run, stalls)
     p50, p99 = np.percentile([pause_s for _, pause_s in stalls] or [0.0], (50, 99))
+    is_process = {kind: "link" not in kind for _, kind in run.faults}
+    of_processes = [pause_s for kind, pause_s in stalls if is_process[kind]]
     for problem in (*verdict.errors, *run.blocks):
         print(f"  wrong: {problem}")
     return {
@@ -160,6 +168,7 @@ async def run_chaos(given: argparse.Namespace) -> Results:
         "wrong_streams": len(verdict.errors),
         "stall_p50_s": round(float(p50), 3),
         "stall_p99_s": round(float(p99), 3),
+        "kill_and_stop_stall_p99_s": round(float(np.percentile(of_processes or [0.0], 99)), 3),
         "recomputed_after_scheduler_kill": run.recomputed,
         "blocks_exact": not run.blocks,
     }
@@ -172,6 +181,8 @@ def _parse() -> argparse.Namespace:
     add("--scheduler-kills", type=int, default=5, help="kills in the first phase")
     add("--soak", type=float, metavar="SECONDS", help="instead of --kills: how long to do harm")
     add("--every", type=float, default=15.0, metavar="S", help="seconds between faults of --soak")
+    kinds = [f"{kind} {what}" for kind in ("router", "scheduler", "worker") for what in What]
+    add("--only", choices=kinds, action="append", default=[], help="faults of these kinds alone")
     add("--streams", type=int, default=64, help="live streams")
     add("--seed", type=int, default=0, help="seed of faults and requests")
     add("--cramped", action="store_true", help="so little memory that sequences are swapped")

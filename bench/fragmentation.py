@@ -1,10 +1,10 @@
-"""Paged KV against contiguous reservations of the maximal length in the same memory, simulated.
+"""Simulates paged KV against contiguous reservations of the maximal length in the same memory.
 
     python bench/fragmentation.py [--quick] [--json FILE]
 
-Blocks are the scheduler core's own; step durations are a model's. Each client sends its next
-request when its last has ended; requests share no prefix; one step is in flight. Preempted requests
-are computed again. Three scenarios:
+Blocks are allocated by the real scheduler core; step durations come from a time model. Each client
+sends its next request when its last one has ended; requests share no prefix; one step is in flight.
+Preempted requests are recomputed. Three scenarios:
 
     a  1,000 clients, requests of at most 8,192 tokens
     b  500 clients, each request with a limit of its own: 1,024 to 16,384 tokens, log-uniform
@@ -14,8 +14,9 @@ are computed again. Three scenarios:
 
 Lengths: log-normal with sigma 1, cut at the limit. `chat` has the means of ShareGPT in the paper on
 PagedAttention, 161 tokens in and 338 out; `long` has the medians of Azure's conversations of 2023,
-1,020 in and 129 out, about twice as much KV. What paging gains depends on them: a request that
-fills its limit gains nothing. JSON has the numbers of `chat`, and those of `long` as `..._a_long`.
+1,020 in and 129 out, about twice as much KV. The gain of paging depends on the lengths: a request
+that fills its limit gains nothing. JSON has the numbers of `chat`, and those of `long` as
+`..._a_long`.
 
     no room    share of the requests that had to wait when their turn came, or were preempted,
                because too little was free
@@ -56,7 +57,7 @@ class Lengths:
     median_out: float
 
     def jobs(self, limits: Limits, seed: int) -> Iterator[Job]:
-        """Draw requests without end; each prompt leaves room for one token at least."""
+        """Yield random requests without end; each prompt leaves room for at least one token."""
         rng = np.random.default_rng(seed)
         while True:
             max_len = limits(rng)
@@ -85,7 +86,7 @@ SCENARIOS: dict[str, tuple[Limits, tuple[int, ...]]] = {
     "b": (mixed, (500,)),
     "c": (mixed, (300, 200, 100)),
 }
-"""How limits are drawn, and the clients of each model."""
+"""How limits are drawn, and how many clients each model has."""
 
 KINDS: dict[str, Callable[[Iterator[Job], int, int], Engine]] = {
     "paged": PagedEngine,
@@ -103,13 +104,13 @@ class Outcome:
     throughput: float
     """Output tokens per second."""
     no_room: float
-    """Shares of the requests whose turn came: see above."""
+    """Share of the requests whose turn came; see the module's docstring."""
     refused: float
     fragmentation: float
 
 
 def play(kind: str, scenario: str, lengths: Lengths, seed: int, measured_s: float) -> Outcome:
-    """Replay a scenario; it runs for half as long before it is measured."""
+    """Replay a scenario; before the measurement it runs for half of the measured time."""
     limits, clients = SCENARIOS[scenario]
     num_slots = NUM_SLOTS // len(clients)
     engines = [

@@ -1,15 +1,15 @@
-"""Measures every kernel on this GPU: bytes or operations per second, and their share of the most.
+"""Measures every kernel on this GPU: bytes or operations per second, and the share of the ceiling.
 
     python bench/gpu_kernels.py --out kernels.json
 
-The most is measured in the same run: bytes per second of a large read or a large copy, whichever is
-more, and operations per second of a large matrix product. Each kernel is timed from a CUDA
-graph with a cold cache (`kernels/tuning/timing.py`). Attention stands beside torch's SDPA and, for
-some shapes, FlexAttention over dense keys and values, and is compared with SDPA's numbers; the
-others stand beside their twins. Decode is measured block-major and layer-major, with blocks of 16
-to 128.
+The ceilings are measured in the same run: bytes per second of a large read or a large copy,
+whichever is more, and operations per second of a large matrix product. Each kernel is timed from a
+CUDA graph with a cold cache (`kernels/tuning/timing.py`). The baseline of attention is torch's SDPA
+and, for some shapes, FlexAttention over dense keys and values, and its results are compared with
+SDPA's. The baselines of the other kernels are their twins. Decode is measured block-major and
+layer-major, with blocks of 16 to 128.
 
-A kernel that fails is a row that says why; the others go on. `--cpu-smoke` runs every case with
+If a kernel fails, its row has the error, and the others run. `--cpu-smoke` runs every case with
 tiny shapes in Triton's interpreter: it measures nothing, and shows that the script works.
 """
 
@@ -44,7 +44,7 @@ _REPEATS = 20
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The most that the device was seen to do."""
+    """The measured limits of the device."""
 
     bytes_per_s: float
     flops: float
@@ -60,13 +60,13 @@ class Row:
     gb_s: float | None = None
     tflops: float | None = None
     share: float | None = None
-    """The time that the ceilings allow ÷ the time taken; whichever ceiling binds."""
+    """Least time by the ceiling that binds ÷ measured time."""
     bound: str | None = None
     """"bytes" or "flops"."""
     baselines_us: dict[str, float | str] | None = None
-    """Each baseline's time, or why it did not run."""
+    """Each baseline's time, or its error."""
     max_difference: float | None = None
-    """From SDPA's numbers."""
+    """Largest difference from SDPA's numbers."""
     error: str | None = None
 
 
@@ -198,7 +198,7 @@ def _main() -> int:
             "rows": [asdict(row) for row in rows],
         }
         given.out.write_text(json.dumps(result, indent=1) + "\n")
-    # One failed kernel is a result, and JSON says it; on a CPU it is a bug in this script.
+    # A failed kernel is a result, which JSON contains; on a CPU it is a bug in this script.
     return 1 if given.cpu_smoke and failed else 0
 
 

@@ -1,12 +1,13 @@
-"""Measures what a long prompt does to the streams beside it: how far apart their tokens come.
+"""Measures how a long prompt delays the tokens of other streams.
 
     python bench/interference.py --rounds 5
 
 Eight streams run on a 125M Llama with random weights. When each has some tokens, a prompt that
-fills the context arrives. Compared are the gaps between the streams' tokens before it arrived and
-until its own first token; and the time until all is done, against a service that computes long
-prompts as fast as it can (--max-decode-slowdown inf): that difference is what the bound costs in
-throughput. The two services take turns; nothing else should run on the machine.
+fills the context arrives. The benchmark compares the gaps between the streams' tokens before the
+prompt arrives with those until the prompt's first token. It also compares the time until all
+requests are done with that of a service that computes long prompts as fast as it can
+(--max-decode-slowdown inf): the difference is the cost of the bound in throughput. The two services
+take turns; nothing else should run on the machine.
 """
 
 import argparse
@@ -19,20 +20,20 @@ from statistics import median
 import aiohttp
 import numpy as np
 from harness.case import BenchError, Results, Table, arguments, main, progress
-from harness.load import Workload, completion_body, find_model, post_stream
+from harness.closed_loop import Workload, completion_body, find_model, post_stream
 from harness.processes import model_directory, service
 from harness.turns import Spread, turns
 
 _VOCAB = 1000
 _INPUT_LEN = 16
 _SETTLE = 8
-"""Tokens that each stream has before it counts."""
+"""Tokens of each stream before its gaps count."""
 _SIDES = {"paced": (), "unpaced": ("--max-decode-slowdown", "inf")}
 
 
 @dataclass(slots=True)
 class _Stream:
-    """When the pieces of a stream came, on the clock of `time.perf_counter`."""
+    """The arrival times of a stream's pieces, by `time.perf_counter`."""
 
     arrivals: list[float] = field(default_factory=list)
     _came: asyncio.Event = field(default_factory=asyncio.Event)
@@ -48,7 +49,7 @@ class _Stream:
             await self._came.wait()
 
     def gaps(self, start: float, end: float) -> list[float]:
-        """Seconds between neighbours; the later of the two came in (start, end]."""
+        """Seconds between consecutive pieces, the later of which came in (start, end]."""
         times = np.array(self.arrivals)
         late = times[1:]
         gaps: list[float] = np.diff(times)[(late > start) & (late <= end)].tolist()
@@ -62,9 +63,9 @@ class Round:
     p99_before: float
     p99_during: float
     ttft: float
-    """The long prompt's."""
+    """The long prompt's time to first token."""
     makespan: float
-    """From its arrival until every stream is done."""
+    """Time from the long prompt's arrival until every stream is done."""
 
     @property
     def ratio(self) -> float:
@@ -72,7 +73,7 @@ class Round:
 
 
 async def run_round(base_url: str, model: str, given: argparse.Namespace, seed: int) -> Round:
-    """Let one long prompt arrive among streams."""
+    """Send one long prompt while the streams run."""
     draw = np.random.default_rng(seed)
     num_before = _SETTLE + given.before
 

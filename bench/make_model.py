@@ -3,9 +3,9 @@
     python bench/make_model.py /tmp/llama-125m
 
 A model's speed does not depend on its weights. The tokenizer is a real BPE, trained on the sources
-of Python's standard library; weights and tokens are the same each time. With --shape the directory
-has the sizes of a known model, a tokenizer with a text for every token, and no weights: they are
-drawn on the device (`--load-format dummy`).
+of Python's standard library; weights and tokenizer are the same each time. With --shape the
+directory has the sizes of a known model, a tokenizer with a text for every token, and no weights:
+the worker draws them on the device (`--load-format dummy`).
 """
 
 import argparse
@@ -28,7 +28,7 @@ _WEIGHT_STD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What decides a Llama's cost; the defaults have 125 million parameters."""
+    """The sizes of a Llama; the defaults have 125 million parameters."""
 
     hidden: int = 768
     layers: int = 16
@@ -85,7 +85,7 @@ SHAPES = {
     "8B": Sizes(4096, 32, 32, 8, 14_336, 128_256, 8192, 128),
     "smoke": Sizes(64, 1, 2, 1, 64, 1024, 256, 32, is_tied=True),
 }
-"""The sizes of Qwen3 0.6B, Llama 3.2 1B and Llama 3.1 8B, and tiny ones to try scripts out."""
+"""The sizes of Qwen3 0.6B, Llama 3.2 1B and Llama 3.1 8B, and a tiny model to try scripts."""
 
 
 def make_model(directory: Path, sizes: Sizes) -> int:

@@ -1,20 +1,20 @@
-"""Overload: ten times as many requests as can be served, and what becomes of the rest.
+"""Overload: sends ten times as many requests as the service can serve.
 
     python bench/overload.py --quick
 
-A router and a scheduler before a simulated device, so that the machine's cores are theirs. First as
-many requests run as the device takes at once: the peak. Then requests arrive at ten times that
-rate, however they are answered; no client retries.
+A router and a scheduler run on a simulated device, so that they have the machine's cores to
+themselves. First as many requests run as the device takes at once: this rate is the peak. Then
+requests arrive at ten times that rate, whether they are accepted or not; no client retries.
 
-- `goodput_over_peak`: tokens per second of the requests that are accepted and end well, over peak.
-- `refusal_p99_ms`: how long a refusal takes, as a process of its own sees it (faults/probe.py): the
-  one that makes the load would measure itself.
+- `goodput_over_peak`: tokens per second of the accepted requests that end well ÷ peak.
+- `refusal_p99_ms`: how long a refusal takes, measured by a process of its own (faults/probe.py),
+  because the process that makes the load is busy itself.
 - `health_idle_p99_ms`, `health_p99_ms`: how long a health call of that process takes before and
-  during the load; `late_p99_ms`: by how much its sleeps are too long. They show what the machine
-  adds. `refusal_over_idle` is the refusals' p99 over the idle health calls'.
-- `rss_growth`: each process's memory at the end over that after a quarter of the time.
+  during the load; `late_p99_ms`: by how much its sleeps are too long. They show the machine's own
+  delays. `refusal_over_idle` is the refusals' p99 ÷ that of the idle health calls.
+- `rss_growth`: each process's memory at the end ÷ that after a quarter of the time.
 
-Ends with 1 if a refusal does not say when to come back, or an accepted request does not end well.
+Exits with 1 if a refusal has no retry delay, or an accepted request does not end well.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from rpc.peers.channel import open_channel
 from rpc.status import PUSHBACK_KEY, status_to_error
 
 _PROBE_START_S = 2.0
-"""For the probe to start, and for the queue to fill."""
+"""Time for the probe to start and the queue to fill."""
 _NUM_SEQS = 16
 _OUTPUT_LEN = 32
 _PROMPT_LEN = 32
@@ -52,19 +52,19 @@ class Outcome:
     """How requests ended."""
 
     token_times_s: list[float] = field(default_factory=list)
-    """Tokens of accepted requests that ended well, by the monotonic clock."""
+    """Monotonic times of the tokens of accepted requests that ended well."""
     num_accepted: int = 0
     refusals_s: list[float] = field(default_factory=list)
-    """How long each took."""
+    """How long each refusal took."""
     faults: list[str] = field(default_factory=list)
 
     def tokens_per_s(self, start_s: float, end_s: float) -> float:
-        """Rate of the tokens that came in between."""
+        """Rate of the tokens that came in [start_s, end_s)."""
         return sum(start_s <= at_s < end_s for at_s in self.token_times_s) / (end_s - start_s)
 
 
 async def ask(stub: InferenceServiceStub, draw: random.Random, outcome: Outcome) -> None:
-    """Make one request, once, and record how it ends."""
+    """Send one request without retry, and record how it ends."""
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=[draw.randrange(2, 4000) for _ in range(_PROMPT_LEN)]),
         sampling=common_pb2.SamplingParams(max_tokens=_OUTPUT_LEN, ignore_eos=True),
@@ -88,7 +88,7 @@ async def ask(stub: InferenceServiceStub, draw: random.Random, outcome: Outcome)
 
 
 async def probe(target: str, seconds: float) -> dict[str, list[float]]:
-    """Have a process of its own ask, one call at a time for each of its callers."""
+    """Run a process whose callers each make one call after another."""
     lengths = (f"--prompt-len={_PROMPT_LEN}", f"--output-len={_OUTPUT_LEN}")
     output = await run_script("-m", "faults.probe", target, f"--seconds={seconds}", *lengths)
     took: dict[str, list[float]] = json.loads(output)
@@ -96,7 +96,7 @@ async def probe(target: str, seconds: float) -> dict[str, list[float]]:
 
 
 async def find_peak(stub: InferenceServiceStub, draw: random.Random, seconds: float) -> float:
-    """Keep the device full, no more; return its tokens per second, after a start."""
+    """Keep the device just full; return its tokens per second, after a warm-up."""
     outcome = Outcome()
     start_s = time.monotonic() + seconds / 4
     end_s = start_s + seconds
@@ -106,7 +106,7 @@ async def find_peak(stub: InferenceServiceStub, draw: random.Random, seconds: fl
             await ask(stub, draw, outcome)
 
     async with asyncio.TaskGroup() as slots:
-        for _ in range(_NUM_SEQS + 4):  # some wait, so that no row stays free
+        for _ in range(_NUM_SEQS + 4):  # a few requests wait, so that no row stays free
             slots.create_task(slot())
     if outcome.faults or outcome.refusals_s:
         raise BenchError(f"at the peak: {len(outcome.refusals_s)} refused, {outcome.faults[:3]}")
@@ -120,7 +120,7 @@ async def overload(
     seconds: float,
     processes: list[Process],
 ) -> tuple[Outcome, float, dict[str, float]]:
-    """Ask at a rate; return how requests ended, the goodput, and how each process has grown."""
+    """Send requests at a rate; return their ends, the goodput, and each process's memory growth."""
     outcome = Outcome()
     started_s = time.monotonic()
     settled_s, end_s = started_s + seconds / 4, started_s + seconds
@@ -139,7 +139,7 @@ async def overload(
 
 @contextlib.asynccontextmanager
 async def simulated_service(directory: Path) -> AsyncIterator[list[Process]]:
-    """Start router, scheduler and simulated worker; they end with the block."""
+    """Run router, scheduler and simulated worker during the block."""
     model = f"--model={SHIPPED_MODEL}"
     module_to_flags = {
         # a step takes 19 ms, whatever is in it

@@ -1,14 +1,14 @@
-"""Compares ways to compute prompts beside streams, on a simulated worker.
+"""Compares policies for computing prompts while other streams decode, on a simulated worker.
 
     python bench/pacing.py
 
 The scheduler's core and its pacer are real, two steps in flight. The time of a step is fitted to a
 125M Llama on two cores: a constant, a part for each sequence that decodes, and a part for each
-prompt token, which is small for the first few beside decodes. Each load meets four policies: the
-default; the same with steps of 512 tokens; prompts as fast as they can be computed
-(--max-decode-slowdown inf); and steps filled with prompts, first come, first served, as vLLM's are.
-The numbers do not depend on this machine. They serve to choose a policy, and say nothing about how
-fast the service is.
+prompt token, which is small for the first few beside decodes. Each load runs under four policies:
+the default; the default with steps of 512 tokens; prompts as fast as they can be computed
+(--max-decode-slowdown inf); and steps filled with prompts, first come, first served, like vLLM's.
+The numbers do not depend on this machine. They help to choose a policy, and do not tell how fast
+the service is.
 """
 
 import argparse
@@ -29,11 +29,12 @@ from scheduler_svc.core.scheduler import Scheduler
 
 _STEP_S, _DECODE_S, _TOKEN_S = 8e-3, 0.8e-3, 0.55e-3
 _SPARE_ROWS, _SPARE_TOKEN_S = 12, 0.1e-3
-"""Up to so many rows a step mostly waits for the weights, and a prompt token costs only this."""
+"""With fewer rows a step mostly waits for the weights, and a prompt token costs only this time."""
 _NOISE = 0.05
 """Standard deviation of a step's time, as a share of it."""
 _WIRE_S = 1e-3
-"""Between a client and the core, each way; a request takes as long again on average, at random."""
+"""Time between client and core, each way. A request takes a random time more, as long on
+average."""
 _CONFIG = SchedulerConfig(
     num_blocks=8192,
     block_size=16,
@@ -59,12 +60,12 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What clients send."""
+    """The requests of the clients."""
 
     name: str
     num_requests: int
     num_clients: int = 0
-    """Each sends its next request when its last one is complete; 0: arrivals are Poisson."""
+    """Number of closed-loop clients; 0: arrivals are Poisson."""
     requests_per_s: float = 0.0
     prompt_len: Lengths = lambda _: 128
     output_len: Lengths = lambda _: 64
@@ -97,12 +98,12 @@ LOADS = (
 
 @dataclass(slots=True)
 class Felt:
-    """What clients feel, in seconds."""
+    """The latencies that clients see, in seconds."""
 
     num_tokens: int = 0
     ttfts: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
-    """Between the tokens of a stream."""
+    """Times between the tokens of a stream."""
     ended: float = 0.0
 
     def metrics(self) -> dict[str, float]:
@@ -130,11 +131,11 @@ class _Simulation:
         self._worker = SimulatedWorker(policy.config.max_num_seqs)
         self._num_in_flight = 0
         self._free_at = 0.0
-        """When the worker will have done all steps in flight."""
+        """The time at which the worker will have done all steps in flight."""
         self._sent: list[float] = []
-        """When each request was sent."""
+        """The time at which each request was sent."""
         self._last_token: dict[int, float] = {}
-        """When each request's last token came."""
+        """The time at which each request's last token came."""
         self._felt = Felt()
 
     def run(self) -> Felt:
@@ -171,7 +172,7 @@ class _Simulation:
             bound = self._pacer.max_paced_tokens(read_prompts(self._core))
             if (plan := self._core.schedule(now, bound, self._pacer.max_prompt_tokens)) is None:
                 return
-            self._pacer.sent(plan, now)
+            self._pacer.on_sent(plan, now)
             execute_s = self._seconds(plan)
             self._free_at = max(now, self._free_at) + execute_s
             self._num_in_flight += 1
@@ -184,7 +185,7 @@ class _Simulation:
     def _answer(self, outcome: Result, execute_s: float) -> None:
         self._num_in_flight -= 1
         news = self._core.update(outcome)
-        self._pacer.answered(execute_s, self._clock.now)
+        self._pacer.on_result(execute_s, self._clock.now)
         felt = self._felt
         felt.ended = self._clock.now + _WIRE_S
         for key in news.seq_keys.tolist():

@@ -1,4 +1,4 @@
-"""Where requests go: by prefix, to the least loaded worker, or in turn; on real scheduler cores.
+"""Compares placement by prefix, to the least loaded worker, and round robin, on real cores.
 
     python bench/placement.py [--quick] [--sweep] [--json FILE]
 
@@ -22,7 +22,7 @@ from contract.step import Result
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.workers.placement import Placement, Placer, WorkerLoad
+from scheduler_svc.workers.placement import PlacementMethod, Placer, WorkerLoad
 from sim_worker.time_model import TimeModel
 
 NUM_WORKERS = 4
@@ -108,7 +108,7 @@ class SimulatedReplica:
 def simulate(trace: Sequence[Arrival], placer: Placer) -> dict[str, float]:
     """Serve a trace; return the hit rate and times to first token.
 
-    `max_share` is the most prompt tokens that one worker got, over an even share.
+    `max_share` is the most prompt tokens of one worker ÷ an even share.
     """
     clock = Clock()
     first_token_s: dict[int, float] = {}
@@ -154,10 +154,10 @@ def ceiling(trace: Sequence[Arrival]) -> float:
 
 def measure(given: argparse.Namespace) -> Results:
     trace = make_trace(1500 if given.quick else 6000, given.rate)
-    placers = {str(placement): Placer(placement) for placement in reversed(Placement)}
+    placers = {str(placement): Placer(placement) for placement in reversed(PlacementMethod)}
     if given.sweep:
         for weight in (0, 16, 64, 256, 1024):
-            placers[f"prefix, {weight}"] = Placer(Placement.PREFIX, weight)
+            placers[f"prefix, {weight}"] = Placer(PlacementMethod.PREFIX, weight)
     results: dict[str, float] = {"hit_rate_ceiling": ceiling(trace)}
     print(f"{NUM_WORKERS} workers, {len(trace)} requests, {given.rate:g} per second")
     table = Table(

@@ -1,9 +1,9 @@
-"""Plays a recording's requests to a scheduler core under another policy: who is served when?
+"""Compares how a scheduler core serves a recording's requests under another policy.
 
-Shows beside each other what was recorded, the recorded policy simulated, and the other one
+Shows side by side the recording, the recorded policy simulated, and the other policy
 simulated: queue times, times to the first token and to the end, preemptions, and which sequences
 finish in another order. Record with `quire-scheduler --record DIR`; policies and their arguments
-are those of `quire-scheduler --policy`. What is assumed: `policy/study.py`.
+are those of `quire-scheduler --policy`. `policy/study.py` lists the assumptions.
 """
 
 import argparse

@@ -1,18 +1,19 @@
-"""What the prefix cache finds, tier by tier, and what it costs where there is nothing to find.
+"""Measures the prefix cache's hits with each tier, and its cost when there are none.
 
     python bench/prefix.py [--quick] [--json FILE]
 
-Conversations take turns: each prompt is all that was said before and some new tokens, and other
-conversations come in between, so that together they need more blocks than the device has. The
-scheduler core and its block accounting are the real ones. The device is a time model: an
+Conversations take turns: each prompt is the conversation so far and some new tokens, and other
+conversations run in between, so that together they need more blocks than the device has. The
+scheduler core and its block accounting are real. The device is a time model: an
 8-billion-parameter model in 2-byte numbers on 4.8 TB/s and 400 TFLOP/s, host copies at 50 GB/s
 beside the step, a disk of 5 GB/s in each direction that moves one block after the other.
 
-`hit_over_ceiling`: prompt blocks found over those that were ever computed before, with a host tier
-that has room for all; the goal is 0.97. `loss_at_zero_hits`: prompts that share nothing, caching on
-against off; the goal is 0.005. The core's processor time counts in full beside the modelled time of
-the steps, though two steps in flight would hide it; the sides take turns, and the least of each
-counts. `loss_at_zero_hits_demoting`: with a host tier, to which all evicted blocks are copied.
+`hit_over_ceiling`: prompt blocks found ÷ prompt blocks that were computed before, with a host tier
+that has room for all; the goal is 0.97. `loss_at_zero_hits`: the throughput that caching costs if
+prompts share nothing; the goal is 0.005. The core's processor time is added in full to the modelled
+time of the steps, though two steps in flight would hide it. Runs with and without caching take
+turns, and the fastest of each counts. `loss_at_zero_hits_demoting`: the same with a host tier, to
+which all evicted blocks are copied.
 """
 
 import argparse
@@ -70,7 +71,7 @@ class Turn:
     conversation: int
     index: int
     prompt: Int32Array
-    """int32[P]: all that was said before, and what is new."""
+    """int32[P]: the conversation so far, and the new tokens."""
     answer: Int32Array
 
     @property
@@ -94,12 +95,12 @@ class Outcome:
     num_blocks: int = 0
     """Full blocks of prompts without their last token, which must be computed."""
     num_known: int = 0
-    """Blocks whose content was computed before: the ceiling."""
+    """Blocks whose content was computed before; they are the ceiling of hits."""
     num_found: int = 0
     end_s: float = 0.0
     """Modelled time of the whole trace."""
     device_s: float = 0.0
-    """The part of it in which a step was executed."""
+    """The part of `end_s` in which a step was executed."""
     core_s: float = 0.0
     """Processor time of the core, in this machine's seconds."""
     num_steps: int = 0
@@ -107,7 +108,7 @@ class Outcome:
 
 
 def make_trace(num_conversations: int, num_turns: int, *, is_shared: bool, seed: int = 0) -> Trace:
-    """Make conversations that begin with one of four system prompts, or share nothing at all."""
+    """Make conversations that begin with one of four system prompts, or share nothing."""
     rng = np.random.default_rng(seed)
 
     def tokens(low: int, high: int) -> Int32Array:
@@ -143,14 +144,14 @@ class ModelledDevice:
         self._worker = SimulatedWorker(BASE.max_num_seqs, draw)
         self._free_at_s = 0.0
         self.busy_s = 0.0
-        """Time in which it was executing."""
+        """Time in which it executed steps."""
         self._disk: list[tuple[float, int, str, int]] = []
-        """Heap of disk moves under way: end, a number, the outcome's field, the block."""
+        """Heap of disk moves in progress: end, a number, the outcome's field, the block."""
         self._disk_free_at_s = dict.fromkeys(("store", "load"), 0.0)
         self._num_moves = 0
 
     def execute(self, plan: Plan, now_s: float) -> tuple[float, Result]:
-        """Return when the step's result is there, and the result."""
+        """Return the time of the step's result, and the result."""
         begin_s = max(now_s, self._free_at_s)
         outcome = self._worker.execute(plan)
         self._begin_disk_moves(plan, begin_s)
@@ -257,9 +258,9 @@ class _Play:
 def losses_at_zero_hits(
     num_conversations: int, num_turns: int, num_rounds: int
 ) -> tuple[float, float]:
-    """The share of throughput that caching costs prompts that have nothing in common.
+    """The share of throughput that caching costs if prompts have nothing in common.
 
-    Without a host tier, and with one.
+    Returns it without a host tier, and with one.
     """
     trace = make_trace(num_conversations, num_turns, is_shared=False)
     trace.think_s /= 5

@@ -1,9 +1,9 @@
-"""Measures what number formats cost the shipped model: perplexity on held-out text.
+"""Measures how number formats change the shipped model's perplexity on held-out text.
 
     python bench/quality.py
     python bench/quality.py --checkpoints  # also the model as AWQ, GPTQ and fp8 checkpoints
 
-The text is what `models/train.py` held out: modules of the Python standard library, one file in
+`models/train.py` held this text out: modules of the Python standard library, one file in
 sixty. Each variant is a worker, loaded as its flags say, which scores the text as it scores any
 prompt: chunk by chunk, through its paged KV. The numbers depend on the text, so compare those of
 one Python version; they do not depend on time or chance.
@@ -41,7 +41,7 @@ _VARIANTS: dict[str, dict[str, str]] = {
 }
 """Flags of a worker, by the name of the result: ppl_*."""
 _CHECKPOINT_DTYPES = {"": "bfloat16", "_fp32": "float32"}
-"""By the suffix of the result; in float32 a checkpoint is exactly what its bits say."""
+"""By the suffix of the result. In float32 a checkpoint's values are exact."""
 _BASELINE = "bf16"
 _QUICK_TOKENS = 6_000
 _ATTACHMENT = 0
@@ -49,7 +49,7 @@ _ATTACHMENT = 0
 
 def held_out_prompts(max_tokens: int, budget: float) -> Iterator[list[int]]:
     """Yield the text's token ids: whole files, cut at the context's end, about `budget` in all."""
-    sys.path.insert(0, str(ROOT / "models"))  # only training knows which files it held out
+    sys.path.insert(0, str(ROOT / "models"))  # the training code knows which files were held out
     from corpus import BOS, read_sources  # noqa: PLC0415
 
     tokenizer = Tokenizer.from_file(str(SHIPPED_MODEL / "tokenizer.json"))

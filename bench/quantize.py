@@ -2,9 +2,9 @@
 
     python bench/quantize.py models/quire-tiny-python awq /tmp/awq
 
-For tests and for `bench/quality.py --checkpoints`. Real checkpoints come from programs that fit the
-rounding to text, and lose less. Embeddings, norms, the map over the vocabulary and the router among
-experts stay as they are.
+For tests and for `bench/quality.py --checkpoints`. Programs for real checkpoints fit the
+rounding to text, and lose less. Embeddings, norms, the map to the vocabulary and the experts'
+router are not quantized.
 
 Symbols: `N` output features of a linear map, `K` its input features, `G` groups of these.
 """
@@ -37,11 +37,12 @@ class Form:
     """A way to store a linear map."""
 
     config: dict[str, Any]
-    """`quantization_config`, without the list of what is not quantized."""
+    """`quantization_config`, without the list of weights that are not quantized."""
     kept_key: str
     """The name of that list."""
     pack: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
-    """Takes a weight [N, K]; returns its tensors, and the weight they stand for: float32[N, K]."""
+    """Takes a weight [N, K]; returns its tensors, and the weight that they encode, float32[N,
+    K]."""
 
 
 def round_to_integers(
@@ -69,7 +70,7 @@ def to_words(
     words = torch.zeros(in_word.shape[:2], dtype=torch.int64)
     for place, which in enumerate(order or range(per_word)):
         words |= in_word[..., which] << (bits * place)
-    return words.to(torch.int32)  # which keeps the low bits
+    return words.to(torch.int32)  # keeps the low bits
 
 
 def _stands_for(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -185,8 +186,8 @@ def write(
         directory: a Hugging Face directory with one file of safetensors.
         out: made here.
         form: how its maps are stored.
-        kept: matches the names of weights that stay as they are.
-        packed: False stores the float32 numbers that the packed ones stand for.
+        kept: matches the names of weights that are not quantized.
+        packed: False stores the float32 numbers that the packed ones encode.
     """
     shutil.copytree(directory, out, ignore=shutil.ignore_patterns("*.safetensors"))
     tensors: Tensors = {}

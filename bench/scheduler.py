@@ -1,11 +1,11 @@
-"""What one step of scheduling costs: `schedule` + `update` of the core, no model, no messages.
+"""Measures a step of scheduling: the core's `schedule` and `update`, without model and messages.
 
     python bench/scheduler.py [--quick] [--json FILE] [--vllm-python PATH]
 
 Costs are processor time, so that other work on the machine hardly counts. Sequences decode with
 blocks of 16 tokens, so one in sixteen crosses a block border in each step. `growth` compares 1,024
-with 64 running sequences when equally many (four) cross one. `hash` is the prefix cache's cost per
-prompt block. Goals: 0.14 us per sequence at 1,024; growth at most 2.
+with 64 running sequences when four cross a border in both cases. `hash` is the prefix cache's cost
+per prompt block. Goals: 0.14 us per sequence at 1,024; growth at most 2.
 
 With the interpreter of an environment that has vLLM, its scheduler is timed at the same sizes, each
 right after ours, and so is its hashing.

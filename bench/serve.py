@@ -1,15 +1,15 @@
-"""Measures a whole service: throughput, latency, and what the split into processes costs.
+"""Measures a whole service: throughput, latency, and the cost of the split into processes.
 
     python bench/serve.py --peer http://127.0.0.1:9000
 
 Starts router, scheduler and worker on a 125M Llama with random weights and loads their OpenAI API
 with 1, 8 and 32 streams of 128 tokens in and 64 out. Then they take turns with the same service in
-one process (engines/one_service.py). The client is a process of its own on the same machine; where
-cores are few, all compete, so the client's part is in all numbers.
+one process (engines/one_service.py). The client is a process of its own on the same machine. With
+few cores all processes compete, so the numbers include the client's cost.
 
 --peer URL lets another OpenAI-shaped server of the same model take turns with ours, round after
-round: ratios are taken within a round, and their median is printed. --base-url measures a server
-that is up already, without the split's tax.
+round: ratios are taken within a round, and their median is printed. --base-url measures a
+running server, without the cost of the split.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from engines.roofline import measure_shares
 from engines.split import GRPC, HTTP, ONE_GRPC, ONE_HTTP, by_grpc, by_http, measure_split
 from harness.case import Results, arguments, main, numbers, progress
-from harness.load import (
+from harness.closed_loop import (
     LoadResult,
     Turn,
     Workload,
@@ -37,24 +37,24 @@ from harness.processes import Service, model_directory, service
 from harness.turns import Spread
 
 _WAVES = 4
-"""Prompts of each stream in a round; with --quick 1."""
+"""Prompts of each stream in a round; 1 with --quick."""
 _FIRST_SEED = 9_999
-"""Far from those of the other loads on the same servers."""
+"""Far from the seeds of the other loads on the same servers."""
 _PEER_RATIOS = {
     "peer_ratio": "output_tok_s",
     "peer_ttft_ratio": "ttft_mean_ms",
     "peer_itl_p99_ratio": "itl_p99_ms",
 }
-"""What is compared: names to fields of LoadResult."""
+"""The compared numbers: names to fields of LoadResult."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """What was measured at one concurrency, a result a round."""
+    """The results at one concurrency, one per round."""
 
     ours: list[LoadResult]
     peers: list[LoadResult]
-    """The peer's, of the same rounds; empty without a peer."""
+    """The peer's results in the same rounds; empty without a peer."""
 
     def ratios(self) -> dict[str, Spread]:
         """Ours ÷ the peer's, by name; empty without a peer."""
@@ -78,7 +78,7 @@ class Rounds:
 async def measure_loads(
     base_url: str, peer_url: str | None, workloads: Mapping[int, Workload], num_rounds: int
 ) -> list[Rounds]:
-    """Run the workload of each concurrency `num_rounds` times, by turns; print tables."""
+    """Run the workload of each concurrency `num_rounds` times, in turn; print tables."""
     sides = {url: await _side(url) for url in (base_url, peer_url) if url is not None}
     loads = []
     for concurrency, workload in workloads.items():

@@ -1,12 +1,12 @@
-"""Measures what speculative decoding gains on the shipped model, and costs where it cannot gain.
+"""Measures the gain of speculative decoding on the shipped model, and its cost without a gain.
 
     python bench/speculative.py [--draft-model DIR]
 
 Two services of the same model run side by side; one speculates. In turn, each gets the same
-requests, at 1 and at 4 streams: Python from this machine's standard library to be continued,
-greedily, where the model repeats its prompt and itself; and random tokens, at temperature 1, where
-nothing can be guessed. Outputs must be the same from both (a bfloat16 model may rarely differ,
-greedily; the share that agrees is printed).
+requests, at 1 and at 4 streams. Some prompts are Python from this machine's standard library,
+continued greedily: there the model repeats its prompt and itself. The others are random tokens at
+temperature 1, where nothing can be guessed. Both services must return the same outputs; greedy
+outputs of a bfloat16 model may rarely differ, so the share that agrees is printed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from statistics import median
 
 import aiohttp
 from harness.case import SHIPPED_MODEL, Results, Table, arguments, main
-from harness.load import in_slots, post_whole
+from harness.closed_loop import in_parallel, post_whole
 from harness.processes import HOST, free_ports, service
 from harness.turns import Spread, turns
 from prometheus_client.parser import text_string_to_metric_families
@@ -68,7 +68,7 @@ async def run_round(
         outputs[index] = await post_whole(session, body)
 
     started = time.perf_counter()
-    await in_slots(enumerate(prompts), concurrency, send)
+    await in_parallel(enumerate(prompts), concurrency, send)
     return len(prompts) * length / (time.perf_counter() - started), outputs
 
 

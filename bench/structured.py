@@ -1,11 +1,11 @@
-"""Measures what requests with structured output cost the requests beside them.
+"""Measures how requests with structured output slow down other requests.
 
     python bench/structured.py [--model DIR]
 
 Sixteen streams run at once, of the model that Quire ships or of another. The shipped one is so
-small that a step takes two milliseconds, so the cost of eight grammars shows most. In turn, all
-streams are free, or half of them must keep to a JSON schema that never lets them end early;
-compared is the rate at which the free half gets its tokens. The two kinds of round alternate.
+small that a step takes two milliseconds, so the cost of eight grammars shows most. In one kind of
+round all streams are free; in the other, half of them follow a JSON schema that never lets them end
+early. The two kinds alternate, and the benchmark compares the token rates of the free half.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from statistics import median
 
 import aiohttp
 from harness.case import SHIPPED_MODEL, Results, arguments, main, progress
-from harness.load import post_whole
+from harness.closed_loop import post_whole
 from harness.processes import service
 from harness.turns import Spread, turns
 

@@ -1,14 +1,14 @@
-"""What moving KV costs: swaps against memcpy, resuming against recomputing, codecs, the disk.
+"""Measures moves of KV: swaps against memcpy, resuming against recomputing, codecs, the disk.
 
     python bench/swap.py [--quick] [--json FILE] [--model DIR] [--device cuda] [--disk-dir DIR]
 
-- `payload_over_memcpy`: KV bytes per second of swapping one sequence's blocks out and in, scattered
-  on the device, over those of copying as many bytes in one piece; the worse of both directions,
-  each by the best of many rounds taken by turns.
-- `resume_recompute_over_swap`: time to compute a context of 1,000 tokens again, over the time to
+- `payload_over_memcpy`: KV bytes per second of swapping one sequence's blocks, scattered on the
+  device, ÷ bytes per second of a copy in one piece. The worse of both directions; each is the best
+  of many rounds, in which both take turns.
+- `resume_recompute_over_swap`: time to recompute a context of 1,000 tokens ÷ time to
   swap it out and in.
-- codecs on real KV of the shipped model, one thread.
-- the disk: its own speed (nothing cached), with and without a codec.
+- codecs on real KV of the shipped model, on one thread.
+- the disk's own speed (nothing cached), with and without a codec.
 """
 
 import argparse
@@ -43,7 +43,7 @@ _MIB = 1024**2
 def recompute_over_swap(
     model: Path, dtype: torch.dtype, device: str, num_rounds: int
 ) -> dict[str, float]:
-    """Bring a context back both ways, by turns; check that the KV is the same."""
+    """Bring a context back both ways, in turn; check that the KV is the same."""
     num_blocks = -(-CONTEXT // 16)
     engine = load_engine(model, 2 * num_blocks, dtype, device)
     pool = engine.pool
@@ -61,7 +61,7 @@ def recompute_over_swap(
         host_pool.synchronize()
 
     durations: dict[Callable[[], None], list[float]] = {recompute: [], swap: []}
-    recompute()  # warms up, and computes what is swapped
+    recompute()  # warms up, and computes the KV that is swapped
     swap()
     for _, work in turns(durations, num_rounds):
         start_s = time.perf_counter()
@@ -78,7 +78,7 @@ def recompute_over_swap(
 
 
 def disk_speed(pool: KvPool, directory: Path, num_bytes: int, codec: str) -> dict[str, float]:
-    """KV bytes per second to and from the disk; a store ends when the disk has the bytes."""
+    """KV bytes per second to and from the disk. A store ends when the disk has the bytes."""
     num_blocks = max(1, num_bytes // pool.block_bytes)
     host_pool = HostPool(pool.blocks_as_bytes, num_blocks)
     spec = parse_codec(codec)

@@ -1,11 +1,11 @@
-"""Measures what traces cost: two services take turns; one exports its spans.
+"""Measures the cost of traces: two services take turns, and one exports its spans.
 
     python bench/tracing.py --model DIR --rounds 6
 
-Compared is the processor time that the three processes take for the same requests, export
-included, which other work on the machine disturbs less than times. The ratios of the service
-without traces to itself, in the rounds' two halves, show the noise. The collector is in this
-process and drops all that it gets.
+The benchmark compares the processor time of the three processes for the same requests, including
+the export; other work on the machine disturbs processor time less than wall time. The ratio of the
+service without traces to itself, between the two halves of the rounds, shows the noise. The
+collector is in this process and drops all spans.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import grpc
 from harness.case import Results, arguments, main
-from harness.load import Workload, find_model, run_load
+from harness.closed_loop import Workload, find_model, run_load
 from harness.processes import HOST, Service, model_directory, service
 from harness.turns import Spread, turns
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc

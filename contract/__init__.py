@@ -1,5 +1,5 @@
 """The data types that several processes share: one class each, with its limits and its codec.
 
-It imports nothing of ours but the generated stubs, and those only in `contract.codec`, which turns
-values into protobuf and back. Everybody may import it.
+Every package may import it. Of Quire it imports only the generated stubs, and only in
+`contract.codec`, which turns values into protobuf and back.
 """

@@ -17,7 +17,7 @@ Labels: TypeAlias = npt.NDArray[np.uint8]
 _NO_INTS: Final[Int32Array] = np.empty(0, np.int32)
 _NO_FLOATS: Final[Float32Array] = np.empty(0, np.float32)
 _NO_LABELS: Final[Labels] = np.empty((0, 32), np.uint8)
-# Most arrays of a step are empty, and share one.
+# Most arrays of a step are empty; all empty arrays of a type are the same object.
 
 
 def ints(values: Sequence[int]) -> Int32Array:

@@ -1,7 +1,7 @@
 """The one error tree, and the one table from errors to gRPC and HTTP status.
 
-Code of the services raises these; interceptors and HTTP middleware turn them into status with
-`google.rpc` details. Anything else that escapes is INTERNAL: a bug.
+The services raise these errors; interceptors and HTTP middleware turn them into a status with
+`google.rpc` details. Any other exception that reaches them is a bug and becomes INTERNAL.
 """
 
 from typing import ClassVar
@@ -10,7 +10,7 @@ import grpc
 
 
 class QuireError(Exception):
-    """Base of all errors that a client may see. The message is for a person."""
+    """Base of all errors that a client may see. People read the message."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     http_status: ClassVar[int] = 500
@@ -18,55 +18,55 @@ class QuireError(Exception):
 
 
 class InvalidArgumentError(QuireError):
-    """The client's fault: names the field, the value and the limit."""
+    """The client sent a wrong value. The message names the field, the value and the limit."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
     http_status = 400
 
     def __init__(self, field: str, problem: str) -> None:
-        """`problem` continues the field's name: "is 3.5; it must be in [0, 1]"."""
+        """`problem` follows the field's name in the message: "is 3.5; it must be in [0, 1]"."""
         super().__init__(f"{field} {problem}")
         self.field = field
         self.problem = problem
 
 
 class UnauthenticatedError(QuireError):
-    """No credentials, or wrong ones."""
+    """The call has no credentials, or wrong ones."""
 
     code = grpc.StatusCode.UNAUTHENTICATED
     http_status = 401
 
 
 class PermissionDeniedError(QuireError):
-    """The credentials are right, and do not allow it."""
+    """The credentials are valid but do not allow the call."""
 
     code = grpc.StatusCode.PERMISSION_DENIED
     http_status = 403
 
 
 class NotFoundError(QuireError):
-    """What the client names does not exist."""
+    """The client named something that does not exist."""
 
     code = grpc.StatusCode.NOT_FOUND
     http_status = 404
 
 
 class AlreadyExistsError(QuireError):
-    """What the client wants to make exists, such as a live request of the same id."""
+    """The client wants to create something that exists, such as a live request of the same id."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
     http_status = 409
 
 
 class AbortedError(QuireError):
-    """Another call has taken over what this call was doing."""
+    """Another call has taken over the work of this call."""
 
     code = grpc.StatusCode.ABORTED
     http_status = 409
 
 
 class TooBusyError(QuireError):
-    """A bounded queue is full; `retry_after_s` says when to come back."""
+    """A bounded queue is full; the client should retry after `retry_after_s`."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     http_status = 429
@@ -78,7 +78,7 @@ class TooBusyError(QuireError):
 
 
 class UnavailableError(QuireError):
-    """Starting, draining, or cut off from a process it needs."""
+    """The process is starting, draining, or cut off from a process that it needs."""
 
     code = grpc.StatusCode.UNAVAILABLE
     http_status = 503
@@ -93,7 +93,7 @@ class DeadlineExceededError(QuireError):
 
 
 class FailedPreconditionError(QuireError):
-    """What the caller wants is not possible as things are; trying again does not help."""
+    """The state of the service does not allow the call; a retry does not help."""
 
     code = grpc.StatusCode.FAILED_PRECONDITION
     http_status = 412
@@ -104,11 +104,11 @@ class StaleEpochError(FailedPreconditionError):
 
 
 class UnimplementedError(QuireError):
-    """A known field or method that is not supported; refused by name."""
+    """The client used a known field or method that Quire does not support."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
     http_status = 400
 
 
-class BrokenInvariantError(QuireError):
-    """Scheduler and worker disagree about what the worker holds: INTERNAL."""
+class InconsistentPlanError(QuireError):
+    """A plan contradicts the state of the worker, because of a bug. The status is INTERNAL."""

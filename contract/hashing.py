@@ -1,14 +1,14 @@
-"""Names the content of a full block so that equal prefixes are found again.
+"""Hashes the content of blocks, so that the prefix cache can find equal prefixes.
 
-The hash of a block is chained: it names the block's tokens and all tokens before them. The encoding
-is canonical, so that any process in any language computes the same:
+Hashes are chained: the hash of a block covers its tokens and all tokens before them. The encoding
+is canonical, so any process in any language computes the same hash:
 
     root       = sha256("quire.v1.prefix" 0x00 salt)              salt in UTF-8
     hash(b)    = sha256(hash(b - 1) tokens(b))                    tokens as int32, little-endian
 
-with `hash(-1) = root`. A partial block has a name of the same form, over the tokens that it has: no
-full block can have that, since it has more. Every hash is the full 32 bytes: a collision would show
-one client another's text, so there is no shorter form.
+with `hash(-1) = root`. A partial block is hashed in the same way, over the tokens that it has. This
+hash differs from that of every full block, which has more tokens. Hashes are never shortened, since
+a collision would show one client the text of another.
 """
 
 from functools import lru_cache
@@ -24,12 +24,12 @@ HASH_BYTES = 32
 
 @lru_cache(maxsize=1024)
 def root_hash(salt: str) -> BlockHash:
-    """Return the parent of every first block under `salt`."""
+    """Return the parent hash of the first block of each sequence with this `salt`."""
     return BlockHash(sha256(b"quire.v1.prefix\0" + salt.encode()).digest())
 
 
 def next_hash(parent: BlockHash, token_bytes: bytes) -> BlockHash:
-    """Return the hash of the block after `parent`, whose tokens are little-endian int32."""
+    """Return the hash of the block after `parent`; `token_bytes` are little-endian int32."""
     return BlockHash(sha256(parent + token_bytes).digest())
 
 
@@ -40,9 +40,9 @@ def tail_hash(
     end: int,
     block_size: int,
 ) -> BlockHash:
-    """Return the name of the partial block that holds the last of the first `end` tokens.
+    """Return the hash of the partial block at the end of the first `end` tokens.
 
-    `chain` has the hashes of the full blocks before it, at least.
+    `chain` has at least the hashes of the full blocks before that block.
     """
     num_full = end // block_size
     tail = token_ids[num_full * block_size : end].astype("<i4", copy=False).tobytes()
@@ -52,12 +52,12 @@ def tail_hash(
 def extend_chain(
     chain: list[BlockHash], root: BlockHash, token_ids: npt.NDArray[np.int32], block_size: int
 ) -> None:
-    """Append to `chain` the hashes of the full blocks of `token_ids` that it lacks.
+    """Append the missing hashes of full blocks of `token_ids` to `chain`.
 
     Args:
         chain: Hashes of the first `len(chain)` blocks; extended in place.
-        root: The salt's root, parent of block 0.
-        token_ids: int32[N], the sequence's tokens from its beginning.
+        root: The salt's root hash, the parent of block 0.
+        token_ids: int32[N], the sequence's tokens from the first one.
         block_size: Tokens of one block.
     """
     first, end = len(chain), len(token_ids) // block_size

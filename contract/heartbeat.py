@@ -1,42 +1,45 @@
-"""Heartbeats: how a process notices that a peer hangs, or is lost.
+"""Heartbeats: how a process notices that a peer hangs or is lost.
 
-Every peer sends something at least every `BEAT_S`. Connections do not tell: a hanging process keeps
-them, the kernel accepts what is sent to it, and gRPC answers pings as long as any of its threads
-runs, even if its event loop does not.
+Every peer sends a message at least every `BEAT_S`. An open connection proves nothing: a hanging
+process keeps its connections, the kernel accepts data for it, and gRPC answers pings as long as any
+thread of the process runs, even if its event loop does not.
 """
 
-BEAT_S = 0.5
+BEAT_S = 0.25
 """Longest time between two messages of a healthy peer."""
-TICK_S = 0.25
+TICK_S = 0.1
 """How often a listener checks."""
 SILENT_AFTER_S = 1.5
-"""A peer that is silent for this long hangs. Noticed within two seconds, including one tick."""
+"""A peer that is silent for this long hangs."""
 LOST_AFTER_S = 5.0
-"""A peer that is silent for this long is given up: its requests continue elsewhere."""
+"""A peer that is silent for this long is given up, if no setting says otherwise: its requests
+continue elsewhere."""
 
 
 class Heartbeat:
-    """How long one peer has been silent, counted in the listener's ticks rather than in time.
+    """Measures how long one peer has been silent, in ticks of the listener, not in clock time.
 
-    A listener that was itself stopped or starved makes no ticks, so it does not count that time as
-    the peer's silence: it still has the peer's messages to read.
+    A listener that was itself stopped makes no ticks, and the messages that arrived in that time
+    are still unread. So that time does not count as the peer's silence.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lost_after_s: float | None = None) -> None:
+        """`lost_after_s`: how long a silence makes it lost; None: `LOST_AFTER_S`."""
+        self._lost_after_s = LOST_AFTER_S if lost_after_s is None else lost_after_s
         self._num_ticks = 0
 
     def on_message(self) -> None:
-        """The peer has sent something."""
+        """Reset the count: the peer has sent a message."""
         self._num_ticks = 0
 
     def on_tick(self) -> None:
-        """`TICK_S` have passed for the listener."""
+        """Count a tick: another `TICK_S` seconds have passed at the listener."""
         self._num_ticks += 1
 
     @property
     def silent_s(self) -> float:
         """How long the peer has been silent, in seconds."""
-        return self._num_ticks * TICK_S
+        return round(self._num_ticks * TICK_S, 3)
 
     @property
     def is_hanging(self) -> bool:
@@ -46,4 +49,4 @@ class Heartbeat:
     @property
     def is_lost(self) -> bool:
         """Whether the peer is given up."""
-        return self.silent_s >= LOST_AFTER_S
+        return self.silent_s >= self._lost_after_s

@@ -1,4 +1,4 @@
-"""What a worker is: its device, its model, its sizes."""
+"""Describes a worker: its device, its model and its sizes."""
 
 import secrets
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from contract.lora import LoraAdapter
 
 
 class MemoryLevel(Enum):
-    """How short the memory of a worker's device is; the numbers are those of the metrics."""
+    """How short the memory of a worker's device is. The metrics report the same numbers."""
 
     OK = 0
     WARNING = 1
-    """Running sequences continue, and no more are added."""
+    """Running sequences continue; no more sequences start."""
     CRITICAL = 2
-    """Less must run, and soon."""
+    """The scheduler must soon run fewer sequences."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that is served, with the limits that requests are checked against."""
+    """A served model, with the limits that apply to requests."""
 
     id: str
     """The name that requests use."""
@@ -29,11 +29,12 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     structured_output: bool = False
-    """Whether outputs can be made to have a form."""
+    """Whether requests may ask for structured output."""
     adapters: tuple[LoraAdapter, ...] = ()
-    """In the order of their names."""
+    """Sorted by name."""
     directory: str = ""
-    """Its directory, if an operator had it loaded; empty: it is the model of the worker's flags."""
+    """The model's directory, if an operator loaded it; empty for the model of the worker's flags.
+    """
 
     def __str__(self) -> str:
         """Show the fields in which the models of two workers may differ."""
@@ -47,7 +48,7 @@ class ModelInfo:
 
 
 def new_instance_id() -> int:
-    """Draw a 64-bit number that no other start of a worker has; never 0."""
+    """Draw a random 64-bit number other than 0, which identifies one start of a worker."""
     return 1 + secrets.randbelow(2**64 - 1)
 
 
@@ -56,9 +57,9 @@ class WorkerInfo:
     """A worker, as it describes itself when a scheduler attaches."""
 
     worker_id: str
-    """Names it in logs and metrics."""
+    """The worker's name in logs and metrics."""
     device: str
-    """For a person, such as "cpu" or "NVIDIA H200"."""
+    """The device's name for people, such as "cpu" or "NVIDIA H200"."""
     model_id: str
     limits: Limits
     eos_token_ids: tuple[int, ...]
@@ -67,40 +68,40 @@ class WorkerInfo:
     dtype: str
     """Number format of weights and activations, such as "bfloat16"."""
     structured_output: bool = False
-    """Whether outputs can be made to have a form."""
+    """As in `ModelInfo`."""
     directory: str = ""
     """As in `ModelInfo`."""
     swap_bytes_per_s: float = 0.0
-    """How fast blocks move between device and host; 0: not measured."""
+    """Measured rate of copies between device and host; 0: not measured."""
     prefill_tokens_per_s: float = 0.0
-    """How fast prompts are computed; 0: not measured."""
+    """Measured rate of prefill; 0: not measured."""
     disk_bytes_per_s: float = 0.0
-    """How fast blocks come from the disk; 0: not measured."""
+    """Measured rate of loads from the disk; 0: not measured."""
     instance_id: int = 0
-    """Tells this start of this worker, or this load of its model, from all others; 0: unknown."""
+    """Identifies one start of the worker, or one load of its model; 0: unknown."""
     takes_kv: bool = True
-    """Whether other workers can read and write its host blocks, if there are any."""
+    """Whether it exchanges contents of host blocks with other workers."""
     num_draft_tokens: int = 0
-    """Most tokens that it guesses for a decoding row in a step; 0: it drafts none."""
+    """Most tokens that it drafts for a decoding row in a step; 0: it drafts none."""
     max_num_blocks: int | None = None
-    """Most device blocks that it can be resized to; None: their number is fixed."""
+    """Most device blocks that a resize may set; None: their number is fixed."""
     min_num_blocks: int = 1
-    """Fewest that it can be resized to."""
+    """Fewest device blocks that a resize may set."""
     host_is_device_memory: bool = False
-    """Whether host blocks take from the memory that device blocks are in."""
+    """Whether host blocks and device blocks share one memory, as on a CPU."""
     can_unload: bool = False
-    """Whether it can give its device back, and take it again."""
+    """Whether it can unload its model, which frees the device, and load one again."""
 
-    # At the worker only.
+    # These fields are set at the worker only.
     kv_dtype: str = "auto"
-    """What K and V are stored in; auto is `dtype`."""
+    """Number format of stored keys and values; "auto" is `dtype`."""
     host_block_bytes: int = 0
-    """Size of one block in the host, as its codec packs it; 0: as on the device."""
+    """Size of one host block as packed by `host_codec`; 0: as on the device."""
     host_codec: str = "none"
 
     @property
     def model(self) -> ModelInfo:
-        """The model that it holds."""
+        """The model that the worker holds."""
         return ModelInfo(
             id=self.model_id,
             max_model_len=self.limits.max_model_len,
@@ -113,6 +114,6 @@ class WorkerInfo:
 
     @property
     def kv_format(self) -> str:
-        """The parts of the host blocks' format in which two workers of one model may differ."""
+        """The format of its host blocks. Only workers with the same format can exchange KV."""
         size = f"{self.limits.block_size} tokens, {self.host_block_bytes or self.block_bytes} bytes"
         return f"{self.dtype}, KV {self.kv_dtype}, codec {self.host_codec}, {size}"

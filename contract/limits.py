@@ -1,4 +1,4 @@
-"""What a worker has room for; plans are checked against it."""
+"""The sizes of a worker; plans are checked against them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,14 +8,12 @@ from contract.lora import LoraAdapter
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The sizes of a worker."""
-
     max_num_seqs: int
-    """Rows."""
+    """Number of rows."""
     max_model_len: int
-    """Tokens of one row, prompt and output."""
+    """Most tokens of one row, prompt and output together."""
     max_num_batched_tokens: int
-    """Tokens that one step may compute; at least `max_num_seqs`."""
+    """Most tokens that one step may compute; at least `max_num_seqs`."""
     num_blocks: int
     block_size: int
     """Token slots of one block."""
@@ -23,11 +21,11 @@ class Limits:
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     adapters: Mapping[LoraAdapter, int] = field(default_factory=dict)
-    """The LoRA adapters that a new row may have, and the number of each, at least 1."""
+    """The loaded LoRA adapters, each with the number, at least 1, that rows use for it."""
     num_saturating_tokens: int | None = None
     """Prompt tokens that keep the device busy with arithmetic; None: `max_num_batched_tokens`."""
 
     @property
     def max_blocks_per_row(self) -> int:
-        """Blocks of a row that has `max_model_len` tokens."""
+        """Blocks of a row with `max_model_len` tokens."""
         return -(-self.max_model_len // self.block_size)

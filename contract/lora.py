@@ -9,14 +9,14 @@ DIGEST_BYTES: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """An adapter; two are equal if name and contents are."""
+    """A LoRA adapter. Two are equal if their names and digests are equal."""
 
     name: str
     """The name that requests use."""
     digest: bytes
-    """SHA-256 of its contents."""
+    """SHA-256 of the adapter's contents."""
     directory: str = field(default="", compare=False)
-    """An absolute path on the workers' machines; empty: not known. Requests do not carry it."""
+    """An absolute path on the workers' machines; empty: unknown. Not part of requests."""
 
     def __str__(self) -> str:
         return f"LoRA adapter {self.name!r} ({self.digest.hex()[:8]})"
@@ -24,13 +24,13 @@ class LoraAdapter:
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """The result of a load."""
+    """The result of loading an adapter."""
 
     adapter: LoraAdapter
     was_there: bool
-    """Whether it was loaded already; then nothing has changed."""
+    """Whether the adapter was loaded before, so that nothing changed."""
 
 
 def is_adapter_name(name: str) -> bool:
-    """Whether an adapter may have this name."""
+    """Whether `name` is a valid adapter name."""
     return bool(name) and name.isprintable() and len(name) <= MAX_ADAPTER_NAME_CHARS

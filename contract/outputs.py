@@ -1,4 +1,4 @@
-"""What a request's stream carries: deltas, one end for each output, and the usage."""
+"""The events of a request's stream: deltas, one end for each output, and the usage."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -26,7 +26,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """New tokens of one output, and the text that has become certain with them."""
+    """New tokens of one output, and the text that is final with them."""
 
     output_index: int
     token_offset: int
@@ -41,14 +41,14 @@ class OutputError:
     """A failure of one output after its request was accepted."""
 
     code: int
-    """The google.rpc.Code that the call would have ended with before that."""
+    """The `google.rpc.Code` of the failure."""
     message: str
     retryable: bool
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFinished:
-    """The end of one output; no more of it follows."""
+    """The end of one output; its last event."""
 
     output_index: int
     finish_reason: FinishReason
@@ -56,12 +56,12 @@ class OutputFinished:
     stop_token_id: int | None = None
     error: OutputError | None = None
     cumulative_logprob: float | None = None
-    """The sum of its tokens' log-probabilities; only if a beam search found it."""
+    """The sum of its tokens' log-probabilities; set only for outputs of a beam search."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a request cost, in tokens; the last event."""
+    """The request's token counts; the last event."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -76,7 +76,7 @@ class PromptScores:
     """The prompt's log-probabilities; the first event, if `prompt_logprobs` is set."""
 
     logprobs: tuple[TokenLogprob, ...]
-    """For each token of the prompt but the first."""
+    """One entry for each prompt token except the first."""
 
 
 Event: TypeAlias = OutputDelta | OutputFinished | Usage | PromptScores

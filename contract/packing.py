@@ -1,4 +1,4 @@
-"""Arrays of integers as `bytes` fields: little-endian, whatever the machine."""
+"""Packs arrays of integers into `bytes` fields, little-endian on every machine."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ Uint64Array: TypeAlias = npt.NDArray[np.uint64]
 
 _INT32: np.dtype[np.int32] = np.dtype("<i4")
 _UINT64: np.dtype[np.uint64] = np.dtype("<u8")
-# Most arrays of most messages are empty: they share one, and cost a look.
+# Most arrays of most messages are empty; all empty arrays of a type are the same object.
 _NO_INT32: Int32Array = np.frombuffer(b"", np.int32)
 _NO_UINT64: Uint64Array = np.frombuffer(b"", np.uint64)
 

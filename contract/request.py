@@ -1,4 +1,4 @@
-"""What a client asks for: to generate, or to resume a stream; and the models that it may name."""
+"""Requests of clients: to generate, or to resume a stream; and the models that they may name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,61 +17,64 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024
 MAX_N: Final = 64
 """Most outputs of one request."""
+MAX_MESSAGES: Final = 4096
+"""Most messages of a chat."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model, or a LoRA adapter of it, that requests may name."""
+    """A model or LoRA adapter that requests may name."""
 
     id: str
     max_model_len: int
-    """Most tokens that prompt and output may have together."""
+    """Most tokens of prompt and output together."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     structured_output: bool = False
-    """Whether `SamplingParams.structured` can be used."""
+    """Whether requests may set `SamplingParams.structured`."""
     parent: str = ""
-    """If it is an adapter: the model that it belongs to."""
+    """The base model of an adapter; empty for a base model."""
     adapter: LoraAdapter | None = None
-    """If it is an adapter; known to the router only."""
+    """The adapter; None for a base model, and at clients."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt and how to continue it: what every API of the router makes of its calls."""
+    """One prompt and how to continue it. Every API of the router turns its calls into this."""
 
     prompt: str | tuple[int, ...]
-    """Text, or token ids."""
+    """Text or token ids."""
     model: str = ""
-    """Empty: the only model served."""
+    """Empty: the only served model."""
     request_id: str = ""
-    """Empty: the router makes one."""
+    """Empty: the router chooses one."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     add_special_tokens: bool = True
-    """Whether text gets the model's own special tokens; False behind a chat template."""
+    """Whether the tokenizer adds special tokens to a text prompt; False after a chat template,
+    which has written them."""
     skip_special_tokens: bool = True
-    """Whether special tokens are left out of the outputs' text."""
+    """Whether the text of outputs leaves out special tokens."""
     n: int = 1
     beam: BeamSearch | None = None
-    """Search for the outputs instead of drawing them."""
+    """Set: search for the outputs instead of drawing them."""
     cache_salt: str = ""
-    """Only requests with the same salt share prefixes in the cache."""
+    """Only requests with the same salt share cached prefixes."""
     cache_pin_s: float | None = None
-    """How long the prompt is pinned in the prefix cache; None: not at all."""
+    """How long the prompt stays pinned in the prefix cache; None: it is not pinned."""
     deadline: float | None = None
-    """When the client gives up, on the event loop's clock; None: never."""
+    """When the client stops waiting, on the event loop's clock; None: never."""
     priority: int = 0
-    """Higher is sooner."""
+    """Requests with a higher priority go first."""
     tenant: str = ""
     resumable: bool = False
-    """Whether it outlives its stream, so that its client may resume it."""
+    """Whether the request continues when its stream breaks, so that the client may resume it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopOptions:
-    """What a request says of its outputs' text; only the router needs it."""
+    """How the outputs' text ends and is written; only the router needs this."""
 
     stop: tuple[str, ...]
     include_stop_str_in_output: bool
@@ -80,22 +83,22 @@ class StopOptions:
 
 @dataclass(frozen=True, slots=True)
 class OutputReceived:
-    """How much of one output a client has when it resumes the request."""
+    """How much of one output the client has when it resumes a request."""
 
     num_tokens: int = 0
     num_text_bytes: int = 0
-    """UTF-8."""
+    """Length of the text in UTF-8."""
     finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequest:
-    """Asks for the rest of a stream that broke."""
+    """A client's request for the rest of a broken stream."""
 
     request_id: str
     tenant: str
     received: Mapping[int, OutputReceived]
-    """By output index; outputs that are absent: nothing."""
+    """By output index. The client has nothing of an output that is absent."""
     has_prompt_scores: bool
     deadline: float | None
     """As in `GenerateRequest`."""

@@ -1,7 +1,7 @@
-"""How tokens are drawn and when an output ends: the parameters, with their limits.
+"""Parameters of how tokens are drawn and when an output ends, with their limits.
 
 The Python client, the router and the worker share these classes. `quire.v1.SamplingParams`,
-`StructuredOutput` and `BeamSearch` have the same fields and explain each.
+`StructuredOutput` and `BeamSearch` have the same fields; the protos document each.
 """
 
 import json
@@ -24,10 +24,12 @@ MAX_LOGIT_BIAS: Final = 100
 MAX_STOP_TOKEN_IDS: Final = 64
 MAX_LOGPROBS: Final = 20
 MAX_CANDIDATES: Final = 1024
-"""Most log-probabilities of one position that a worker reports: the candidates of a beam search."""
+"""Most log-probabilities that a worker reports for one position, for a beam search."""
 MIN_BEAM_WIDTH: Final = 2
 MAX_BEAM_WIDTH: Final = 10
 MAX_LENGTH_PENALTY: Final = 5
+MAX_GRAMMAR_BYTES: Final = 2**19
+"""Of a form as a grammar, which may have six characters for one of the form's 64 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,10 @@ class StructuredOutput:
     """Any JSON object."""
     regex: str | None = None
     choice: tuple[str, ...] | None = None
-    """One of these texts."""
+    """The output is one of these texts."""
     grammar: str | None = None
-    """In llguidance's dialect of Lark. The router makes it of the others, for the worker."""
+    """A grammar in llguidance's dialect of Lark. The router converts the other forms to this one;
+    workers accept only this one."""
 
     @property
     def form(self) -> str:
@@ -58,6 +61,16 @@ class StructuredOutput:
             )
         return given[0]
 
+    def check_grammar(self, field: str) -> None:
+        """Check that the form is a grammar, as a worker follows it; raises InvalidArgumentError."""
+        if not self.grammar:
+            raise InvalidArgumentError(f"{field}.grammar", "is not set")
+        if (num_bytes := len(self.grammar.encode())) > MAX_GRAMMAR_BYTES:
+            raise InvalidArgumentError(
+                f"{field}.grammar",
+                f"has {num_bytes} bytes; it must have at most {MAX_GRAMMAR_BYTES}",
+            )
+
     @property
     def schema_text(self) -> str:
         """The JSON schema as text; empty without one."""
@@ -68,23 +81,21 @@ class StructuredOutput:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of a request are drawn, and when its outputs end."""
-
     temperature: float = 1.0
-    """0 is greedy."""
+    """0: greedy."""
     top_k: int = 0
-    """0 keeps all tokens."""
+    """0: keep all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    """None: the router picks one. At the worker: the seed of the output, its index added."""
+    """None: the router draws one. The worker adds the output's index to the request's seed."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Token id to what is added to its logit."""
+    """Maps a token id to the number that is added to its logit."""
     max_tokens: int | None = None
-    """None: as many as the model's context has room for."""
+    """None: up to the model's maximum length."""
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -97,7 +108,7 @@ class SamplingParams:
 
     @property
     def grammar(self) -> str | None:
-        """The form as a grammar, which a worker follows; None: there is none."""
+        """The grammar that the worker applies; None: the output has no required form."""
         return None if self.structured is None else self.structured.grammar
 
     @property
@@ -108,30 +119,32 @@ class SamplingParams:
     def check(
         self, field: str, *, vocab_size: int, max_model_len: int, max_logprobs: int = MAX_LOGPROBS
     ) -> None:
-        """Check each field but `structured` and `adapter`; `field` is the prefix in errors.
+        """Check all fields except `structured` and `adapter`; `field` is the prefix in errors.
 
         Raises:
-            InvalidArgumentError: It names field, value and limit.
+            InvalidArgumentError: A value is out of its range.
         """
-        check_range(f"{field}.temperature", self.temperature, 0, MAX_TEMPERATURE)
-        check_range(f"{field}.top_k", self.top_k, 0, vocab_size)
-        check_range(f"{field}.top_p", self.top_p, 0, 1, open_below=True)
-        check_range(f"{field}.min_p", self.min_p, 0, 1)
-        check_range(
-            f"{field}.repetition_penalty",
-            self.repetition_penalty,
-            0,
-            MAX_REPETITION_PENALTY,
-            open_below=True,
-        )
-        check_range(f"{field}.presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-        check_range(f"{field}.frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        check_range(f"{field}.seed", self.seed or 0, 0, MAX_SEED)
-        if self.max_tokens is not None:
-            check_range(f"{field}.max_tokens", self.max_tokens, 1, max_model_len)
-        check_range(f"{field}.min_tokens", self.min_tokens, 0, self.max_tokens or max_model_len)
-        check_range(f"{field}.logprobs", self.logprobs or 0, 0, max_logprobs)
-        check_range(f"{field}.prompt_logprobs", self.prompt_logprobs or 0, 0, max_logprobs)
+        most_tokens = max_model_len if self.max_tokens is None else self.max_tokens
+        for name, value, least, most in (
+            ("temperature", self.temperature, 0, MAX_TEMPERATURE),
+            ("top_k", self.top_k, 0, vocab_size),
+            ("min_p", self.min_p, 0, 1),
+            ("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+            ("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+            ("seed", self.seed or 0, 0, MAX_SEED),
+            ("max_tokens", most_tokens, 1, max_model_len),
+            ("min_tokens", self.min_tokens, 0, most_tokens),
+            ("logprobs", self.logprobs or 0, 0, max_logprobs),
+            ("prompt_logprobs", self.prompt_logprobs or 0, 0, max_logprobs),
+        ):
+            if not least <= value <= most:  # NaN is not; a name is put together only for an error
+                check_range(f"{field}.{name}", value, least, most)
+        for name, value, most in (
+            ("top_p", self.top_p, 1),
+            ("repetition_penalty", self.repetition_penalty, MAX_REPETITION_PENALTY),
+        ):
+            if not 0 < value <= most:
+                check_range(f"{field}.{name}", value, 0, most, open_below=True)
         check_count(f"{field}.stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         check_token_ids(f"{field}.stop_token_ids", self.stop_token_ids, vocab_size)
         check_count(f"{field}.logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
@@ -141,25 +154,29 @@ class SamplingParams:
                     f"{field}.logit_bias",
                     f"has the token id {token_id}; it must be in [0, {vocab_size})",
                 )
-            check_range(f"{field}.logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+                check_range(
+                    f"{field}.logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS
+                )
 
 
 class EarlyStopping(StrEnum):
-    """When a beam search may end before its beams reach their greatest length.
+    """When a beam search may end before its beams reach their maximum length.
 
-    It always needs as many complete outputs as beams. `transformers` says False, True and "never".
+    The search never ends before it has as many complete outputs as beams. `transformers` calls the
+    members False, True and "never".
     """
 
     HEURISTIC = "heuristic"
-    """When the best beam, if it ended now, would score worse than the worst complete output."""
+    """End when the best beam, if it stopped now, would score worse than every complete output."""
     WHEN_FULL = "when_full"
-    """At once."""
+    """End as soon as there are enough complete outputs."""
     NEVER = "never"
-    """When no beam can reach a better score than the worst complete output, at any length."""
+    """End when no beam can beat the worst complete output, at any length."""
 
     @classmethod
     def of(cls, word: "EarlyStopping | bool | Literal['never']") -> "EarlyStopping":
-        """Return the member for itself, or for `transformers`' word."""
+        """Convert the value that `transformers` uses; a member is returned as it is."""
         if isinstance(word, bool):
             return cls.WHEN_FULL if word else cls.HEURISTIC
         return cls(word)
@@ -167,16 +184,16 @@ class EarlyStopping(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """A search for the likeliest outputs, instead of draws."""
+    """Search for the likeliest outputs instead of drawing tokens."""
 
     width: int
-    """Beams, and complete outputs, that are kept."""
+    """Number of beams, and of complete outputs, that the search keeps."""
     length_penalty: float = 1.0
-    """A score is the sum of log-probabilities ÷ number of output tokens ^ this."""
+    """An output's score is its log-probability ÷ (number of output tokens ^ length_penalty)."""
     early_stopping: EarlyStopping | bool | Literal["never"] = EarlyStopping.HEURISTIC
 
     def check(self, n: int) -> None:
-        """Check the search, and that it can give `n` outputs; raises InvalidArgumentError."""
+        """Check the parameters for `n` outputs; raises InvalidArgumentError."""
         check_range("beam.width", self.width, MIN_BEAM_WIDTH, MAX_BEAM_WIDTH)
         check_range("n", n, 1, self.width)
         check_range(

@@ -1,6 +1,6 @@
-"""What a worker still holds from an earlier scheduler, in the form in which it tells the next one.
+"""What a worker still holds from an earlier scheduler, as it reports this to the next one.
 
-A *label* is the hash of a block's content, as the scheduler has named it.
+A *label* is the hash of a block's content, as the scheduler computed it.
 """
 
 from dataclasses import dataclass, field
@@ -8,54 +8,55 @@ from typing import TypeAlias
 
 from contract.arrays import Int32Array, Labels, no_ints, no_labels
 from contract.hashing import BlockHash
-from contract.step import SearchState, TokenLogprob
+from contract.step import SearchState, StepLogprob
 
 Pins: TypeAlias = tuple[tuple[BlockHash, float], ...]
-"""Hashes of contents that the scheduler keeps in the prefix cache, and for how many seconds more;
-of each prompt from its beginning."""
+"""Pinned blocks: the hash of each, and for how many seconds more it stays in the prefix cache.
+Blocks of one prompt come in their order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldRow:
-    """A sequence that had a row, and whose KV is good."""
+    """A sequence that had a row and whose KV is valid."""
 
     identity: bytes
     """`NewSequence.identity`."""
     token_ids: Int32Array
-    """All its tokens, those included that its source does not know."""
+    """All its tokens, including those that no router has received yet."""
     num_computed_tokens: int
-    """How many of them have their KV in the blocks; fewer than all."""
+    """How many of `token_ids` have their KV in the blocks; fewer than all."""
     block_ids: Int32Array
-    """Distinct; room for the computed tokens at least."""
+    """The block table, of distinct blocks; it has room for at least the computed tokens."""
     has_stopped: bool
-    """Whether its last token ends it."""
+    """Whether its last token ends the sequence."""
     had_logprobs: bool
-    """Whether log-probabilities came with its tokens."""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    """Those of its last tokens, in order; those of earlier ones are not kept."""
+    """Whether its request asked for log-probabilities."""
+    logprobs: tuple[StepLogprob, ...] = ()
+    """The log-probabilities of its last tokens, in order; the worker drops older ones."""
     search: SearchState | None = None
-    """How far the beam search is whose best beam it is; read from `note`. Only at the scheduler."""
+    """If the sequence is the best beam of a search: the state of that search, parsed from `note`.
+    Set only at the scheduler."""
     note: bytes = b""
-    """`NewSequence.note`. Only at the worker."""
+    """`NewSequence.note`. Set only at the worker."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldBlocks:
-    """The labelled blocks of one tier; those whose label is oldest come first."""
+    """The labelled blocks of one tier, the oldest label first."""
 
     block_ids: Int32Array = field(default_factory=no_ints)
     labels: Labels = field(default_factory=no_labels)
-    """Parallel to it."""
+    """Parallel to `block_ids`."""
 
     @property
     def hashes(self) -> list[BlockHash]:
-        """The labels, as the scheduler names contents."""
+        """The labels as hashes."""
         return [BlockHash(label.tobytes()) for label in self.labels]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holdings:
-    """The sequences, the blocks of each tier whose content is known, and the pins."""
+    """Everything that a worker holds: sequences, labelled blocks of each tier, and pins."""
 
     rows: tuple[HeldRow, ...] = ()
     device: HeldBlocks = field(default_factory=HeldBlocks)
@@ -65,6 +66,6 @@ class Holdings:
 
     @property
     def is_anything(self) -> bool:
-        """Whether there is a sequence or a labelled block."""
+        """Whether it has a sequence or a labelled block."""
         tiers = (self.device, self.host, self.disk)
         return bool(self.rows) or any(tier.block_ids.size for tier in tiers)

@@ -1,11 +1,11 @@
-"""One step: what the scheduler wants a worker to do, and what came of it.
+"""One step: the scheduler's plan for a worker, and the worker's result.
 
-A *row* is the place of a live sequence in the worker, in [0, max_num_seqs); the scheduler numbers
-the rows. A plan names only what changes. A row that has computed its known tokens samples one more,
-which is then known and not computed. From then on the row *decodes*: every step computes that one
-token and samples the next, without the plan naming the row, until it is released. Arrays are int32;
-arrays named in one docstring are parallel. `contract.codec.step` turns both into the messages of
-`worker.proto`.
+A *row* is the slot of a live sequence in the worker, in [0, max_num_seqs); the scheduler assigns
+the numbers. A plan names only what changes. When a row has computed all its known tokens, it
+samples a new one. From then on the row *decodes*: every step computes the last token and samples
+the next, until the row is released, and plans do not name the row again. Arrays are int32; arrays
+named in one docstring are parallel. `contract.codec.step` turns plans and results into the messages
+of `worker.proto`.
 """
 
 from collections.abc import Callable
@@ -16,133 +16,145 @@ import numpy as np
 
 from contract.arrays import Float32Array, Int32Array, Labels, no_floats, no_ints, no_labels
 from contract.hashing import BlockHash
+from contract.sampling import SamplingParams
 
 StepId = NewType("StepId", int)
-"""One turn of schedule, execute, update; strictly increasing."""
+"""Numbers the steps of one scheduler; strictly increasing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputState:
-    """One output of a beam search, finished or not, as it differs from the best beam."""
+    """One output of a beam search, finished or not, as a difference to the best beam."""
 
     num_shared_tokens: int
-    """How many of the best beam's first tokens, the prompt included, it begins with."""
+    """Length of the common prefix with the best beam, in tokens, the prompt included."""
     token_ids: Int32Array
-    """Those after them: few, since beams branched off not long ago."""
+    """The tokens after the shared ones. They are few, since beams branched off recently."""
     logprob: np.float32
-    """The sum of the log-probabilities of its tokens."""
+    """The sum of the log-probabilities of the output's tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchState:
-    """The state of a beam search, except its request and the best beam's tokens."""
+    """The state of a beam search. The request and the best beam's tokens are kept elsewhere."""
 
     beams: tuple[OutputState, ...]
-    """Best first; so are `hypotheses`, the outputs that have ended."""
+    """Best first."""
     hypotheses: tuple[OutputState, ...]
+    """The complete outputs, best first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewSequence:
-    """A sequence that gets a row, in full."""
+    """A sequence that gets a row in this step."""
 
     seq_id: int
     row: int
     token_ids: Int32Array
-    """All known tokens: the prompt, then the output if it ran before."""
+    """All known tokens: the prompt, then the output so far if the sequence ran before."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """How many of them have valid KV in the blocks; fewer than all."""
+    """How many of `token_ids` have valid KV in the blocks; fewer than all."""
     block_ids: Int32Array
-    """The block table: room for all known tokens."""
-    sampling: Any
-    """How tokens are drawn. The scheduler has the bytes of a `quire.v1.SamplingParams`, which it
-    passes on unread; the worker has what `plan_from_proto` read from them."""
+    """The block table, with room for all known tokens."""
+    sampling: bytes | SamplingParams
+    """At the scheduler: a serialized `quire.v1.SamplingParams`, which the scheduler does not parse.
+    At the worker: the parsed parameters."""
     max_total_tokens: int
-    """The length, prompt and output, at which it stops decoding."""
+    """The length, prompt and output together, at which the sequence stops decoding."""
     output_index: int = 0
-    """The index of the output in its request; it is added to the seed."""
+    """The index of the output in its request; the worker adds it to the seed."""
     traceparent: str = ""
     identity: bytes = b""
-    """A later scheduler recognizes the sequence by this; empty: it is not reported to a later one.
-    """
+    """Identifies the sequence to a later scheduler. Empty: the worker does not report it to one."""
     search: SearchState | None = None
-    """How far the beam search is whose best beam it is; sent as `note`. Only at the scheduler."""
+    """If the sequence is the best beam of a search: the state of that search, sent as `note`. Set
+    only at the scheduler."""
     note: bytes = b""
-    """The bytes of `search`, kept unread for a later scheduler. Only at the worker."""
+    """The serialized `search`, which the worker keeps for a later scheduler. Set only at the
+    worker."""
     adapter: int = 0
-    """The number of its LoRA adapter in `Limits.adapters`; 0: none. Only at the worker."""
+    """The number of its LoRA adapter in `Limits.adapters`; 0: none. Set only at the worker."""
+
+    @property
+    def params(self) -> SamplingParams:
+        """The parsed `sampling`; TypeError at the scheduler, which has only the bytes."""
+        if isinstance(self.sampling, bytes):
+            raise TypeError("sampling parameters are serialized; only a worker parses them")
+        return self.sampling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What changes before a step, and what it computes beyond the rows that decode.
+    """What changes before a step, and what the step computes besides the rows that decode.
 
-    The parts apply in this order: rows are released, added, extended and renamed; labels are taken;
-    disk moves start; swap-outs, swap-ins, then copies; then the step computes.
+    The worker applies a plan in this order: it releases, adds, extends and renames rows; records
+    labels; starts disk moves; swaps out, swaps in, copies blocks; then computes.
     """
 
     step_id: StepId
     num_decodes: int
-    """How many rows decode. Each computes one token, and its draft tokens if there are any."""
+    """How many rows decode. Each computes one token, and its draft tokens if it has any."""
     released_rows: Int32Array = field(default_factory=no_ints)
-    """Rows whose sequence is gone; freed before anything else."""
+    """Rows whose sequence is gone; they are freed first."""
     new_sequences: tuple[NewSequence, ...] = ()
     appended_rows: Int32Array = field(default_factory=no_ints)
-    """Rows that get one more block at the end of their table, in `appended_block_ids`."""
+    """Rows whose block table gets one more block at its end, given in `appended_block_ids`."""
     appended_block_ids: Int32Array = field(default_factory=no_ints)
     copy_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Device blocks copied to `copy_dst_block_ids` before the step computes."""
     copy_dst_block_ids: Int32Array = field(default_factory=no_ints)
     chunk_rows: Int32Array = field(default_factory=no_ints)
-    """Rows that compute `chunk_lens` known tokens each."""
+    """Rows that compute known tokens: each the number in `chunk_lens`."""
     chunk_lens: Int32Array = field(default_factory=no_ints)
     swap_out_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Device blocks copied to host blocks `swap_out_dst_block_ids` before any swap-in or copy."""
+    """Device blocks to copy to host blocks `swap_out_dst_block_ids`, before swap-ins and copies."""
     swap_out_dst_block_ids: Int32Array = field(default_factory=no_ints)
     swap_in_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Host blocks copied to device blocks `swap_in_dst_block_ids`, which are valid from the next
+    """Host blocks to copy to device blocks `swap_in_dst_block_ids`, which are valid from the next
     step on. Empty in a step that swaps out."""
     swap_in_dst_block_ids: Int32Array = field(default_factory=no_ints)
     renamed_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Device blocks that every block table, those of this plan included, calls
-    `renamed_dst_block_ids` from now on; their contents are among the copies."""
+    """Device blocks that get the numbers `renamed_dst_block_ids` in every block table, including
+    those of this plan. The copies of this plan move their contents."""
     renamed_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_store_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Host blocks to store in disk blocks `disk_store_dst_block_ids`. They are read before this
-    step writes any; the result of this or a later step says that a store has ended."""
+    """Host blocks to store in disk blocks `disk_store_dst_block_ids`. The worker reads them before
+    this step writes host blocks. The result of this or a later step reports the end of a store."""
     disk_store_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_load_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Disk blocks to load to host blocks `disk_load_dst_block_ids`; reported likewise."""
+    """Disk blocks to load to host blocks `disk_load_dst_block_ids`. The result of this or a later
+    step reports the end of a load."""
     disk_load_dst_block_ids: Int32Array = field(default_factory=no_ints)
     labelled_block_ids: Int32Array = field(default_factory=no_ints)
-    """Device blocks whose content, as it is before this step, gets the hashes `labels`."""
+    """Device blocks whose content before this step has the hashes `labels`."""
     labels: Labels = field(default_factory=no_labels)
     pins: tuple[tuple[BlockHash, float], ...] = ()
-    """Hashes of contents that the scheduler keeps in the prefix cache, and for how many seconds
-    from now on; of each prompt from its beginning. The worker only tells a later scheduler."""
+    """Newly pinned blocks: the hash of each, and for how many seconds from now on it stays in the
+    prefix cache. Blocks of one prompt come in their order. The worker keeps the pins only to report
+    them to a later scheduler."""
     turns: tuple[Any, ...] = ()
-    """The `Started` and `Preempted` of traced sequences since the plan before, in order. For the
-    scheduler's spans; not sent."""
+    """The `Started` and `Preempted` events of traced sequences since the previous plan, in order.
+    For the scheduler's spans; not sent."""
     serialize: Callable[[], bytes] | None = None
-    """Returns the message in which the plan arrived, to pass it on to the other ranks of a group.
-    Only at the worker; None: the plan did not arrive in a message."""
+    """Returns the bytes of the message in which the plan arrived, to pass it on to the other ranks
+    of a group. Set only at the worker; None: the plan did not arrive in a message."""
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens that the step computes in all, besides drafts."""
+        """Number of tokens that the step computes, without drafts."""
         return self.num_decodes + (int(self.chunk_lens.sum()) if self.chunk_lens.size else 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TokenLogprob:
-    """The log-probability of one token, and of the likeliest ones at its position."""
+class StepLogprob:
+    """The log-probability of one token, and of the likeliest tokens at its position."""
 
     index: int
-    """Of a sampled token, its place in `Result.sampled_rows`."""
+    """For a sampled token: its index in `Result.sampled_rows`."""
     logprob: float
     top_token_ids: Int32Array
-    """Best first, with `top_logprobs`."""
+    """Best first; parallel to `top_logprobs`."""
     top_logprobs: Float32Array
 
 
@@ -153,8 +165,8 @@ class PromptLogprobs:
     row: int
     position: int
     """The first token's index in the prompt."""
-    logprobs: tuple[TokenLogprob, ...]
-    """Of this token and those after it."""
+    logprobs: tuple[StepLogprob, ...]
+    """The entries of the first token and of those after it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,41 +175,44 @@ class Result:
 
     step_id: StepId
     sampled_rows: Int32Array = field(default_factory=no_ints)
-    """Rows that sampled a token, with `sampled_token_ids`. With drafts a row may sample several; it
-    then appears once per token, consecutively."""
+    """Rows that sampled a token; parallel to `sampled_token_ids`. With drafts a row may sample
+    several tokens; the row then appears once for each, consecutively."""
     sampled_token_ids: Int32Array = field(default_factory=no_ints)
     stopped_rows: Int32Array = field(default_factory=no_ints)
-    """Those of `sampled_rows` whose last token ends the sequence."""
+    """Rows whose last sampled token ends the sequence; a subset of `sampled_rows`."""
     failed_rows: Int32Array = field(default_factory=no_ints)
     """Rows that ended because their logits are not finite."""
     stuck_rows: Int32Array = field(default_factory=no_ints)
-    """Rows that ended because their grammar admits no token."""
+    """Rows that ended because their grammar allows no token."""
     failed_swap_in_block_ids: Int32Array = field(default_factory=no_ints)
-    """Those of the plan's `swap_in_dst_block_ids` whose content is corrupt."""
+    """Device blocks whose swap-in brought corrupt content; a subset of the plan's
+    `swap_in_dst_block_ids`."""
     stored_disk_block_ids: Int32Array = field(default_factory=no_ints)
-    """Disk blocks whose store, of this or an earlier step, has succeeded since the last result."""
+    """Disk blocks whose store has succeeded since the last result; this or an earlier step began
+    the store."""
     failed_disk_block_ids: Int32Array = field(default_factory=no_ints)
-    """Disk blocks whose store has failed; they hold nothing."""
+    """Disk blocks whose store has failed; their content is invalid."""
     loaded_host_block_ids: Int32Array = field(default_factory=no_ints)
     """Host blocks whose load has succeeded."""
     failed_host_block_ids: Int32Array = field(default_factory=no_ints)
-    """Host blocks whose load has failed; they hold nothing."""
+    """Host blocks whose load has failed; their content is invalid."""
     execute_s: float = 0.0
-    """Seconds from taking the step up to having its result."""
+    """Seconds from the start of the step to its result."""
 
-    # At the worker only: the scheduler passes log-probabilities on as they came.
-    logprobs: tuple[TokenLogprob, ...] = ()
+    # Set only at the worker; the scheduler forwards log-probabilities without parsing them.
+    logprobs: tuple[StepLogprob, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     num_computed_tokens: int = 0
     """Tokens that went through the model; not sent."""
     head_start_s: float = 0.0
-    """Seconds without computing after the step, so that its result gets through; not sent."""
+    """Seconds for which the worker pauses after the step, so that the result gets out; not sent."""
 
-    # At the scheduler only, which takes them from the log-probabilities of beams.
+    # Set only at the scheduler, which reads them from the log-probabilities of beams.
     candidate_rows: Int32Array = field(default_factory=no_ints)
-    """Those of `sampled_rows` that are beams."""
+    """Rows of beams; a subset of `sampled_rows`."""
     candidate_counts: Int32Array = field(default_factory=no_ints)
-    """Parallel to it: how many of the likeliest tokens follow for each, best first."""
+    """Parallel to `candidate_rows`: the number of entries that each row has in
+    `candidate_token_ids`, best first."""
     candidate_token_ids: Int32Array = field(default_factory=no_ints)
     candidate_logprobs: Float32Array = field(default_factory=no_floats)
     """Parallel to `candidate_token_ids`."""

@@ -17,13 +17,13 @@ def check_range(
 
 
 def check_count(field: str, count: int, most: int) -> None:
-    """Check that there are at most so many entries."""
+    """Check that there are at most `most` entries."""
     if count > most:
         raise InvalidArgumentError(field, f"has {count} entries; it must have at most {most}")
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Check that all token ids, if there are any, are in the vocabulary."""
+    """Check that all token ids are in the vocabulary."""
     if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         return
     for i, token_id in enumerate(token_ids):
@@ -34,11 +34,11 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
 
 
 def check_unicode(field: str, text: str) -> int:
-    """Check that a text can be written as UTF-8; return its length in bytes."""
+    """Check that a text is valid Unicode; return its length in UTF-8 bytes."""
     try:
         return len(text.encode())
     except UnicodeEncodeError as error:
-        # JSON can escape half of a surrogate pair; no encoding can carry it.
+        # JSON can escape half of a surrogate pair, which no encoding can represent.
         raise InvalidArgumentError(
             field,
             f"has U+{ord(text[error.start]):04X} at {error.start}, half of a surrogate pair;"
@@ -47,7 +47,7 @@ def check_unicode(field: str, text: str) -> int:
 
 
 def check_chars(field: str, text: str, most: int) -> None:
-    """Check that a text is valid Unicode of at most so many characters."""
+    """Check that a text is valid Unicode of at most `most` characters."""
     if len(text) > most:
         raise InvalidArgumentError(
             field, f"has {len(text)} characters; it must have at most {most}"

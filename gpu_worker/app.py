@@ -13,7 +13,7 @@ from rpc.server import Addresses, serve
 
 
 class StepsFailedError(Exception):
-    """No step can run in this process any more; a new process may find the device working."""
+    """This process can run no more steps; in a new process the device may work again."""
 
 
 async def run_worker(
@@ -29,7 +29,7 @@ async def run_worker(
 
     Raises:
         ModelError: The model cannot be served as the settings ask, or not one KV block fits.
-        StepsFailedError: The device failed. The scheduler was told, as in any drain.
+        StepsFailedError: The device failed. The worker has drained first, so the scheduler knows.
     """
     stop = stop if stop is not None else asyncio.Event()
     health = Health()

@@ -1,7 +1,7 @@
-"""The thread that runs the executor: takes steps in order, returns results to the event loop.
+"""The thread that runs the executor: executes steps in order, and returns results.
 
 The event loop stays free while a step computes. An *attachment* is one scheduler's claim on the
-worker, from one `Attach` to the next; steps of any but the newest are dropped.
+worker, from one `Attach` to the next. Steps of an earlier attachment are dropped.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ from rpc.observe import timeline
 _POLL_S = 0.0002
 """How often to poll a GPU while no step is queued."""
 _STUCK_S = 120.0
-"""A step that takes longer counts as stuck. Long prefills on a CPU must stay below."""
+"""A step that takes longer counts as stuck; long prefills on a CPU take less."""
 _STOP_S = 5.0
-"""How long `stop` waits for a running step. A device that hangs must not keep the process."""
+"""How long `stop` waits for a running step: a hung device must not keep the process alive."""
 
 _T = TypeVar("_T")
 
@@ -142,7 +142,7 @@ class StepLoop:
         A thread that does not end within seconds is abandoned: it ends with the process.
 
         Returns:
-        Whether it has ended. If not, it still has the executor and its memory.
+            Whether the thread has ended. If not, it still holds the executor and its memory.
         """
         if self._is_stopped:
             return not self._thread.is_alive()
@@ -152,11 +152,11 @@ class StepLoop:
         if self._thread.is_alive():
             _log.warning("gave up waiting for a step: it takes too long", waited_s=_STOP_S)
             return False
-        del self._executor  # others may still hold this loop, but no memory
+        del self._executor  # others may still hold this object, but no device memory
         return True
 
     async def wait_failed(self) -> None:
-        """Wait until no step can run any more, which only a new process can fix."""
+        """Wait until no step can run any more; only a new process can then run steps."""
         await self._failed.wait()
 
     @property
@@ -194,7 +194,9 @@ class StepLoop:
                 case _Step():
                     self._launch(job)
                     is_full = len(self._pending) >= self._executor.max_in_flight
-                    if is_full and not self._is_idle():  # idle ones may wait
+                    if (
+                        is_full and not self._is_idle()
+                    ):  # a step that only waits for the disk may wait
                         self._collect()
                 case _Attach():
                     self._reset(job)
@@ -215,13 +217,13 @@ class StepLoop:
     def _answer_all(self, error: Exception) -> None:
         """Fail all pending and queued jobs, until `stop`."""
         for step, _ in self._pending:
-            self._tell(step.result, error)
+            self._deliver(step.result, error)
         while not isinstance(job := self._jobs.get(), _Stop):
             match job:
                 case _Attach():
-                    self._tell(job.done, error)
+                    self._deliver(job.done, error)
                 case _Step() | _Call():
-                    self._tell(job.result, error)
+                    self._deliver(job.result, error)
 
     def _next_job(self) -> _Job | None:
         """The next job; None as soon as the oldest launched step is done."""
@@ -240,7 +242,7 @@ class StepLoop:
     def _launch(self, job: _Step) -> None:
         if job.attachment != self._attachment:
             problem = UnavailableError("a step before this one failed: attach again")
-            self._tell(job.result, problem)
+            self._deliver(job.result, problem)
             return
         try:
             with timeline.span("launch a step"):
@@ -262,7 +264,7 @@ class StepLoop:
         metrics.SAMPLED_TOKENS.inc(len(output.sampled_rows))
         metrics.FAILED_ROWS.inc(len(output.failed_rows))
         metrics.ROWS_USED.set(self.num_rows_used)
-        self._tell(job.result, output)
+        self._deliver(job.result, output)
         if output.head_start_s:
             time.sleep(output.head_start_s)
 
@@ -275,13 +277,13 @@ class StepLoop:
                 self._is_trusted = True
             holdings = self._executor.reset()
         except Exception as error:  # noqa: BLE001 - reported to the caller
-            self._note_device_failure(error)
+            self._record_device_failure(error)
             self._attachment = None
-            self._tell(job.done, error)
+            self._deliver(job.done, error)
             return
         metrics.ROWS_USED.set(0)
         self._attachment = job.attachment
-        self._tell(job.done, holdings)
+        self._deliver(job.done, holdings)
 
     def _queue_call(
         self, function: Callable[[AnyExecutor], _T], *, is_between_steps: bool = False
@@ -292,7 +294,7 @@ class StepLoop:
 
     def _post(self, job: _Job, result: "asyncio.Future[Any]") -> None:
         if self._is_stopped:
-            result.set_exception(UnavailableError("the model is not there any more"))
+            result.set_exception(UnavailableError("the model has been unloaded"))
         else:
             self._jobs.put(job)
 
@@ -300,32 +302,37 @@ class StepLoop:
         while job.is_between_steps and self._pending:
             self._collect()
         try:
-            self._tell(job.result, job.function(self._executor))
+            self._deliver(job.result, job.function(self._executor))
         except Exception as error:  # noqa: BLE001 - reported to the caller
-            self._tell(job.result, error)
-            self._note_device_failure(error)
+            self._deliver(job.result, error)
+            self._record_device_failure(error)
 
     def _fail(self, job: _Step, error: Exception) -> None:
         _log.error("step failed", step_id=job.plan.step_id, exc_info=error)
         self._attachment = None
-        self._tell(job.result, error)
-        self._note_device_failure(error)
+        self._deliver(job.result, error)
+        self._record_device_failure(error)
         self._is_trusted = False
 
-    def _note_device_failure(self, error: Exception) -> None:
-        """After an AcceleratorError no call to the device succeeds."""
-        if isinstance(error, torch.AcceleratorError):
+    def _record_device_failure(self, error: Exception) -> None:
+        """After a device error no call to the device succeeds.
+
+        Torch raises AcceleratorError; Triton's launches raise a RuntimeError of theirs.
+        """
+        if isinstance(error, torch.AcceleratorError) or "Triton Error [CUDA]" in str(error):
             self._give_up(f"the device failed: {error}")
 
     def _give_up(self, failure: str) -> None:
         self._failure = self._failure or failure
         self._call(self._failed.set)
 
-    def _tell(self, future: "asyncio.Future[_T]", outcome: _T | Exception) -> None:
-        self._call(lambda: _settle(future, outcome))
+    def _deliver(self, future: "asyncio.Future[_T]", outcome: _T | Exception) -> None:
+        self._call(lambda: _set_outcome(future, outcome))
 
     def _call(self, callback: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # closed: this thread was abandoned
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the event loop is closed: this thread was abandoned
             self._event_loop.call_soon_threadsafe(callback)
 
 
@@ -338,7 +345,7 @@ def _read(executor: AnyExecutor, block_ids: Int32Array) -> bytes:
 
 def _write(executor: AnyExecutor, block_ids: Int32Array, content: bytes) -> None:
     host_pool = _host_pool(executor)
-    executor.labels.host.take(block_ids)
+    executor.labels.host.remove(block_ids)
     host_pool.write(block_ids, content)
 
 
@@ -355,8 +362,8 @@ def _is_done(launched: LaunchedStep) -> bool:
         return True
 
 
-def _settle(future: "asyncio.Future[_T]", outcome: _T | Exception) -> None:
-    if future.done():  # no longer waited for
+def _set_outcome(future: "asyncio.Future[_T]", outcome: _T | Exception) -> None:
+    if future.done():  # the caller no longer waits
         return
     if isinstance(outcome, Exception):
         future.set_exception(outcome)

@@ -25,7 +25,7 @@ UNLOADED = Gauge(
 KV_BYTES = Gauge("quire_worker_kv_bytes", "Size of the KV pool.")
 SPEC_DECODE_DRAFTS = Counter(
     "quire_worker_spec_decode_num_drafts",
-    "Times that tokens were guessed for a row; each yields 1 + accepted / drafts on average.",
+    "Times that tokens were guessed for a row; 1 + accepted / drafts is the mean gain in tokens.",
 )
 SPEC_DECODE_DRAFT_TOKENS = Counter(
     "quire_worker_spec_decode_num_draft_tokens", "Tokens that were guessed and verified."
@@ -62,12 +62,12 @@ KV_TRANSFER_BYTES = Counter(
 )
 KV_TRANSFER_SECONDS = Counter(
     "quire_worker_kv_transfer_seconds",
-    "Duration of these moves; simultaneous ones count each.",
+    "Duration of moves of KV to and from host or disk; simultaneous moves are added up.",
     _MOVED,
 )
 MEMORY_AVAILABLE = Gauge(
     "quire_worker_memory_available_bytes",
-    "Free memory of the device; for a CPU, what the worker may still take.",
+    "Free memory of the device; for a CPU, the memory that the worker may still take.",
 )
 _CODED = ["tier", "codec", "direction"]
 CODEC_PLAIN_BYTES = Counter("quire_worker_kv_codec_plain_bytes", "KV before encoding.", _CODED)

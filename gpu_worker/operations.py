@@ -51,12 +51,12 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self._lock = asyncio.Lock()
 
     def open(self, load: AdapterLoader, steps: AdapterSteps) -> None:
-        """Start: the model is loaded, and `worker` is open."""
+        """Start serving. The model is loaded, and `worker` is open."""
         self._load, self._steps = load, steps
         self._num_numbered = len(self._worker.adapters)
 
     async def close(self) -> None:
-        """Stop until `open`: the model will be unloaded. Waits for an adapter that is loading."""
+        """Stop serving before the model is unloaded; waits for an adapter that is loading."""
         async with self._lock:
             self._load = self._steps = None
 
@@ -76,7 +76,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         async with self._lock:
             load, steps = self._opened()
             adapter = await asyncio.to_thread(load, request.name, directory)
-            self._worker.check_epoch(request.epoch)  # loading may have taken long
+            self._worker.check_epoch(request.epoch)  # again, because loading may have taken long
             before = self._find(request.name)
             was_there = before == adapter.id
             if before is not None and not was_there:
@@ -89,7 +89,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
                 self._num_numbered += 1
                 number = self._num_numbered
                 added = steps.add_adapter(number, adapter)
-                # Before any await: a scheduler that attaches now must see it.
+                # There is no await before this, so a scheduler that attaches now sees the adapter.
                 self._worker.adapters = {**self._worker.adapters, adapter.id: number}
                 await added
                 _log.info("adapter loaded", name=request.name, directory=str(directory))
@@ -161,7 +161,7 @@ _POLL_S = 0.1
 
 
 class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
-    """The worker's `LoadingService`: unloads the model, to free the device, and loads one again."""
+    """The worker's `LoadingService`: unloads the model to free the device, and loads a model."""
 
     def __init__(self, worker: WorkerService, slot: ModelSlot) -> None:
         self._worker = worker

@@ -9,7 +9,8 @@ from pydantic_settings import NoDecode
 
 from contract.lora import is_adapter_name
 from gpu_worker.kv.codecs.names import CodecSpec, parse_codec
-from rpc.settings import Port, PositiveInt, ProcessSettings, split_at_commas
+from model_files.locate import DEFAULT_CACHE_DIR, name_of
+from rpc.settings import ModelName, Port, PositiveInt, ProcessSettings, split_at_commas
 
 
 class WorkerSettings(ProcessSettings):
@@ -20,10 +21,14 @@ class WorkerSettings(ProcessSettings):
     http_port: Port = 8002
     """Port of HTTP; 0 picks a free one."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """How long running steps may take to finish after SIGTERM, in seconds; the scheduler then takes
-    their sequences back."""
-    model: Path
-    """Hugging Face directory of the model: config.json and safetensors."""
+    """How long running steps may take to finish after SIGTERM, in seconds; then the scheduler
+    continues their sequences elsewhere."""
+    model: ModelName
+    """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
+    Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md)."""
+    cache_dir: Path = DEFAULT_CACHE_DIR
+    """Directory for what is derived from GGUF files or downloaded from URLs. Names on the hub have
+    the hub's own cache (HF_HOME)."""
     model_class: str = ""
     """The implementation that runs the model: a class of yours, as package.module:Class
     (docs/models.md); or "transformers". Empty: our own if it supports the architecture, else
@@ -35,8 +40,8 @@ class WorkerSettings(ProcessSettings):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the model runs: cpu, cuda, cuda:N; auto is cuda if there is one."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Number format of weights and activations; auto is the checkpoint's if the device is fast with
-    it, else float32."""
+    """Number format of weights and activations; auto is the checkpoint's, or float32 if the device
+    is slow with that."""
     load_format: Literal["auto", "dummy"] = "auto"
     """auto reads the weights. dummy draws random weights on the device instead, to measure speed;
     the model then outputs nonsense."""
@@ -60,14 +65,14 @@ class WorkerSettings(ProcessSettings):
     num_blocks: PositiveInt | None = None
     """Blocks of KV memory; unset: as many as fit the KV memory."""
     kv_cache_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """KV memory in GiB; unset: on a GPU what the model leaves of gpu-memory-utilization, on a CPU 1
-    GiB or half of the free memory, whichever is less."""
+    """KV memory in GiB; unset: on a GPU the rest of gpu-memory-utilization after the model, on a
+    CPU 1 GiB or half of the free memory, whichever is less."""
     max_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """KV memory in GiB that the pool can grow to while in use (quire resize); reserves addresses
     only. 0: the size is fixed. Unset: on a CPU all memory of the machine; on GPUs, and with
     draft-model, the size is fixed."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    """Number format of stored KV: auto is what the model computes in; int8 and fp8 (e4m3) take
+    """Number format of stored KV: auto is the model's dtype; int8 and fp8 (e4m3) take
     about half the memory of bfloat16, so twice the tokens fit. Each slot and kv head has a scale.
     """
     kv_cache_dtype_skip_layers: str = ""
@@ -93,7 +98,7 @@ class WorkerSettings(ProcessSettings):
     """Disk space in GiB for KV, in a file without a name that disappears with the worker; 0: none.
     Needs host memory for KV."""
     disk_kv_dir: Path = Path("/var/tmp")  # noqa: S108 - a file there has no name
-    """Directory of that file: on a fast disk, not in memory."""
+    """Directory of the disk tier's file: on a fast disk, not in memory."""
     disk_kv_codec: str = "none"
     """How KV is encoded on the disk: none; lz4, zstd or gzip, without loss, with an optional level
     such as zstd:3; int8 or fp8, in half the space but less precise."""
@@ -101,21 +106,21 @@ class WorkerSettings(ProcessSettings):
     """Check each block that comes back from host memory; if it has changed, its tokens are
     recomputed."""
     speculative: Literal["ngram", "draft"] | None = None
-    """How to guess tokens ahead, which the model verifies several at a time; the output does not
-    change. ngram: what followed the last few tokens earlier. draft: by draft-model. Unset: no
-    guesses. Guesses are made only while they pay."""
+    """How to guess the next tokens, which the model verifies several at a time; the output does not
+    change. ngram: the tokens that followed an earlier occurrence of the last few. draft: the output
+    of draft-model. Unset: no guesses. Tokens are guessed only while that saves time."""
     num_draft_tokens: PositiveInt = 4
     """Most tokens guessed at a time; less than block-size."""
-    draft_model: Path | None = None
-    """Hugging Face directory of a smaller model with the same vocabulary, for guesses."""
+    draft_model: ModelName | None = None
+    """A smaller model with the same vocabulary, for guesses; named as --model."""
     ngram_min: PositiveInt = 2
     """Fewest last tokens that must have occurred earlier for a guess by ngram."""
     ngram_max: PositiveInt = 4
-    """Most last tokens to look for; the longest match counts."""
+    """Most last tokens to look for with ngram; the longest match is used."""
     enforce_eager: bool = False
     """Run a GPU's decode steps without CUDA graphs, which are captured at the start for each batch
-    size: slower for small models, but starts faster. Models that cannot be captured, are on several
-    devices, or use --speculative always run without."""
+    size: slower for small models, but starts faster. Graphs are never used on
+    several devices, with --speculative, or for models that cannot be captured."""
     num_threads: PositiveInt | None = None
     """Threads that compute on a CPU, shared by the ranks on this machine; unset: one per physical
     core that this process may use."""
@@ -135,7 +140,7 @@ class WorkerSettings(ProcessSettings):
     """Where rank 0 listens for the other ranks: with several machines, an address of its machine
     that they can reach. Nothing else should reach it: connections are trusted."""
     master_port: Port = 0
-    """Rank 0's port, required with several machines; 0 picks a free one."""
+    """Rank 0's port; required with several machines; 0 picks a free one."""
 
     @property
     def num_ranks(self) -> int:
@@ -144,13 +149,13 @@ class WorkerSettings(ProcessSettings):
 
     @property
     def num_local_ranks(self) -> int:
-        """Those of them on this machine."""
+        """Ranks on this machine."""
         return self.local_ranks or self.num_ranks - self.rank
 
     @property
     def model_id(self) -> str:
         """The model's name in requests."""
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name or name_of(self.model)
 
     @property
     def adapter_directories(self) -> tuple[tuple[str, Path], ...]:
@@ -181,7 +186,7 @@ class WorkerSettings(ProcessSettings):
 
     @property
     def kv_dtype(self) -> str:
-        """Storage format of KV, equal for workers that store the same: int8, or int8 but 0,23."""
+        """Storage format of KV, such as "int8 but 0,23"; equal formats can be exchanged."""
         layers = ",".join(map(str, sorted(self.kv_skip_layers)))
         return f"{self.kv_cache_dtype} but {layers}" if layers else self.kv_cache_dtype
 
@@ -216,8 +221,8 @@ class WorkerSettings(ProcessSettings):
     def _has_a_fixed_ratio(cls, text: str) -> str:
         if parse_codec(text).is_lossless:
             raise ValueError(
-                "must be none, int8 or fp8: what a lossless codec saves is not known beforehand, so"
-                " no block more could be promised; give it to --disk-kv-codec"
+                "must be none, int8 or fp8: how much a lossless codec saves is not known in"
+                " advance, so it would add no blocks; use --disk-kv-codec for it"
             )
         return text
 
@@ -267,8 +272,8 @@ class WorkerSettings(ProcessSettings):
         num_ranks, end = self.num_ranks, self.rank + self.num_local_ranks
         if self.rank >= num_ranks:
             raise ValueError(
-                f"rank is {self.rank}; of tensor_parallel_size {self.tensor_parallel_size} and"
-                f" pipeline_parallel_size {self.pipeline_parallel_size} the last one is"
+                f"rank is {self.rank}; with tensor_parallel_size {self.tensor_parallel_size} and"
+                f" pipeline_parallel_size {self.pipeline_parallel_size} it must be at most"
                 f" {num_ranks - 1}"
             )
         if end > num_ranks:
@@ -301,7 +306,7 @@ class WorkerSettings(ProcessSettings):
                 f"device is {self.device}, which is one GPU, but {self.num_local_ranks} ranks run"
                 " here: give cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
             )
-        if self.speculative is not None:  # each rank would guess by its own clock
+        if self.speculative is not None:  # ranks would guess differently, each by its own clock
             raise ValueError(
                 f"speculative is {self.speculative}; it must be unset with tensor_parallel_size or"
                 " pipeline_parallel_size"
@@ -365,5 +370,5 @@ def _parse_layers(text: str) -> frozenset[int]:
     numbers = text.split(",") if text else []
     for number in numbers:
         if not (number.isascii() and number.isdecimal()):
-            raise ValueError(f"must be numbers of layers, as in 0,1,23; {number!r} is none")
+            raise ValueError(f"must be numbers of layers, as in 0,1,23; {number!r} is no number")
     return frozenset(map(int, numbers))

@@ -8,7 +8,7 @@ compares the two (docs/write-a-kernel.md).
 The KV pool is block-major: a layer's key or value cache is a view [num_blocks, block_size,
 num_kv_heads, head_dim] whose blocks lie far apart. So kernels take strides and compute offsets
 in int64. A slot is `block * block_size + offset`; `PAD_SLOT` marks a token that is not stored.
-No launcher waits for the device, or reads a value from it to size its grid: all of them can be
+No launcher waits for the device, or reads a value from it to size its grid, so all of them can be
 captured in a CUDA graph.
 
 Results do not depend on the batch. Tile sizes and splits do not depend on how many sequences or

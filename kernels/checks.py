@@ -12,7 +12,7 @@ def check_tensor(
 ) -> None:
     """Require `tensor` to have this shape and dtype, the device of `like`, and dense rows.
 
-    Dense: the last dimension has stride 1; the others are free.
+    Rows are dense if the last dimension has stride 1; the other strides are free.
 
     Raises:
         ValueError: naming the tensor, what it has and what is required.
@@ -82,7 +82,7 @@ def check_paged(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> None:
-    """Require the arguments that decode and prefill attention share to fit together.
+    """Require the common arguments of decode and prefill attention to fit together.
 
     Raises:
         ValueError: naming the tensor, what it has and what is required.

@@ -1,15 +1,15 @@
 """The quantized formats of a KV cache: int8 and fp8 (e4m3), with scales.
 
-A quantized cache has one scale for each row of `head_dim` numbers, that is, for each slot and kv
-head. A number of the model is the stored one times its scale. With x a row,
+A quantized cache has one scale for each row of `head_dim` numbers, so one for each slot and kv
+head. A number of the model is the stored number times its scale. With x a row,
 
     scale = max |x| / LARGEST[dtype], rounded up to SCALE_DTYPE
     stored = x / scale, rounded to nearest, ties to even
 
 The scale is rounded up so that no stored number exceeds the format's largest. Then the error is at
 most half a step: for int8 1/253 of the row's largest number; for fp8 1/16 of the number itself, or
-1/457,000 of the row's largest for small numbers. A row with an infinity or NaN has an infinite
-scale, and is not finite when read.
+1/457,000 of the row's largest for small numbers. A row with an infinity or NaN gets an infinite
+scale, and reading it gives no finite numbers.
 """
 
 from typing import Final
@@ -17,6 +17,6 @@ from typing import Final
 import torch
 
 LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The quantized dtypes, and the largest number that is used of each."""
+"""The quantized dtypes, each with the largest number that is stored."""
 SCALE_DTYPE: Final = torch.bfloat16
 """It has float32's range, so no row is too large or too small for a scale."""

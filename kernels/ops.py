@@ -1,12 +1,13 @@
 """The table of ops: which code runs each on a GPU, on a CPU, and elsewhere.
 
-Every op has a twin in `kernels.reference`, plain torch, which defines its result. Tensors on a GPU
-go to the Triton launcher: it has the twin's name, in the module of `kernels.triton` that has the
-name of the twin's module. Tensors on a CPU go to C, if the table names a function of
-`kernels.cpu.ops`, the library could be compiled, and C knows the dtype of the first tensor. All
+Every op has a twin in `kernels.reference`, in plain torch, which defines its result. Tensors on a
+GPU go to the Triton launcher, which has the twin's name and is in the module of `kernels.triton`
+with the name of the twin's module. Tensors on a CPU go to C, if the table names a function of
+`kernels.cpu.ops`, the library is compiled, and C supports the dtype of the first tensor. All
 others go to the twin.
 
-This is a plain function call, not `torch.library`, by measurement: docs/write-a-kernel.md.
+An op is a plain function and not in `torch.library`, because calls of those cost more
+(docs/write-a-kernel.md).
 """
 
 import functools

@@ -5,8 +5,8 @@ Three streams of documents, each document between `BOS` and `EOS`:
 - `library`: the modules themselves, cut at some top-level definitions, so that a prompt may begin
   with a function and need not begin with a file;
 - `tests`: the library's own tests, cut likewise;
-- `functions`: single functions and methods, moved to the left margin, the first paragraph of their
-  documentation as a comment above them. This is what the chat template imitates.
+- `functions`: single functions and methods, moved to the left margin, with the first paragraph of
+  their docstring as a comment above them. The chat template has the same form.
 """
 
 import ast
@@ -31,7 +31,7 @@ STREAMS: Final = ("library", "tests", "functions")
 # Runs of spaces are tokens of their own, so that a prompt may end after an indentation.
 SPLIT: Final = r" {2,}|\n+|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
 TEST_FOLDERS: Final = frozenset({"test", "tests", "idle_test"})
-# Not written by people (tables), or not Python that anyone would want to see continued.
+# Generated tables, or Python that is no useful example.
 SKIPPED_FOLDERS: Final = frozenset(
     {"site-packages", "__pycache__", "encodings", "pydoc_data", "data"}
 )
@@ -100,7 +100,7 @@ def _read_documents() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
 
 
 def read_sources() -> Iterator[Source]:
-    """The files that are worth learning from, in the order of their paths."""
+    """The files for training, in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).parts
@@ -118,7 +118,7 @@ def read_sources() -> Iterator[Source]:
 
 
 def _read_source(path: Path) -> str | None:
-    """The text of a file that is worth learning from, or None."""
+    """The text of a file if it is suitable for training, else None."""
     try:
         text = path.read_text(encoding="utf-8").replace("\t", "    ").strip() + "\n"
         ast.parse(text)

@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 
 CARD = Path(__file__).parent / "card.md"
 
-# Users speak in comments, the assistant in code: the one kind of conversation that the training
-# text holds.
+# Users write comments, the assistant writes code: the training text has only this kind of
+# conversation.
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
     "{%- for message in messages %}"
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the model card tells about the training."""
+    """The facts about the training in the model card."""
 
     num_steps: int
     num_tokens: int
@@ -47,11 +47,11 @@ class Facts:
 def export_model(
     model: LlamaForCausalLM, tokenizer: Tokenizer, facts: Facts, model_dir: Path
 ) -> None:
-    """Replaces `model_dir`; a reader finds the old files or the new ones, each of them whole."""
+    """Replaces `model_dir`; a reader finds each old or new file complete."""
     staging = model_dir.with_name(f".{model_dir.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    # Tied: the embedding is the output matrix too, and is written once.
+    # Tied: the embedding is also the output matrix, and is written once.
     weights = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
         for name, tensor in model.state_dict().items()

@@ -1,7 +1,7 @@
-"""Several processes that train one model on a CPU: each takes a part of every batch.
+"""Several processes train one model on a CPU: each computes a part of every batch.
 
-On a machine that others use too, one thread in each of two processes learns three times as fast as
-two threads in one: they meet once in a step, not at every matrix product.
+On a shared machine, two processes of one thread each train three times as fast as one process of
+two threads: they synchronize once per step, and not at every matrix product.
 """
 
 import os
@@ -33,7 +33,7 @@ class Ranks:
                 subprocess.Popen(  # noqa: S603 - ourselves
                     [sys.executable, *sys.argv],
                     env=os.environ | {_RANK: str(rank)},
-                    start_new_session=True,  # signals are for rank 0
+                    start_new_session=True,  # only rank 0 handles signals
                 )
                 for rank in range(1, world_size)
             ]
@@ -41,7 +41,7 @@ class Ranks:
         dist.init_process_group("gloo", init_method=url, rank=self.rank, world_size=world_size)
 
     def agree(self, elapsed_s: float, *, stop: bool) -> tuple[float, bool]:
-        """Give every rank what rank 0 says."""
+        """Return rank 0's values in every rank."""
         if self.world_size == 1:
             return elapsed_s, stop
         said = torch.tensor([elapsed_s, float(stop)], dtype=torch.float64)
@@ -49,7 +49,7 @@ class Ranks:
         return said[0].item(), bool(said[1].item())
 
     def sum_gradients(self, parameters: Iterable[Tensor], loss: float) -> float:
-        """Sum the gradients over the ranks, in place; give the sum of the losses."""
+        """Sum the gradients over the ranks, in place; return the sum of the losses."""
         if self.world_size == 1:
             return loss
         gradients = [p.grad for p in parameters if p.grad is not None]

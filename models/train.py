@@ -1,11 +1,11 @@
 """Trains the small model that Quire ships, from scratch, on CPU or CUDA.
 
-    python models/train.py --minutes 90    # trains, or goes on where it was stopped; then exports
+    python models/train.py --minutes 90    # trains, or continues after a stop; then exports
     python models/train.py --export        # exports the newest checkpoint and does nothing else
 
-The learning rate falls to zero by the clock: whatever the machine does, the run ends when its
-minutes have passed. Batches are a function of the seed and the step. SIGTERM and Ctrl-C write a
-checkpoint and end; the same command goes on from it.
+The learning rate falls to zero by the clock, so the run ends after its minutes on any machine.
+Batches are a function of the seed and the step. SIGTERM and Ctrl-C write a checkpoint and end; the
+same command continues from it.
 """
 
 import argparse

@@ -69,7 +69,7 @@ def _build_model(options: Options, tokenizer: Tokenizer) -> LlamaForCausalLM:
 
 
 class Batches:
-    """Windows of the streams; what a step sees depends on the seed and the step alone."""
+    """Windows of the streams; a step's windows depend only on the seed and the step."""
 
     def __init__(self, streams: dict[str, NDArray[np.uint16]], seed: int) -> None:
         self._streams = [streams[name] for name in STREAMS]
@@ -89,7 +89,7 @@ class Batches:
 
 @dataclass(slots=True)
 class Progress:
-    """What a checkpoint keeps besides weights and optimizer state."""
+    """The state in a checkpoint besides weights and optimizer state."""
 
     train_loss: float  # nats per token over all streams, smoothed; starts at a uniform guess's
     held_out_loss: float  # nats per token, library stream
@@ -141,7 +141,7 @@ class Trainer:
         return True
 
     def save(self) -> None:
-        """Writes a checkpoint; one that was interrupted never replaces a whole one."""
+        """Writes a checkpoint; an interrupted write never replaces a complete checkpoint."""
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],

@@ -1,4 +1,4 @@
-"""For Python users: `LLM` for offline use, the client, the stubs, the command line."""
+"""Python interface: `LLM` for offline use, the client, the stubs and the command line."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ __all__ = ["LLM", "BeamSearch", "Generation", "SamplingParams", "StructuredOutpu
 
 
 def __getattr__(name: str) -> object:
-    """Import on first use: `quire.v1` and `quire down` need none of this."""
+    """Import names on first use, because `quire.v1` and `quire down` need none of them."""
     if name not in __all__:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     from quire import llm  # noqa: PLC0415 - see above

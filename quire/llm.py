@@ -1,4 +1,4 @@
-"""Offline use: generates for a list of prompts, with a private service.
+"""Offline use: generates for a list of prompts with a private service.
 
     from quire import LLM, SamplingParams
 
@@ -6,7 +6,7 @@
         for generation in llm.generate(["def add(", "import "], SamplingParams(max_tokens=32)):
             print(generation.prompt, generation.outputs[0].text)
 
-The service is what `quire up` starts, with batching, prefix cache and tiers.
+`quire up` starts the service, with batching, prefix cache and tiers.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
 
 MAX_REQUESTS: Final = 512
-"""Most concurrent requests: more than the service runs at once, fewer than it would refuse."""
+"""Most concurrent requests: more than the service runs at once, but fewer than it refuses."""
 
-_OURS: Final = frozenset({"attached", "demo", "detach", "grpc_port", "host", "uds", "verbose"})
+_RESERVED: Final = frozenset({"attached", "demo", "detach", "grpc_port", "host", "uds", "verbose"})
 """Flags of `quire up` that `LLM` sets itself."""
 
 T = TypeVar("T")
@@ -56,13 +56,13 @@ class Generation:
     """By output index."""
     usage: Usage
     prompt_scores: PromptScores | None = None
-    """Set if `prompt_logprobs` was asked for."""
+    """Set if `prompt_logprobs` was requested."""
 
 
 class LLM(Closes):
     """A model and the processes that run it, until `close` or the end of this process.
 
-    Threads may share one.
+    Threads may share an LLM.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class LLM(Closes):
 
         `model` is a Hugging Face model directory, by default the small model that Quire ships.
         `flags` are those of `quire up`, such as `device="cpu"` or `num_blocks=512`. With `api_key`,
-        other callers, such as by HTTP, need that key, too. Raises ServiceStartError with the
-        reason, and TypeError for a flag that `LLM` sets itself.
+        other callers, such as by HTTP, need the key, too. Raises ServiceStartError with the reason,
+        and TypeError for a flag that `LLM` sets itself.
         """
-        if refused := sorted(_OURS & flags.keys()):
-            raise TypeError(f"LLM takes no {', '.join(refused)}: it sets that itself")
+        if refused := sorted(_RESERVED & flags.keys()):
+            raise TypeError(f"LLM sets {', '.join(refused)} itself; leave it out")
         if model is not None:
             flags["model"] = model
         self._api_key = api_key
@@ -92,10 +92,10 @@ class LLM(Closes):
     ) -> list[Generation]:
         """Generate for one prompt or many; return the results in the order of the prompts.
 
-        A prompt is text or token ids. `sampling` is for all prompts, or a list with one for each;
-        `options` (`n`, `stop`, ...) are for all. `progress` shows a bar on standard error. The
-        first prompt that fails ends the call: InvalidArgumentError names it, such as
-        `prompts[3].sampling.max_tokens`; other errors are those of the client.
+        A prompt is text or token ids. `sampling` holds for all prompts, or is a list with one entry
+        for each; `options` (`n`, `stop`, ...) hold for all. `progress` shows a bar on standard
+        error. The first prompt that fails ends the call. InvalidArgumentError names the prompt,
+        such as `prompts[3].sampling.max_tokens`; other errors are those of the client.
         """
         listed = _listed(prompts)
         each = [sampling] * len(listed) if isinstance(sampling, SamplingParams) else list(sampling)
@@ -152,12 +152,12 @@ async def _generate(
     options: GenerateOptions,
     on_done: Callable[[Completion], None],
 ) -> list[Completion]:
-    """Keep up to MAX_REQUESTS running; the first failure cancels the others and is raised."""
+    """Run up to MAX_REQUESTS at a time; the first failure cancels the others and is raised."""
     completions: list[Completion | None] = [None] * len(prompts)
     left = iter(range(len(prompts)))
 
     async def work(client: AsyncClient) -> None:
-        for i in left:  # shared: each worker takes the next one
+        for i in left:  # the workers share this iterator
             completion = await _generate_one(client, i, prompts[i], sampling[i], options)
             completions[i] = completion
             on_done(completion)
@@ -185,16 +185,16 @@ async def _generate_one(
     while True:
         try:
             return await client.generate_once(prompt, sampling, **options)
-        except TooBusyError as error:  # with `n`, a request has several sequences
+        except TooBusyError as error:  # possible, since with `n` a request has several sequences
             await asyncio.sleep(error.retry_after_s)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"prompts[{index}].{error.field}", error.problem) from None
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
-    """Run it in a thread of its own: the caller may be in an event loop, such as a notebook's.
+    """Run a coroutine in a new thread, since the caller may have an event loop, as in notebooks.
 
-    If the wait is interrupted, for example by Ctrl-C, the work is cancelled.
+    If the wait is interrupted, for example by Ctrl-C, the coroutine is cancelled.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="quire generate", daemon=True)

@@ -1,4 +1,4 @@
-"""A private service: `quire up` as a child process, which ends however this process ends."""
+"""A private service: `quire up` as a child process that ends with this process."""
 
 import contextlib
 import os
@@ -23,29 +23,30 @@ _USAGE_ERROR: Final = 2
 
 
 class ServiceStartError(Exception):
-    """The service ended before it was ready. The message holds its last log lines."""
+    """The service ended before it was ready. The message has its last log lines."""
 
 
 class PrivateService(Closes):
-    """Router, scheduler and workers, reached through a private Unix socket.
+    """Router, scheduler and workers behind a private Unix socket.
 
-    The child lives as long as the pipe to its standard input is open. `close` closes the pipe, and
-    so does the kernel when this process is killed. The child has a session of its own: Ctrl-C in
-    the terminal reaches this process only, which then drains the service.
+    The child lives as long as the pipe to its standard input is open. `close` closes the pipe; when
+    this process is killed, the kernel closes it. The child has a session of its own, so Ctrl-C in
+    the terminal reaches only this process, which then drains the service.
     """
 
     def __init__(self, flags: Mapping[str, object], api_key: str = "") -> None:
-        """Start it with these flags of `quire up`, and wait until it is ready.
+        """Start the service with flags of `quire up`, and wait until it is ready.
 
-        With `api_key`, every call must have that key. Raises ServiceStartError.
+        With `api_key`, every call must have the key. Raises ServiceStartError.
         """
         directory = Path(tempfile.mkdtemp(prefix="quire-"))
         self._log = directory / "log"
         socket = directory / "grpc.sock"
         self.target: Final = f"unix:{socket}"
         ports = {"http_port": 0, "scheduler_http_port": 0, "worker_http_port": 0}
-        ours = {"uds": socket, "attached": True, "detach": False, "demo": False}
-        arguments = _arguments({**ports, **flags, **ours})  # flags win over the environment
+        fixed = {"uds": socket, "attached": True, "detach": False, "demo": False}
+        # Pass all of these as flags, which override the environment.
+        arguments = _arguments({**ports, **flags, **fixed})
         key = {"QUIRE_API_KEY": api_key} if api_key else {}  # other users can see a command line
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(  # noqa: S603 - our own
@@ -56,7 +57,7 @@ class PrivateService(Closes):
                 start_new_session=True,
                 env={**os.environ, **key},
             )
-        # Also called when the interpreter exits, or this object is garbage.
+        # Also called when the interpreter exits, or when this object is garbage-collected.
         self._close = weakref.finalize(self, _end, self._process, directory, os.getpid())
         try:
             self._wait_until_ready(api_key)
@@ -66,11 +67,11 @@ class PrivateService(Closes):
 
     @property
     def pid(self) -> int:
-        """The supervisor's process id."""
+        """The process id of the supervisor."""
         return self._process.pid
 
     def close(self) -> None:
-        """Stop it, and wait until its processes have ended; may be called again."""
+        """Stop the service, and wait until its processes have ended; may be called again."""
         self._close()
 
     def _wait_until_ready(self, api_key: str) -> None:
@@ -78,7 +79,7 @@ class PrivateService(Closes):
             while True:
                 if self._process.poll() is not None:
                     raise ServiceStartError(self._last_words())
-                with contextlib.suppress(UnavailableError, DeadlineExceededError):  # not yet
+                with contextlib.suppress(UnavailableError, DeadlineExceededError):  # still starting
                     if client.models(timeout_s=1.0):
                         return
                 time.sleep(_POLL_S)
@@ -103,13 +104,13 @@ def _arguments(flags: Mapping[str, object]) -> list[str]:
 
 def _end(process: subprocess.Popen[bytes], directory: Path, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a fork of the owner exits, and must not stop the service
-    assert process.stdin is not None, "it is a pipe"
+        return  # a fork of the owner must not stop the service when it exits
+    assert process.stdin is not None, "standard input is a pipe"
     process.stdin.close()
     try:
         process.wait(_STOP_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # its children end with it
+        process.kill()  # its child processes end with it
         process.wait()
     finally:
         shutil.rmtree(directory, ignore_errors=True)

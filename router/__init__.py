@@ -1,1 +1,1 @@
-"""The router: text in, streamed text out; it knows neither KV blocks nor torch."""
+"""The router service: turns text into tokens, and tokens from schedulers into streams of text."""

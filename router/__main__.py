@@ -1,5 +1,8 @@
 """The router's command line."""
 
+import sys
+
+from model_files.errors import ModelError
 from router.app import run_router
 from router.settings import RouterSettings
 from rpc.server import observe, run
@@ -10,7 +13,11 @@ def main() -> None:
     """Run a router until SIGTERM or SIGINT."""
     settings = parse_settings(RouterSettings, "quire-router")
     observe("router", settings, new_trace_ratio=settings.trace_sample_ratio)
-    run(run_router(settings))
+    try:
+        run(run_router(settings))
+    except ModelError as error:
+        sys.stderr.write(f"quire-router: {error}\n")
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

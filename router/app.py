@@ -1,4 +1,4 @@
-"""Builds a router from its settings and runs it: the only place that constructs its parts."""
+"""The router process: constructs all its parts from the settings and runs them."""
 
 import asyncio
 import contextlib
@@ -7,13 +7,16 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
+from model_files.locate import find_model
 from router.access.authentication import KeyInterceptor, key_middleware
 from router.access.tenancy import check_operator
 from router.grpc.api import inference_service
+from router.grpc.bounds import RequestBounds
 from router.grpc.operations import operator_services
 from router.http import api as openai_api
-from router.http.web_pages import PageGuard
+from router.http.web_pages import PageGuard, is_loopback
 from router.kserve.api import kserve_service
 from router.operations import Operations
 from router.request.inference import Inference
@@ -37,14 +40,22 @@ async def run_router(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`; live requests finish first.
 
-    `on_started` gets the addresses; the router is ready once it has a scheduler. Raises
-    FileNotFoundError or ValueError if the model directory's tokenizer cannot be read, and what
-    breaks the scheduler client: a bug.
+    `on_started` gets the addresses; the router is ready once it has a scheduler. Raises ModelError
+    if the model cannot be found, FileNotFoundError or ValueError if its tokenizer cannot be read,
+    and any error that ends the scheduler client, which is a bug.
     """
     stop = asyncio.Event() if stop is None else stop
     health = Health()
     health.set_starting("reading the tokenizer")
-    tokenizers = Tokenizers(await asyncio.to_thread(load_tokenizer, settings.model))
+    directory = await asyncio.to_thread(
+        find_model,
+        settings.model,
+        settings.cache_dir,
+        health.set_starting,
+        with_weights=False,
+    )
+    first = await asyncio.to_thread(load_tokenizer, directory)
+    tokenizers = Tokenizers(first, settings.cache_dir)
     schedulers = Schedulers(
         Discovery(settings.scheduler, interval_s=settings.discovery_interval_s),
         LinkConfig(
@@ -66,9 +77,10 @@ async def run_router(
     )
     ui = Ui(inference) if settings.ui else None
     open_paths = frozenset() if ui is None else ui.open_paths
-    http = web.Application(
-        middlewares=[] if api_keys is None else [key_middleware(api_keys, open_paths)]
+    access = (
+        _page_middleware(settings) if api_keys is None else key_middleware(api_keys, open_paths)
     )
+    http = web.Application(middlewares=[access])
     check = None if api_keys is None else check_operator
     operations = Operations(
         schedulers, inference.model, operators(settings, check), settings.client_tls
@@ -77,14 +89,14 @@ async def run_router(
         openai_api.routes(
             inference,
             operations,
-            guard=_page_guard(settings) if api_keys is None else None,
             max_body_bytes=settings.max_body_mb * _MIB,
+            may_be_compressed=settings.accept_compressed,
         )
     )
     if ui is not None:
         http.add_routes(ui.routes())
     client = asyncio.create_task(schedulers.run(), name="schedulers")
-    client.add_done_callback(lambda _: stop.set())  # it ends by itself only when it breaks
+    client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     try:
         await serve(
             settings,
@@ -95,7 +107,12 @@ async def run_router(
                 *operator_services(operations),
             ],
             http=http,
-            interceptors=[] if api_keys is None else [KeyInterceptor(api_keys)],
+            interceptors=[
+                *([] if api_keys is None else [KeyInterceptor(api_keys)]),
+                RequestBounds(inference, settings.max_body_mb * _MIB),
+            ],
+            # Higher than the limits of methods, whose errors name the limit.
+            max_received_mb=min(settings.max_message_mb, 4 * settings.max_body_mb),
             on_started=on_started,
             on_drain=inference.drain,
             num_live=lambda: inference.num_live,
@@ -109,5 +126,10 @@ async def run_router(
             await client
 
 
-def _page_guard(settings: RouterSettings) -> PageGuard:
-    return PageGuard(None if settings.server_tls is not None else settings.host)
+def _page_middleware(settings: RouterSettings) -> Middleware:
+    own = frozenset(map(str.lower, (settings.host, *settings.allowed_hosts)))
+    guard = PageGuard(
+        None if settings.server_tls is not None else own, frozenset(settings.allowed_origins)
+    )
+    # If the router does not listen on loopback only, web pages may call all but its operations.
+    return guard.middleware(None if is_loopback(settings.host) else openai_api.OPERATOR_PATHS)

@@ -8,40 +8,40 @@ _SLOW_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 1
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 
 NUM_REQUESTS_LIVE = Gauge(
-    "quire_num_requests_live", "Requests that have been taken and whose reader has not finished."
+    "quire_num_requests_live", "Admitted requests that have not been read to the end."
 )
 REQUEST_SUCCESS = Counter(
-    "quire_request_success", "Outputs that ended, by how.", labelnames=("finished_reason",)
+    "quire_request_success", "Finished outputs, by finish reason.", labelnames=("finished_reason",)
 )
 REQUESTS_REFUSED = Counter(
-    "quire_requests_refused", "Requests that were not taken, by status.", labelnames=("code",)
+    "quire_requests_refused", "Refused requests, by status.", labelnames=("code",)
 )
-PROMPT_TOKENS = Counter("quire_prompt_tokens", "Prompt tokens of the requests submitted.")
+PROMPT_TOKENS = Counter("quire_prompt_tokens", "Prompt tokens of submitted requests.")
 GENERATION_TOKENS = Counter("quire_generation_tokens", "Tokens produced.")
 REQUEST_PROMPT_TOKENS = Histogram(
-    "quire_request_prompt_tokens", "Prompt tokens of each request submitted.", buckets=_TOKENS
+    "quire_request_prompt_tokens", "Prompt tokens of each submitted request.", buckets=_TOKENS
 )
 REQUEST_GENERATION_TOKENS = Histogram(
-    "quire_request_generation_tokens", "Tokens of each output that ended.", buckets=_TOKENS
+    "quire_request_generation_tokens", "Tokens of each finished output.", buckets=_TOKENS
 )
 TIME_TO_FIRST_TOKEN = Histogram(
     "quire_time_to_first_token_seconds",
-    "From submitting a request to the first token of its first output.",
+    "Time from submitting a request to the first token of its first output.",
     buckets=_SLOW_S,
 )
 INTER_TOKEN_LATENCY = Histogram(
     "quire_inter_token_latency_seconds",
-    "Between two tokens of one output.",
+    "Time between two tokens of one output.",
     buckets=_FAST_S,
 )
 TIME_PER_OUTPUT_TOKEN = Histogram(
     "quire_request_time_per_output_token_seconds",
-    "Of each output that ended: the mean time between two of its tokens.",
+    "Mean time between two tokens of each finished output.",
     buckets=_FAST_S,
 )
 E2E_REQUEST_LATENCY = Histogram(
     "quire_e2e_request_latency_seconds",
-    "From taking a request to the end of its last output.",
+    "Time from the submission of a request to the end of its last output.",
     buckets=_SLOW_S,
 )
 SCHEDULER_CONNECTED = Gauge(

@@ -1,6 +1,6 @@
-"""What operators ask of all schedulers: LoRA adapters and models, loaded and unloaded.
+"""Calls of operators for all schedulers: load and unload LoRA adapters and models.
 
-The router asks every scheduler and makes one answer of theirs. Answers stay the messages of
+The router calls every scheduler and combines their answers into one. Answers are messages of
 `quire.v1.AdapterService` and `LoadingService`.
 """
 
@@ -23,8 +23,8 @@ from rpc.security.tls import ClientTls
 from rpc.status import calling
 from rpc.tasks import BackgroundTasks, merged, responses
 
-_ADAPTER_NEWS_S: Final = 5.0
-"""How long to wait until a scheduler announces, on its stream, an adapter that it has loaded."""
+_ANNOUNCE_S: Final = 5.0
+"""How long to wait until a scheduler announces a loaded adapter on its stream."""
 
 _Asked = TypeVar("_Asked")
 _Answer = TypeVar("_Answer")
@@ -47,12 +47,12 @@ async def _ask_each(
 
 
 class Operations:
-    """Every method first checks that `peer` is an operator, see `Operators.check`.
+    """The operators' calls. Every method first checks that `peer` is an operator.
 
-    All raise what the schedulers refuse, and `UnavailableError` without a scheduler. A change of
-    adapters does not start while a scheduler is away, and continues if the caller leaves. Models
-    are loaded through channels of their own, because links to a scheduler close when its model
-    changes.
+    All raise the schedulers' errors, and `UnavailableError` without a scheduler. A change of
+    adapters does not start while a scheduler is not connected, and continues if the caller leaves.
+    Models are loaded through separate channels, because the links to a scheduler close when its
+    model changes.
     """
 
     def __init__(
@@ -79,11 +79,9 @@ class Operations:
         `InvalidArgumentError` for the model's own name.
         """
         self._operators.check(peer, "loads LoRA adapters")
-        log.info("told to load an adapter", name=name, directory=directory, peer=peer)
+        log.info("an operator loads an adapter", name=name, directory=directory, peer=peer)
         if name == self._model.name:
-            raise InvalidArgumentError(
-                "name", f"is {name!r}, which is what requests call the model"
-            )
+            raise InvalidArgumentError("name", f"is {name!r}, which is the name of the model")
         schedulers = self._schedulers.calls_to_all()
         return await self._tasks.run(self._load_adapter(schedulers, name, directory))
 
@@ -103,7 +101,7 @@ class Operations:
             raise errors[0]
         answer = loaded[0]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ADAPTER_NEWS_S):
+            async with asyncio.timeout(_ANNOUNCE_S):
                 while not self._model.has(answer.adapter.name, answer.adapter.digest):
                     await self._schedulers.model_change()
         return adapters_pb2.LoadAdapterResponse(
@@ -117,7 +115,7 @@ class Operations:
         unless that is empty.
         """
         self._operators.check(peer, "unloads LoRA adapters")
-        log.info("told to unload an adapter", name=name, peer=peer)
+        log.info("an operator unloads an adapter", name=name, peer=peer)
         schedulers = self._schedulers.calls_to_all()
         ends = await self._tasks.run(
             _ask_each(schedulers, lambda each: each.unload_adapter(name, digest))
@@ -129,7 +127,7 @@ class Operations:
 
     async def list_adapters(self, peer: str) -> Sequence[adapters_pb2.LoadedAdapter]:
         """Return the schedulers' adapters, each name once, in order."""
-        self._operators.check(peer, "tells of LoRA adapters")
+        self._operators.check(peer, "lists LoRA adapters")
         ends = await _ask_each(self._schedulers.calls, lambda each: each.list_adapters())
         name_to_adapter: dict[str, adapters_pb2.LoadedAdapter] = {}
         for end in ends:
@@ -141,14 +139,14 @@ class Operations:
 
     # --- models ---------------------------------------------------------------------------------
 
-    # All known schedulers are asked: one whose workers all lack a model need not be connected.
-    # `NotFoundError` means that no scheduler has such a worker. A scheduler that is not connected
-    # may be a standby: that it cannot be reached matters only if no other scheduler answers.
+    # These methods call all known schedulers, because a scheduler without any loaded model is not
+    # connected. `NotFoundError` means that no scheduler has such a worker. A scheduler that is not
+    # connected may be a standby, so it may be unreachable if another scheduler answers.
 
     async def unload_models(self, worker: str, peer: str) -> Sequence[loading_pb2.UnloadedWorker]:
         """Unload the model of a worker, or of all workers if `worker` is empty."""
         self._operators.check(peer, "unloads models")
-        log.info("told to unload models", worker=worker, peer=peer)
+        log.info("an operator unloads models", worker=worker, peer=peer)
         targets = self._schedulers.target_to_is_connected
         request = loading_pb2.UnloadRequest(worker=worker)
 
@@ -174,7 +172,7 @@ class Operations:
     ) -> AsyncGenerator[loading_pb2.LoadResponse]:
         """Load a model at a worker, or at all if `worker` is empty; yield the progress."""
         self._operators.check(peer, "loads models")
-        log.info("told to load models", worker=worker, directory=directory, peer=peer)
+        log.info("an operator loads models", worker=worker, directory=directory, peer=peer)
         targets = self._schedulers.target_to_is_connected
         request = loading_pb2.LoadRequest(worker=worker, directory=directory)
         tolerated: list[QuireError] = []
@@ -202,7 +200,7 @@ class Operations:
                 stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
                 async with aclosing(responses(stub.Load(request))) as loading:
                     async for progress in loading:
-                        may_be_standby = False  # it is there: its next error counts
+                        may_be_standby = False  # it answers, so its next error counts
                         yield progress
         except QuireError as error:
             _tolerate(target, error, tolerated, may_be_standby=may_be_standby)
@@ -211,15 +209,15 @@ class Operations:
 def _tolerate(
     target: str, error: QuireError, tolerated: list[QuireError], *, may_be_standby: bool
 ) -> None:
-    """Add to `tolerated` an error that another scheduler's answer makes up for; raise others."""
+    """Append an error to `tolerated` if another scheduler's answer suffices; raise other errors."""
     if not isinstance(error, NotFoundError):
         if not (may_be_standby and isinstance(error, UnavailableError)):
             raise error
-        log.warning("a scheduler was not asked", target=target, reason=str(error))
+        log.warning("a scheduler was not reached", target=target, reason=str(error))
     tolerated.append(error)
 
 
 def _check_answered(tolerated: Sequence[QuireError], num_asked: int) -> None:
-    """Raise an error if no scheduler has answered well; a `NotFoundError` if there is one."""
+    """Raise an error if all schedulers failed; a `NotFoundError` if there is one."""
     if len(tolerated) == num_asked:
         raise next((each for each in tolerated if isinstance(each, NotFoundError)), tolerated[0])

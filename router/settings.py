@@ -7,39 +7,56 @@ from typing import Annotated, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from model_files.errors import ModelError
+from model_files.locate import DEFAULT_CACHE_DIR, ModelPlace, name_of, place_of
 from router.access.api_keys import ApiKeys, read_keys_file
 from rpc.peers.discovery import check_targets
 from rpc.security.tls import ClientTls, check_certificate
-from rpc.settings import Port, ProcessSettings, split_at_commas
+from rpc.settings import ModelName, Port, ProcessSettings, split_at_commas
 
 
 class RouterSettings(ProcessSettings):
     """A router's flags and environment variables."""
 
-    model: Path
-    """Hugging Face model directory; the router reads its tokenizer and chat template."""
+    model: ModelName
+    """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
+    Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md);
+    the router reads its tokenizer and chat template."""
+    cache_dir: Path = DEFAULT_CACHE_DIR
+    """Directory for what is derived from GGUF files or downloaded from URLs. Names on the hub have
+    the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
     """The name that requests use; empty: the directory's name."""
     scheduler: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)
     """The schedulers: host:port, or unix:/path, separated by commas. dns:HOST:PORT stands for all
-    addresses of a name, such as a headless service's; such schedulers come and go while the router
-    runs. Several schedulers share the requests, each with its own workers; a standby takes over the
-    requests of the one that it replaces."""
+    addresses of a name, such as a headless service's; such schedulers may come and go while the
+    router runs. Several schedulers share the requests, each with its own workers; a standby takes
+    over the requests of the scheduler that it replaces."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
-    """How often such names are resolved, in seconds."""
+    """How often dns: names are looked up, in seconds."""
     http_port: Port = 8000
     """Port of HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
     scheduler_tls_cert: Path | None = None
-    """File of the certificate (PEM) for connections to schedulers, if it is not --tls-cert, which
-    may be a public one."""
+    """File of the certificate (PEM) for connections to schedulers, if it differs from --tls-cert,
+    which may be a public certificate."""
     scheduler_tls_key: Path | None = None
-    """File of its private key."""
+    """File of the private key of --scheduler-tls-cert."""
     max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
-    """Most requests at once: running, waiting, or not yet read to their end."""
-    max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 16
-    """Largest body of an HTTP request, in MiB; all requests wait while one is parsed."""
+    """Most requests at once: running, waiting, or not yet read to the end by the client."""
+    max_body_mb: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Largest body of an HTTP request, and largest gRPC message with a prompt or tokens, in MiB,
+    before and after decompression."""
+    accept_compressed: bool = False
+    """Whether HTTP bodies may be compressed (Content-Encoding gzip or deflate)."""
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    """Names, separated by commas, by which clients call a router that listens on loopback without
+    API keys, such as the name of a proxy in front of it; localhost, loopback addresses and --host
+    are always allowed."""
+    allowed_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    """Origins, separated by commas, such as https://example.com, of web pages that may call such a
+    router, besides its own page."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """Keys, separated by commas; each call must have one: authorization: Bearer KEY. These are the
     operator's keys: they have no tenant and may make every call. Set them in the environment, since
@@ -49,16 +66,20 @@ class RouterSettings(ProcessSettings):
     ui: bool = True
     """Whether to serve a web page at /ui: what the service is doing, and a playground."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Share of the requests to trace (--otlp-traces-endpoint), among those whose client has not
-    decided by a traceparent."""
+    """Share of requests to trace (--otlp-traces-endpoint), among those without a traceparent from
+    their client."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
-    """Threads that tokenize."""
+    """Number of threads that tokenize prompts."""
 
     @field_validator("model")
     @classmethod
-    def _model_is_readable(cls, model: Path) -> Path:
-        if not (model / "tokenizer.json").is_file():
-            raise ValueError("it must be a directory with a tokenizer.json")
+    def _model_is_readable(cls, model: str) -> str:
+        try:
+            place = place_of(model)
+        except ModelError as error:
+            raise ValueError(str(error)) from error
+        if place is ModelPlace.DIRECTORY and not (Path(model) / "tokenizer.json").is_file():
+            raise ValueError("a directory must have a tokenizer.json")
         return model
 
     def read_api_keys(self) -> ApiKeys | None:
@@ -68,7 +89,7 @@ class RouterSettings(ProcessSettings):
         file = None if self.api_keys_file is None else read_keys_file(self.api_keys_file)
         return ApiKeys([key.get_secret_value() for key in self.api_key], file)
 
-    @field_validator("api_key", "scheduler", mode="before")
+    @field_validator("api_key", "scheduler", "allowed_hosts", "allowed_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return split_at_commas(value)
@@ -86,7 +107,7 @@ class RouterSettings(ProcessSettings):
 
     @property
     def client_tls(self) -> ClientTls | None:
-        """How to call schedulers; None: without TLS."""
+        """TLS for connections to schedulers; None: no TLS."""
         tls = super().client_tls
         if tls is None or self.scheduler_tls_cert is None:
             return tls
@@ -106,4 +127,4 @@ class RouterSettings(ProcessSettings):
     @property
     def model_name(self) -> str:
         """The name that requests use."""
-        return self.served_model_name or self.model.resolve().name
+        return self.served_model_name or name_of(self.model)

@@ -1,1 +1,1 @@
-"""What every process shares: server, channel, errors, telemetry, settings, logs."""
+"""Code that every process uses: server, channels, errors, telemetry, settings and logs."""

@@ -1,4 +1,4 @@
-"""The operator's service of every process: drain, as with SIGTERM."""
+"""`AdminService`, with which operators drain a process, as SIGTERM does."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -14,13 +14,13 @@ from rpc.security.operators import Operators
 
 ADMIN_SERVICE_NAME: Final = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
-_LOOK_S: Final = 0.1
+_POLL_S: Final = 0.1
 
 log = structlog.get_logger()
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Sets `stopping` when an operator asks for a drain."""
+    """Answers the calls of `quire.v1.AdminService`; a drain sets `stopping`."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         operators: Operators,
         drain_worker: Callable[[str], AsyncIterator[int]] | None = None,
     ) -> None:
-        """`drain_worker` drains one of this scheduler's workers, and yields how many are live."""
+        """`drain_worker` drains one of this scheduler's workers; it yields the live sequences."""
         self._stopping = stopping
         self._num_live = num_live
         self._drain_worker = drain_worker
@@ -42,16 +42,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.DrainRequest,
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncIterator[admin_pb2.DrainResponse]:
-        """Start the drain, and report its progress until it is over."""
+        """Start the drain, and report its progress until the end."""
         self._operators.check(context.peer(), "is drained by SIGTERM,")
         if request.worker:
             if self._drain_worker is None:
                 raise InvalidArgumentError("worker", "is set; only a scheduler drains workers")
-            log.info("told to drain a worker", peer=context.peer(), worker=request.worker)
+            log.info("an operator drains a worker", peer=context.peer(), worker=request.worker)
             async for num_live in self._drain_worker(request.worker):
                 yield admin_pb2.DrainResponse(num_live=num_live)
             return
-        log.info("told to drain", peer=context.peer())
+        log.info("an operator drains this process", peer=context.peer())
         self._stopping.set()
         last: int | None = None
         while not self._closed.is_set():
@@ -59,11 +59,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 last = num_live
                 yield admin_pb2.DrainResponse(num_live=num_live)
             try:
-                async with asyncio.timeout(_LOOK_S):
+                async with asyncio.timeout(_POLL_S):
                     await self._closed.wait()
             except TimeoutError:
                 continue
 
     def close(self) -> None:
-        """End the calls; the process has drained."""
+        """End the calls, because the process has drained."""
         self._closed.set()

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from rpc.file_limit import max_connections
 from rpc.observe import telemetry
 from rpc.security.client_certificates import NameInterceptor
 from rpc.security.tls import server_credentials
@@ -47,14 +48,21 @@ def make_grpc_server(
     settings: ProcessSettings,
     services: Sequence[Service],
     interceptors: Sequence[Any] = (),
+    *,
+    max_received_mb: int | None = None,
 ) -> grpc.aio.Server:
     """Make a server that does not listen yet.
 
     `interceptors` run inside those for trace context and errors, so they may raise a QuireError.
+    Requests have at most `max_received_mb`, if that is given, instead of `settings.max_message_mb`.
     """
     server = grpc.aio.server(
         options=server_options(
-            settings.max_message_mb, settings.max_metadata_kb, settings.max_concurrent_streams
+            settings.max_message_mb,
+            settings.max_metadata_kb,
+            settings.max_concurrent_streams,
+            max_received_mb=max_received_mb,
+            max_connections=max_connections(),
         ),
         interceptors=[
             telemetry.TraceInterceptor(),

@@ -1,4 +1,4 @@
-"""Whether a process is alive and ready: declared by its parts, answered over gRPC and HTTP."""
+"""Health of a process: its parts declare it, and gRPC and HTTP probes read it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -16,7 +16,7 @@ from contract.errors import NotFoundError
 HEALTH_SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 _RECHECK_S = 1.0
-"""How soon a watcher learns of a failing liveness check, which changes without notice."""
+"""How often a watch repeats the liveness checks, which do not report changes."""
 
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 
@@ -31,7 +31,7 @@ class _State:
 
 @dataclass(slots=True)
 class Health:
-    """Readiness, which the process declares, and liveness, which checks of its parts answer.
+    """Readiness, which the process declares, and liveness, which checks determine.
 
     The methods may be called from any thread; callbacks run in that thread.
     """
@@ -45,20 +45,20 @@ class Health:
         self._set(_State(ready=False, status=status, progress=progress))
 
     def set_ready(self, but: str | None = None) -> None:
-        """Declare it ready for requests; `but` names a problem that does not prevent that."""
+        """Declare the process ready; `but` names a problem that does not prevent requests."""
         status = "ready" if but is None else f"ready, but {but}"
         self._set(_State(ready=True, status=status, progress=None))
 
     def set_not_ready(self, reason: str) -> None:
-        """Declare it no longer ready; `reason` is such as "no worker is attached"."""
+        """Declare the process not ready, for a reason such as "no worker is attached"."""
         self._set(_State(ready=False, status=reason, progress=None))
 
     def set_draining(self) -> None:
-        """Declare it not ready for good; later declarations have no effect."""
+        """Declare the process not ready for ever; later declarations have no effect."""
         self._set(_State(ready=False, status="draining", progress=None, final=True))
 
     def add_liveness(self, name: str, check: Callable[[], str | None]) -> None:
-        """Call `check` at each probe; it returns, without waiting, what is wrong or None."""
+        """Call `check` at each probe; it returns a problem or None, without waiting."""
         self._checks[name] = check
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -67,21 +67,21 @@ class Health:
 
     @property
     def ready(self) -> bool:
-        """Whether it is declared ready and no liveness check fails."""
+        """Whether the process is declared ready and no liveness check fails."""
         return self._state.ready and not self.failures()
 
     @property
     def status(self) -> str:
-        """What the process is doing, for a person: "ready", or "ready, but ...", or why not."""
+        """The status for people: "ready", "ready, but ...", or why it is not ready."""
         return self._state.status
 
     @property
     def progress(self) -> float | None:
-        """How far a long start is, in [0, 1]; None if that is unknown."""
+        """The progress of a long start, in [0, 1]; None: unknown."""
         return self._state.progress
 
     def failures(self) -> dict[str, str]:
-        """What is wrong, by name of the check."""
+        """Return the problems by name of the failing check."""
         found: dict[str, str] = {}
         for name, check in tuple(self._checks.items()):
             problem = check()
@@ -92,17 +92,17 @@ class Health:
     def _set(self, state: _State) -> None:
         if self._state.final:
             return
-        # One assignment of an immutable value, so other threads never see half a change.
+        # A single assignment of an immutable value, so that other threads see no partial change.
         self._state = state
         for callback in tuple(self._callbacks):
             callback()
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """`grpc.health.v1.Health`; the process ("") and all its services are ready together.
+    """Answers `grpc.health.v1.Health`; the process ("") and all its services are ready together.
 
-    The servicer that comes with gRPC keeps a status of its own, and forgets all watchers of a
-    service when the first of them leaves; this one asks `Health` each time.
+    This replaces gRPC's own servicer, which stores a status of its own and forgets all watchers of
+    a service when the first of them leaves.
     """
 
     def __init__(self, health: Health, service_names: Collection[str]) -> None:
@@ -116,7 +116,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Check(  # noqa: N802 - the proto's name
         self, request: Any, _context: "grpc.aio.ServicerContext[Any, Any]"
     ) -> Any:
-        """Answer SERVING if the process is ready; raise NotFoundError for an unknown service."""
+        """Return SERVING if the process is ready; raises NotFoundError for an unknown service."""
         if request.service not in self._known:
             raise NotFoundError(f"service {request.service!r} is not one of {sorted(self._known)}")
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
@@ -146,7 +146,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             self._watchers.discard(changed)
 
     def close(self) -> None:
-        """End all watches, which would delay the server's stop."""
+        """End all watches, since they would delay the server's stop."""
         self._closed = True
         self._wake()
 
@@ -165,10 +165,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
 
 def probes(health: Health) -> Middleware:
-    """Make the middleware that answers `/health`, `/ready` and `/metrics` on every process.
+    """Make the middleware that answers `/health`, `/ready` and `/metrics` in every process.
 
-    A middleware rather than routes, and the outermost one: the application's own, such as
-    authentication, must not stop a probe.
+    It must be the outermost middleware, so that the application's own, such as authentication, does
+    not block probes.
     """
 
     async def answer_health() -> web.Response:

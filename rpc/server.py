@@ -19,15 +19,14 @@ from grpc_reflection.v1alpha import reflection
 
 from quire.v1 import admin_pb2_grpc
 from rpc.admin import ADMIN_SERVICE_NAME, AdminServicer
-from rpc.grpc_server import CannotListenError, Service, join, make_grpc_server, start_grpc_server
-from rpc.health import HEALTH_SERVICE_NAME, Health, HealthServicer, probes
+from rpc.file_limit import raise_file_limit
+from rpc.grpc_server import CannotListenError, Service, make_grpc_server, start_grpc_server
+from rpc.health import HEALTH_SERVICE_NAME, Health, HealthServicer
+from rpc.http_server import make_http_runner, start_http_server
 from rpc.observe import logs, telemetry, timeline
-from rpc.security.client_certificates import certificate_middleware
 from rpc.security.operators import operators
-from rpc.security.tls import http_context
 from rpc.settings import ProcessSettings
 
-_MAX_HTTP_BODY_BYTES = 64 * 1024 * 1024
 _FLUSH_S = 2.0
 """Time that calls have after `on_drain`, for their last bytes."""
 
@@ -57,6 +56,7 @@ async def serve(
     num_live: Callable[[], int] = lambda: 0,
     check_operator: Callable[[], None] | None = None,
     drain_worker: Callable[[str], AsyncIterator[int]] | None = None,
+    max_received_mb: int | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
@@ -72,7 +72,8 @@ async def serve(
 
     `AdminService` drains, too: `num_live` counts the requests that are still live, and
     `check_operator` raises unless the present call is an operator's; for its default see
-    `rpc.security.operators`, for `drain_worker` see `rpc.admin`.
+    `rpc.security.operators`, for `drain_worker` see `rpc.admin`, for `max_received_mb` see
+    `make_grpc_server`.
 
     Raises CannotListenError if an address is not available, and what `on_started` raises.
     """
@@ -85,15 +86,17 @@ async def serve(
         operators=operators(settings, check_operator),
         drain_worker=drain_worker,
     )
-    server = make_grpc_server(settings, services, interceptors)
+    server = make_grpc_server(settings, services, interceptors, max_received_mb=max_received_mb)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]
     _add_health_and_reflection(server, settings, services, health_servicer)
-    runner = _make_http_runner(settings, http, health, grace_s)
+    runner = make_http_runner(
+        settings, web.Application() if http is None else http, health, grace_s
+    )
     with _signals_set(stopping):
         try:
             addresses = Addresses(
                 grpc=await start_grpc_server(server, settings),
-                http=await _start_http(runner, settings),
+                http=await start_http_server(runner, settings),
             )
             log.info("listening", grpc=addresses.grpc, http=addresses.http)
             if on_started is not None:
@@ -129,6 +132,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     # How long a thread that computes beside the event loop keeps the GIL. At the default of 5 ms a
     # round trip takes 5.5 ms; at 0.1 ms it takes 0.5 ms.
     sys.setswitchinterval(1e-4)
+    raise_file_limit()
     try:
         uvloop.run(main)
     except CannotListenError as error:
@@ -151,33 +155,6 @@ def _add_health_and_reflection(
         reflection.enable_server_reflection(
             [*names, ADMIN_SERVICE_NAME, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME], server
         )
-
-
-def _make_http_runner(
-    settings: ProcessSettings,
-    http: web.Application | None,
-    health: Health,
-    shutdown_timeout_s: float,
-) -> web.AppRunner:
-    app = web.Application(client_max_size=_MAX_HTTP_BODY_BYTES) if http is None else http
-    app.middlewares.insert(0, probes(health))
-    if settings.tls_client_ca is not None:
-        app.middlewares.insert(0, certificate_middleware(settings.client_names))
-    return web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s
-    )
-
-
-async def _start_http(runner: web.AppRunner, settings: ProcessSettings) -> str:
-    await runner.setup()
-    address = join(settings.host, settings.http_port)
-    tls = settings.server_tls
-    context = None if tls is None else http_context(tls)
-    try:
-        await web.TCPSite(runner, settings.host, settings.http_port, ssl_context=context).start()
-    except OSError as error:
-        raise CannotListenError(f"HTTP cannot listen on {address}: {error.strerror}") from None
-    return join(settings.host, runner.addresses[0][1])
 
 
 async def _unless(stopping: asyncio.Event, starting: Awaitable[None]) -> None:

@@ -1,4 +1,4 @@
-"""Settings of a process: flags, else environment, else defaults; frozen; readable errors."""
+"""Settings of a process, from flags, environment variables and defaults, with readable errors."""
 
 import argparse
 import os
@@ -8,7 +8,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     CliApp,
@@ -31,12 +38,17 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
+ModelName = Annotated[
+    str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, Path) else value)
+]
+"""What `model_files.locate.find_model` takes; a path, too."""
+
 _MAX_UDS_PATH_BYTES = 107
 """The kernel's limit for a socket address."""
 
 
 def split_at_commas(value: object) -> object:
-    """Make one tuple of values that are given several times, or separated by commas."""
+    """Return a tuple of values that are given as repeated flags or separated by commas."""
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list | tuple):
@@ -45,7 +57,7 @@ def split_at_commas(value: object) -> object:
 
 
 class LinkSettings(BaseSettings):
-    """How to call another process."""
+    """Settings for calls to other processes."""
 
     model_config = SettingsConfigDict(
         frozen=True,
@@ -55,19 +67,19 @@ class LinkSettings(BaseSettings):
     )
 
     tls_ca: Path | None = None
-    """File of the authorities (PEM) that must have signed the certificates of called processes; it
-    turns on TLS for calls, except on Unix sockets. Unset: calls are not encrypted."""
+    """File of the authorities (PEM) that must have signed the certificates of called processes.
+    Turns on TLS for calls, except on Unix sockets. Unset: calls are not encrypted."""
     tls_cert: Path | None = None
-    """File of this process's certificate (PEM), followed by the intermediate ones."""
+    """File of this process's certificate (PEM), followed by intermediate certificates."""
     tls_key: Path | None = None
-    """File of its private key (PEM, not encrypted)."""
+    """File of the private key of --tls-cert (PEM, not encrypted)."""
     tls_server_name: str = ""
-    """The name that the certificate of a called process must have; empty: the host that is called.
-    With one name for all processes of a service, they can be called by IP address."""
+    """The name that the certificate of a called process must have; empty: the host of its address.
+    If all processes of a service have one name, they can be called by IP address."""
 
     @property
     def client_tls(self) -> ClientTls | None:
-        """How to call others; None: without TLS."""
+        """TLS for calls to other processes; None: no TLS."""
         if self.tls_ca is None:
             return None
         return ClientTls(self.tls_ca, self.tls_cert, self.tls_key, self.tls_server_name)
@@ -86,20 +98,21 @@ class LinkSettings(BaseSettings):
 
 
 class ProcessSettings(LinkSettings):
-    """What every process has: where to listen, TLS, limits, logs, traces."""
+    """Settings of every process: addresses, TLS, limits, logs and traces."""
 
     # Each service extends this class. A field is a flag (`--grpc-port`) and an environment variable
-    # (`QUIRE_GRPC_PORT`); its docstring is its --help text, and the class's docstring heads the
-    # page. A subclass that changes a port's default must repeat the type `Port`.
+    # (`QUIRE_GRPC_PORT`). Its docstring is the --help text; the class's docstring is the text above
+    # the flags. A subclass that changes a port's default must repeat the type `Port`.
 
     tls_client_ca: Path | None = None
-    """File of the authorities (PEM); each caller, by gRPC or HTTP, must show a certificate of one,
-    except for /health and /ready. Needs --tls-cert, which turns on TLS for the process's own ports.
-    Unset: callers need no certificate."""
+    """File of the authorities (PEM) that must have signed the certificates of callers, by gRPC and
+    HTTP, except for /health and /ready. Needs --tls-cert, which turns on TLS for the process's own
+    ports. Unset: callers need no certificate."""
     tls_client_names: str = ""
-    """Names, separated by commas, one of which a caller's certificate must have, as an alternative
-    name (DNS name, URI or address) or, if it has none of these, as its common name. Needs
-    --tls-client-ca. Empty: any certificate of its authorities may call."""
+    """Names of accepted callers, separated by commas. A caller's certificate must have one of them
+    as an alternative name (DNS name, URI or address); the common name counts only if there are no
+    alternative names. Needs --tls-client-ca. Empty: every certificate of its authorities is
+    accepted."""
     host: str = "127.0.0.1"
     """Address to listen on, for gRPC and HTTP."""
     grpc_port: Port = 0
@@ -109,51 +122,51 @@ class ProcessSettings(LinkSettings):
     http_port: Port = 0
     """Port of HTTP; 0 picks a free one."""
     max_message_mb: Annotated[int, Field(ge=1, le=2047)] = DEFAULT_MAX_MESSAGE_MB
-    """Largest gRPC message, sent or received, in MiB."""
+    """Largest gRPC message in either direction, in MiB."""
     max_metadata_kb: Annotated[int, Field(ge=1, le=1024)] = DEFAULT_MAX_METADATA_KB
-    """Most metadata of a gRPC call, in KiB."""
+    """Largest metadata of a gRPC call, in KiB."""
     max_concurrent_streams: Annotated[int, Field(ge=1, le=2**31 - 1)] = (
         DEFAULT_MAX_CONCURRENT_STREAMS
     )
-    """Most concurrent gRPC calls on one connection; others wait at the client."""
+    """Most concurrent gRPC calls on one connection; further calls wait at the client."""
     reflection: bool = True
     """Whether gRPC reflection lists the process's services and messages."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     """Time that live requests have to finish after SIGTERM, in seconds."""
     local_drain: bool = False
-    """Where callers need neither key nor certificate: allow operators' calls (`quire drain`, LoRA
-    adapters) by TCP from this machine, too, and not only on a Unix socket. Mind that a proxy on
-    this machine forwards calls of others."""
+    """Whether operators' calls (`quire drain`, LoRA adapters) are allowed by TCP from this machine,
+    and not only on a Unix socket, if callers need neither key nor certificate. A proxy on this
+    machine may forward calls of others."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity of log lines to write."""
     log_format: Literal["auto", "json", "console"] = "auto"
     """Format of log lines; auto is console on a terminal and json elsewhere."""
     otlp_traces_endpoint: str = ""
-    """Where to export traces, by OTLP over gRPC, such as http://localhost:4317; empty: nowhere."""
+    """Endpoint for traces, by OTLP over gRPC, such as http://localhost:4317; empty: no traces."""
     timeline_dir: Path | None = None
-    """Directory for a timeline of this process, for Perfetto, written when it ends; unset: none.
-    `quire bench --profile` makes one of all processes."""
+    """Directory for a timeline of this process, for Perfetto, written when the process ends; unset:
+    no timeline. `quire bench --profile` makes a timeline of all processes."""
 
     @field_validator("uds")
     @classmethod
     def _uds_fits(cls, path: Path | None) -> Path | None:
         if path is not None and len(os.fsencode(path)) > _MAX_UDS_PATH_BYTES:
             raise ValueError(
-                f"has {len(os.fsencode(path))} bytes; a socket's path may have at most"
+                f"has {len(os.fsencode(path))} bytes; a socket's path must have at most"
                 f" {_MAX_UDS_PATH_BYTES}"
             )
         return path
 
     @property
     def server_tls(self) -> ServerTls | None:
-        """How to listen; None: without TLS."""
+        """TLS of the process's ports; None: no TLS."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         return ServerTls(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property
     def client_names(self) -> frozenset[str]:
-        """`tls_client_names`, split."""
+        """`tls_client_names` as a set."""
         return frozenset(filter(None, map(str.strip, self.tls_client_names.split(","))))
 
     @model_validator(mode="after")
@@ -171,10 +184,10 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -> S:
-    """Parse `argv`, by default the process's own, and the environment.
+    """Parse `argv`, by default that of the process, and the environment.
 
-    For each invalid value, writes a line with the flag or variable, the value and the limit to
-    standard error, and exits with 2; --help exits with 0.
+    Invalid values end the process with exit code 2, after a line on standard error for each, with
+    the flag or variable, the value and the limit. --help ends it with 0.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -202,7 +215,7 @@ def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows values in help texts instead of Python's types and functions."""
+    """Removes Python's types and functions from help texts."""
 
     def add_usage(
         self,
@@ -223,12 +236,12 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def _tidy(action: argparse.Action) -> None:
     if isinstance(action.metavar, str):
         action.metavar = re.sub(r"tuple\[(\w+),\.\.\.\]", r"\1", action.metavar)
-    if action.help is not None:  # the docstring describes a computed default
+    if action.help is not None:  # docstrings describe computed defaults themselves
         action.help = re.sub(r" \(default factory: [^)]*\)", "", action.help)
 
 
 def _shown(cls: type[BaseSettings], loc: tuple[int | str, ...], value: object) -> object:
-    """Hide the value of a secret."""
+    """Return the value to show in errors; asterisks for a secret."""
     field = cls.model_fields.get(str(loc[0])) if loc else None
     is_secret = field is not None and SecretStr.__name__ in repr(field.annotation)
     return "***" if is_secret else value
@@ -238,7 +251,7 @@ def _describe(
     loc: tuple[int | str, ...], value: object, problem: str, arguments: Sequence[str]
 ) -> str:
     problem = problem.removeprefix("Value error, ")
-    if not loc:  # a validator of several fields, which names them itself
+    if not loc:  # the message of a validator of several fields names them itself
         return problem
     name = str(loc[0])
     flag = "--" + name.replace("_", "-")

@@ -1,4 +1,4 @@
-"""Turns errors into gRPC status and back, with `google.rpc` details; an interceptor for servers."""
+"""Converts errors to gRPC status with `google.rpc` details and back; an interceptor for servers."""
 
 import asyncio
 import contextlib
@@ -22,11 +22,12 @@ TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-"""When to retry, for gRPC's own retries in clients, which ignore `RetryInfo`."""
+"""Delay for gRPC's own retries in clients, which ignore `RetryInfo`."""
 ERROR_DOMAIN = "quire.v1"
 
 _MAX_MESSAGE_BYTES = 1024
-"""A message is sent three times, once percent-encoded; peers may accept only 8 KiB in all."""
+"""Longest message: it is sent three times, once percent-encoded, and peers may accept only 8 KiB
+of metadata."""
 
 _MAX_RETRY_AFTER_S = 3600.0
 """Longest delay that is accepted from a peer."""
@@ -52,16 +53,16 @@ _HANDLER_KINDS: Final = {
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
-"""By whether request and response are streams: a handler's attribute, and its constructor."""
+"""A handler's attribute and constructor, by whether requests and responses are streams."""
 
 log = structlog.get_logger()
 
 
 def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, TrailingMetadata]:
-    """Return code, message and trailing metadata of `error` for a client.
+    """Return code, message and trailing metadata for a client.
 
-    An error that is not a QuireError is a bug: it is logged with its traceback under a new id, and
-    the client is told the id only.
+    An error other than QuireError is a bug. It is logged with its traceback and a new id, and the
+    client gets only the id.
     """
     if isinstance(error, errors.QuireError):
         code, message = error.code, _shorten(str(error))
@@ -87,10 +88,10 @@ def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, Trailin
 
 @contextlib.contextmanager
 def calling() -> Iterator[None]:
-    """Turn what making, awaiting or reading a call raises into a QuireError.
+    """Convert the errors of a gRPC call to QuireErrors.
 
-    A call whose channel is closed while it runs raises CancelledError although its task was not
-    cancelled; that would end the task.
+    A call raises CancelledError if its channel is closed, although the task was not cancelled; this
+    becomes UnavailableError, so that the task does not end.
 
     Raises:
         QuireError: The peer's error, or UnavailableError if the peer is lost.
@@ -98,7 +99,7 @@ def calling() -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        # Blocking calls raise a private class with the same methods.
+        # Blocking calls raise a private class, which has the same methods.
         raise status_to_error(cast("grpc.aio.AioRpcError", error)) from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
@@ -108,10 +109,10 @@ def calling() -> Iterator[None]:
 
 
 def status_to_error(error: grpc.aio.AioRpcError) -> errors.QuireError:
-    """Return the error that a Quire server raised, from what the caller caught.
+    """Convert a status that a caller received to the error that the server raised.
 
-    A status that does not say whose fault it is (INTERNAL, UNKNOWN, a message too large) becomes a
-    plain QuireError, which is not retryable.
+    A status without a matching error (INTERNAL, UNKNOWN, a too large message) becomes a plain
+    QuireError, which is not retryable.
     """
     code, message = error.code(), explain(error.details() or error.code().name)
     bad_request, retry_info = _parse_details(error)
@@ -120,16 +121,16 @@ def status_to_error(error: grpc.aio.AioRpcError) -> errors.QuireError:
             violation = bad_request.field_violations[0]
             return errors.InvalidArgumentError(violation.field, violation.description)
         return errors.InvalidArgumentError("request", f"is refused: {message}")
-    # Without RetryInfo it comes from gRPC itself, for example for a message that is too large.
+    # Without RetryInfo, the status comes from gRPC itself, for example for a too large message.
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and retry_info is not None:
         delay = retry_info.retry_delay
-        delay_s = delay.seconds + delay.nanos * 1e-9  # as a timedelta it may be out of range
+        delay_s = delay.seconds + delay.nanos * 1e-9  # a timedelta could overflow
         return errors.TooBusyError(message, min(max(delay_s, 0.0), _MAX_RETRY_AFTER_S))
     return _CODE_TO_ERROR.get(code, errors.QuireError)(message)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Turns what a handler raises into a status, for all four kinds of call.
+    """Converts the errors of handlers to a status, for all four kinds of calls.
 
     Handlers are coroutine functions or asynchronous generator functions. Cancellation and a
     handler's own `context.abort` pass through.
@@ -142,9 +143,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     ) -> Any:
         """Wrap the handler of one call."""
         handler = await continuation(handler_call_details)
-        if handler is None:  # no such method; gRPC answers UNIMPLEMENTED
+        if handler is None:  # an unknown method, for which gRPC answers UNIMPLEMENTED
             return None
-        if handler.request_streaming:  # the iterator raises what a deserializer raises
+        if handler.request_streaming:  # the iterator raises the deserializer's errors
             return rewrapped(handler, partial(_wrap, request_streaming=True))
         return rewrapped(
             handler, partial(_wrap, request_streaming=False), wrap_deserializer=_or_error
@@ -157,10 +158,10 @@ def rewrapped(
     *,
     wrap_deserializer: Callable[[Any], Any] = lambda deserialize: deserialize,
 ) -> Any:
-    """Return a handler of the same kind, its behaviour wrapped with `wrap`.
+    """Return a handler of the same kind whose function is wrapped with `wrap`.
 
-    `handler` is what an interceptor's continuation returned, and not None. `wrap_deserializer`
-    wraps what parses requests; that is None where requests are bytes.
+    `handler` is the result of an interceptor's continuation, not None. `wrap_deserializer` wraps
+    the function that parses requests, which is None if requests are bytes.
     """
     kind, make = _HANDLER_KINDS[handler.request_streaming, handler.response_streaming]
     return make(
@@ -171,7 +172,7 @@ def rewrapped(
 
 
 def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Parse an invalid message into an error; gRPC would answer UNKNOWN if this raised it."""
+    """Return an error for an invalid message; gRPC would answer UNKNOWN if this raised it."""
     if deserialize is None:
         return None
 
@@ -180,6 +181,8 @@ def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
             return deserialize(data)
         except DecodeError as error:
             return _no_message(error)
+        except errors.QuireError as error:  # of an interceptor that looks at the bytes
+            return error
 
     return parse
 
@@ -191,13 +194,13 @@ def _no_message(error: DecodeError) -> errors.InvalidArgumentError:
 
 
 def _check(request: Any) -> None:
-    if isinstance(request, errors.InvalidArgumentError):  # see `_or_error`
+    if isinstance(request, errors.QuireError):  # see `_or_error`
         raise request
 
 
 def _wrap(behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[..., Any]:
     def blamed(error: Exception) -> Exception:
-        """Tell an invalid message of the client from a bug in the handler."""
+        """Convert a client's invalid message to InvalidArgumentError; other errors are bugs."""
         if request_streaming and isinstance(error, DecodeError):
             return _no_message(error)
         return error
@@ -212,7 +215,7 @@ def _wrap(behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[
                         yield response
             except grpc.aio.AbortError:
                 raise
-            except Exception as error:  # noqa: BLE001 - nothing is above
+            except Exception as error:  # noqa: BLE001 - no caller handles it
                 await context.abort(*error_to_status(blamed(error)))
 
         return generate
@@ -223,7 +226,7 @@ def _wrap(behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[
             return await behavior(request, context)
         except grpc.aio.AbortError:
             raise
-        except Exception as error:  # noqa: BLE001 - nothing is above
+        except Exception as error:  # noqa: BLE001 - no caller handles it
             await context.abort(*error_to_status(blamed(error)))
 
     return call
@@ -255,13 +258,11 @@ def _parse_details(
 ) -> tuple[error_details_pb2.BadRequest | None, error_details_pb2.RetryInfo | None]:
     bad_request: error_details_pb2.BadRequest | None = None
     retry_info: error_details_pb2.RetryInfo | None = None
-    metadata: Any = (
-        error.trailing_metadata() or ()
-    )  # the stubs do not know that it iterates over pairs
+    metadata: Any = error.trailing_metadata() or ()  # the stubs lack that it iterates over pairs
     for key, value in metadata:
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue
-        # Other implementations may put anything here; code and message still count.
+        # Other implementations may send malformed details; code and message still count.
         with contextlib.suppress(DecodeError):
             for detail in status_pb2.Status.FromString(value).details:
                 bad_request = _unpack(detail, error_details_pb2.BadRequest) or bad_request

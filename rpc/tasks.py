@@ -24,7 +24,7 @@ class BackgroundTasks:
         return bool(self._tasks)
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return its result. If the caller is cancelled, the work continues."""
+        """Return the result of `work`, which continues if the caller is cancelled."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -38,13 +38,13 @@ class BackgroundTasks:
 
 
 def retrieve(task: asyncio.Task[Any]) -> None:
-    """Look at a task's error, so that asyncio does not complain that nothing did."""
+    """Retrieve a task's error, so that asyncio does not log that it was never retrieved."""
     if not task.cancelled():
         task.exception()
 
 
 async def merged(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator[_T]:
-    """Yield the items of all streams as they arrive; raise the first error when all have ended."""
+    """Yield the items of all streams as they arrive; raises the first error at the end."""
     queue: asyncio.Queue[tuple[_T] | None] = asyncio.Queue()
 
     async def read(stream: AsyncGenerator[_T]) -> None:
@@ -76,7 +76,7 @@ async def responses(call: grpc.aio.UnaryStreamCall[Any, Any]) -> AsyncGenerator[
     """Yield the messages of a streaming call. Closing the generator cancels the call.
 
     Raises:
-        QuireError: The peer's error, or UnavailableError if it is lost.
+        QuireError: The peer's error, or UnavailableError if the peer is lost.
     """
     try:
         with calling():

@@ -1,4 +1,4 @@
-"""gRPC channel arguments that both ends of a connection need."""
+"""gRPC arguments for both ends of a connection."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,65 +12,77 @@ DEFAULT_MAX_CONCURRENT_STREAMS = 4096
 _KIB = 1024
 _MIB = 1024 * 1024
 _MIN_PING_INTERVAL_MS = 10_000
+_MAX_CONNECTIONS = "grpc.max_allowed_incoming_connections"
 
 
 @dataclass(frozen=True, slots=True)
 class Pings:
-    """When a connection with a silent peer is closed; its calls then end as UNAVAILABLE.
+    """When a connection to a silent peer is closed; its calls then end as UNAVAILABLE.
 
-    gRPC's own threads answer HTTP/2 pings: a peer that is merely busy answers; one that is stopped,
-    or behind a broken network, does not, even if the kernel still accepts what is sent. It takes at
-    most the sum of both times to notice.
+    gRPC's own threads answer HTTP/2 pings. So a busy peer answers, but a stopped peer or one behind
+    a broken network does not, even if the kernel still accepts data. Noticing this takes at most
+    the sum of both times.
     """
 
     after_ms: int
     """Silence before a ping is sent."""
     timeout_ms: int
-    """Time that the answer may take."""
+    """Longest wait for the answer to a ping."""
     are_sent_idly: bool
-    """Whether pings are also sent while there is no call."""
+    """Whether pings are also sent while no call is active."""
 
 
 PATIENT = Pings(after_ms=10_000, timeout_ms=20_000, are_sent_idly=True)
-"""For calls that are lost with their connection: better to wait."""
-QUICK = Pings(after_ms=1_000, timeout_ms=2_000, are_sent_idly=False)
-"""For calls that can continue elsewhere. gRPC sends at most one ping a second."""
+"""For calls that are lost with their connection, so that waiting is better."""
+QUICK = Pings(after_ms=1_000, timeout_ms=1_000, are_sent_idly=False)
+"""For calls that can continue elsewhere. gRPC sends at most one ping per second."""
 
 
 def channel_options(
-    max_message_mb: int, max_metadata_kb: int = DEFAULT_MAX_METADATA_KB, pings: Pings = PATIENT
+    max_message_mb: int,
+    max_metadata_kb: int = DEFAULT_MAX_METADATA_KB,
+    pings: Pings = PATIENT,
+    *,
+    max_received_mb: int | None = None,
 ) -> ChannelOptions:
     """Return limits and keepalive for a server or a channel.
 
-    Messages have at most `max_message_mb` MiB in both directions (gRPC's default is 4 MiB, for
-    received ones only), received metadata at most `max_metadata_kb` KiB.
+    `max_message_mb` limits messages in both directions (gRPC's default is 4 MiB, for received
+    messages only); `max_received_mb`, if given, limits received messages instead;
+    `max_metadata_kb` limits received metadata. The limits hold for decompressed messages.
     """
-    limit = max_message_mb * _MIB
     metadata_limit = max_metadata_kb * _KIB
     return [
-        ("grpc.max_send_message_length", limit),
-        ("grpc.max_receive_message_length", limit),
+        ("grpc.max_send_message_length", max_message_mb * _MIB),
+        ("grpc.max_receive_message_length", (max_received_mb or max_message_mb) * _MIB),
         ("grpc.max_metadata_size", metadata_limit),
         ("grpc.absolute_max_metadata_size", metadata_limit),
         ("grpc.keepalive_time_ms", pings.after_ms),
         ("grpc.keepalive_timeout_ms", pings.timeout_ms),
-        # Without it, an unanswered ping ends the connection only after a minute.
+        # Without this, an unanswered ping ends the connection only after a minute.
         ("grpc.http2.ping_timeout_ms", pings.timeout_ms),
         ("grpc.keepalive_permit_without_calls", int(pings.are_sent_idly)),
         ("grpc.http2.max_pings_without_data", 0),
-        # gRPC silently ignores the spelling with `min_recv_`.
+        # The name must not have `min_recv_`: gRPC silently ignores that spelling.
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
     ]
 
 
 def server_options(
-    max_message_mb: int, max_metadata_kb: int, max_concurrent_streams: int
+    max_message_mb: int,
+    max_metadata_kb: int,
+    max_concurrent_streams: int,
+    *,
+    max_received_mb: int | None = None,
+    max_connections: int | None = None,
 ) -> ChannelOptions:
-    """Return `channel_options` and those for servers only."""
+    """Return `channel_options` and options for servers only."""
+    most = [] if max_connections is None else [(_MAX_CONNECTIONS, max_connections)]
     return [
-        *channel_options(max_message_mb, max_metadata_kb),
+        *channel_options(max_message_mb, max_metadata_kb, max_received_mb=max_received_mb),
+        *most,
         ("grpc.max_concurrent_streams", max_concurrent_streams),
-        # Otherwise two processes may share a port unnoticed, each with half of the calls.
+        # Otherwise two processes could share a port unnoticed, each with half of the calls.
         ("grpc.so_reuseport", 0),
     ]

@@ -1,11 +1,11 @@
-"""Request fields that only workers honour, in messages that other processes take, too."""
+"""Checks of request fields that only workers accept."""
 
 from contract.errors import InvalidArgumentError
 
 
 def refuse_epoch(epoch: int) -> None:
-    """Raise InvalidArgumentError if a request names an epoch, which only workers compare."""
+    """Raise InvalidArgumentError if a request to another process than a worker has an epoch."""
     if epoch:
         raise InvalidArgumentError(
-            "epoch", f"is {epoch}; it is for calls of workers: leave it unset"
+            "epoch", f"is {epoch}; only calls to workers have an epoch, so leave it unset"
         )

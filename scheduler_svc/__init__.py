@@ -1,1 +1,1 @@
-"""Owns sequences and block space; decides every step; knows no text and no torch."""
+"""The scheduler service: owns sequences and KV blocks, and plans every step of the workers."""

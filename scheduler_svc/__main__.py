@@ -4,7 +4,7 @@ import sys
 
 import structlog
 
-from contract.errors import StaleEpochError
+from contract.errors import InvalidArgumentError, StaleEpochError
 from rpc.server import observe, run
 from rpc.settings import parse_settings
 from scheduler_svc.app import run_scheduler
@@ -14,7 +14,8 @@ from scheduler_svc.settings import SchedulerSettings
 log = structlog.get_logger()
 
 EXIT_STALE_EPOCH = 3
-"""A newer scheduler has taken over; restarting this one would take over from it."""
+"""Exit code if a newer scheduler has taken over. A restart would take the workers back from it, so
+supervisors must not restart after this code."""
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
             reason=str(error),
         )
         raise SystemExit(EXIT_STALE_EPOCH) from None
-    except RecordingError as error:
+    except (RecordingError, InvalidArgumentError) as error:
         sys.stderr.write(f"quire-scheduler: {error}\n")
         raise SystemExit(1) from None
 

@@ -1,4 +1,4 @@
-"""The scheduler process: the one place that constructs its parts."""
+"""The scheduler process: constructs all its parts and runs them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
+from contract.epoch import epoch_after
 from contract.info import WorkerInfo
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, Resolver
@@ -25,15 +26,16 @@ from scheduler_svc.operations.loading import Loading, WorkerCalls
 from scheduler_svc.operations.migration import Drainer, Migrator
 from scheduler_svc.operations.resizing import Resizer
 from scheduler_svc.operations.services import adapter_service, loading_service
-from scheduler_svc.routers.fan_out import QueueRoom, RouterStreams
+from scheduler_svc.routers.fan_out import QueueRoomReporter, RouterStreams
 from scheduler_svc.routers.resumable import ResumableRequests
 from scheduler_svc.service import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
-from scheduler_svc.workers.attach import attach, next_epoch, wait_for_vacancy
+from scheduler_svc.workers.attach import attach, newest_epoch
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.fleet import Fleet
-from scheduler_svc.workers.placement import Placement, Placer
+from scheduler_svc.workers.placement import PlacementMethod, Placer
 from scheduler_svc.workers.session import Session
+from scheduler_svc.workers.standby import wait_for_vacancy
 from scheduler_svc.workers.stream import WorkerClientConfig
 
 _MIB = 1024 * 1024
@@ -47,18 +49,23 @@ async def run_scheduler(
     stop: asyncio.Event | None = None,
     resolver: Resolver | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or `stop`, then drain. `resolver` replaces the system's.
+    """Serve until SIGTERM, SIGINT or `stop`, then drain. `resolver` replaces the system's resolver.
 
     Raises:
         StaleEpochError: A newer scheduler has taken over the workers.
         RecordingError: The recording cannot be written.
+        InvalidArgumentError: A worker has seen the largest epoch.
     """
     workers = Discovery(
         settings.workers, resolver=resolver, interval_s=settings.discovery_interval_s
     )
     if settings.standby:
-        await wait_for_vacancy(workers, settings.standby_s, settings.client_tls)
-    epoch = settings.epoch or await next_epoch(workers, settings.client_tls)
+        newest = await wait_for_vacancy(
+            workers, settings.standby_s, settings.standby_silence_s, settings.client_tls
+        )
+    else:
+        newest = await newest_epoch(workers, settings.client_tls)
+    epoch = settings.epoch or epoch_after(newest)
     with ExitStack() as stack:
         recordings = None
         if settings.record is not None:
@@ -91,7 +98,7 @@ async def _run_scheduler(
         health=health,
         max_waiting=settings.max_waiting,
         step_timeout_s=settings.step_timeout_s,
-        placer=Placer(Placement(settings.placement)),
+        placer=Placer(PlacementMethod(settings.placement)),
     )
     roster = fleet.roster
     migrator = Migrator(roster, metrics.migrations)
@@ -105,6 +112,7 @@ async def _run_scheduler(
             step_timeout_s=settings.step_timeout_s,
             max_message_mb=settings.max_message_mb,
             tls=settings.client_tls,
+            lost_after_s=settings.worker_silence_s,
         )
         return Engine(
             target,
@@ -124,7 +132,9 @@ async def _run_scheduler(
         )
     )
     health.add_liveness("steps", fleet.describe_stall)
-    queue_room = QueueRoom(lambda: fleet.queue_room, streams.publish_room, settings.max_waiting)
+    queue_room = QueueRoomReporter(
+        lambda: fleet.queue_room, streams.publish_room, settings.max_waiting
+    )
     resizer = Resizer(roster)
     drainer = Drainer(fleet, migrator)
     calls = WorkerCalls(epoch, settings.client_tls)
@@ -133,9 +143,9 @@ async def _run_scheduler(
     side_tasks = _SideTasks(stop)
 
     async def start(addresses: Addresses) -> None:
-        # Only now that the ports are ours: attaching takes the workers from another scheduler.
+        # Start only after the ports are bound: attaching takes the workers from another scheduler.
         side_tasks.run(fleet.run(workers, make_engine, metrics.forget), "engines")
-        side_tasks.run(servicer.give_up_unresumed(), "resumable requests")
+        side_tasks.run(servicer.expire_resumable(), "resumable requests")
         side_tasks.run(fleet.watch(), "hanging workers")
         side_tasks.run(servicer.send_heartbeats(), "heartbeats")
         side_tasks.run(queue_room.run(), "room in the queues")
@@ -169,7 +179,7 @@ async def _run_scheduler(
 
 
 class _SideTasks:
-    """Tasks beside the server, until the `async with` ends. One that ends by itself sets `stop`."""
+    """Tasks beside the server, until the `async with` ends. A task that ends early sets `stop`."""
 
     def __init__(self, stop: asyncio.Event) -> None:
         self._stop = stop

@@ -1,4 +1,4 @@
-"""The values that the scheduler's rooms exchange, beyond those of its core."""
+"""Values that the packages of the scheduler exchange, besides those of its core."""
 
 from asyncio import Future
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubmitRequest:
-    """Take on a request."""
+    """Submit a request to a core."""
 
     request: Request
     was_accepted: bool = False
-    """Whether it was live before; then it can no longer be refused."""
+    """Whether it was accepted before; then it can no longer be refused."""
     num_crashes: int = 0
-    """Consecutive workers that were lost while they ran it, without a token gained there."""
+    """How many workers in a row were lost while they ran it and before it gained a token there."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelSequences:
-    """End sequences early; unknown ones are ignored."""
+    """Cancel sequences; unknown keys are ignored."""
 
     source: SourceId
     seq_keys: Sequence[SeqKey]
@@ -32,20 +32,20 @@ class CancelSequences:
 
 @dataclass(frozen=True, slots=True)
 class DropSource:
-    """A router's stream has ended: cancel all its sequences silently."""
+    """Cancel all sequences of a router's stream that has ended, without events."""
 
     source: SourceId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DefragmentBlocks:
-    """Move the held blocks together; `done` is set when that has ended."""
+    """Run a pass of defragmentation; `done` receives its report."""
 
     done: Future[DefragmentationReport]
 
 
 Command: TypeAlias = SubmitRequest | CancelSequences | DropSource | DefragmentBlocks
-"""What a session applies to its core between two steps."""
+"""Commands, which a session applies to its core between two steps."""
 
 
 ADAPTERS_SALT = "\0"
@@ -53,7 +53,7 @@ ADAPTERS_SALT = "\0"
 
 
 def adapter_salt(adapter: LoraAdapter) -> str:
-    """Return the prefix of the cache salts of one adapter's requests: only they share its KV."""
+    """Return the prefix of the cache salts of an adapter's requests, so that only they share KV."""
     return f"{ADAPTERS_SALT}{adapter.digest.hex()}{adapter.name}\0"
 
 
@@ -74,7 +74,7 @@ def live_seq_keys(request: Request) -> list[SeqKey]:
 
 
 def end_with_error(request: Request, error: str) -> tuple[Finished, ...]:
-    """Return the ends of those sequences, for `error`."""
+    """Return the last events of the live sequences of `request`, with `error`."""
     return tuple(
         Finished(request.source, key, FinishReason.ERROR, error=error)
         for key in live_seq_keys(request)

@@ -11,13 +11,14 @@ import structlog
 from contract.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
 from contract.heartbeat import BEAT_S
 from contract.info import ModelInfo
+from contract.request import MAX_N
 from quire.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from rpc.grpc_server import Service, service_of
 from scheduler_svc.core.reports.describe import describe
 from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.operations.migration import Migrator
 from scheduler_svc.operations.resizing import Resizer
-from scheduler_svc.routers.fan_out import QueueRoom, RouterStreams
+from scheduler_svc.routers.fan_out import QueueRoomReporter, RouterStreams
 from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.reports import (
     activity_to_proto,
@@ -26,14 +27,14 @@ from scheduler_svc.wire.reports import (
     kv_to_proto,
     load_to_proto,
 )
-from scheduler_svc.wire.request import request_from_proto
+from scheduler_svc.wire.request import check_keys, request_from_proto
 from scheduler_svc.wire.router import refused_to_proto, welcome_to_proto
 from scheduler_svc.workers.fleet import Fleet
 
 _PROGRESS_S = 0.25
 """How often the progress of a resize is reported."""
-_GIVE_UP_S = 0.5
-"""How often resumable requests are checked for ones to give up."""
+_EXPIRE_S = 0.5
+"""How often to check for expired resumable requests."""
 
 log = structlog.get_logger()
 
@@ -47,7 +48,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         streams: RouterStreams,
         migrator: Migrator,
         resizer: Resizer,
-        queue_room: QueueRoom,
+        queue_room: QueueRoomReporter,
         epoch: int,
     ) -> None:
         self._fleet = fleet
@@ -58,15 +59,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._resizer = resizer
         self._epoch = epoch
 
-    async def give_up_unresumed(self) -> None:
+    async def expire_resumable(self) -> None:
         """End the resumable requests that were not resumed in time, until cancelled."""
         while True:
-            await asyncio.sleep(_GIVE_UP_S)
-            for source, seq_keys in self._resumables.give_up(time.monotonic()):
+            await asyncio.sleep(_EXPIRE_S)
+            for source, seq_keys in self._resumables.expire(time.monotonic()):
                 self._fleet.cancel(source, seq_keys)
 
     async def send_heartbeats(self) -> None:
-        """Send heartbeats to all routers, and changes of what requests may be, until cancelled."""
+        """Send heartbeats, and changes of the limits on requests, to routers until cancelled."""
         while True:
             await asyncio.sleep(BEAT_S)
             if (model := self._fleet.model_now()) is not None:
@@ -74,8 +75,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._streams.publish_unloaded(is_unloaded=self._fleet.roster.is_unloaded)
             self._streams.send_heartbeats()
 
-    # It writes rather than yields: when the router goes, a generator left at a `yield` is closed
-    # only when it is garbage-collected, and its sequences would run on until then.
+    # This writes instead of yielding. A generator that waits at a `yield` when the router goes is
+    # closed only when it is garbage-collected, and its sequences would run until then.
     async def Connect(  # noqa: N802
         self,
         requests: AsyncIterator[scheduler_pb2.ConnectRequest],
@@ -88,7 +89,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         log.info("router connected", router_id=router_id, source=stream.source)
         reader = asyncio.create_task(self._read(requests, stream, model))
         try:
-            await context.write(welcome_to_proto(self._epoch, model, self._resumables.grace_s))
+            await context.write(
+                welcome_to_proto(
+                    self._epoch,
+                    model,
+                    self._resumables.grace_s,
+                    self._fleet.superseded_epochs - {0, self._epoch},
+                    self._fleet.max_waiting,
+                )
+            )
             while (message := await stream.next_message()) is not None:
                 await context.write(message)
         finally:
@@ -120,7 +129,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         request: scheduler_pb2.DefragmentRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> scheduler_pb2.DefragmentResponse:
-        """Move the held blocks together at every worker."""
+        """Defragment the blocks of every worker."""
         return scheduler_pb2.DefragmentResponse(
             workers=[
                 scheduler_pb2.WorkerDefragmentation(
@@ -201,18 +210,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         stream: RouterStream,
         model: ModelInfo,
     ) -> None:
-        """Obey the router's messages until they end; then its stream ends."""
+        """Handle the router's messages until they end; then end its stream."""
         try:
             async for message in requests:
                 if stream.has_ended:  # later messages may be about a former model
                     return
-                self._obey(message, stream, model)
+                self._handle(message, stream, model)
         except Exception as error:  # noqa: BLE001 - the handler raises it, where it is logged
             stream.end(error)
         finally:
             stream.end()
 
-    def _obey(
+    def _handle(
         self, message: scheduler_pb2.ConnectRequest, stream: RouterStream, model: ModelInfo
     ) -> None:
         match message.WhichOneof("message"):
@@ -263,12 +272,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _resume(self, message: scheduler_pb2.Resume, stream: RouterStream) -> None:
         try:
+            check_keys(message.first_seq_key, MAX_N)
             self._resumables.resume(message, stream, time.monotonic())
         except QuireError as error:
             stream.refuse(refused_to_proto(message.first_seq_key, error))
 
     def _drop(self, stream: RouterStream) -> None:
-        """Cancel what was submitted on a stream that has ended, except resumable requests."""
+        """Cancel the requests of a stream that has ended, except resumable ones."""
         seq_keys = self._resumables.leave_all(stream, time.monotonic())
         if seq_keys is None:
             self._fleet.drop_source(stream.source)

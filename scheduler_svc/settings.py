@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from contract.heartbeat import BEAT_S
 from rpc.peers.discovery import check_targets
 from rpc.settings import Port, PositiveInt, ProcessSettings, split_at_commas
 from scheduler_svc.core.policies.arguments import split_arguments
@@ -25,7 +26,7 @@ class SchedulerSettings(ProcessSettings):
     stands for each address of that name, such as a headless service's; these workers may come and
     go while the scheduler runs."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
-    """How often such names are looked up, in seconds."""
+    """How often dns: names are looked up, in seconds."""
     scheduler_id: Annotated[str, Field(min_length=1, max_length=128)] = "scheduler"
     """Name of this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
@@ -34,11 +35,21 @@ class SchedulerSettings(ProcessSettings):
     that starts later takes over."""
     standby: bool = False
     """Whether to wait, with no port open, until no worker has a scheduler, and then to take over.
-    Of several schedulers with this flag one serves, and any other takes its place when it dies; a
-    restarted one waits. Routers find the new one if it listens where the other did, or by a gRPC
-    target with several addresses, such as ipv4:10.0.0.1:50052,10.0.0.2:50052."""
+    Among several schedulers with this flag one serves. When it dies, another takes its place; a
+    restarted one waits. Routers find the new scheduler if it listens at the same address, or if
+    they have a gRPC target with several addresses, such as
+    ipv4:10.0.0.1:50052,10.0.0.2:50052."""
     standby_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
-    """How long the workers must have had no scheduler before a standby takes over, in seconds."""
+    """How long the workers must have had no scheduler before a standby takes over, in seconds; a
+    scheduler that only lost its connections is back sooner."""
+    standby_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
+    """How long a scheduler that keeps its connections must have been silent to all workers before a
+    standby takes over, in seconds. A healthy scheduler sends a message four times per second. If
+    the scheduler was only slow, it ends, no request is lost, and clients see a pause."""
+    worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 2.0
+    """How long a worker may be silent before it counts as lost, in seconds; a healthy worker sends
+    a message four times per second. Other workers compute its requests again; without other
+    workers, the requests continue when it answers."""
     max_waiting: PositiveInt = 1024
     """Most sequences that may wait at one worker; more are refused, with a retry hint."""
     enable_prefix_caching: bool = True
@@ -47,18 +58,19 @@ class SchedulerSettings(ProcessSettings):
     """Share of the blocks that admission leaves free, so that running sequences can grow."""
     eviction: Literal["lru", "lfu", "fifo"] = "lru"
     """Which cached block is evicted first, in every tier: the least recently used, the least often
-    hit, or the one cached first. In each order the end of a prompt goes before its beginning."""
+    hit, or the one cached first. The last blocks of a prompt are always evicted before its first
+    ones."""
     max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of a worker's device blocks that requests of all tenants together may pin in the prefix
-    cache (cache_pin_s); of a prompt that does not fit, the beginning is pinned."""
+    cache (cache_pin_s). If a prompt does not fit, only its beginning is pinned."""
     defragment_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """How often a busy worker's free blocks are inspected, for a warning if they are scattered, and
     for --defragment-threshold, in seconds; 0: never."""
     defragment_threshold: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The fragmentation rate, 1 - longest free run / free blocks, from which the held blocks are
-    moved together; 0: from any. Default: never, because blocks of a fixed size need no neighbours,
-    and each move costs the device a block's reading and writing. It pays where long runs help, as
-    in swaps. `quire defragment` does it once."""
+    """The fragmentation rate, 1 - longest free run / free blocks, at which held blocks are moved
+    together; 0: at any rate. Default: never, because allocation needs no adjacent blocks, and each
+    move makes the device read and write a block. Moves pay off where long runs help, as in swaps.
+    `quire defragment` starts a single pass."""
     max_defragment_moves: PositiveInt = 32
     """Most blocks that a step moves to defragment."""
     max_prefill_chunk: PositiveInt | None = None
@@ -71,15 +83,16 @@ class SchedulerSettings(ProcessSettings):
     max_long_prefills: PositiveInt = 1
     """Most long prompts that are computed at the same time."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] = 1.4
-    """How many times as long a step may take for a chunk of a long prompt while others stream. The
-    chunks are cut to that, but not below four tokens, unless prompts would queue up. A higher value
-    gives the long prompt's first token sooner, and longer gaps in the streams; inf: no bound."""
+    """How much longer a step may take, as a factor, because it has a chunk of a long prompt beside
+    streams. Chunks are cut to fit, but not below four tokens, and not so far that prompts queue up.
+    A higher value brings the first token of long prompts sooner, and makes gaps in streams longer;
+    inf: no bound."""
     max_prompt_step_s: Annotated[float, Field(gt=0)] = 2.0
     """How long a step may take for prompts, in seconds. During a step nothing else starts, nothing
-    streams, and no cancellation takes effect. How many tokens that is, is learned mostly from the
-    fastest steps; far into a long context a step takes longer. A step may always have 128 tokens:
-    reading the weights takes as long as computing about 16, which would dominate smaller steps.
-    inf: no bound."""
+    streams, and no cancellation takes effect. The scheduler learns the number of tokens for this
+    time mostly from the fastest steps; far into a long context a step takes longer. A step may
+    always have 128 tokens, because reading the weights takes as long as computing about 16, which
+    would dominate smaller steps. inf: no bound."""
     policy: str = "fcfs"
     """Which request is served first: fcfs, priority, fair (between tenants), deadline, a
     combination such as priority+fair+deadline, or the dotted path of a class (docs/policies.md)."""
@@ -87,39 +100,38 @@ class SchedulerSettings(ProcessSettings):
     """Arguments of the policy, such as aging_s=30,weight_out=3."""
     preemption_mode: Literal["cost", "swap", "recompute"] = "cost"
     """What happens to the KV of a preempted sequence: swap moves it to the worker's host memory
-    while there is room, recompute drops it, cost does what takes less time."""
+    while there is room, recompute drops it, cost chooses the faster of the two."""
     max_swap_blocks: PositiveInt = 256
     """Most blocks that a step swaps in from host memory, and most cached ones it saves there."""
     max_disk_moves: PositiveInt = 256
     """Most concurrent loads of blocks from the worker's disk, and most of cached ones to it."""
     placement: Literal["prefix", "least-loaded", "round-robin"] = "prefix"
     """Which worker a request goes to: prefix weighs how much of the prompt a worker has cached
-    against how busy it is, least-loaded takes the worker with the fewest sequences, round-robin
-    each in turn."""
+    against how busy it is, least-loaded chooses the worker with the fewest sequences, round-robin
+    chooses each worker in turn."""
     rebalance: bool = True
     """Whether a request that waits with its KV in host memory is moved to a worker with room for
     it. Both workers need host memory for KV."""
     claim_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    """How long KV that a worker held for an earlier scheduler is kept for its requests to be
-    submitted again, in seconds. Of what is unclaimed then, full blocks stay cached, and the rest is
-    freed."""
+    """How long KV that a worker held for an earlier scheduler is reserved for requests that are
+    submitted again, in seconds. Afterwards full blocks stay cached, and the others are freed."""
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long a step may take before its worker counts as lost, in seconds."""
     max_backlog_mb: Annotated[int, Field(ge=1, le=2047)] = 16
     """Most pending messages for a slow router, in MiB; beyond it, the router's stream ends."""
     resume_grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """How long a resumable request runs on without a client, and how long its outputs are kept
+    """How long a resumable request continues without a client, and how long its outputs are kept
     after its end, in seconds; 0: every request ends with its client's call."""
     resume_max_mb: PositiveInt = 256
     """Most memory for the prompts and outputs of resumable requests, in MiB. Beyond it, the oldest
-    of those without a reader are given up early, and then new ones are refused."""
+    requests without a client are dropped early; if that is not enough, new ones are refused."""
 
     record: Path | None = None
     """Directory for recordings of all scheduling decisions, one file for each attachment of a
     worker, for `quire replay`; unset: nothing is recorded. They contain the prompts' tokens."""
     record_max_mb: PositiveInt = 1024
-    """Most that this process's recordings may take together, in MiB; then recording stops, and
-    serving continues."""
+    """Most space for all recordings of this process, in MiB; beyond it recording stops, and serving
+    continues."""
 
     @property
     def policy_args(self) -> tuple[tuple[str, str], ...]:

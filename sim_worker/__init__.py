@@ -1,1 +1,1 @@
-"""A worker without a device: real protocol and block accounting, modelled time, no model."""
+"""A simulated worker: the real protocol and block accounting, without a model or a device."""

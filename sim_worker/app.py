@@ -1,4 +1,4 @@
-"""The process of simulated workers: the only place that constructs their parts."""
+"""The process of simulated workers: constructs all their parts and runs them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,6 +11,7 @@ from contract.info import WorkerInfo, new_instance_id
 from contract.limits import Limits
 from gpu_worker.service.api import WorkerService
 from gpu_worker.weights.json_fields import ModelError, read_json
+from model_files.locate import find_model
 from rpc.grpc_server import make_grpc_server, start_grpc_server
 from rpc.health import Health
 from rpc.server import Addresses, serve
@@ -57,7 +58,7 @@ async def run_sim_workers(
     async def start(addresses: Addresses) -> None:
         for each in others:
             server = await _listen(each, workers[each.worker_id])
-            servers.append(server)  # one by one: if another fails, it is stopped
+            servers.append(server)  # at once, so that it is stopped if the next one fails
         health.set_ready()
         if on_started is not None:
             await on_started(addresses)
@@ -80,20 +81,21 @@ async def run_sim_workers(
 
 
 def find_vocabulary(settings: SimWorkerSettings) -> Vocabulary:
-    """Read the vocabulary from the flags, else the model's directory, else the defaults.
+    """Read the vocabulary from the flags, else from the model's directory, else use defaults.
 
     Raises:
-        ModelError: The two contradict each other, or the model's files cannot be used.
+        ModelError: Flags and model contradict each other, or the model's files cannot be used.
     """
     vocab_size, max_model_len = settings.vocab_size, settings.max_model_len
     eos_token_ids = settings.eos_token_ids
     if settings.model is not None:
-        config = read_json(settings.model / "config.json")
+        directory = find_model(settings.model, settings.cache_dir, with_weights=False)
+        config = read_json(directory / "config.json")
         vocab_size = vocab_size or config.positive_int("vocab_size")
         max_model_len = max_model_len or config.positive_int("max_position_embeddings")
         if not eos_token_ids:
             found = config.int_list("eos_token_id")
-            generation = settings.model / "generation_config.json"
+            generation = directory / "generation_config.json"
             if generation.exists():
                 found += read_json(generation).int_list("eos_token_id")
             eos_token_ids = tuple(dict.fromkeys(found))
@@ -102,14 +104,14 @@ def find_vocabulary(settings: SimWorkerSettings) -> Vocabulary:
         if not 0 <= token_id < vocab_size:
             raise ModelError(f"eos-token-ids has {token_id}; ids must be in [0, {vocab_size - 1}]")
     if len(eos_token_ids) >= vocab_size:
-        raise ModelError(f"vocab-size is {vocab_size}; all of its tokens are end tokens")
+        raise ModelError(f"vocab-size is {vocab_size}; it must exceed the number of end tokens")
     if settings.mean_output_len is not None and not eos_token_ids:
         raise ModelError("mean-output-len is set; that needs --model or --eos-token-ids")
     return Vocabulary(vocab_size, eos_token_ids, max_model_len or _DEFAULT_MODEL_LEN)
 
 
 def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerService:
-    """Make one worker, ready to be served; called in its event loop."""
+    """Make one worker; must be called in its event loop."""
     limits = Limits(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=vocabulary.max_model_len,
@@ -159,12 +161,12 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
 
 
 def _prefill_tokens_per_s(time_model: TimeModel) -> float:
-    """Return the rate of one prompt that is alone in its step, as a worker measures it."""
+    """Return the rate of a prompt that is alone in its step, as real workers measure it."""
     return _PREFILL_TOKENS / time_model.step_s(_PREFILL_TOKENS, _PREFILL_TOKENS)
 
 
 async def _listen(settings: SimWorkerSettings, worker: WorkerService) -> grpc.aio.Server:
-    """Start a further worker's own server: calls do not say which worker they are for."""
+    """Start a separate server for another worker, because calls do not name their worker."""
     server = make_grpc_server(settings, [worker.service()])
     address = await start_grpc_server(server, settings)
     log.info("listening", worker_id=settings.worker_id, grpc=address)

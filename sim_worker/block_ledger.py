@@ -1,20 +1,20 @@
-"""Which row may write which device block, and what each slot holds: finds wrong block numbers.
+"""Tracks which row may write which device block and what each slot holds, to find wrong blocks.
 
-A real worker would read another sequence's KV and produce nonsense; this one raises. A slot holds
-a digest of all tokens of its sequence up to its own. So a block that is shared by mistake, freed
-too early or copied too late holds other digests than its reader expects.
+With a wrong block number a real worker would read another sequence's KV and produce nonsense; this
+one raises an error. A slot holds a digest of all tokens of its sequence up to its own token. So a
+block that is shared by mistake, freed too early or copied too late holds unexpected digests.
 
 Each row's table, by block::
 
     [0, num_computed // block_size)   shared with rows that have the same prefix; only read
-    [num_computed // block_size, ..)  the row's own since it came or grew: in no other table
+    [num_computed // block_size, ..)  the row's own; in no other table
 """
 
 import numpy as np
 import numpy.typing as npt
 
 from contract.arrays import Int32Array, Int64Array
-from contract.errors import BrokenInvariantError
+from contract.errors import InconsistentPlanError
 from contract.limits import Limits
 from contract.step import NewSequence, Plan
 from gpu_worker.step.rows import Rows, ScheduledRows
@@ -24,28 +24,28 @@ _NO_ROW = -1
 
 
 class BlockLedger:
-    """The device's KV memory of a simulated worker; `tiers` are those it swaps with."""
+    """The device's KV memory of a simulated worker; `tiers` are host and disk."""
 
     def __init__(self, limits: Limits, tiers: TierLedger) -> None:
         self._tiers = tiers
         self._block_size = limits.block_size
         self._num_holders = np.zeros(limits.num_blocks, np.int32)
-        """How many rows have the block in their tables."""
+        """How many tables each block is in."""
         self._writer = np.full(limits.num_blocks, _NO_ROW, np.int32)
-        """The row that may write it."""
+        """The row that may write each block."""
         self._slots = np.zeros((limits.num_blocks, limits.block_size), np.uint64)
         self._arriving = np.empty(0, np.int32)
-        """Blocks that the step before swapped in; readable from this step on."""
+        """Blocks that the previous step swapped in; readable from this step on."""
         self._arriving_slots = np.zeros((0, limits.block_size), np.uint64)
         self._digests = np.zeros(limits.max_num_seqs, np.uint64)
         """The digest of each row's computed tokens."""
-        # Digests are wrapping sums of these: one cumulative sum gives all of a prefix.
+        # Digests are wrapping sums with these weights, so one cumulative sum gives all of a prefix.
         self._weights = np.random.default_rng(0).integers(
             1, 2**64, limits.max_model_len, np.uint64, endpoint=False
         )
 
     def resize(self, num_blocks: int) -> None:
-        """Set the number of device blocks; those that go are in no table, new ones are empty."""
+        """Set the number of device blocks; removed blocks must be in no table."""
         self._arrive()
         num_kept = min(num_blocks, len(self._writer))
         for name, nothing in (("_num_holders", 0), ("_writer", _NO_ROW), ("_slots", 0)):
@@ -55,7 +55,7 @@ class BlockLedger:
             setattr(self, name, after)
 
     def clear(self) -> None:
-        """Free all tables; the contents stay."""
+        """Release all tables; the contents stay."""
         self._arrive()
         self._num_holders[:] = 0
         self._writer[:] = _NO_ROW
@@ -63,16 +63,16 @@ class BlockLedger:
     def apply(
         self, plan: Plan, released: list[Int32Array], rows: Rows, scheduled: ScheduledRows
     ) -> None:
-        """Apply a step to the blocks, after `rows.apply`.
+        """Apply the block changes of a step, after `rows.apply`.
 
         Args:
             plan: The plan of the step.
-            released: The block tables of `plan.released_rows`, as they were before.
+            released: The block tables of `plan.released_rows` before the step.
             rows: The rows after the step's changes.
-            scheduled: What they compute.
+            scheduled: The tokens that each row computes.
 
         Raises:
-            BrokenInvariantError: A block belongs to another row, or has the wrong content.
+            InconsistentPlanError: A block belongs to another row, or has the wrong content.
         """
         self._arrive()
         for row, table in zip(plan.released_rows.tolist(), released, strict=True):
@@ -107,7 +107,7 @@ class BlockLedger:
         held = self._num_holders[arriving] > 0
         if held.any():
             block = arriving[np.argmax(held)]
-            raise BrokenInvariantError(
+            raise InconsistentPlanError(
                 f"KV is swapped in to block {block}, which is in {self._num_holders[block]} tables"
             )
         self._arriving_slots = self._tiers.swap_in(plan.swap_in_src_block_ids)
@@ -122,7 +122,7 @@ class BlockLedger:
         shared = self._num_holders[blocks] > 1
         if shared.any():
             index = int(np.argmax(shared))
-            raise BrokenInvariantError(
+            raise InconsistentPlanError(
                 f"row {rows[index]} gets block {blocks[index]} to write, which is in "
                 f"{self._num_holders[blocks[index]] - 1} other tables"
             )
@@ -135,7 +135,7 @@ class BlockLedger:
         taken = self._num_holders[dst] > 0
         if taken.any():
             index = int(np.argmax(taken))
-            raise BrokenInvariantError(
+            raise InconsistentPlanError(
                 f"block {src[index]} is renamed to {dst[index]}, which is in a table"
             )
         self._num_holders[dst], self._writer[dst] = holders, writers
@@ -163,7 +163,7 @@ class BlockLedger:
         foreign = self._writer[blocks] != of
         if foreign.any():
             index = int(np.argmax(foreign))
-            raise BrokenInvariantError(
+            raise InconsistentPlanError(
                 f"row {of[index]} writes position {positions[index]} to block {blocks[index]}, "
                 "which is not its own"
             )
@@ -176,7 +176,7 @@ class BlockLedger:
         wrong = self._slots[blocks, positions % self._block_size] != self._prefix(new)
         if wrong.any():
             index = int(np.argmax(wrong))
-            raise BrokenInvariantError(
+            raise InconsistentPlanError(
                 f"sequence {new.seq_id} has {new.num_computed_tokens} tokens computed, but block "
                 f"{blocks[index]} does not hold its position {index}"
             )

@@ -1,4 +1,4 @@
-"""When moves between a simulated worker's host and disk end; one at a time in each direction."""
+"""Models when moves between host and disk end; one at a time in each direction."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from contract.arrays import Int32Array
 
 @dataclass(slots=True)
 class _Channel:
-    """Moves in one direction; each starts when the one before has ended."""
+    """Moves in one direction; each starts when the previous one has ended."""
 
     free_at_s: float = 0.0
     ends: deque[tuple[float, int, int]] = field(default_factory=deque)
@@ -21,18 +21,18 @@ class _Channel:
             self.free_at_s = max(self.free_at_s, now_s) + block_s
             self.ends.append((self.free_at_s, step_id, block))
 
-    def take(self, step_id: int, now_s: float) -> Int32Array:
-        taken = []
+    def pop_ended(self, step_id: int, now_s: float) -> Int32Array:
+        ended = []
         while self.ends and self.ends[0][0] <= now_s and self.ends[0][1] <= step_id:
-            taken.append(self.ends.popleft()[2])
-        return np.array(taken, np.int32)
+            ended.append(self.ends.popleft()[2])
+        return np.array(ended, np.int32)
 
 
 class DiskMoves:
     """The disk of a simulated worker. Times are in seconds, on the caller's clock."""
 
     def __init__(self, block_s: float) -> None:
-        """`block_s` is how long the disk takes for a block."""
+        """`block_s` is the time that the disk takes for a block."""
         self._block_s = block_s
         self._stores, self._loads = _Channel(), _Channel()
 
@@ -43,14 +43,14 @@ class DiskMoves:
         self._loads.start(host_blocks, step_id, self._block_s, now_s)
 
     def next_end_s(self, step_id: int) -> float | None:
-        """Return when the next unreported move up to that step ends; None: there is none."""
+        """Return when the next unreported move ends that a step up to `step_id` has started."""
         firsts = [channel.ends[0] for channel in (self._stores, self._loads) if channel.ends]
         return min((end_s for end_s, step, _ in firsts if step <= step_id), default=None)
 
     def take_stored(self, step_id: int, now_s: float) -> Int32Array:
-        """Return disk blocks whose stores, up to that step, have ended since the last call."""
-        return self._stores.take(step_id, now_s)
+        """Return disk blocks of newly ended stores that steps up to `step_id` have started."""
+        return self._stores.pop_ended(step_id, now_s)
 
     def take_loaded(self, step_id: int, now_s: float) -> Int32Array:
-        """Return host blocks whose loads have ended, likewise."""
-        return self._loads.take(step_id, now_s)
+        """Return host blocks of newly ended loads that steps up to `step_id` have started."""
+        return self._loads.pop_ended(step_id, now_s)

@@ -1,4 +1,4 @@
-"""Tokens without a model: uniform draws that depend on seed and position alone.
+"""Draws tokens without a model: uniform draws that depend only on seed and position.
 
 Symbols: `S` sequences.
 """
@@ -8,14 +8,14 @@ import numpy.typing as npt
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _END_STREAM = np.uint64(0xD1B54A32D192ED03)
-"""Makes the draw of an end independent of the draw of the token."""
+"""Makes the draw of an end token independent of the draw of other tokens."""
 
 Int64Array = npt.NDArray[np.int64]
 Uint64Array = npt.NDArray[np.uint64]
 
 
 class TokenSource:
-    """Draws tokens; an end token only where a sequence is to end."""
+    """Draws tokens; end tokens come only at the rate given by `mean_output_len`."""
 
     def __init__(
         self, vocab_size: int, eos_token_ids: tuple[int, ...], mean_output_len: float | None
@@ -32,9 +32,9 @@ class TokenSource:
         """Draw a token for each sequence.
 
         Args:
-            seeds: uint64[S], the request's with the output's index added.
+            seeds: uint64[S], the request's seed plus the output's index.
             positions: int64[S], each token's index in its sequence, from 0.
-            may_end: bool[S], whether it may be an end token.
+            may_end: bool[S], whether the token may be an end token.
 
         Returns:
             int64[S]: token ids.

@@ -7,7 +7,8 @@ from typing import Annotated, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from rpc.settings import Port, PositiveInt, ProcessSettings
+from model_files.locate import DEFAULT_CACHE_DIR, name_of
+from rpc.settings import ModelName, Port, PositiveInt, ProcessSettings
 
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -16,34 +17,39 @@ _GIB = 1024**3
 
 
 class SimWorkerSettings(ProcessSettings):
-    """Executes a scheduler's steps as a worker does, in the time that a device would take.
+    """Simulates workers: executes a scheduler's steps in the time that a device would take.
 
     The tokens are random, but the same for the same seed. By default the device is an H100 SXM with
     a model of 8 billion parameters in bfloat16.
     """
 
     grpc_port: Port = 50053
-    """Port of gRPC; 0 picks a free one. With --count, that of the first; the others' follow."""
+    """Port of gRPC; 0 picks a free one. With --count, the port of the first worker; the next ports
+    belong to the others."""
     uds: Path | None = None
-    """Path of a Unix socket for gRPC, instead of host and port. With --count above 1, worker I's
-    has -I before its suffix: worker.sock becomes worker-0.sock, worker-1.sock and so on."""
+    """Path of a Unix socket for gRPC, instead of host and port. With --count above 1, the path of
+    worker I gets -I before its suffix: worker.sock becomes worker-0.sock, worker-1.sock and so on.
+    """
     http_port: Port = 8002
     """Port of HTTP, for probes and metrics; 0 picks a free one."""
     count: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of workers in this process."""
     worker_id: str = Field(default_factory=socket.gethostname)
     """Names this worker, in logs and to the scheduler; with --count above 1, -I is added."""
-    model: Path | None = None
-    """Hugging Face directory whose config.json gives the vocabulary, the end tokens and the length;
-    no weights are read. Unset: the flags below give them."""
+    model: ModelName | None = None
+    """A model, named as for a worker, whose config.json gives the vocabulary, the end tokens and
+    the length; no weights are read. Unset: the flags below give them."""
+    cache_dir: Path = DEFAULT_CACHE_DIR
+    """Directory for what is derived from GGUF files or downloaded from URLs. Names on the hub have
+    the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
-    """What requests call the model; empty: the directory's name, or "simulated"."""
+    """Name of the model in requests; empty: the directory's name, or "simulated"."""
     vocab_size: PositiveInt | None = None
-    """Number of token ids; unset: the model's, or 32000."""
+    """Number of token ids; unset: as in the model, or 32000."""
     eos_token_ids: Annotated[tuple[int, ...], NoDecode] = ()
-    """The end tokens, such as 1,2; unset: the model's."""
+    """The end tokens, such as 1,2; unset: as in the model."""
     max_model_len: PositiveInt | None = None
-    """Most tokens of a sequence, prompt and output; unset: the model's, or 8192."""
+    """Most tokens of a sequence, prompt and output; unset: as in the model, or 8192."""
     max_num_seqs: PositiveInt = 256
     """Most sequences that run at once."""
     max_num_batched_tokens: PositiveInt = 2048
@@ -53,29 +59,30 @@ class SimWorkerSettings(ProcessSettings):
     num_blocks: PositiveInt = 26_000
     """Blocks of KV memory."""
     max_num_blocks: PositiveInt | None = None
-    """Blocks that the KV memory can be grown to while it is used (quire resize), at least
-    num-blocks; unset: as many."""
+    """Most blocks to which the KV memory can grow while it is used (quire resize), at least
+    num-blocks; unset: num-blocks."""
     params_b: PositiveFloat = 8.0
     """Parameters of the model, in billions, of two bytes each."""
     bandwidth_gb_s: PositiveFloat = 3350.0
     """How fast the device reads its memory, in GB/s."""
     tflops: PositiveFloat = 500.0
-    """How fast it computes, in 10^12 operations per second; each token takes two per parameter."""
+    """How fast the device computes, in 10^12 operations per second; a token takes two operations
+    per parameter."""
     kv_bytes_per_token: PositiveInt = 131_072
-    """KV of one token, in bytes."""
+    """Size of one token's KV, in bytes."""
     host_kv_memory_gb: NonNegativeFloat = 0.0
     """Host memory in GiB for KV that the device has no room for; 0: none."""
     swap_gb_s: PositiveFloat = 50.0
-    """How fast KV moves between device and host, each way, in GB/s."""
+    """How fast KV moves between device and host in each direction, in GB/s."""
     disk_kv_memory_gb: NonNegativeFloat = 0.0
-    """Room in GiB for KV on the disk; 0: none. Needs host memory for KV."""
+    """Disk space in GiB for KV; 0: none. Needs host memory for KV."""
     disk_gb_s: PositiveFloat = 5.0
-    """How fast KV moves between host and disk, each way, in GB/s."""
+    """How fast KV moves between host and disk in each direction, in GB/s."""
     speedup: PositiveFloat = 1.0
-    """How many times faster than the device the simulation runs."""
+    """Factor by which the simulation is faster than the device."""
     mean_output_len: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-    """Sequences end by an end token, after so many tokens on average; unset: they run to their
-    length."""
+    """Average number of tokens after which sequences end by an end token; unset: they run to their
+    maximum length."""
 
     @field_validator("eos_token_ids", mode="before")
     @classmethod
@@ -101,19 +108,19 @@ class SimWorkerSettings(ProcessSettings):
             )
         if self.count > 1 and self.uds is None and not 0 < self.grpc_port <= 65536 - self.count:
             raise ValueError(
-                f"grpc_port is {self.grpc_port}; {self.count} workers need as many ports from it on"
+                f"grpc_port is {self.grpc_port}; {self.count} workers need that many ports from it"
             )
         return self
 
     @property
     def model_id(self) -> str:
         """What requests call the model."""
-        name = self.model.resolve().name if self.model is not None else "simulated"
+        name = name_of(self.model) if self.model is not None else "simulated"
         return self.served_model_name or name
 
     @property
     def block_bytes(self) -> int:
-        """KV of one block, in bytes."""
+        """Size of one block's KV, in bytes."""
         return self.block_size * self.kv_bytes_per_token
 
     @property
@@ -127,7 +134,7 @@ class SimWorkerSettings(ProcessSettings):
         return int(self.disk_kv_memory_gb * _GIB) // self.block_bytes
 
     def of_worker(self, index: int) -> Self:
-        """Return the settings of one of the workers, with `count` 1."""
+        """Return the settings of one worker, with `count` 1."""
         if self.count == 1:
             return self
         uds = self.uds

@@ -1,4 +1,4 @@
-"""Runs one simulated worker's steps: rows and blocks at once, results after modelled time."""
+"""Runs one simulated worker's steps: changes rows and blocks at once, returns results later."""
 
 import asyncio
 import math
@@ -12,7 +12,7 @@ from contract.arrays import BoolArray, Int32Array, Int64Array
 from contract.errors import FailedPreconditionError, UnavailableError, UnimplementedError
 from contract.limits import Limits
 from contract.state import Holdings
-from contract.step import Plan, PromptLogprobs, Result, StepId, TokenLogprob
+from contract.step import Plan, PromptLogprobs, Result, StepId, StepLogprob
 from gpu_worker import metrics
 from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.step.block_labels import BlockLabels
@@ -48,7 +48,7 @@ class SimulatedSteps:
         speedup: float,
         block_bytes: int = 0,
     ) -> None:
-        """`block_bytes` may be 0 without lower tiers."""
+        """`block_bytes` may be 0 if there are no host and disk blocks."""
         self._limits = limits
         self._rows = Rows(limits)
         self._labels = BlockLabels(limits)
@@ -62,14 +62,14 @@ class SimulatedSteps:
         self._speedup = speedup
         self._disk = self._idle_disk()
         self._idle: list[_Pending] = []
-        """Steps that compute nothing and wait for the disk."""
+        """Steps without tokens that wait for the disk."""
         self._computing_step_id = 0
         """The last step that computes."""
         self._spans = SequenceSpans()
         self._event_loop = asyncio.get_running_loop()
         self._attachment: int | None = None
         self._free_at_s = 0.0
-        """When the device has done all steps so far."""
+        """When the device will have finished all steps so far."""
 
     @property
     def num_rows_used(self) -> int:
@@ -77,10 +77,10 @@ class SimulatedSteps:
         return self._rows.num_used
 
     async def attach(self, attachment: int) -> Holdings:
-        """Forget all rows; obey only `attachment` from then on.
+        """Forget all rows; accept only steps of `attachment` from now on.
 
         Returns:
-            What the worker held; disk moves in progress are lost.
+            The worker's holdings before; disk moves in progress are lost.
         """
         holdings = self._labels.holdings(self._rows)
         self._forget()
@@ -88,14 +88,14 @@ class SimulatedSteps:
         return holdings
 
     async def read_host_blocks(self, block_ids: Int32Array) -> bytes:
-        """Raise UnimplementedError: there is no KV."""
+        """Raise UnimplementedError, because a simulated worker has no KV."""
         raise UnimplementedError(f"ReadKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
     async def resize_pool(self, num_blocks: int) -> None:
-        """Set the number of device blocks; the steps so far no longer use those that go.
+        """Set the number of device blocks; steps in flight must not use removed blocks.
 
         Raises:
-            FailedPreconditionError: A row has a block that would go.
+            FailedPreconditionError: A row has a block that would be removed.
         """
         row = self._rows.first_with_block_from(num_blocks)
         if row is not None:
@@ -106,18 +106,18 @@ class SimulatedSteps:
         self._labels.resize_device(num_blocks)
 
     async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
-        """Raise UnimplementedError: there is no KV."""
+        """Raise UnimplementedError, because a simulated worker has no KV."""
         del content
         raise UnimplementedError(f"PullKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
     def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
-        """Run a step; its result comes when the device would have it.
+        """Run a step; the result comes when the device would have finished.
 
-        A step that fails ends its attachment: those behind it raise UnavailableError.
+        A step that fails ends its attachment: later steps raise UnavailableError.
         """
         result: asyncio.Future[Result] = self._event_loop.create_future()
         if attachment != self._attachment:
-            result.set_exception(UnavailableError("a step before this one failed: attach again"))
+            result.set_exception(UnavailableError("an earlier step failed; attach again"))
             return result
         try:
             scheduled, output = self._run(plan)
@@ -143,7 +143,7 @@ class SimulatedSteps:
     def _finish(self, pending: "_Pending") -> None:
         """Set a step's result, unless it waits for the disk."""
         output, now_s = pending.output, time.monotonic()
-        if pending.result.done():  # as below, or its stream has ended
+        if pending.result.done():  # finished before, or its stream has ended
             return
         if pending.attachment == self._attachment:
             end_s = self._disk.next_end_s(output.step_id)
@@ -206,8 +206,8 @@ class SimulatedSteps:
         self._spans.released(plan.released_rows.tolist(), time.time())
         self._spans.opened(plan.new_sequences, time.time())
         for new in plan.new_sequences:
-            self._sampling.set(new.row, new.sampling)
-            self._heeds_eos[new.row] = not new.sampling.ignore_eos
+            self._sampling.set(new.row, new.params)
+            self._heeds_eos[new.row] = not new.params.ignore_eos
         num_context_tokens = int((scheduled.starts + scheduled.lens).sum())
         step_s = self._time_model.step_s(
             scheduled.num_tokens,
@@ -253,7 +253,7 @@ class SimulatedSteps:
         return int(next((id_ for id_ in ids if id_ not in ends), token_id))
 
     def _prompt_logprobs(self, scheduled: ScheduledRows) -> Iterator[PromptLogprobs]:
-        """Report uniform log-probabilities for the prompts that ask for them."""
+        """Return uniform log-probabilities for the prompts whose requests ask for them."""
         for i in np.flatnonzero(self._sampling.wants_prompt_logprobs[scheduled.rows]).tolist():
             row, start = int(scheduled.rows[i]), int(scheduled.starts[i])
             end = min(start + int(scheduled.lens[i]), int(self._rows.num_prompt[row]) - 1)
@@ -266,8 +266,8 @@ class SimulatedSteps:
                 )
                 yield PromptLogprobs(row, start + 1, scores)
 
-    def _logprobs(self, rows: Int64Array, token_ids: Int64Array) -> tuple[TokenLogprob, ...]:
-        """Report uniform log-probabilities, the sampled token first, to the rows that ask."""
+    def _logprobs(self, rows: Int64Array, token_ids: Int64Array) -> tuple[StepLogprob, ...]:
+        """Return uniform log-probabilities, the sampled token first, for rows that ask for them."""
         wanting: BoolArray = self._sampling.wants_logprobs[rows]
         return tuple(
             self._uniform(
@@ -276,10 +276,10 @@ class SimulatedSteps:
             for index in np.flatnonzero(wanting).tolist()
         )
 
-    def _uniform(self, index: int, token_id: int, num_top: int) -> TokenLogprob:
+    def _uniform(self, index: int, token_id: int, num_top: int) -> StepLogprob:
         logprob = -math.log(self._limits.vocab_size)
         top_ids = (token_id + np.arange(num_top)) % self._limits.vocab_size
-        return TokenLogprob(
+        return StepLogprob(
             index=index,
             logprob=logprob,
             top_token_ids=top_ids.astype(np.int32),

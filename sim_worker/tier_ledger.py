@@ -1,4 +1,4 @@
-"""What each host and disk block holds, and which may be used while blocks move.
+"""Tracks the contents of host and disk blocks, and which blocks may be used while blocks move.
 
 Symbols: `P` block size.
 """
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.arrays import Int32Array
-from contract.errors import BrokenInvariantError
+from contract.errors import InconsistentPlanError
 from contract.limits import Limits
 
 Slots = npt.NDArray[np.uint64]
@@ -20,7 +20,7 @@ class _State(IntEnum):
     NOTHING = 0
     HOLDS = 1
     ARRIVING = 2
-    """A disk move to it has not ended."""
+    """A disk move to the block has not ended."""
 
 
 class TierLedger:
@@ -37,16 +37,17 @@ class TierLedger:
         """Loads in progress from each disk block."""
 
     def clear(self) -> None:
-        """Cancel all moves; what has not arrived is lost."""
+        """Cancel all moves; contents that have not arrived are lost."""
         for states in (self._host_states, self._disk_states):
             states[states == _State.ARRIVING] = _State.NOTHING
         self._num_loads[:] = 0
 
     def swap_out(self, slots: Slots, host_blocks: Int32Array) -> None:
-        """Put contents into int32[N] host blocks.
+        """Store contents in int32[N] host blocks.
 
         Raises:
-            BrokenInvariantError: As all below: a block may not be read or written now.
+            InconsistentPlanError: A block may not be read or written now. The methods below raise
+                it for the same reason.
         """
         _refuse(self._host_states, _State.ARRIVING, host_blocks, "swapped out to host block")
         self._host[host_blocks] = slots
@@ -99,4 +100,4 @@ def _refuse(
 ) -> None:
     wrong = values[blocks] == bad
     if wrong.any():
-        raise BrokenInvariantError(f"KV is {move} {blocks[np.argmax(wrong)]}, which {problem}")
+        raise InconsistentPlanError(f"KV is {move} {blocks[np.argmax(wrong)]}, which {problem}")

@@ -1,16 +1,16 @@
-"""How long a step takes on a device: the longer of its memory and arithmetic time."""
+"""Models how long a step takes on a device: the longer of its memory and arithmetic time."""
 
 import math
 from dataclasses import dataclass
 
 _BYTES_PER_PARAM = 2
 _OPERATIONS_PER_PARAM = 2
-"""A multiplication and an addition for each token."""
+"""A multiplication and an addition per parameter for each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeModel:
-    """The roofline of a device with a model on it; launches and the like are left out.
+    """A roofline model of a device with a model on it; kernel launches are not modelled.
 
     A step reads all weights once, and the KV of each sequence's context.
     """
@@ -31,13 +31,13 @@ class TimeModel:
         swapped_out_bytes: int = 0,
         swapped_in_bytes: int = 0,
     ) -> float:
-        """Seconds of a step.
+        """Return the seconds of a step.
 
         Args:
             num_tokens: Tokens that go through the model; 0 takes no time.
-            num_context_tokens: Tokens whose KV they read, over all sequences.
-            swapped_out_bytes: KV that leaves before anything is computed.
-            swapped_in_bytes: KV that comes while it computes.
+            num_context_tokens: Tokens whose KV is read, summed over all sequences.
+            swapped_out_bytes: KV that is copied out before the step computes.
+            swapped_in_bytes: KV that is copied in while the step computes.
         """
         compute_s = self._compute_s(num_tokens, num_context_tokens) if num_tokens else 0.0
         return swapped_out_bytes / self.swap_bytes_per_s + max(

@@ -1,4 +1,4 @@
-"""Certificates for tests: an authority, and files that it has signed, as an operator has them."""
+"""Certificates for tests: an authority, and files that it has signed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ import trustme
 
 @dataclass(frozen=True)
 class Files:
-    """A certificate, its key, and whom to believe."""
+    """A certificate, its key, and the authorities to trust."""
 
     cert: Path
     key: Path
@@ -21,7 +21,7 @@ class Files:
 
     @property
     def as_peer(self) -> dict[str, Path]:
-        """Of a process that shows its certificate to all and asks all for theirs."""
+        """Settings for mutual TLS: the process shows its certificate, and requires its peers'."""
         return {**self.as_server, "tls_ca": self.ca, "tls_client_ca": self.ca}
 
     def flags(self) -> list[str]:
@@ -39,7 +39,7 @@ class Authority:
         self._ca.cert_pem.write_to_path(self.ca)
 
     def issue(self, name: str, *hosts: str) -> Files:
-        """Writes `name`.pem and its key, anew if they are there."""
+        """Writes `name`.pem and its key; replaces existing files."""
         issued = self._ca.issue_cert(*(hosts or ("localhost", "127.0.0.1")))
         cert, key = self._folder / f"{name}.pem", self._folder / f"{name}.key"
         cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
@@ -48,5 +48,5 @@ class Authority:
 
     @classmethod
     def stranger(cls, folder: Path) -> Self:
-        """An authority that nobody here believes."""
+        """An authority that no process trusts."""
         return cls(folder)

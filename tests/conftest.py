@@ -1,4 +1,4 @@
-"""What must be set before any test module is imported: Hypothesis, and Triton's interpreter."""
+"""Settings before any test module is imported: Hypothesis, and Triton's interpreter."""
 
 import os
 import shutil
@@ -6,10 +6,11 @@ import signal
 
 from hypothesis import HealthCheck, Phase, settings
 
-# A shell that starts the tests in the background ignores it, and every child would inherit that.
+# A shell that starts the tests in the background ignores SIGINT, and every child would inherit
+# that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-if shutil.which("nvidia-smi") is None:  # transformers imports triton, which reads it then
+if shutil.which("nvidia-smi") is None:  # transformers imports triton, which reads the variable
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _ANY_SPEED = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -29,7 +30,7 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=_ANY_SPEED,
 )
-settings.register_profile(  # whether it fails is all that is asked
+settings.register_profile(  # only whether a test fails matters
     "mutation", parent=settings.get_profile("short"), phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("short")

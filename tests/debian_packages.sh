@@ -10,7 +10,7 @@ for=$1
 shift
 
 options=(-qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20) # no network is soon known
-options+=(-o DPkg::Lock::Timeout=120)                           # somebody else may be installing
+options+=(-o DPkg::Lock::Timeout=120)                           # another process may be installing
 as_root=()
 [ "$(id -u)" -eq 0 ] || as_root=(sudo -n)
 

@@ -1,4 +1,4 @@
-"""Makes LoRA adapters of random matrices as PEFT saves them, and checkpoints merged with them."""
+"""Makes random LoRA adapters in PEFT's format, and checkpoints merged with them."""
 
 import json
 import shutil
@@ -23,9 +23,9 @@ def make_adapter(
     targets: Sequence[str] = ALL_TARGETS,
     **config: Any,
 ) -> Path:
-    """Write an adapter of a model of one file; it is returned.
+    """Write an adapter for a model in one file, and return its directory.
 
-    Its matrices are so large that the model's tokens change. `config` are other fields of
+    The matrices are large enough to change the model's tokens. `config` has other fields of
     `adapter_config.json`.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -65,7 +65,7 @@ def make_adapter(
 
 
 def merge(directory: Path, model: Path, adapter: Path) -> Path:
-    """Write the model with an adapter added to its weights, `W + s B A`; it is returned."""
+    """Write the model with an adapter merged, `W + s B A`, and return its directory."""
     shutil.copytree(model, directory)
     weights = load_file(model / "model.safetensors")
     deltas = load_file(adapter / "adapter_model.safetensors")

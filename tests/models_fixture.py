@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Those that every test of the whole service runs with."""
+"""The families with which every test of the whole service runs."""
 NATIVE_FAMILIES = (*FAMILIES, "mixtral", "gpt_neox")
 
 BOS_TOKEN, EOS_TOKEN = "<s>", "</s>"
@@ -39,14 +39,14 @@ _TEXTS = (
 
 
 class ModelDirs:
-    """Model directories under one root, each made when first asked for."""
+    """Model directories under one root, each made on first use."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._dirs: dict[str, Path] = {}
 
     def get(self, family: str, **arguments: Any) -> Path:
-        """The directory that `make_model` makes from these arguments; not to be changed."""
+        """The directory that `make_model` makes from these arguments; tests must not change it."""
         key = json.dumps([family, arguments], sort_keys=True)
         if key not in self._dirs:
             directory = self._root / f"{family}-{len(self._dirs)}"
@@ -66,11 +66,11 @@ def make_model(
     """Write a random model of a family, as `transformers` saves it, and its tokenizer.
 
     Args:
-        directory: made if need be; it is returned.
+        directory: created if missing; it is returned.
         family: a `model_type` of transformers.
-        seed: of the weights.
-        dtype: of the checkpoint.
-        max_shard_size: above it the weights go to several files, as in "50KB".
+        seed: seed of the weights.
+        dtype: dtype of the checkpoint.
+        max_shard_size: the most bytes per file of weights, such as "50KB".
         overrides: fields of the config, such as `tie_word_embeddings=True`.
     """
     # Here, not above: importing a model takes seconds, and not every importer makes one.
@@ -103,7 +103,9 @@ def make_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
         for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):  # made 1 and 0, which would hide mistakes
+            if "norm" in name or name.endswith(
+                "bias"
+            ):  # initialized to 1 and 0, which would hide mistakes
                 parameter.data += 0.2 * torch.randn_like(parameter)
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     _write_tokenizer(directory, config.vocab_size)
@@ -129,7 +131,7 @@ def _write_tokenizer(directory: Path, vocab_size: int) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS_TOKEN,
         "eos_token": EOS_TOKEN,
-        "pad_token": EOS_TOKEN,  # or transformers adds one, past the model's vocabulary
+        "pad_token": EOS_TOKEN,  # otherwise transformers adds one, past the model's vocabulary
         "unk_token": EOS_TOKEN,
         "chat_template": _CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,

@@ -1,4 +1,4 @@
-"""A worker's gRPC face behind a real socket, and how a stream of steps to it ends."""
+"""Serves a worker's gRPC service on a real socket, and reads how its streams end."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ from rpc.status import ErrorInterceptor
 
 @contextlib.asynccontextmanager
 async def served(service, path):
-    """Give a stub of a `WorkerService` that listens at `path`, a Unix socket's."""
+    """Yield a stub of a `WorkerService` that listens on the Unix socket at `path`."""
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
     service.service().add(server)
     server.add_insecure_port(f"unix:{path}")
@@ -25,7 +25,7 @@ async def served(service, path):
 
 
 async def failure(call):
-    """The code and message that a stream ends with, once it does."""
+    """Wait for the end of a stream; return its code and message."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         while await call.read() is not grpc.aio.EOF:
             pass

@@ -1,8 +1,8 @@
 """Links services within one process: stands in for gRPC's servers and channels.
 
-Both ends are the generated stubs and the servicers of production. A message is handed over as an
-object: nothing is encoded, nothing leaves the event loop. A handler's QuireError reaches its caller
-as a status, as over gRPC. There are no metadata and no deadlines.
+Both ends are the real generated stubs and servicers. A message is handed over as an object: it is
+not encoded, and does not leave the event loop. A handler's QuireError reaches its caller as a
+status, as over gRPC. There are no metadata and no deadlines.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Links:
 
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
-        """Lead every channel that `rpc.peers.channel.open_channel` opens to these methods."""
+        """Make every channel that `rpc.peers.channel.open_channel` opens call these methods."""
         with patch("grpc.aio.insecure_channel", lambda *_, **__: _Channel(self._methods)):
             yield
 
@@ -90,7 +90,7 @@ class _Channel:
 
 
 class _Call:
-    """A streaming call, as its caller holds it. The handler runs in a task of its own."""
+    """The caller's side of a streaming call. The handler runs in a task of its own."""
 
     def __init__(self, handle: Callable[..., Awaitable[None]], request: object | None) -> None:
         """`request` is one message or an iterator of them; None: the caller writes them."""

@@ -1,4 +1,4 @@
-"""Compares a service with what the machine allows, at both ends of the roofline."""
+"""Compares a service with the machine's limits, at both ends of the roofline."""
 
 import json
 import struct
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from harness.load import LoadResult, Workload, run_load
+from harness.closed_loop import LoadResult, Workload, run_load
 from harness.processes import BENCH, run_script
 
 _PROMPT_LEN = 512
@@ -15,14 +15,14 @@ _NUM_PROMPTS = 6
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What a token costs, from the files of a model."""
+    """Bytes and operations per token, computed from a model's files."""
 
     weight_bytes: int
     """Read by each decode step: all weights but the embedding."""
     layer_parameters: int
-    """Elements of the matrices that each token is multiplied by, without the last one."""
+    """Elements of the matrices by which each token is multiplied, without the last matrix."""
     head_parameters: int
-    """Elements of the last one, which only a prompt's last token is multiplied by."""
+    """Elements of the last matrix, by which only a prompt's last token is multiplied."""
     attention_per_token: int
     """Operations of a query for each token that it attends to."""
 
@@ -54,7 +54,7 @@ class ModelCost:
         )
 
     def prefill_flops(self, num_tokens: int) -> float:
-        """Operations of computing a prompt and its first token; the mask halves the attention."""
+        """Operations for a prompt and its first token; the causal mask halves the attention."""
         attention = self.attention_per_token * num_tokens**2 / 2
         return 2 * (self.layer_parameters * num_tokens + self.head_parameters) + attention
 
@@ -65,10 +65,10 @@ async def measure_shares(
     """Measure the machine while the service is idle, then prompts; print and return the shares.
 
     Args:
-        base_url: The service's.
+        base_url: The service's URL.
         model: The name of its model.
         directory: The directory of its model.
-        alone: What one stream was measured to do; None if it was not.
+        alone: The measured load of one stream; None if it was not measured.
         num_threads: Threads of the worker.
     """
     cost = ModelCost.of(directory)

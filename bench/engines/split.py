@@ -1,4 +1,4 @@
-"""The split's tax: what three processes produce against the same service in one."""
+"""Measures the cost of the split: three processes against the same service in one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from functools import partial
 from statistics import median
 from typing import Final
 
-from harness.load import Turn, Workload, grpc_tok_s, run_load, take_turns
+from harness.closed_loop import Turn, Workload, grpc_tok_s, run_load, take_turns
 from harness.processes import Service
 from harness.turns import Spread
 
@@ -37,7 +37,7 @@ class SplitTax:
     """Each side's tokens per second, round by round, on the same requests."""
 
     def ratios(self) -> dict[str, Spread]:
-        """The ratios whose two sides were measured; 1 is no tax."""
+        """The ratios of the sides that were measured; 1 means that the split costs nothing."""
         return {
             name: Spread.of_ratios(self.tok_s[above], self.tok_s[below])
             for name, (_, above, below) in _RATIOS.items()
@@ -77,7 +77,7 @@ def by_http(service: Service) -> Turn[float]:
 async def measure_split(
     sides: Mapping[str, Turn[float]], workload: Workload, concurrency: int, num_rounds: int
 ) -> SplitTax:
-    """Let the sides take turns, after a short turn of each that does not count."""
+    """Measure all sides in turn, after a short warm-up of each."""
     warm_up = replace(workload, num_prompts=concurrency, output_len=_WARM_UP_LEN, seed=-1)
     for turn in sides.values():
         await turn(warm_up, concurrency)

@@ -40,7 +40,7 @@ MODEL = {  # only its shape matters
 
 
 def make_scheduler(model: Path, num_seqs: int, max_len: int) -> AsyncScheduler:
-    """Return a scheduler with room for all, as `scheduler.py` makes ours."""
+    """Return a scheduler with room for all sequences, configured as ours in `scheduler.py`."""
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
     config = VllmConfig(
         model_config=ModelConfig(

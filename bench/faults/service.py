@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -18,6 +18,7 @@ from harness.processes import Process, free_ports
 from prometheus_client.parser import text_string_to_metric_families
 
 _POLL_S = 0.05
+_SUPERVISE_S = 0.5
 _STOP_S = 30.0
 _START_S = 180.0
 _SCHEDULER = "scheduler"
@@ -58,20 +59,28 @@ class ChaosService:
     With a standby there are two schedulers; one serves, and a restarted one stands by.
     """
 
-    def __init__(self, directory: Path, model: Path, num_blocks: int, *, has_standby: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        model: Path,
+        num_blocks: int,
+        *,
+        has_standby: bool,
+        worker_flags: Sequence[str],
+    ) -> None:
         """`directory` is for sockets and logs; each device pool has `num_blocks`."""
         self._directory = directory
         self._processes: dict[str, Process] = {}
         self._links: dict[str, Link] = {}
+        self._supervisor: asyncio.Task[None] | None = None
         self._schedulers = [f"scheduler-{i}" for i in range(1 + has_standby)]
         self.routers = ["router-0", "router-1"]
         workers = ["worker-0", "worker-1"]
         self._ports = iter(free_ports(len((*workers, *self._schedulers, *self.routers))))
         for worker in workers:
             self._add(
-                *(worker, "gpu_worker", "--device=cpu", "--dtype=float32", "--num-threads=1"),
-                *(f"--model={model}", f"--num-blocks={num_blocks}", "--host-kv-memory-gb=0.1"),
-                "--max-num-batched-tokens=512",
+                *(worker, "gpu_worker", "--device=cpu", "--num-threads=1", f"--model={model}"),
+                *(f"--num-blocks={num_blocks}", "--max-num-batched-tokens=512", *worker_flags),
             )
         for scheduler in self._schedulers:
             self._add(
@@ -88,24 +97,31 @@ class ChaosService:
         return self._targets(self.routers).split(",")
 
     async def wait_until_ready(self, names: list[str] | None = None) -> None:
-        """Wait for some processes, or all; a scheduler that ended as it was fenced is restarted.
-
-        One ready scheduler is enough: a standby is not ready.
-        """
+        """Wait for some processes, or all; of the schedulers one serves, the others stand by."""
         deadline = time.monotonic() + _START_S
         for name in names or self._kinds():
-            while not await self._is_ready(await self._resolve(name)):
-                for each in self._processes:
-                    self._check(each)
+            while not (
+                await self._is_ready(await self._resolve(name))
+                and (name != _SCHEDULER or await self._have_others_stood_by())
+            ):
+                for each in self._processes.values():
+                    if each.exit_code != _EXIT_STALE_EPOCH:
+                        each.check_runs()
                 if time.monotonic() > deadline:
                     raise BenchError(f"{name} is not ready after {_START_S:.0f} s; see --logs")
                 await asyncio.sleep(_POLL_S)
 
-    def draw(self, chance: random.Random, hang_s: float) -> Iterator[Fault]:
-        """Draw faults without end: of each three, one for each kind of process or its link.
+    def draw(
+        self, chance: random.Random, hang_s: float, only: Collection[str] = ()
+    ) -> Iterator[Fault]:
+        """Draw faults without end; with `only`, faults of these kinds alone.
 
-        The first three are kills.
+        Of each three, one is for each kind of process or its link. The first three are kills.
         """
+        drawn = self._draw(chance, hang_s)
+        return (fault for fault in drawn if not only or fault.kind in only)
+
+    def _draw(self, chance: random.Random, hang_s: float) -> Iterator[Fault]:
         for number in itertools.count():
             for kind in chance.sample(("worker", "scheduler", "router"), 3):
                 name = chance.choice([each for each in self._kinds() if each.startswith(kind)])
@@ -147,10 +163,14 @@ class ChaosService:
             await link.open()
         for process in self._processes.values():
             process.start()
+        self._supervisor = asyncio.create_task(self._supervise(), name="supervisor")
         await self.wait_until_ready()
 
     async def close(self) -> None:
         """End everything, routers first."""
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait((self._supervisor,))
         for name in sorted(self._processes, key=lambda name: name not in self.routers):
             await self._processes[name].stop(_STOP_S)
         for link in self._links.values():
@@ -185,11 +205,19 @@ class ChaosService:
         """The addresses of links, as a flag has them."""
         return ",".join(f"unix:{self._directory}/to-{name}.sock" for name in names)
 
-    def _check(self, name: str) -> None:
-        process = self._processes[name]
-        if name in self._schedulers and process.exit_code == _EXIT_STALE_EPOCH:
-            process.start()
-        process.check_runs()
+    async def _supervise(self) -> None:
+        """Start schedulers again that end because they are fenced, as a supervisor would."""
+        while True:
+            for name in self._schedulers:
+                if self._processes[name].exit_code == _EXIT_STALE_EPOCH:
+                    self._processes[name].start()
+            await asyncio.sleep(_SUPERVISE_S)
+
+    async def _have_others_stood_by(self) -> bool:
+        """Whether each scheduler but the one that serves waits for its turn."""
+        serving = await self._resolve(_SCHEDULER)
+        others = (self._processes[each] for each in self._schedulers if each != serving)
+        return all('"standing by"' in each.log_tail(1) for each in others)
 
     async def _is_ready(self, name: str) -> bool:
         return await self._processes[name].get("/ready") is not None
@@ -197,10 +225,17 @@ class ChaosService:
 
 @contextlib.asynccontextmanager
 async def chaos_service(
-    directory: Path, model: Path, num_blocks: int, *, has_standby: bool = False
+    directory: Path,
+    model: Path,
+    num_blocks: int,
+    *,
+    has_standby: bool = False,
+    worker_flags: Sequence[str] = ("--dtype=float32", "--host-kv-memory-gb=0.1"),
 ) -> AsyncIterator[ChaosService]:
     """Start the service and wait until it is ready; it ends with the block, or with us."""
-    service = ChaosService(directory, model, num_blocks, has_standby=has_standby)
+    service = ChaosService(
+        directory, model, num_blocks, has_standby=has_standby, worker_flags=worker_flags
+    )
     try:
         await service.start()
         yield service

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from contract.errors import QuireError, TooBusyError, UnavailableError
+from contract.sampling import BeamSearch
 from quire.client import AsyncClient, OutputDelta, OutputFinished, SamplingParams
 from quire.client.retry import Retry
 from quire.client.types import StructuredOutput
@@ -27,11 +28,13 @@ class Case:
     sampling: SamplingParams
     n: int = 1
     stop: tuple[str, ...] = ()
+    model: str = ""
+    beam: BeamSearch | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `generate` by name."""
-        return {"n": self.n, "stop": self.stop}
+        return {"n": self.n, "stop": self.stop, "model": self.model, "beam": self.beam}
 
 
 @dataclass(slots=True)

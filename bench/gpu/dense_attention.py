@@ -1,4 +1,4 @@
-"""Torch's attention over dense keys and values: what the paged kernels are compared with."""
+"""Torch's attention over dense keys and values, the baseline of the paged kernels."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,8 @@ def sdpa(query: torch.Tensor, paged: PagedInputs, query_len: int, seq_len: int) 
     key, value = dense(paged, seq_len)
     q = query.unflatten(0, (-1, query_len)).transpose(1, 2)  # [S, H, Q, D]
     is_causal = query_len == seq_len
-    # Aligned to the last key, not the first; None where one query sees all.
+    # The mask is aligned to the last key, not the first; None if there is one query, which sees
+    # all.
     bias = None if is_causal or query_len == 1 else causal_lower_right(query_len, seq_len)
 
     def launch() -> torch.Tensor:

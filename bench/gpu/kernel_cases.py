@@ -1,4 +1,4 @@
-"""What `gpu_kernels.py` measures: each kernel over shapes of models and of loads."""
+"""The cases of `gpu_kernels.py`: each kernel over shapes of models and of loads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +22,9 @@ class Prepared:
     num_bytes: int
     """The least that must be read and written."""
     flops: int = 0
-    """0: bound by memory whatever the device."""
+    """Floating-point operations; 0 if memory is the limit on every device."""
     baselines: dict[str, Callable[[], Callable[[], object]]] = field(default_factory=dict)
-    """By name: a function that prepares its launch."""
+    """By name: a function that prepares the baseline's launch."""
     expected: str | None = None
     """The baseline with the same result."""
 
@@ -40,7 +40,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bounds of the cases: none, or tiny for a run that only shows that nothing fails."""
+    """Bounds of the cases' sizes: none, or tiny for a smoke test."""
 
     max_seqs: int
     max_tokens: int
@@ -58,7 +58,7 @@ TINY = Size(2, 20, 32, torch.float16)  # the interpreter multiplies no bfloat16
 
 
 def all_cases(size: Size) -> list[Case]:
-    """Return every case; those of a tiny `size` say the shape that they stand for."""
+    """Return every case; with a tiny `size` the names still have the full shapes."""
     return [*_decode_cases(size), *_prefill_cases(size), *_row_cases(size), *_block_cases(size)]
 
 

@@ -2,9 +2,9 @@
 
     python -m gpu.serve --shape 8B --bandwidth 4.1e12 --json out.json    (in bench/, as gpu.sh does)
 
-Throughput, time to first token and between tokens at each concurrency; how long the device idles
-between decode steps, by its own clock; which share of the bandwidth a decode of one sequence gets;
-and what three processes produce against one (engines/split.py).
+It measures throughput, time to first token and between tokens at each concurrency; how long the
+device is idle between decode steps, by its own clock; the share of the bandwidth that a decode of
+one sequence reaches; and three processes against one (engines/split.py).
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 from engines.split import GRPC, ONE_GRPC, by_grpc, measure_split
 from harness.case import Results, arguments, main, numbers, write_json
-from harness.load import LoadResult, Workload, find_model, print_loads, run_load
+from harness.closed_loop import LoadResult, Workload, find_model, print_loads, run_load
 from harness.processes import HOST, free_ports, service
 from make_model import SHAPES, Sizes, write_shape
 
@@ -26,9 +26,9 @@ _POLL_S = 0.02
 
 
 async def idle_share(metrics_url: str, num_tokens: int) -> float | None:
-    """The share of time that the device idles in the middle of a load, when only decodes run.
+    """The share of time that the device is idle in the middle of a load, when only decodes run.
 
-    Looks from 40 % to 80 % of the `num_tokens` that the load will sample; None: too short to tell.
+    Measured from 40 % to 80 % of the load's `num_tokens`; None if that is too short.
     """
     async with aiohttp.ClientSession() as session:
 
@@ -103,7 +103,7 @@ async def measure(given: argparse.Namespace) -> Results:
 
 
 def _save(given: argparse.Namespace, results: Results) -> None:
-    """Keep what is known, in case the rest takes too long."""
+    """Write the results so far, in case the rest takes too long."""
     if given.json is not None:
         write_json(given.json, results)
 

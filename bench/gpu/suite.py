@@ -1,8 +1,8 @@
 """Runs all GPU benchmarks and tests within ten minutes and prints one table: see gpu.sh.
 
-Every part is a process of its own with a time limit. A part that fails, or has no time left, is a
-line that says so; the table and gpu.json are written in any case. --cpu-smoke runs every part with
-the tiniest shapes on a CPU: it measures nothing, and shows that the scripts work.
+Every part is a process of its own with a time limit. If a part fails or has no time left, its line
+in the table says so; the table and gpu.json are written in any case. --cpu-smoke runs every part
+with the smallest shapes on a CPU: it measures nothing, and shows that the scripts work.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _SMOKE_LIMIT_S: Final = 200
 class Part:
     name: str
     commands: tuple[tuple[str, ...], ...]
-    """They run side by side; `{out}` is the part's directory."""
+    """The commands, which run at the same time; `{out}` is the part's directory."""
     limit_s: float
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A goal: where its number is found, and its bound."""
+    """A goal: the place of its number in the results, and its bound."""
 
     text: str
     part: str
@@ -96,7 +96,7 @@ def whole(bandwidth: float) -> tuple[Part, ...]:
             (_module("gpu.transformers_load", "--shape", "1B", "--json", "{out}/numbers.json"),),
             75,
         ),
-        Part("elastic pool", (_pytest(_POOL_TEST),), 30),  # alone: it reads what is free
+        Part("elastic pool", (_pytest(_POOL_TEST),), 30),  # alone, because it reads the free memory
         Part(
             "kernel tests",
             tuple(_pytest(file) for file in _KERNEL_TESTS),
@@ -126,7 +126,7 @@ def smoke() -> tuple[Part, ...]:
                      "--swapped-blocks", "2", "--pool-blocks", "8"),),
             _SMOKE_LIMIT_S,
         ),
-        Part(  # on a CPU the other kind does not end
+        Part(  # on a CPU continuous batching does not end
             "transformers smoke",
             (_module("gpu.transformers_load", *tiny, *load, "--kinds", "generate"),),
             _SMOKE_LIMIT_S,
@@ -155,7 +155,7 @@ def _pytest(file: str) -> tuple[str, ...]:
 
 
 def run(part: Part, out: Path, limit_s: float) -> Outcome:
-    """Run a part in its own directory; its failures are in the outcome."""
+    """Run a part in its own directory; failures are recorded in the outcome."""
     directory = out / part.name.replace(" ", "-")
     started = time.monotonic()
     errors: list[str] = []
@@ -204,7 +204,7 @@ def run(part: Part, out: Path, limit_s: float) -> Outcome:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End it and its children; SIGTERM first, so that it can end sessions of its own."""
+    """End a process and its children; SIGTERM first, so that it can end its own sessions."""
     for number, patience_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
         if process.poll() is not None:
             return
@@ -234,7 +234,7 @@ def run_all(parts: tuple[Part, ...], out: Path, budget_s: float) -> list[Outcome
 
 
 def write(outcomes: list[Outcome], out: Path) -> None:
-    """Write what is known so far."""
+    """Write the outcomes so far."""
     result = {"about": machine_facts(), "parts": [asdict(outcome) for outcome in outcomes]}
     (out / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
 

@@ -1,11 +1,11 @@
-"""Measures swaps on a GPU: against pinned memcpy, and what they cost the decodes beside them.
+"""Measures swaps on a GPU: against pinned memcpy, and how much they slow down decodes.
 
     python -m gpu.swap --json out.json    (in bench/, as gpu.sh does)
 
 - `payload_over_memcpy`: as in `swap.py`.
-- `decode_slowdown`: how much longer steps of 32 decodes take while each also swaps a sequence's
-  blocks out and another's in, at most about as many bytes as the link moves in that time. Steps
-  with and without swaps take turns; random weights.
+- `decode_slowdown`: how much longer steps of 32 decodes take if each also swaps a sequence's
+  blocks out and another's in, with at most about as many bytes as the link moves in that time.
+  Steps with and without swaps take turns; random weights.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
     python -m gpu.transformers_load --shape 1B --json out.json    (in bench/, as gpu.sh does)
 
-The model has the same shape, with random weights. A kind that fails says why; the others go on.
+The model has the same shape, with random weights. If one of the two fails, its result is the error,
+and the other one runs.
 """
 
 import argparse
@@ -30,7 +31,7 @@ def _tok_s(num_tokens: int, work: Callable[[], object], device: torch.device) ->
 
 
 def measure(given: argparse.Namespace) -> dict[str, float | str]:
-    """Return names to numbers, or to why there is none."""
+    """Return numbers by name, or the error by name."""
     device = torch.device(given.device)
     config = LlamaConfig(**SHAPES[given.shape].config())
     config.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -3,7 +3,8 @@
     python bench/gpu/wheels.py collect DIR          for Python 3.12 on x86-64 Linux
     python bench/gpu/wheels.py install DIR SITE     into SITE, which goes to PYTHONPATH
 
-A package that the machine has in a sufficient version stays: its transformers was chosen with it.
+A package that the machine has in a sufficient version is kept, because its transformers fits that
+version.
 """
 
 import subprocess
@@ -21,7 +22,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 _ROOT: Final = Path(__file__).parents[2]
 _TESTS: Final = ("pytest>=9", "pytest-asyncio", "pytest-timeout", "pytest-randomly", "hypothesis")
 _NOT_SENT: Final = {"torch", "numpy", "transformers", "triton"}
-"""What the machine has; torch alone would be gigabytes."""
+"""Packages that the machine has; torch alone would be gigabytes."""
 _GLIBC: Final = (17, 24, 27, 28, 31, 34)
 _MAX_BYTES: Final = 60 * 1024**2
 
@@ -56,7 +57,7 @@ def collect(directory: Path) -> None:
 
 
 def install(directory: Path, site: Path) -> None:
-    """Unpack what is missing or too old, and what that depends on."""
+    """Unpack packages that are missing or too old, and their dependencies."""
     wheels = {parse_wheel_filename(wheel.name)[0]: wheel for wheel in directory.glob("*.whl")}
     to_check, taken = requirements(), set()
     while to_check:

@@ -1,7 +1,7 @@
-"""What every benchmark has: a command line, tables, JSON with facts about the machine, an end.
+"""The frame of every benchmark: command line, tables, JSON with a description of the machine.
 
-Each script parses `arguments(__doc__, ...)`, hands them to `main` with the function that measures,
-and gets its numbers back to judge them.
+Each script parses `arguments(__doc__, ...)` and passes them to `main` with the function that
+measures; `main` returns the numbers, which the script compares with its goals.
 """
 
 import argparse
@@ -33,7 +33,7 @@ class BenchError(Exception):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Shows the docstring as it is written, and the default of each option that has one."""
+    """Shows the docstring unchanged, and the default of each option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         has_default = action.option_strings and action.default not in (None, False, "==SUPPRESS==")
@@ -67,7 +67,7 @@ def main(
             results = uvloop.run(_cancelled_by_sigterm(results))
     except (BenchError, aiohttp.ClientError) as error:
         sys.exit(f"{name}: {error}")
-    except (KeyboardInterrupt, asyncio.CancelledError):  # what was started has ended
+    except (KeyboardInterrupt, asyncio.CancelledError):  # all processes have ended
         sys.exit(130)
     if given.json is not None:
         write_json(given.json, results)
@@ -82,7 +82,7 @@ async def _cancelled_by_sigterm(measuring: Coroutine[Any, Any, Results]) -> Resu
 
 
 def write_json(file: Path, results: Results) -> None:
-    """Write the results, floats with five decimals, beside the machine's facts."""
+    """Write the results, floats with five decimals, with a description of the machine."""
     rounded = {
         name: round(value, 5) if isinstance(value, float) else value
         for name, value in results.items()
@@ -91,7 +91,7 @@ def write_json(file: Path, results: Results) -> None:
 
 
 def progress(line: str) -> None:
-    """Say on standard error what is going on, and for how long this process has run."""
+    """Write a line to standard error, after the time that this process has run."""
     print(f"[{time.monotonic() - _START:5.1f} s] {line}", file=sys.stderr, flush=True)
 
 

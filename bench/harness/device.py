@@ -1,4 +1,4 @@
-"""Simulated devices: a worker that computes nothing, and a clock that only events move."""
+"""Simulated devices: a worker that computes nothing, and a simulated clock."""
 
 import heapq
 import itertools
@@ -12,7 +12,7 @@ from contract.step import NewSequence, Plan, Result
 
 
 class Clock:
-    """Runs callbacks in order of their times, in seconds; those of one time as they were set."""
+    """Runs callbacks in the order of their times, in seconds; equal times in the order of `at`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,17 +23,17 @@ class Clock:
         heapq.heappush(self._events, (time_s, next(self._numbers), do))
 
     def run(self) -> None:
-        """Return when nothing is left to happen."""
+        """Run all callbacks, including those that they add."""
         while self._events:
             self.now, _, do = heapq.heappop(self._events)
             do()
 
 
 class SimulatedWorker:
-    """Executes plans in order, by arrays of rows, and says which rows have sampled.
+    """Executes plans in order, with arrays over rows, and returns which rows have sampled.
 
-    A row decodes until it has `max_total_tokens`, as both ends count; with one step in flight it
-    may be told to stop before (`stop_at`). Moves between tiers all succeed at once.
+    A row decodes until it has `max_total_tokens`, as scheduler and worker count; with one step in
+    flight it may stop earlier (`stop_at`). Moves between tiers all succeed at once.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class SimulatedWorker:
         draw: Callable[[NewSequence, int], int] | None = None,
         stop_at: Callable[[NewSequence], int] | None = None,
     ) -> None:
-        """`draw` gives a sequence's token by its index among all; without it all are 0.
+        """`draw` returns a sequence's token at an index that counts the prompt; default 0.
 
-        `stop_at` gives how many tokens a sequence has when it stops, prompt included.
+        `stop_at` returns how many tokens, with the prompt, a sequence has when it stops.
         """
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         """By row: tokens whose KV is valid."""

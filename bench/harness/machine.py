@@ -1,4 +1,4 @@
-"""Facts that a number means nothing without: the CPU, its instructions, versions, the commit."""
+"""Describes the machine of a measurement: CPU, instruction sets, versions, commit."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ _INSTRUCTION_SETS = (
     *("amx_tile", "amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "sve", "sve2", "bf16", "i8mm"),  # Arm's
 )
-"""Sets that the kernels look for, or that decide how fast matrix products are."""
+"""Instruction sets that the kernels use, or that determine the speed of matrix products."""
 
 
 def machine_facts() -> dict[str, Any]:

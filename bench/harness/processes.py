@@ -1,4 +1,4 @@
-"""Starts what a benchmark measures, on this machine, and leaves nothing behind."""
+"""Starts the processes that a benchmark measures, and ends all of them."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ HOST = "127.0.0.1"
 _POLL_S = 0.05
 _START_S = 600.0
 _STOP_S = 15.0
-_DIE_WITH_PARENT = (  # in a program of its own: to fork under gRPC's threads is not safe
+_DIE_WITH_PARENT = (  # in a program of its own, because forking with gRPC's threads is not safe
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 )
 
@@ -39,16 +39,16 @@ def free_ports(count: int) -> list[int]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a process that imports the checkout and the modules of bench/."""
+    """The environment for a process that imports the checkout and the modules of bench/."""
     paths = (str(BENCH), str(ROOT), os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 class Process:
-    """A Python program that is started, killed, stopped and started again; it ends with us."""
+    """A Python program that can be started, stopped and restarted; it ends with this process."""
 
     def __init__(self, name: str, argv: Sequence[str], log: Path, http_port: int) -> None:
-        """`argv` is what follows the interpreter; it must make /ready answer at `http_port`."""
+        """`argv` follows the interpreter; the program must answer /ready at `http_port`."""
         self.name = name
         self.base_url = f"http://{HOST}:{http_port}"
         self._argv = [sys.executable, *argv]
@@ -56,7 +56,7 @@ class Process:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it; its output is appended to its log."""
+        """Start the program; its output is appended to its log."""
         assert self.exit_code is not None or self._process is None, f"{self.name} runs already"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -75,21 +75,21 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """As `subprocess` gives it; None while it runs, or if it was never started."""
+        """The code of `subprocess`; None while it runs, or if it was never started."""
         return None if self._process is None else self._process.poll()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the program has ended."""
         if self._process is not None and self.exit_code is None:
             os.killpg(self.pid, number)
 
     async def kill(self) -> None:
-        """Kill -9; returns when it is gone."""
+        """Kill it with SIGKILL, and wait until it has ended."""
         self.signal(signal.SIGKILL)
         await self._wait()
 
     async def stop(self, within_s: float = _STOP_S) -> None:
-        """Ask it to end; kill it if it has not by then."""
+        """Send SIGTERM; kill it if it has not ended in time."""
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
@@ -102,7 +102,7 @@ class Process:
             await asyncio.sleep(_POLL_S)
 
     async def get(self, path: str) -> str | None:
-        """The body of what it answers, if that is status 200."""
+        """The body of its answer, if the status is 200."""
         timeout = aiohttp.ClientTimeout(total=5)
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with (
@@ -179,14 +179,14 @@ async def service(
 
 @contextlib.asynccontextmanager
 async def model_directory(given: Path | None) -> AsyncIterator[Path]:
-    """Yield `given`, or else a random 125M Llama that is gone after the block."""
+    """Yield `given`, or else a random 125M Llama that is deleted after the block."""
     if given is not None:
         if not (given / "config.json").is_file():
             raise BenchError(f"{given}: it must be a model directory; see make_model.py")
         yield given
         return
     with tempfile.TemporaryDirectory(prefix="quire-bench-model-") as name:
-        # in a process that ends, with its torch
+        # in a process of its own, so that its torch is freed
         await run_script(str(BENCH / "make_model.py"), name)
         yield Path(name)
 
@@ -207,7 +207,7 @@ async def run_script(*argv: str) -> str:
 
 
 class Answerer:
-    """A process that answers each line of JSON with another; it ends when its input does."""
+    """A process that answers each line of JSON with another; it ends when its input ends."""
 
     def __init__(self, *argv: str) -> None:
         self._argv = argv
@@ -217,7 +217,7 @@ class Answerer:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            start_new_session=True,  # a terminal's Ctrl-C is for us
+            start_new_session=True,  # a terminal's Ctrl-C is for the parent only
         )
 
     def ask(self, question: object) -> Any:

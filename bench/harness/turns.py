@@ -1,7 +1,7 @@
-"""Comparing things that take turns: what slows the machine for a while slows all of them.
+"""Compares sides that take turns, so that a temporary slowdown of the machine affects all of them.
 
-A ratio is taken within a round; the median of the rounds' ratios is what a benchmark reports, with
-the least and the greatest beside it.
+A ratio is taken within a round; a benchmark reports the median of the rounds' ratios, with
+the least and the greatest.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,9 +13,9 @@ Side = TypeVar("Side")
 
 
 def turns(sides: Iterable[Side], num_rounds: int, warm_ups: int = 0) -> Iterator[tuple[int, Side]]:
-    """Yield (round, side): each side once in a round, every other round in reverse.
+    """Yield (round, side): each side once in a round, in reverse order in every other round.
 
-    Rounds count from 0; those that only warm up come before, with negative numbers.
+    Rounds count from 0; warm-up rounds come first, with negative numbers.
     """
     order = list(sides)
     for index in range(-warm_ups, num_rounds):
@@ -25,7 +25,7 @@ def turns(sides: Iterable[Side], num_rounds: int, warm_ups: int = 0) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The median of some values, and how far they lie apart."""
+    """The median of some values, the least and the greatest."""
 
     median: float
     least: float

@@ -1,4 +1,4 @@
-"""Measures the codecs of the lower tiers on real KV: what they save, cost, and change."""
+"""Measures the codecs of the lower tiers on real KV: ratio, speed and loss."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class CodecCost:
     """One codec on one kind of KV."""
 
     ratio: float
-    """Bytes before to bytes after."""
+    """Bytes before ÷ bytes after."""
     encode_gb_s: float
     decode_gb_s: float
     max_error: float = 0.0
@@ -36,11 +36,11 @@ class CodecCost:
 
 @dataclass(frozen=True, slots=True)
 class CodecTable:
-    """The costs by codec; lossless ones on one thread. "plain" ones get the bytes unsplit."""
+    """The costs by codec; lossless codecs use one thread, and "plain" ones do not split bytes."""
 
     costs: dict[str, CodecCost]
     perplexity: float
-    """With unchanged KV."""
+    """Perplexity with unchanged KV."""
 
 
 def measure_codecs(model: Path, dtype: torch.dtype, num_texts: int) -> CodecTable:
@@ -108,7 +108,7 @@ def _quantized(
 
 
 def _perplexity(engine: Engine, samples: list[np.ndarray], codec: QuantizedCodec | None) -> float:
-    """Perplexity of the texts' second halves, after the KV of the first came back from the host."""
+    """Perplexity of the texts' second halves after the first halves' KV came from the host."""
     half = _LENGTH // 2
     blocks = np.arange(half // BLOCK_SIZE, dtype=np.int32)
     losses = []

@@ -14,7 +14,7 @@ from gpu_worker.kv.host_pool import HostPool
 
 
 def swap_over_memcpy(pool: KvPool, num_rounds: int) -> dict[str, float]:
-    """Swap blocks and copy as many bytes in one piece, by turns; return GB/s and ratios."""
+    """Swap blocks and copy as many bytes in one piece, in turn; return GB/s and ratios."""
     num_blocks = pool.num_blocks // 2
     host_pool = HostPool(pool.blocks_as_bytes, num_blocks)
     is_gpu = pool.device.type == "cuda"

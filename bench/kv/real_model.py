@@ -1,4 +1,4 @@
-"""Real KV: what a model computes over the sources of Python's standard library."""
+"""Real KV: a model computes it over the sources of Python's standard library."""
 
 import sysconfig
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Plays requests on a simulated device, to see how many its KV memory has room for.
+"""Plays requests on a simulated device, to count how many fit its KV memory.
 
-Steps are real, time is a model's. The engines have the same memory, token budget and order (first
-come, first served). Of a request they know the prompt and the most tokens, not when it will end. A
-client sends its next request when its last one has ended.
+Steps are real; their durations come from a time model. The engines have the same memory, token
+budget and order (first come, first served). They know a request's prompt and its limit of tokens,
+but not when it will end. A client sends its next request when its last one has ended.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step did."""
+    """The result of a step."""
 
     num_tokens: int
     """Tokens computed."""
@@ -45,7 +45,7 @@ class Engine(Protocol):
     started: set[int]
     """Jobs that have run."""
     no_room: set[int]
-    """Jobs that could not start in their turn, or go on, because too little was free."""
+    """Jobs that could not start in their turn, or continue, because too little was free."""
     no_run: set[int]
     """Jobs that could not start in their turn although enough was free."""
 

@@ -1,4 +1,4 @@
-"""What paging is compared with: one run of slots is reserved for the most tokens of a request."""
+"""The alternative to paging: a request reserves one run of slots for its limit of tokens."""
 
 from bisect import bisect
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class FirstFit:
         return max((length for _, length in self._free), default=0)
 
     def take(self, num_slots: int) -> int | None:
-        """Return the start of a run that is now held; None if none is long enough."""
+        """Allocate a run and return its start; None if no free run is long enough."""
         for index, (start, length) in enumerate(self._free):
             if length >= num_slots:
                 rest = (start + num_slots, length - num_slots)

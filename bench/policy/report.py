@@ -1,4 +1,4 @@
-"""A policy study in words: how long everybody waited, and who finished before whom."""
+"""The report of a policy study: waiting times, and changes of the finish order."""
 
 import statistics
 from collections import Counter
@@ -17,7 +17,7 @@ def describe_study(study: Study) -> Iterator[str]:
     names = ("recorded", _name(config.policy, config.policy_args), study.policy)
     yield (
         f"worker {study.origin.worker_id}, recorded under "
-        f"{_name(config.policy, config.policy_args)}; what would have been under "
+        f"{_name(config.policy, config.policy_args)}; simulated under "
         f"{_name(study.policy, study.policy_args)}"
     )
     yield (
@@ -89,7 +89,7 @@ _FIGURES: Final[tuple[tuple[str, Callable[[Run], str]], ...]] = (
 
 
 def _describe_order(study: Study) -> Iterator[str]:
-    """Say who finishes before whom, compared with the recorded policy's simulation."""
+    """Describe how the finish order differs from the simulation of the recorded policy."""
     for name, run in (("recorded", study.recorded), ("recorded, simulated", study.control)):
         yield f"ended, {name}: {_ends(run)}"
     yield f"ended, {study.policy}: {_ends(study.other)}"

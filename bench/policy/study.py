@@ -1,19 +1,19 @@
-"""Plays a recording's requests to a core with another policy, and compares who was served when.
+"""Sends a recording's requests to a core with another policy, and compares when each was served.
 
-The results in a recording are of rows that another policy fills otherwise, so they cannot be used
-again. Instead the worker is simulated, under these assumptions:
+Another policy puts other sequences into the rows, so the recorded results cannot be used again.
+Instead the worker is simulated, under these assumptions:
 
-- Requests come when they came. One that was refused is left out: what it would have said is not
-  known.
-- A sequence says, token by token, what it said; it ends by a stop token or its length where it did.
-  One that did not end by itself, but was cancelled, failed, or still ran when the recording
-  stopped, is cancelled when it has as many tokens as it had; if that is none, when it was.
-- Prompts are paced as they are by `step_pacer`, by what was last known of the steps.
+- Requests arrive at the recorded times. Refused requests are left out, because their outputs are
+  not known.
+- A sequence produces its recorded tokens, and ends by a stop token or its length where it did. A
+  sequence that was cancelled, failed, or still ran when the recording stopped, is cancelled when it
+  has as many tokens as were recorded; without any, at the recorded time.
+- Prompts are paced by `step_pacer`, with the last recorded estimates of step times.
 - A step takes `a + b * tokens`, with `a` and `b` from the recorded steps (`step_times`), and moves
   between device and host at the bandwidth that the worker had measured. Nothing fails.
 
-The recorded policy is simulated as well. What its run differs from the recording in is the error of
-these assumptions; what the other policy's run differs from it in is the policy.
+The recorded policy is simulated as well. The difference between its simulation and the recording is
+the error of these assumptions; the difference between the two simulations is the policy's effect.
 """
 
 import heapq
@@ -43,7 +43,7 @@ from scheduler_svc.journal.entries import (
 from scheduler_svc.observers.step_times import StepTimes, StepTimeSamples
 
 _BY_ITSELF = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE})
-"""Ends that come again by themselves."""
+"""Ends that the simulation reproduces from tokens alone."""
 
 
 _NOT_STUDIED = {
@@ -59,7 +59,7 @@ _NOT_STUDIED = {
 
 
 class SeqName(NamedTuple):
-    """A sequence as its source knows it."""
+    """A sequence's name at its router: request and output index."""
 
     source: int
     seq_key: int
@@ -67,14 +67,14 @@ class SeqName(NamedTuple):
 
 @dataclass(slots=True)
 class SequenceHistory:
-    """When what became of a sequence, in seconds after its request came."""
+    """The times of a sequence's events, in seconds after its request came."""
 
     request_id: str
     output_index: int
     arrived: float
-    """In the recorder's seconds."""
+    """Arrival time, by the recorder's clock."""
     token_ids: list[int]
-    """Those that it said, and those that it had said before it came."""
+    """Its output, including tokens from before it was submitted here."""
     queue_s: float | None = None
     """How long it waited; None: it was never admitted here."""
     first_token_s: float | None = None
@@ -84,7 +84,7 @@ class SequenceHistory:
 
 @dataclass(slots=True)
 class Run:
-    """What became of all sequences under one policy."""
+    """The histories of all sequences under one policy."""
 
     sequences: dict[SeqName, SequenceHistory] = field(default_factory=dict)
     num_refused: int = 0
@@ -92,8 +92,8 @@ class Run:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
 
-    def take(self, request: Request, now: float) -> None:
-        """Note that a request was accepted."""
+    def add_request(self, request: Request, now: float) -> None:
+        """Record that a request was accepted."""
         for index in range(request.n):
             if request.outputs and request.outputs[index].finished:
                 continue
@@ -101,26 +101,26 @@ class Run:
             name = SeqName(request.source, request.first_seq_key + index)
             self.sequences[name] = SequenceHistory(request.request_id, index, now, known)
 
-    def hear(self, news: StepEvents, now: float) -> None:
-        """Note what the sources hear of a step."""
-        arrays = (news.sources, news.seq_keys, news.token_ids)
-        for source, key, token_id in zip(*(each.tolist() for each in arrays), strict=True):
+    def add_events(self, events: StepEvents, now: float) -> None:
+        """Record the events of a step."""
+        arrays = (events.sources, events.seq_keys, events.token_ids)
+        for source, key, token_id in zip(*(array.tolist() for array in arrays), strict=True):
             seq = self.sequences[SeqName(source, key)]
             seq.token_ids.append(token_id)
             if seq.first_token_s is None:
                 seq.first_token_s = now - seq.arrived
-        for admitted in news.admitted:
+        for admitted in events.admitted:
             self.sequences[SeqName(admitted.source, admitted.seq_key)].queue_s = admitted.queue_s
-        self.end(news.finished, now)
+        self.end(events.finished, now)
 
     def end(self, finished: Iterable[Finished], now: float) -> None:
-        """Note the ends of sequences."""
+        """Record the ends of sequences."""
         for item in finished:
             seq = self.sequences[SeqName(item.source, item.seq_key)]
             seq.finished_s, seq.reason = now - seq.arrived, item.reason
 
     def count(self, core: Scheduler) -> None:
-        """Take the counters of the core, at the end."""
+        """Store the core's counters, at the end."""
         load = core.load()
         self.num_steps = load.num_steps
         self.num_preemptions = load.num_preemptions
@@ -129,7 +129,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """One recording, and what would have been."""
+    """A recording, and its simulations under two policies."""
 
     origin: Origin
     config: SchedulerConfig
@@ -147,8 +147,8 @@ def study(file: BinaryIO, policy: str, policy_args: tuple[tuple[str, str], ...])
     """Simulate a recording's requests under its own policy, and under another.
 
     Raises:
-        RecordingError: It is no recording, damaged, of another format, of a core that this
-            release's does not follow, too short to tell how long a step takes, or has requests that
+        RecordingError: The file is no recording, is damaged or in another format; this release's
+            core plans differently; the recording is too short to estimate step times; or requests
             moved between workers.
     """
     recorded = read_recording(file)
@@ -159,7 +159,7 @@ def study(file: BinaryIO, policy: str, policy_args: tuple[tuple[str, str], ...])
     recording.run.count(recording.core)
     step_times = recording.step_times.fit()
     if step_times is None:
-        raise RecordingError("it is too short to tell how long a step takes")
+        raise RecordingError("it is too short to estimate how long a step takes")
     other = replace(recorded.config, policy=policy, policy_args=policy_args)
     return Study(
         origin=recorded.origin,
@@ -174,7 +174,7 @@ def study(file: BinaryIO, policy: str, policy_args: tuple[tuple[str, str], ...])
 
 
 class _Recording:
-    """Follows a recording with a core like the recorded one, to learn what became of whom."""
+    """Replays a recording on a core, to collect the history of each sequence."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.core = Scheduler(config)
@@ -182,15 +182,15 @@ class _Recording:
         self.step_times = StepTimeSamples()
         self.requests: list[tuple[float, Request]] = []
         self.cut_off: dict[SeqName, float] = {}
-        """When sequences without a token went that did not end by themselves."""
+        """When sequences were cancelled or failed that had no token."""
         self.now = 0.0
         self.tokens_in_time: int | None = None
-        """The last bound that the recorder had for the decodes' sake; None: it had none."""
+        """The last recorded bound on prompt tokens beside decodes; None: there was none."""
         self.max_prompt_tokens: int | None = None
-        """The last bound that it had for the length of a step."""
+        """The last recorded bound on a step's prompt tokens."""
 
     def add(self, entry: Entry) -> None:
-        """Take the next call."""
+        """Replay the next call."""
         try:
             self._call(entry)
         except RecordingError:
@@ -210,7 +210,7 @@ class _Recording:
                     return
                 self.core.submit(**given)
                 self.requests.append((self.now, given["request"]))
-                self.run.take(given["request"], self.now)
+                self.run.add_request(given["request"], self.now)
             case "schedule":
                 bound = given["max_paced_tokens"]
                 if bound is not None:
@@ -225,7 +225,7 @@ class _Recording:
             case "update":
                 (result,) = given.values()
                 self.step_times.answered(result.step_id, self.now)
-                self.run.hear(self.core.update(result), self.now)
+                self.run.add_events(self.core.update(result), self.now)
             case "cancel":
                 self._cut_off(self.core.cancel(**given))
             case "cancel_source":
@@ -245,7 +245,7 @@ class _Recording:
 
 
 class _Simulation:
-    """The requests of a recording, a core with some policy, and a worker two steps behind it."""
+    """Runs the requests of a recording on a core with a policy, with two steps in flight."""
 
     def __init__(
         self, config: SchedulerConfig, recording: _Recording, step_times: StepTimes
@@ -258,34 +258,34 @@ class _Simulation:
         self._run = Run()
         self._in_flight: deque[tuple[float, Result]] = deque()
         self._free_at = 0.0
-        self._unasked = {
+        self._to_cancel = {
             name: history
             for name, history in recording.run.sequences.items()
             if history.reason not in _BY_ITSELF
         }
-        """Sequences that somebody ends."""
+        """Sequences that are to be cancelled, with their number of tokens."""
 
     def run_all(self) -> Run:
-        """Run until everybody has ended."""
+        """Run until all sequences have ended."""
         calls = self._calls()
         while True:
             now = self._next_time(calls)
             if now is None:
                 break
             while calls and calls[0][0] <= now:
-                self._make(heapq.heappop(calls)[2], now)
+                self._submit_or_cancel(heapq.heappop(calls)[2], now)
             while self._in_flight and self._in_flight[0][0] <= now:
-                self._hear(self._core.update(self._in_flight.popleft()[1]), now)
+                self._record(self._core.update(self._in_flight.popleft()[1]), now)
             self._plan(now)
         self._run.count(self._core)
         return self._run
 
     def _calls(self) -> list[tuple[float, int, Request | SeqName]]:
-        """Return what comes from outside, with when, as a heap."""
+        """Return the arrivals and cancellations with their times, as a heap."""
         recording = self._recording
         calls: list[tuple[float, Request | SeqName]] = [*recording.requests]
-        for name, history in self._unasked.items():
-            if history.first_token_s is None:  # it said nothing
+        for name, history in self._to_cancel.items():
+            if history.first_token_s is None:  # it has no token
                 calls.append((recording.cut_off.get(name, recording.now), name))
         heap = [(when, number, call) for number, (when, call) in enumerate(calls)]
         heapq.heapify(heap)
@@ -297,7 +297,7 @@ class _Simulation:
             times.append(calls[0][0])
         return min(times, default=None)
 
-    def _make(self, call: Request | SeqName, now: float) -> None:
+    def _submit_or_cancel(self, call: Request | SeqName, now: float) -> None:
         if isinstance(call, SeqName):
             self._cancel(call, now)
             return
@@ -306,7 +306,7 @@ class _Simulation:
         except RequestRefusedError:
             self._run.num_refused += 1
         else:
-            self._run.take(call, now)
+            self._run.add_request(call, now)
 
     def _cancel(self, name: SeqName, now: float) -> None:
         self._run.end(self._core.cancel(SourceId(name.source), [name.seq_key]), now)
@@ -334,18 +334,19 @@ class _Simulation:
             if (owner := self._core.owner(new.row)) is not None:
                 self._names[new.seq_id] = SeqName(*owner)
 
-    def _hear(self, news: StepEvents, now: float) -> None:
-        self._run.hear(news, now)
-        spoken = zip(news.sources.tolist(), news.seq_keys.tolist(), strict=True)
-        for name in {SeqName(*pair) for pair in spoken} & self._unasked.keys():
-            heard = self._run.sequences[name]
-            if heard.reason is None and len(heard.token_ids) >= len(self._unasked[name].token_ids):
+    def _record(self, events: StepEvents, now: float) -> None:
+        self._run.add_events(events, now)
+        owners = zip(events.sources.tolist(), events.seq_keys.tolist(), strict=True)
+        for name in {SeqName(*pair) for pair in owners} & self._to_cancel.keys():
+            history = self._run.sequences[name]
+            num_tokens = len(self._to_cancel[name].token_ids)
+            if history.reason is None and len(history.token_ids) >= num_tokens:
                 self._cancel(name, now)
 
     def _draw(self, row: SimulatedRow) -> Draw:
         history = self._recording.run.sequences[self._names[row.new.seq_id]]
-        said, index = history.token_ids, row.num_outputs
-        if index >= len(said):  # it is being cancelled
+        token_ids, index = history.token_ids, row.num_outputs
+        if index >= len(token_ids):  # it is being cancelled
             return Draw(0)
-        is_last = history.reason is FinishReason.STOP and index == len(said) - 1
-        return Draw(said[index], is_last)
+        is_last = history.reason is FinishReason.STOP and index == len(token_ids) - 1
+        return Draw(token_ids[index], is_last)

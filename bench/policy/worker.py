@@ -1,4 +1,4 @@
-"""Answers plans as a worker would that computes nothing: which rows sample, and which end."""
+"""A simulated worker: it answers plans with the rows that sample and end, and computes nothing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class Draw:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRow:
-    """A row, as the worker knows it."""
+    """The worker's state of a row."""
 
     new: NewSequence
     num_tokens: int
-    """Known ones, sampled ones included."""
+    """Known tokens, including sampled ones."""
     num_computed: int
     has_stopped: bool = False
 
@@ -33,16 +33,16 @@ class SimulatedRow:
 
     @property
     def decodes(self) -> bool:
-        """Whether it computes one token in the next step, without being named."""
+        """Whether it computes one token in the next step without being named in the plan."""
         is_known = self.num_computed >= len(self.new.token_ids)
         return is_known and self.num_tokens < self.new.max_total_tokens
 
 
 class SimulatedWorker:
-    """The rows of a worker; it keeps no blocks. Its moves between tiers all succeed at once."""
+    """The rows of a worker, without blocks. Moves between tiers all succeed at once."""
 
     def __init__(self, draw: Callable[[SimulatedRow], Draw]) -> None:
-        """`draw` gives a row's token at `row.num_outputs`, from 0."""
+        """`draw` returns a row's token at index `row.num_outputs`, from 0."""
         self._draw = draw
         self._rows: dict[int, SimulatedRow] = {}
         self.num_context_tokens = 0
@@ -57,7 +57,7 @@ class SimulatedWorker:
             self._rows[new.row] = SimulatedRow(new, len(new.token_ids), num_computed)
         rows = self._rows
         sampling = [r for r, row in rows.items() if row.decodes and not row.has_stopped]
-        for row in rows.values():  # one that has stopped is counted on: its length is what counts
+        for row in rows.values():  # a stopped row counts as decoding until it has its length
             if row.decodes:
                 row.num_computed += 1
         active = set(sampling)

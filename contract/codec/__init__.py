@@ -1,1 +1,1 @@
-"""Protobuf to and from the values of `contract`; sizes are checked before work is done."""
+"""Converts the values of `contract` to protobuf and back; sizes are checked before parsing."""

@@ -1,4 +1,4 @@
-"""Fields that a message and a dataclass share by name, copied without naming each."""
+"""Copies the fields that a message and a dataclass share by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
@@ -7,11 +7,11 @@ from typing import Any, TypeAlias
 from google.protobuf.message import Message
 
 Converters: TypeAlias = Mapping[str, Callable[[Any], Any]]
-"""By field name; a field without one is copied as it is."""
+"""Converters by field name; a field without one is copied unchanged."""
 
 
 def set_fields(message: Message, converters: Converters) -> dict[str, Any]:
-    """Return the values of the message's fields that are set; others keep the class's defaults."""
+    """Return the values of the message's set fields, to construct the dataclass with."""
     return {
         descriptor.name: converters.get(descriptor.name, _same)(value)
         for descriptor, value in message.ListFields()
@@ -19,7 +19,7 @@ def set_fields(message: Message, converters: Converters) -> dict[str, Any]:
 
 
 def changed_fields(value: Any, converters: Converters) -> dict[str, Any]:
-    """Return the fields of a dataclass that differ from their defaults, to set in a message."""
+    """Return the dataclass fields that differ from their defaults, to set in a message."""
     changed = {}
     for field in fields(value):
         default = field.default

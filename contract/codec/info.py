@@ -1,4 +1,4 @@
-"""What workers and models are, to protobuf and back."""
+"""Converts descriptions of workers and models to protobuf and back."""
 
 import math
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ _COPIED: Final = (
     "host_is_device_memory",
     "can_unload",
 )
-"""Fields of `WorkerInfo` under the same names in its message; `_LIMITS` are those of `Limits`."""
+"""Fields with the same names in `WorkerInfo` and in its message; `_LIMITS`: in `Limits`."""
 _limits, _copied = attrgetter(*_LIMITS), attrgetter(*_COPIED)
 _LEVEL_TO_PROTO: Final = {
     MemoryLevel.OK: common_pb2.MEMORY_LEVEL_OK,
@@ -47,11 +47,11 @@ _MAX_NUM_SEQS: Final = 2**16
 _MAX_BLOCKS: Final = 2**24
 _MAX_BLOCK_SIZE: Final = 2**16
 _MAX_TOKENS: Final = 2**32
-# The scheduler keeps arrays of these sizes: what a worker says must not exhaust its memory.
+# The scheduler allocates arrays of these sizes; a wrong report must not exhaust its memory.
 
 
 def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
-    """Make what `Attach` answers."""
+    """Make the answer to `Attach`."""
     return worker_pb2.WorkerInfo(
         **dict(zip(_COPIED, _copied(info), strict=True)),
         **dict(zip(_LIMITS, _limits(info.limits), strict=True)),
@@ -92,7 +92,6 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
 
 
 def model_info_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
-    """Make the description of a model, for a scheduler or a router."""
     return common_pb2.ModelInfo(
         id=model.id,
         max_model_len=model.max_model_len,
@@ -105,22 +104,21 @@ def model_info_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
 
 
 def adapters_to_proto(adapters: Iterable[LoraAdapter]) -> list[common_pb2.LoraAdapter]:
-    """Make the descriptions of adapters, in the order of their names."""
+    """Make the descriptions of adapters, sorted by name."""
     return [adapter_to_proto(each) for each in sorted(adapters, key=lambda each: each.name)]
 
 
 def adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
-    """Make the description of an adapter."""
     return common_pb2.LoraAdapter(
         name=adapter.name, digest=adapter.digest, directory=adapter.directory
     )
 
 
 def adapter_from_worker(message: common_pb2.LoraAdapter, field: str) -> LoraAdapter:
-    """Parse what a worker says of an adapter, in `field`.
+    """Parse a worker's description of an adapter; `field` names it in errors.
 
     Raises:
-        InvalidArgumentError: It has no name, or a digest of another length.
+        InvalidArgumentError: The name is empty, or the digest has the wrong length.
     """
     if not message.name or len(message.digest) != DIGEST_BYTES:
         raise InvalidArgumentError(
@@ -132,12 +130,12 @@ def adapter_from_worker(message: common_pb2.LoraAdapter, field: str) -> LoraAdap
 
 
 def memory_level_to_proto(level: MemoryLevel | None) -> common_pb2.MemoryLevel:
-    """Return the number of a level; None is not watched."""
+    """Return the enum value of a level; None: the worker does not watch its memory."""
     return common_pb2.MEMORY_LEVEL_UNSPECIFIED if level is None else _LEVEL_TO_PROTO[level]
 
 
 def memory_level_from_proto(number: common_pb2.MemoryLevel) -> MemoryLevel:
-    """Return the level of a number; one that is not watched, or not known here, is OK."""
+    """Return the level of an enum value; an unset or unknown value is OK."""
     return _LEVEL_FROM_PROTO.get(number, MemoryLevel.OK)
 
 

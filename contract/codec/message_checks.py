@@ -1,4 +1,7 @@
-"""Checks of what another process sent. Each raises InvalidArgumentError: field, value and limit."""
+"""Checks of messages from other processes.
+
+Each raises InvalidArgumentError, which names the field, the value and the limit.
+"""
 
 from collections.abc import Sized
 
@@ -11,31 +14,31 @@ from quire.v1 import common_pb2
 
 
 def check_number(field: str, value: float, least: float, most: float) -> None:
-    """Check that a number is in [least, most], which NaN is not."""
+    """Check that a number is in [least, most]; NaN is not."""
     if not least <= value <= most:  # false for NaN
         raise InvalidArgumentError(field, f"is {value}; it must be in [{least}, {most}]")
 
 
 def check_positive(field: str, value: float, most: float) -> None:
-    """Check that a number is in (0, most], which NaN is not."""
+    """Check that a number is in (0, most]; NaN is not."""
     if not 0 < value <= most:  # false for NaN
         raise InvalidArgumentError(field, f"is {value}; it must be in (0, {most}]")
 
 
 def check_num_entries(field: str, count: int, least: int, most: int) -> None:
-    """Check a number of entries."""
+    """Check that the number of entries is in [least, most]."""
     if not least <= count <= most:
         raise InvalidArgumentError(field, f"has {count} entries; it must have {least} to {most}")
 
 
 def check_at_most(field: str, value: int, most: int) -> None:
-    """Check a number, or a number of entries."""
+    """Check that a number, or a number of entries, is at most `most`."""
     if value > most:
         raise InvalidArgumentError(field, f"is or has {value}; the limit is {most}")
 
 
 def check_size(field: str, value: bytes, most: int) -> None:
-    """Check a number of bytes."""
+    """Check that `value` has at most `most` bytes."""
     if len(value) > most:
         raise InvalidArgumentError(field, f"has {len(value)} bytes; it must have at most {most}")
 
@@ -63,7 +66,7 @@ def check_distinct(field: str, values: Int32Array) -> None:
 
 
 def check_parallel(field: str, values: Sized, other: str, others: Sized) -> None:
-    """Check that there is one value for each of `others`."""
+    """Check that `values` and `others` have the same length."""
     if len(values) != len(others):
         raise InvalidArgumentError(
             field, f"has {len(values)} entries; it must have one for each of {other}, {len(others)}"
@@ -71,7 +74,7 @@ def check_parallel(field: str, values: Sized, other: str, others: Sized) -> None
 
 
 def unpack_labels(packed: bytes, field: str, other: str, count: int) -> Labels:
-    """Unpack uint8[count, 32], one label for each of `other`; shares their memory."""
+    """Unpack uint8[count, 32], one label for each entry of the field `other`, without a copy."""
     if len(packed) != HASH_BYTES * count:
         raise InvalidArgumentError(
             field,
@@ -81,7 +84,7 @@ def unpack_labels(packed: bytes, field: str, other: str, count: int) -> Labels:
 
 
 def check_top_tokens(logprob: common_pb2.TokenLogprob, field: str, vocab_size: int) -> None:
-    """Check that the likeliest tokens are the model's, and each has a log-probability."""
+    """Check that the top tokens are in the vocabulary, and that each has a log-probability."""
     token_ids = logprob.top_token_ids
     if len(token_ids) != len(logprob.top_logprobs):
         raise InvalidArgumentError(

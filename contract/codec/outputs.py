@@ -1,4 +1,4 @@
-"""Events of a request's stream to protobuf and back."""
+"""Converts the events of a request's stream to protobuf and back."""
 
 from typing import Final
 
@@ -26,12 +26,12 @@ _FINISH_REASON_FROM_PROTO: Final = {proto: r for r, proto in FINISH_REASON_TO_PR
 
 
 def finish_reason_from_proto(reason: int) -> FinishReason:
-    """Return ERROR for a reason that this version does not know: it must not pass for success."""
+    """Convert a reason; one that this version does not know becomes ERROR, never success."""
     return _FINISH_REASON_FROM_PROTO.get(reason, FinishReason.ERROR)  # type: ignore[call-overload,no-any-return]
 
 
 def event_from_proto(response: inference_pb2.GenerateResponse) -> Event:
-    """Raise ValueError for an event of a kind that this version does not know."""
+    """Convert an event; raises ValueError for a kind that this version does not know."""
     match response.WhichOneof("event"):
         case "delta":
             delta = response.delta
@@ -140,7 +140,7 @@ def prompt_scores_to_proto(scores: PromptScores) -> inference_pb2.PromptScores:
 
 
 def logprob_from_proto(message: common_pb2.TokenLogprob) -> TokenLogprob:
-    """Raise InvalidArgumentError unless the two lists have the same length."""
+    """Convert a log-probability; raises InvalidArgumentError if its lists differ in length."""
     if len(message.top_token_ids) != len(message.top_logprobs):
         raise InvalidArgumentError(
             "logprob.top_logprobs",

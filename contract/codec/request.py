@@ -1,7 +1,7 @@
-"""Clients' requests to protobuf and back.
+"""Converts clients' requests to protobuf and back.
 
-Deadline, priority and tenant are the call's metadata, not part of the message, and
-`add_special_tokens` is the router's own.
+Deadline, priority and tenant travel in the call's metadata, not in the message.
+`add_special_tokens` exists in the router only.
 """
 
 from contract.codec.fields import Converters, changed_fields, set_fields
@@ -26,7 +26,12 @@ _TO_PROTO: Converters = {"sampling": sampling_to_proto, "beam": beam_to_proto}
 
 
 def generate_request_from_proto(message: inference_pb2.GenerateRequest) -> GenerateRequest:
-    """Raise InvalidArgumentError if it has no prompt, or an unknown enum, or names an adapter."""
+    """Convert a request.
+
+    Raises:
+        InvalidArgumentError: It has no prompt, has an unknown enum value, or sets
+            `sampling.adapter`.
+    """
     if message.sampling.HasField("adapter"):
         raise InvalidArgumentError("sampling.adapter", "is set; name the adapter in model")
     if message.WhichOneof("prompt") is None:
@@ -37,7 +42,7 @@ def generate_request_from_proto(message: inference_pb2.GenerateRequest) -> Gener
 
 
 def generate_request_to_proto(request: GenerateRequest) -> inference_pb2.GenerateRequest:
-    """Raise ValueError if a field is set that the message lacks."""
+    """Convert a request; raises ValueError if a field is set that the message lacks."""
     given = changed_fields(request, _TO_PROTO)
     prompt = given.pop("prompt")
     if isinstance(prompt, str):
@@ -46,7 +51,7 @@ def generate_request_to_proto(request: GenerateRequest) -> inference_pb2.Generat
 
 
 def stop_options_to_bytes(request: GenerateRequest) -> bytes:
-    """Write what a router that resumes the request needs besides its `Submit`."""
+    """Serialize the options that another router needs, besides `Submit`, to resume the request."""
     return inference_pb2.GenerateRequest(
         stop=request.stop,
         include_stop_str_in_output=request.include_stop_str_in_output,
@@ -55,7 +60,7 @@ def stop_options_to_bytes(request: GenerateRequest) -> bytes:
 
 
 def stop_options_from_bytes(record: bytes) -> StopOptions:
-    """Raise `google.protobuf.message.DecodeError` for bytes that no router wrote."""
+    """Parse stop options; raises `google.protobuf.message.DecodeError` for malformed bytes."""
     message = inference_pb2.GenerateRequest.FromString(record)
     return StopOptions(
         tuple(message.stop), message.include_stop_str_in_output, message.skip_special_tokens
@@ -65,7 +70,7 @@ def stop_options_from_bytes(record: bytes) -> StopOptions:
 def resume_request_from_proto(
     message: inference_pb2.ResumeRequest, tenant: str, deadline: float | None
 ) -> ResumeRequest:
-    """Raise InvalidArgumentError without a request id."""
+    """Convert a request to resume; raises InvalidArgumentError if its request id is empty."""
     if not message.request_id:
         raise InvalidArgumentError("request_id", "is empty; it must name the request to resume")
     return ResumeRequest(

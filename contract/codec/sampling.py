@@ -1,4 +1,4 @@
-"""Sampling parameters, forms and beam searches to protobuf and back."""
+"""Converts sampling parameters, structured output and beam searches to protobuf and back."""
 
 from contract.codec.fields import Converters, changed_fields, set_fields
 from contract.errors import InvalidArgumentError
@@ -18,17 +18,21 @@ _EARLY_STOPPING_FROM_PROTO = {
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Raise InvalidArgumentError for an empty form; `SamplingParams.check` checks the ranges."""
+    """Convert without checking ranges, which `SamplingParams.check` does.
+
+    Raises:
+        InvalidArgumentError: `structured` is set but empty.
+    """
     return SamplingParams(**set_fields(message, _SAMPLING_FROM_PROTO))
 
 
 def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
-    """Leave fields at their defaults unset, which means the same."""
+    """Convert parameters; fields at their defaults stay unset."""
     return common_pb2.SamplingParams(**changed_fields(sampling, _SAMPLING_TO_PROTO))
 
 
 def structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOutput:
-    """Raise InvalidArgumentError unless a form is set."""
+    """Convert a form; raises InvalidArgumentError if none is set."""
     match name := message.WhichOneof("form"):
         case None:
             raise InvalidArgumentError(
@@ -45,7 +49,7 @@ def structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOut
 
 
 def structured_to_proto(structured: StructuredOutput) -> common_pb2.StructuredOutput:
-    """Raise InvalidArgumentError unless exactly one form is set."""
+    """Convert a form; raises InvalidArgumentError unless exactly one is set."""
     match name := structured.form:
         case "json_schema":
             return common_pb2.StructuredOutput(json_schema=structured.schema_text)
@@ -60,12 +64,16 @@ def adapter_from_proto(message: common_pb2.LoraAdapter) -> LoraAdapter:
 
 
 def _wanted_adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
-    """Write what a request says of an adapter: its directory is not part of a request."""
+    """Convert an adapter without its directory, which is not part of a request."""
     return common_pb2.LoraAdapter(name=adapter.name, digest=adapter.digest)
 
 
 def beam_from_proto(message: common_pb2.BeamSearch) -> BeamSearch:
-    """Raise InvalidArgumentError for an unknown enum; ranges are checked by `BeamSearch.check`."""
+    """Convert without checking ranges, which `BeamSearch.check` does.
+
+    Raises:
+        InvalidArgumentError: `early_stopping` is unknown.
+    """
     if message.early_stopping not in _EARLY_STOPPING_FROM_PROTO:
         raise InvalidArgumentError(
             "beam.early_stopping", f"is {message.early_stopping}, which this version does not know"
@@ -85,7 +93,7 @@ def beam_to_proto(beam: BeamSearch) -> common_pb2.BeamSearch:
     )
 
 
-# A parameter that is a number or a flag needs no row here.
+# Parameters that are numbers or flags are copied unchanged and need no entry here.
 _SAMPLING_FROM_PROTO: Converters = {
     "logit_bias": dict,
     "stop_token_ids": tuple,

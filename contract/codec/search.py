@@ -1,4 +1,4 @@
-"""How far a beam search is, as a worker keeps it for a later scheduler: `SearchNote`."""
+"""Converts the state of a beam search to the `SearchNote` that a worker keeps, and back."""
 
 from math import isnan
 
@@ -14,7 +14,7 @@ from quire.v1 import worker_pb2
 
 
 def search_to_note(state: SearchState) -> bytes:
-    """Make what a worker keeps of a search for a later scheduler."""
+    """Serialize the state of a search, for a worker to keep for a later scheduler."""
     note = worker_pb2.SearchNote(
         beams=map(_output_to_proto, state.beams),
         hypotheses=map(_output_to_proto, state.hypotheses),
@@ -23,10 +23,10 @@ def search_to_note(state: SearchState) -> bytes:
 
 
 def search_from_note(note: bytes) -> SearchState | None:
-    """Parse what a worker has kept; None: it was no search.
+    """Parse a note that a worker has kept; None if it is empty: the sequence was in no search.
 
     Raises:
-        InvalidArgumentError: It is not what a scheduler has written.
+        InvalidArgumentError: The note is malformed.
     """
     if not note:
         return None
@@ -43,10 +43,10 @@ def search_from_note(note: bytes) -> SearchState | None:
 def check_search(
     state: SearchState, num_row_tokens: int, max_model_len: int, vocab_size: int
 ) -> None:
-    """Check that a worker can have been left this note with a row of so many tokens.
+    """Check the search of a row with `num_row_tokens` tokens against the limits.
 
     Raises:
-        InvalidArgumentError: No search is of this size, or the model lacks a token of it.
+        InvalidArgumentError: It has too many outputs or tokens, or an unknown token id.
     """
     check_at_most("rows.note.beams", len(state.beams), MAX_BEAM_WIDTH)
     check_at_most("rows.note.hypotheses", len(state.hypotheses), MAX_BEAM_WIDTH)

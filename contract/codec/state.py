@@ -1,4 +1,4 @@
-"""What a worker holds, to protobuf and back."""
+"""Converts a worker's holdings to protobuf and back."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -24,7 +24,7 @@ from quire.v1 import worker_pb2
 _TIERS: Final = ("device", "host", "disk")
 _MAX_ROWS_BYTES: Final = 512 * 1024
 _MAX_LABELS: Final = 24 * 1024
-"""In one part of the holdings, as the one above."""
+# Both limit one part of the holdings.
 
 
 def holdings_to_proto(holdings: Holdings) -> worker_pb2.ReadHoldingsResponse:
@@ -63,13 +63,13 @@ def holdings_to_parts(holdings: Holdings) -> Iterator[worker_pb2.ReadHoldingsRes
 
 
 def holdings_from_proto(parts: Iterable[worker_pb2.ReadHoldingsResponse]) -> Holdings:
-    """Put the parts together, in the order in which they came.
+    """Join the parts in the order in which they arrived.
 
     Raises:
-        InvalidArgumentError: An array is not whole, or not parallel to the one beside it.
+        InvalidArgumentError: An array is malformed, or not parallel to its partner.
     """
     parts = list(parts)
-    if None in parts:  # so gRPC says that the bytes are no message
+    if None in parts:  # gRPC yields None for bytes that it cannot parse
         raise InvalidArgumentError("holdings", "cannot be parsed")
     return Holdings(
         rows=tuple(_row_from_proto(row) for part in parts for row in part.rows),
@@ -81,10 +81,10 @@ def holdings_from_proto(parts: Iterable[worker_pb2.ReadHoldingsResponse]) -> Hol
 
 
 def check_holdings(holdings: Holdings, info: WorkerInfo) -> None:
-    """Check that a worker of this size can hold it.
+    """Check that a worker of this size can hold `holdings`.
 
     Raises:
-        InvalidArgumentError: There is no room for it, or something is there twice.
+        InvalidArgumentError: A number exceeds the worker's size, or something occurs twice.
     """
     limits = info.limits
     check_at_most("rows", len(holdings.rows), limits.max_num_seqs)

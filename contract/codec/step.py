@@ -1,13 +1,13 @@
-"""Plans and results, to protobuf and back.
+"""Converts plans and results to protobuf and back.
 
-A step costs work per array that is not empty, not per sequence. Arrays are packed in `bytes` and
-unpacked without a copy.
+The work for a step grows with the number of arrays that are not empty, not with the number of
+sequences. Arrays are packed in `bytes` and unpacked without a copy.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 
@@ -27,7 +27,8 @@ from contract.errors import InvalidArgumentError
 from contract.hashing import BlockHash
 from contract.limits import Limits
 from contract.packing import pack_int32, unpack_int32
-from contract.step import NewSequence, Plan, PromptLogprobs, Result, StepId, TokenLogprob
+from contract.sampling import SamplingParams
+from contract.step import NewSequence, Plan, PromptLogprobs, Result, StepId, StepLogprob
 from quire.v1 import common_pb2, worker_pb2
 
 _BATCH_ARRAYS: Final = {
@@ -39,8 +40,8 @@ _BATCH_ARRAYS: Final = {
     "renamed_dst_block_ids": ("num_blocks", True),
     "labelled_block_ids": ("num_blocks", False),
 }
-"""Arrays of a plan, under the same names in a batch: the field of `Limits` that their values are
-below, and whether each may occur only once. `chunk_lens` is another."""
+"""Arrays with the same names in a plan and in a batch. For each: the field of `Limits` that bounds
+its values, and whether they must be distinct. `chunk_lens` is checked separately."""
 _MOVES: Final = {
     "copy_src_block_ids": ("num_blocks", False),
     "copy_dst_block_ids": ("num_blocks", True),
@@ -53,7 +54,7 @@ _MOVES: Final = {
     "disk_load_src_block_ids": ("num_disk_blocks", False),
     "disk_load_dst_block_ids": ("num_host_blocks", True),
 }
-"""Likewise, in the batch's `kv_commands`."""
+"""As `_BATCH_ARRAYS`, for the batch's `kv_commands`."""
 _PARALLEL: Final = {
     "appended_block_ids": "appended_rows",
     "chunk_lens": "chunk_rows",
@@ -85,18 +86,18 @@ _RESULT_ARRAYS: Final = (
 _IDENTITY_BYTES: Final = 32
 MAX_PIN_S: Final = 10**6
 _NOTE_BYTES_PER_TOKEN: Final = 80
-"""As in `quire.v1.NewSequence.note`, as the next."""
 _NOTE_BYTES_BESIDES: Final = 1024
+# `quire.v1.NewSequence.note` documents both limits.
 
-SamplingReader: TypeAlias = Callable[[worker_pb2.NewSequence, Limits], tuple[Any, int]]
-"""Reads a new sequence's sampling parameters, and the number of its LoRA adapter.
+SamplingReader: TypeAlias = Callable[[worker_pb2.NewSequence, Limits], tuple[SamplingParams, int]]
+"""Reads a new sequence's sampling parameters and the number of its LoRA adapter.
 
-Raises InvalidArgumentError if they cannot be.
+Raises InvalidArgumentError if they are invalid.
 """
 
 
 def plan_to_proto(plan: Plan, epoch: int, step_id_base: int) -> worker_pb2.StepBatch:
-    """Make the batch for a plan; its step id on the wire is `step_id_base` + the plan's."""
+    """Make the batch for a plan; its step id is `step_id_base` plus the plan's step id."""
     batch = worker_pb2.StepBatch(
         epoch=epoch, step_id=step_id_base + plan.step_id, num_decodes=plan.num_decodes
     )
@@ -155,7 +156,6 @@ def plan_from_proto(
 
 
 def result_to_proto(result: Result, epoch: int) -> worker_pb2.StepResult:
-    """Make the message for the result of a step of `epoch`."""
     message = worker_pb2.StepResult(epoch=epoch, step_id=result.step_id, execute_s=result.execute_s)
     for name in _RESULT_ARRAYS:
         if (values := getattr(result, name)).size:
@@ -170,9 +170,9 @@ def result_to_proto(result: Result, epoch: int) -> worker_pb2.StepResult:
 def result_from_proto(
     message: worker_pb2.StepResult, step_id_base: int, max_num_seqs: int
 ) -> Result:
-    """Parse a result, but for its log-probabilities; `step_id_base` as in `plan_to_proto`.
+    """Parse a result without its log-probabilities; `step_id_base` as in `plan_to_proto`.
 
-    Which rows must sample, and which blocks may move, `WorkerLedger` checks.
+    `WorkerLedger` checks which rows must sample and which blocks may move.
 
     Raises:
         InvalidArgumentError: Arrays that must be parallel are not, or a row is out of range.
@@ -192,8 +192,7 @@ def result_from_proto(
     return Result(StepId(message.step_id - step_id_base), execute_s=message.execute_s, **arrays)
 
 
-def token_logprob_to_proto(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
-    """Make the message for one token."""
+def token_logprob_to_proto(logprob: StepLogprob) -> common_pb2.TokenLogprob:
     return common_pb2.TokenLogprob(
         logprob=logprob.logprob,
         top_token_ids=logprob.top_token_ids.tolist(),
@@ -201,12 +200,12 @@ def token_logprob_to_proto(logprob: TokenLogprob) -> common_pb2.TokenLogprob:
     )
 
 
-def token_logprob_from_proto(message: common_pb2.TokenLogprob, field: str) -> TokenLogprob:
-    """Parse the log-probabilities of one token; raises InvalidArgumentError naming `field`."""
+def token_logprob_from_proto(message: common_pb2.TokenLogprob, field: str) -> StepLogprob:
+    """Parse one token's log-probabilities; raises InvalidArgumentError, which names `field`."""
     check_parallel(
         f"{field}.top_logprobs", message.top_logprobs, "top_token_ids", message.top_token_ids
     )
-    return TokenLogprob(
+    return StepLogprob(
         index=0,
         logprob=message.logprob,
         top_token_ids=np.array(message.top_token_ids, np.uint32).view(np.int32),
@@ -219,7 +218,7 @@ def _new_sequence_to_proto(seq: NewSequence) -> worker_pb2.NewSequence:
         **dict(zip(_SEQUENCE_FIELDS, _sequence_fields(seq), strict=True)),
         token_ids=pack_int32(seq.token_ids),
         block_ids=pack_int32(seq.block_ids),
-        sampling=common_pb2.SamplingParams.FromString(seq.sampling),
+        sampling=common_pb2.SamplingParams.FromString(cast("bytes", seq.sampling)),
         note=b"" if seq.search is None else search_to_note(seq.search),
     )
 

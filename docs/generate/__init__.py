@@ -1,1 +1,1 @@
-"""Writes the reference: every flag, metric, RPC and HTTP route, from the code that has them."""
+"""Generates the reference of flags, metrics, RPCs and HTTP routes from the code."""

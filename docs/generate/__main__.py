@@ -25,7 +25,7 @@ def pages() -> dict[str, str]:
 
 
 def stale() -> list[str]:
-    """Return the files that are not what code and measurements say."""
+    """Return the files that differ from the generated ones."""
     return [
         name
         for name, text in pages().items()
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     """Write the pages, or compare them; return the exit code."""
     if argv == ["--check"]:
         for name in (names := stale()):
-            print(f"docs/{name} is not what the code says: run `make docs`")
+            print(f"docs/{name} differs from the code: run `make docs`")
         return 1 if names else 0
     for name, text in pages().items():
         (DOCS / name).parent.mkdir(exist_ok=True)

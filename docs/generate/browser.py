@@ -1,6 +1,6 @@
-"""Opens the web page in a Chromium of this machine, without a window; downloads none.
+"""Opens the web page in this machine's Chromium, without a window.
 
-Run as a program it only says which one, and fails if there is none.
+As a program it only prints the Chromium's path, and fails if there is none.
 """
 
 import contextlib
@@ -13,18 +13,18 @@ from playwright.sync_api import Browser, sync_playwright
 
 _NAMES: Final = ("chromium", "chromium-browser", "google-chrome")
 
-# Containers give it neither user namespaces nor much of /dev/shm; it sees nothing but our own page.
+# In containers it has no user namespaces and little /dev/shm. It opens only our own page.
 _ARGUMENTS: Final = ("--no-sandbox", "--disable-dev-shm-usage")
 
 
 def find_browser() -> str | None:
-    """Return the path of a Chromium; None: there is none."""
+    """Return the path of a Chromium, or None."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 @contextlib.contextmanager
 def open_browser(path: str) -> Iterator[Browser]:
-    """Run it for the time of the block."""
+    """Run a browser during the block."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=[*_ARGUMENTS])
         try:

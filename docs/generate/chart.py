@@ -1,4 +1,4 @@
-"""Draws docs/measurements/*.json as bar charts: us beside a peer, one panel per metric."""
+"""Draws docs/measurements/*.json as bar charts: Quire beside a peer, one panel per metric."""
 
 import json
 from html import escape

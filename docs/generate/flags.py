@@ -29,7 +29,7 @@ wins over its variable, and that over the default. `--help` says the same.
 
 
 def commands() -> dict[str, type[BaseSettings]]:
-    """Return each subcommand's settings, by what is typed: what its module parses."""
+    """Return the settings that each subcommand parses, by the words of the command."""
     found = {}
     for name in COMMANDS:
         module = importlib.import_module(f"quire.cli.commands.{name.replace('-', '_')}")

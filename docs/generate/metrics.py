@@ -1,4 +1,4 @@
-"""The metrics of every process: what a scrape of it would name."""
+"""The metrics of every process, with the names of a scrape."""
 
 from collections import Counter
 
@@ -8,6 +8,7 @@ from prometheus_client.registry import Collector
 
 import gpu_worker.metrics
 import router.metrics
+import rpc.http_server
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
 
@@ -18,13 +19,14 @@ vLLM's where it has the same. Counters end in `_total`; histograms have `_bucket
 """
 
 Row = tuple[str, str, tuple[str, ...], str]
-"""Name, kind, labels, what it is."""
+"""Name, kind, labels, description."""
 
 
 def page() -> str:
     """Return the page, in Markdown."""
     parts = [_HEAD]
     for title, rows in (
+        ("Every process", _of_module(rpc.http_server)),
         ("Router", _of_module(router.metrics)),
         ("Scheduler", _of_scheduler()),
         ("Worker", _of_module(gpu_worker.metrics)),
@@ -36,13 +38,18 @@ def page() -> str:
 
 
 def names() -> set[str]:
-    """Return every metric's name, as it is declared."""
+    """Return every metric's declared name."""
     return set(kinds())
 
 
 def kinds() -> dict[str, str]:
     """Return every metric's kind, by name."""
-    rows = [*_of_module(router.metrics), *_of_scheduler(), *_of_module(gpu_worker.metrics)]
+    rows = [
+        *_of_module(rpc.http_server),
+        *_of_module(router.metrics),
+        *_of_scheduler(),
+        *_of_module(gpu_worker.metrics),
+    ]
     return {name: kind for name, kind, *_ in rows}
 
 
@@ -52,7 +59,7 @@ def _of_module(module: object) -> list[Row]:
 
 
 def _of_metric(metric: MetricWrapperBase) -> Row:
-    # What a metric says of itself before it has been counted is not public.
+    # prometheus_client has no public API for a metric's description and labels.
     labels = tuple(metric._labelnames)  # noqa: SLF001
     return _name(metric._name, metric._type), metric._type, labels, metric._documentation  # noqa: SLF001
 
@@ -73,7 +80,7 @@ def _of_scheduler() -> list[Row]:
     ]
     for collector in collectors:
         for family in collector.collect():
-            # Without a worker there are no samples, which would have the labels' names.
+            # Without a worker there are no samples from which to read the labels.
             labels = tuple(family._labelnames)  # type: ignore[attr-defined]  # noqa: SLF001
             rows += [(_name(family.name, family.type), family.type, labels, family.documentation)]
     return sorted(rows)

@@ -20,9 +20,9 @@ from router.ui.api import Ui
 
 _HEAD = """# HTTP
 
-The router speaks OpenAI's API; fields, errors and streams are as there, and an unknown field is
-refused by name. `/ui` is a page for people ([screens.md](../screens.md)); what is below `/ui/api`
-is for that page, and changes with it. Every process answers the probes.
+The router serves OpenAI's API with its fields, errors and streams; an unknown field is refused by
+name. `/ui` is a page for people ([screens.md](../screens.md)); the routes below `/ui/api` are for
+that page, and change with it. Every process answers the probes.
 
 | | |
 |---|---|
@@ -31,28 +31,28 @@ is for that page, and changes with it. Every process answers the probes.
 _FIELDS = """
 ## Fields
 
-A field that is accepted is honoured, of OpenAI's and of vLLM's alike. These have no effect on an
-output, and are accepted: {no_effect}. They label records, which are not kept (`store: true` is
-refused), or help to find a cached prefix, which is found without.
+An accepted field is honoured, whether it is OpenAI's or vLLM's. These fields are accepted, although
+they have no effect on an output: {no_effect}. They label records, which Quire does not keep
+(`store: true` is refused), or help to find a cached prefix, which Quire finds without them.
 
 `tools` needs a model whose chat template has a place for them. With `tool_choice` "auto", calls
 that the model writes as `<tool_call>{{"name": …, "arguments": {{…}}}}</tool_call>` (Qwen, Hermes)
-become `message.tool_calls`; where the template shows another way of writing them, "auto" is refused
+become `message.tool_calls`; if the template shows another form of calls, "auto" is refused
 by name, and so is a function with `strict: true`. With "required", or a function's name, the output
-is made to be one call, whatever the model's way, and its arguments follow the function's JSON
-schema. `finish_reason` is "tool_calls" behind calls, unless the output was cut at `max_tokens`.
+is forced to be one call, for any model, and its arguments follow the function's JSON
+schema. `finish_reason` is "tool_calls" after calls, unless the output was cut at `max_tokens`.
 
 `stream_options` takes `include_usage`, and with it vLLM's `continuous_usage_stats`: each event has
 the tokens so far.
 
-An error's `type`, `param` and `message` say what was wrong; its `code` is a word (`not_found`,
+An error's `type`, `param` and `message` describe the problem; its `code` is a word (`not_found`,
 `rate_limit_exceeded` …) or null.
 
 | path | fields |
 |---|---|
 {taken}
 
-Refused by name, except with the value that asks for nothing:
+These fields are refused by name, except with their neutral value:
 
 | path | fields |
 |---|---|
@@ -100,7 +100,7 @@ def _neutral(field: tuple[str, tuple[object, ...]]) -> str:
 
 
 def probe_paths() -> dict[str, str]:
-    """Return the probes' paths, and what each says."""
+    """Return the probes' paths, each with its description."""
     told = {
         "/health": "200 while nothing is wrong with the process, else 503 and what",
         "/ready": "200 if it takes requests, else 503, what it is doing and how far it is",
@@ -115,9 +115,9 @@ def probe_paths() -> dict[str, str]:
 
 
 def router_routes() -> list[tuple[str, str, str]]:
-    """Return method, path and the first line of what the handler says of itself."""
+    """Return method, path and the first line of the handler's docstring."""
     app = web.Application()
-    app.add_routes(openai_routes(cast(Any, None), cast(Any, None), guard=None))
+    app.add_routes(openai_routes(cast(Any, None), cast(Any, None), max_body_bytes=0))
     app.add_routes(Ui(cast(Any, None)).routes())
     found = []
     for route in app.router.routes():

@@ -14,7 +14,7 @@ What each service offers; the messages' fields are explained in the `.proto` fil
 process also answers `grpc.health.v1.Health` and server reflection.
 """
 _SERVICE, _METHOD = 6, 2
-"""Numbers of fields of FileDescriptorProto and ServiceDescriptorProto, of which paths are made."""
+"""Field numbers in FileDescriptorProto and ServiceDescriptorProto, used in comments' paths."""
 
 
 def page(protos: Path) -> str:

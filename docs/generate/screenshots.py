@@ -1,7 +1,7 @@
 """`python -m docs.generate.screenshots` takes the pictures in docs/screenshots.
 
-They show what a machine without a GPU does with the shipped model and very little memory, so that
-there is something to see: sharing, eviction, preemption, swapping.
+They show the shipped model on a machine without a GPU and with very little memory, so that
+sharing, eviction, preemption and swapping are visible.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ _FLAGS: Final = {
     "disk_kv_memory_gb": 0.03,
 }
 _WATCH_S: Final = 20.0
-"""Until the timeline has something to show."""
+"""Time until the timeline has enough steps."""
 _PROMPT: Final = 'def is_prime(n):\n    """Return whether n is a prime number."""\n'
 _SHOWN_CHARS: Final = 250
 _NUMBERS: Final = itertools.count()
 _FONT: Final = re.compile(r"@font-face \{.*?\}", re.DOTALL)
-"""A picture must not fetch anything."""
+"""Fonts are removed, because a picture must not fetch anything."""
 
 
 def main() -> int:
@@ -117,7 +117,7 @@ def _open(browser: Browser, info: ServiceInfo, height: int) -> Page:
 
 @contextlib.contextmanager
 def _load(target: str, num_streams: int) -> Iterator[None]:
-    """Have so many clients ask for one output after another, for the time of the block."""
+    """Run `num_streams` clients during the block, each with one request after another."""
     stop = threading.Event()
     with Client(target) as client:
         threads = [

@@ -1,6 +1,6 @@
 """Orders copies between device and host against computation on a GPU, and counts them.
 
-Events keep the order: the host never waits for the link, and computation waits only where it must.
+Events keep the order: the host never waits for a copy, and computation waits only if it needs one.
 """
 
 import time
@@ -23,13 +23,13 @@ class CopyStreams:
         self._stored_staging: torch.cuda.Event | None = None
 
     def begin_staging(self) -> None:
-        """Make work enqueued next wait for the last `storing_staged`."""
+        """Make later work wait for the copies of the last `storing_staged`."""
         if self._stored_staging is not None:
             torch.cuda.current_stream().wait_event(self._stored_staging)
 
     @contextmanager
     def storing_staged(self) -> Iterator[None]:
-        """Copies within come after all work enqueued before; later work does not wait for them."""
+        """Copies in this context follow all earlier work; later work does not wait for them."""
         self._store.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._store):
             yield
@@ -37,7 +37,7 @@ class CopyStreams:
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Copies within come after all work enqueued before, and before all that follows.
+        """Copies in this context follow all earlier work, and all later work waits for them.
 
         So later work may overwrite the device blocks.
         """
@@ -49,14 +49,14 @@ class CopyStreams:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Copies within come after all earlier work and stores, and before `end_loading`."""
+        """Copies in this context follow all earlier work and stores; see `end_loading`."""
         self._load.wait_stream(torch.cuda.current_stream())
         self._load.wait_stream(self._store)
         with torch.cuda.stream(self._load):
             yield
 
     def end_loading(self) -> None:
-        """Make work enqueued next wait for the loads."""
+        """Make later work wait for the loads."""
         torch.cuda.current_stream().wait_stream(self._load)
 
     def await_stores(self) -> None:
@@ -80,7 +80,7 @@ class _UnderWay:
 class TransferMeter:
     """Counts bytes and seconds of copies between device and host. Called from one thread.
 
-    A GPU's time is read from events, so its copies are counted later.
+    A GPU's copies are timed by events, so they are counted when they have ended.
     """
 
     def __init__(self, *, is_cuda: bool) -> None:
@@ -89,7 +89,7 @@ class TransferMeter:
 
     @contextmanager
     def measure(self, direction: str, num_bytes: int) -> Iterator[None]:
-        """Count the copies made, or enqueued on the current stream, within."""
+        """Count the copies that are made, or enqueued on the current stream, in this context."""
         if not self._is_cuda:
             start_s = time.perf_counter()
             yield

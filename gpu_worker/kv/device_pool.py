@@ -1,6 +1,6 @@
 """The KV memory of one device: blocks, each one contiguous run of bytes over all layers.
 
-Symbols: `B` blocks, including those that the pool could still grow by, `P` block size (token
+Symbols: `B` blocks of the largest size that the pool can grow to, `P` block size (token
 slots), `HKV` kv heads, `D` head dim, `Y` bytes of a block.
 """
 
@@ -27,8 +27,8 @@ class KvPool:
     """Keys and values of `num_blocks` blocks, numbered [0, num_blocks).
 
     Block-major, so that moving a block is one contiguous transfer; `layout.py` defines the inside
-    of a block. The pool allocates nothing and knows no owner: block numbers are the scheduler's. It
-    changes by `store_kv` through the views, and by `copy`.
+    of a block. The scheduler allocates blocks and knows their owners; the pool does not. Only
+    `store_kv`, through the views, and `copy` change its contents.
 
     Over elastic memory it can be resized. The views cover all blocks that may ever exist, so they
     never change; blocks from `num_blocks` on must not be read or written.
@@ -46,10 +46,10 @@ class KvPool:
         """Allocate zeroed memory: an unwritten slot may be read and multiplied by 0.
 
         Args:
-            config: Of the model, or of this rank's part.
+            config: The model's config, or that of this rank's part.
             num_blocks: Initial size.
             block_size: Token slots of a block.
-            dtypes: What K and V are stored in.
+            dtypes: The dtypes in which K and V are stored.
             device: Where the memory is.
             memory: Elastic memory for `num_blocks` blocks, on that device; None: the size is fixed.
         """
@@ -86,12 +86,12 @@ class KvPool:
         return self._keys[layer].scales
 
     def value_scales(self, layer: int) -> torch.Tensor | None:
-        """Scales of one layer's values; as `key_scales`."""
+        """Scales of one layer's values: see `key_scales`."""
         return self._values[layer].scales
 
     @property
     def blocks_as_bytes(self) -> torch.Tensor:
-        """All blocks as bytes, for moving them: a view uint8[B, Y]."""
+        """All blocks as bytes, a view uint8[B, Y] for copies of whole blocks."""
         return self._blocks
 
     def resize(self, num_blocks: int) -> None:
@@ -110,7 +110,7 @@ class KvPool:
             self._memory.close()
 
     def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
-        """Copy whole blocks `src` to `dst`, as if every read came before every write.
+        """Copy whole blocks `src` to `dst`; all reads come before all writes.
 
         Args:
             src: int64[N] block numbers, on the pool's device.

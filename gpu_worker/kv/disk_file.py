@@ -18,7 +18,7 @@ _PAGE_BYTES = 4096
 
 
 class LostRecordError(Exception):
-    """A record was not written or read as it should be."""
+    """A record could not be written or read back intact."""
 
 
 class DiskFile:
@@ -37,7 +37,7 @@ class DiskFile:
         self._extent_bytes = self.extent_bytes(block_bytes, codec)
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - see close
         os.ftruncate(self._file.fileno(), num_blocks * self._extent_bytes)
-        # Records are read whole and in no order: no read-ahead.
+        # Records are read whole and in random order, so read-ahead would be wasted.
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         self._record_bytes = np.zeros(num_blocks, np.int64)
         """int64[num_blocks]: length of each record; 0: the disk block is empty."""
@@ -45,7 +45,7 @@ class DiskFile:
 
     @staticmethod
     def extent_bytes(block_bytes: int, codec: RecordCodec | None) -> int:
-        """Bytes reserved per disk block: whole pages, so that no write touches a neighbour."""
+        """Bytes reserved per disk block: whole pages, so that writes do not share a page."""
         record_bytes = block_bytes if codec is None else codec.record_bytes
         return -(-record_bytes // _PAGE_BYTES) * _PAGE_BYTES
 
@@ -80,7 +80,7 @@ class DiskFile:
         """
         num_bytes = int(self._record_bytes[disk_block])
         if not num_bytes:
-            raise LostRecordError("nothing was written")
+            raise LostRecordError("the disk block is empty")
         codec = self._codec if num_bytes < self._block_bytes else None
         record = out if codec is None else np.empty(num_bytes, np.uint8)
         offset = disk_block * self._extent_bytes
@@ -88,7 +88,7 @@ class DiskFile:
         if num_read != num_bytes:
             raise LostRecordError(f"{num_read} of {num_bytes} bytes were read")
         if isal_zlib.crc32(record) != self._checksums[disk_block]:
-            raise LostRecordError("what was read is not what was written")
+            raise LostRecordError("the checksum differs from that of the written record")
         if codec is not None:
             codec.decode(record, out)
         return num_bytes

@@ -26,7 +26,7 @@ _NUM_STORING, _NUM_LOADING = 2, 4
 behind a store."""
 _STAGING_BYTES = 256 * 1024**2
 _MAX_WAIT_S = 0.25
-"""How long all stores of a step together wait for room in the staging area."""
+"""Most seconds that all stores of a step together wait for room in the staging area."""
 
 _Work: TypeAlias = Callable[[int, int], int]
 """Moves a block from source to target; returns the bytes read or written on disk."""
@@ -48,7 +48,7 @@ class _Move:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DiskEnds:
+class EndedMoves:
     """Moves that have ended, by their targets."""
 
     stored: Int32Array
@@ -60,15 +60,15 @@ class DiskEnds:
 
 
 _NONE = np.empty(0, np.int32)
-NO_ENDS = DiskEnds(_NONE, _NONE, _NONE, _NONE)
+NO_ENDED_MOVES = EndedMoves(_NONE, _NONE, _NONE, _NONE)
 
 
 class DiskPool:
     """Disk blocks [0, num_blocks). Called from one thread; knows no owner.
 
     A store copies its source at the call to a staging area of bounded size. A step's stores wait
-    briefly for room there, then fail: that loses a cached block or makes a sequence recompute,
-    while waiting for a slow disk would hold up all sequences.
+    briefly for room there, then fail. A failed store loses a cached block or makes one sequence
+    recompute; waiting for a slow disk would delay all sequences.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DiskPool:
             host_blocks: uint8[BH, E], the memory of the host blocks.
             num_blocks: BD.
             directory: Where to create the file.
-            codec: How blocks are encoded on disk; None: as in the host.
+            codec: How blocks are encoded on disk; None: as on the host.
 
         Raises:
             OSError: No file can be created there.
@@ -97,12 +97,12 @@ class DiskPool:
         self._storing = ThreadPoolExecutor(_NUM_STORING, "disk-store")
         self._loading = ThreadPoolExecutor(_NUM_LOADING, "disk-load")
         self._lock = threading.Lock()
-        """Guards `_under_way` and `_ended`, which the threads change, too."""
+        """Guards `_under_way` and `_ended`, which the disk threads also change."""
         self._under_way: dict[_Move, Future[None]] = {}
         """Moves in flight, in the order of their steps."""
         self._ended: list[tuple[_Move, bool]] = []
         """Ended moves, and whether each succeeded."""
-        self._told: set[_Kind] = set()
+        self._logged: set[_Kind] = set()
 
     def store(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
         """Start storing host blocks `src`, as they are now, to disk blocks `dst`.
@@ -138,8 +138,8 @@ class DiskPool:
             move = _Move(_Kind.LOAD, host_block, step_id)
             self._start(self._loading, move, self._read, disk_block, host_block)
 
-    def has_news(self, step_id: int) -> bool:
-        """Whether a move of this or an earlier step has ended and was not taken."""
+    def has_ended_moves(self, step_id: int) -> bool:
+        """Whether a move of this or an earlier step has ended since the last `take_ended`."""
         with self._lock:
             return any(move.step_id <= step_id for move, _ in self._ended)
 
@@ -149,10 +149,10 @@ class DiskPool:
             oldest = next(iter(self._under_way), None)
         return oldest is not None and oldest.step_id <= step_id
 
-    def take_ended(self, step_id: int) -> DiskEnds:
-        """Take the moves of this and earlier steps that have ended since the last call."""
+    def take_ended(self, step_id: int) -> EndedMoves:
+        """Return the moves of this and earlier steps that have ended since the last call."""
         if not self._ended:  # as in most steps
-            return NO_ENDS
+            return NO_ENDED_MOVES
         with self._lock:
             taken = [each for each in self._ended if each[0].step_id <= step_id]
             self._ended = [each for each in self._ended if each[0].step_id > step_id]
@@ -161,7 +161,7 @@ class DiskPool:
             chosen = [m.target for m, is_good in taken if m.kind is kind and is_good == good]
             return np.array(chosen, np.int32)
 
-        return DiskEnds(
+        return EndedMoves(
             stored=targets(_Kind.STORE, good=True),
             failed_stores=targets(_Kind.STORE, good=False),
             loaded=targets(_Kind.LOAD, good=True),
@@ -206,7 +206,7 @@ class DiskPool:
     def _start(
         self, threads: ThreadPoolExecutor, move: _Move, work: _Work, source: int, target: int
     ) -> None:
-        with self._lock:  # entered before it can end
+        with self._lock:  # so that the move is registered before it can end
             self._under_way[move] = threads.submit(self._run, move, work, source, target)
 
     def _run(self, move: _Move, work: _Work, source: int, target: int) -> None:
@@ -238,7 +238,7 @@ class DiskPool:
         return self._file.read(disk_block, self._host_blocks[host_block])
 
     def _warn_once(self, kind: _Kind, problem: Exception) -> None:
-        """Log the first failure of each kind only: a full disk has thousands. All are counted."""
-        if kind not in self._told:
-            self._told.add(kind)
+        """Log the first failure of each kind only, because a full disk causes thousands."""
+        if kind not in self._logged:
+            self._logged.add(kind)
             _log.warning("a disk move of a KV block failed", move=kind, problem=str(problem))

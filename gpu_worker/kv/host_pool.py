@@ -5,9 +5,9 @@ host: Y, or fewer with a codec.
 
 On CUDA the copies run on two streams of their own, one per direction (`copy_streams.py`). The
 computing stream may overwrite blocks that are swapped out, so it first gathers them in a staging
-area, from which they are copied to the host; if there are too many for the staging area, it waits
-for the copies instead. Swap-ins are waited for one step later. On a CPU all copies are done when a
-call returns.
+area, from which they are copied to the host. If there are too many for the staging area, it waits
+for the copies instead. Computation waits for a swap-in one step later. On a CPU all copies are done
+when a call returns.
 """
 
 import mmap
@@ -46,8 +46,8 @@ class HostRegistry(Protocol):
 def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
     """Zeroed pinned uint8[num_bytes], at least 1; unpinned with the last tensor that views it.
 
-    Torch's own allocator for pinned memory rounds up to a power of two: 8 GiB for 5. It is used,
-    with a warning, only if the memory cannot be registered.
+    Torch's own allocator for pinned memory rounds up to a power of two: 8 GiB instead of 5. It is
+    used, with a warning, only if the memory cannot be registered.
     """
     memory = mmap.mmap(-1, num_bytes)
     array = np.frombuffer(memory, np.uint8)
@@ -55,21 +55,21 @@ def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
     if error := int(registry.cudaHostRegister(address, num_bytes, 0)):
         _log.warning("host memory is pinned by torch: cudaHostRegister failed", error=error)
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
-    # The tensors keep the array alive, and the finalizer the map: it is unmapped after
-    # unregistering.
-    weakref.finalize(array, _let_go, registry, address, memory).atexit = False
+    # The tensors keep the array alive, and the finalizer keeps the map alive, so the map is
+    # unmapped after it is unregistered.
+    weakref.finalize(array, _unpin, registry, address, memory).atexit = False
     return torch.from_numpy(array)
 
 
-def _let_go(registry: HostRegistry, address: int, _memory: mmap.mmap) -> None:
+def _unpin(registry: HostRegistry, address: int, _memory: mmap.mmap) -> None:
     registry.cudaHostUnregister(address)
 
 
 _CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
-"""Bytes encoded or decoded at once, by device. The work space is several times that; on a CPU it
-should fit the caches."""
+"""Bytes encoded or decoded at once, by device. The work space is several times as large; on a CPU
+it should fit the caches."""
 STAGING_BYTES = 64 * 1024**2
-"""Staging area on a GPU: about a millisecond of the link."""
+"""Staging area on a GPU: the link copies it in about a millisecond."""
 
 
 class HostPool:
@@ -138,7 +138,7 @@ class HostPool:
         self._meter.count_ended()
 
     def swap_out(self, src: Int32Array, dst: Int32Array) -> None:
-        """Copy device blocks `src`, as computed by earlier steps, to host blocks `dst`.
+        """Copy device blocks `src`, with the contents of earlier steps, to host blocks `dst`.
 
         Args:
             src: int32[N] device blocks.
@@ -158,7 +158,8 @@ class HostPool:
         """Copy host blocks `src` to device blocks `dst`; visible after the next `begin_step`.
 
         Args:
-            src: int32[N] host blocks, swapped out by earlier steps or accepted.
+            src: int32[N] host blocks, which `swap_out` has filled in earlier steps, or `accept`
+            trusts.
             dst: int32[N] device blocks, parallel to `src`, each at most once.
 
         Returns:
@@ -181,7 +182,7 @@ class HostPool:
         return dst[~is_intact]
 
     def accept(self, blocks: Int32Array) -> None:
-        """Trust int32[N] host blocks as they are now: remember their checksums."""
+        """Trust the present contents of int32[N] host blocks: store their checksums."""
         if self._checksums is not None:
             self._await_stores()
             for block in blocks.tolist():
@@ -209,9 +210,9 @@ class HostPool:
 
     def _store_staged(self, src: Int32Array, dst: Int32Array, staging: torch.Tensor) -> None:
         """Gather the blocks in the staging area, and store them while the device computes."""
-        assert self._streams is not None, "it has staging"
+        assert self._streams is not None, "only called with a staging area"
         self._streams.begin_staging()
-        order = np.argsort(dst)  # then runs depend on host blocks only
+        order = np.argsort(dst)  # then only host blocks break runs
         ops.gather_blocks(self._device_blocks, self._on_device(src[order]), staging)
         with (
             self._streams.storing_staged(),

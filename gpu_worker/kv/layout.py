@@ -4,7 +4,7 @@ Symbols: `P` block size (token slots), `HKV` kv heads, `D` head dim.
 
 Layer after layer, a block holds the keys, then the values, each `[P][HKV][D]`, each followed by its
 scales `[P][HKV]` if the layer is quantized. Quantized numbers and scales take multiples of 16
-bytes, so that what follows is aligned for any dtype and for wide reads.
+bytes, so that the next part is aligned for any dtype and for wide reads.
 """
 
 from collections.abc import Set as AbstractSet
@@ -17,7 +17,7 @@ from gpu_worker.models.config import ModelConfig
 from kernels.kv_formats import LARGEST, SCALE_DTYPE
 
 KvDtypes: TypeAlias = torch.dtype | tuple[torch.dtype, ...]
-"""What K and V are stored in: one dtype, or one per layer."""
+"""The dtype in which K and V are stored: one for all layers, or one per layer."""
 
 _QUANTIZED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _ALIGNMENT: Final = 16
@@ -28,7 +28,7 @@ def kv_dtypes(
 ) -> KvDtypes:
     """The storage dtype of each layer of a model that computes in `dtype`.
 
-    `kv_cache_dtype` is "auto", "int8" or "fp8"; `skip_layers` store `dtype` itself.
+    `kv_cache_dtype` is "auto", "int8" or "fp8"; the layers in `skip_layers` store `dtype`.
     """
     stored = _QUANTIZED.get(kv_cache_dtype, dtype)
     return tuple(dtype if layer in skip_layers else stored for layer in range(num_layers))
@@ -36,7 +36,7 @@ def kv_dtypes(
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Which bytes of a block are the keys, or the values, of one layer."""
+    """The bytes of a block that hold the keys, or the values, of one layer."""
 
     dtype: torch.dtype
     numbers: slice
@@ -47,7 +47,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Which bytes of a block hold what."""
+    """Where the keys and values of each layer are in a block."""
 
     keys: tuple[Side, ...]
     """By layer."""
@@ -67,7 +67,7 @@ class BlockLayout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number; 1 if any layer is quantized."""
+        """Bytes of a stored number; 1 if any layer is quantized."""
         return 1 if self.is_quantized else self.keys[0].dtype.itemsize
 
 
@@ -75,7 +75,7 @@ def block_layout(config: ModelConfig, block_size: int, dtypes: KvDtypes) -> Bloc
     """Lay out blocks of `block_size` token slots.
 
     Raises:
-        ValueError: `dtypes` has another number of layers.
+        ValueError: `dtypes` has not one dtype for each layer.
     """
     if isinstance(dtypes, torch.dtype):
         dtypes = (dtypes,) * config.num_layers

@@ -16,7 +16,7 @@ def pick_device(name: str, number: int = 0) -> torch.device:
 
     Args:
         name: The setting `device`.
-        number: Of the GPU, if `name` has none.
+        number: The GPU's number, if `name` has none.
 
     Raises:
         ModelError: There is no such device.
@@ -42,7 +42,7 @@ def device_name(device: torch.device) -> str:
 
 
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The number format to run in; "auto" is the checkpoint's, or float32 where that one is slow.
+    """The number format to run in; "auto" is the checkpoint's, or float32 if that one is slow here.
 
     CPUs have no arithmetic for float16, and only some have it for bfloat16.
     """
@@ -57,7 +57,7 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
 def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
     """Set torch's number of threads, by default `num_physical_cores`.
 
-    Returns the number: one share of it if `num_sharing` processes share the cores.
+    Returns the number. If `num_sharing` processes share the cores, each gets an equal share.
     """
     count = max(1, (num_threads or num_physical_cores()) // num_sharing)
     torch.set_num_threads(count)
@@ -65,7 +65,7 @@ def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
 
 
 def num_physical_cores() -> int:
-    """Physical cores that this process may use; logical ones if the system does not tell."""
+    """Physical cores that this process may use; logical ones if the system does not report them."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     allowed = os.sched_getaffinity(0)

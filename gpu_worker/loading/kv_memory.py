@@ -45,7 +45,7 @@ def blocks_in(num_bytes: float, bytes_per_block: int) -> int:
     """How many blocks fit `num_bytes`.
 
     Raises:
-        NoRoomError: Not even one does.
+        NoRoomError: Not even one fits.
     """
     if num_bytes < bytes_per_block:
         raise NoRoomError(
@@ -56,15 +56,15 @@ def blocks_in(num_bytes: float, bytes_per_block: int) -> int:
 
 
 def free_cpu_kv_bytes() -> int:
-    """Default KV memory on a CPU: 1 GiB, or half of what is free if that is less."""
+    """Default KV memory on a CPU: 1 GiB, or half of the free memory if that is less."""
     return min(_DEFAULT_CPU_BYTES, int(available_bytes() * _CPU_SHARE))
 
 
 def free_host_kv_bytes(device: torch.device) -> int:
     """Default host memory for KV.
 
-    With a GPU 4 GiB, or a quarter of what is free if that is less: it is pinned, which takes it
-    from all other processes. With a CPU none: the pool could hold the same KV in the same memory.
+    With a GPU 4 GiB, or a quarter of the free memory if that is less, because no other process can
+    use pinned memory. On a CPU none: the pool could hold the same KV in the same memory.
     """
     if device.type != "cuda":
         return 0
@@ -82,10 +82,10 @@ def free_gpu_kv_bytes(
     *,
     has_graphs: bool,
 ) -> int:
-    """KV memory on a GPU: its share of the memory, less what the largest step needs beside it.
+    """KV memory on a GPU: `utilization` of its memory, less what the largest step needs.
 
     Runs that step, with all `ranks` if the model is on several devices. `limits.num_blocks` is
-    ignored. With `has_graphs` it leaves room for CUDA graphs, too, whose memory no other step can
+    ignored. With `has_graphs` it also leaves room for CUDA graphs, whose memory other steps cannot
     use.
     """
     profiled = _run_largest_step(model, config, limits, dtypes, device, ranks)
@@ -105,14 +105,15 @@ def _run_largest_step(
     device: torch.device,
     ranks: Ranks | None,
 ) -> int:
-    """Peak bytes that torch allocates during that step, weights included."""
+    """Peak bytes that torch reserves during that step, weights and fragmentation included."""
     step = largest_step(limits)
     num_blocks = sum(len(new.block_ids) for new in step.new_sequences)
     limits = replace(limits, num_blocks=num_blocks)
-    pool = KvPool(config, num_blocks, limits.block_size, dtypes, device)
+    torch.cuda.empty_cache()  # what loading the weights has freed
     torch.cuda.reset_peak_memory_stats(device)
+    pool = KvPool(config, num_blocks, limits.block_size, dtypes, device)
     Executor(model, pool, limits, (), device, ranks=ranks).step(step)
-    peak = torch.cuda.max_memory_allocated(device)
+    peak = torch.cuda.max_memory_reserved(device)
     del pool
     torch.cuda.empty_cache()
     return peak
@@ -121,7 +122,7 @@ def _run_largest_step(
 def _run_largest_graph(
     model: Decoder, config: ModelConfig, limits: Limits, dtypes: KvDtypes, device: torch.device
 ) -> int:
-    """Bytes that graphs hold: those of the largest, because all of them share it."""
+    """Bytes that all graphs hold: the largest one's, because the others share its memory."""
     pool = KvPool(config, 1, limits.block_size, dtypes, device)
     last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
     before = torch.cuda.memory_allocated(device)
@@ -135,9 +136,9 @@ def _run_largest_graph(
 
 
 def largest_step(limits: Limits) -> Plan:
-    """The largest step: most tokens, over most rows, all of which sample.
+    """The largest step: the most tokens over the most rows, and each row samples.
 
-    They use the sampling parameters that take most memory. Blocks are numbered from 0.
+    The rows use the sampling parameters that take most memory. Blocks are numbered from 0.
     """
     num_rows = limits.max_num_seqs
     # Leaves room for the sampled token.
@@ -177,9 +178,9 @@ def open_pool_memory(
 ) -> ElasticMemory | None:
     """Map resizable memory of `num_blocks` blocks; None if the pool's size is fixed.
 
-    On a GPU it is fixed unless the operator sets max-kv-memory-gb: the driver's calls have not been
-    proved on hardware. On a CPU it is fixed, with a warning, if the system refuses to reserve so
-    many addresses.
+    On a GPU the size is fixed unless the operator sets max-kv-memory-gb, because the driver's calls
+    have not run on hardware yet. On a CPU it is fixed, with a warning, if the system refuses to
+    reserve so many addresses.
 
     Raises:
         ModelError: max-kv-memory-gb cannot be honoured, or is less than the initial size.

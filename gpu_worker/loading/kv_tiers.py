@@ -58,8 +58,8 @@ def open_lower_tiers(settings: WorkerSettings, pool: KvPool, config: ModelConfig
         return LowerTiers(host_pool, _open_disk_pool(settings, host_pool, pool, config))
     if settings.disk_kv_memory_gb:
         raise ModelError(
-            f"disk-kv-memory-gb is {settings.disk_kv_memory_gb}, but there are no host blocks, "
-            "through which KV gets to the disk: set host-kv-memory-gb"
+            f"disk-kv-memory-gb is {settings.disk_kv_memory_gb}, but KV reaches the disk through"
+            " host blocks, and there are none: set host-kv-memory-gb"
         )
     return LowerTiers()
 

@@ -1,7 +1,7 @@
 """Measures swap bandwidth, disk bandwidth and prefill rate, for the swap-or-recompute decision.
 
-Measured once, at the start: later, steps mix prompts with decodes, and copies overlap with
-computation, so neither would show the cost of a preemption.
+The rates are measured once, at the start. Later, steps mix prompts with decodes, and copies overlap
+with computation, so timing them would not show the cost of a preemption.
 """
 
 import time
@@ -41,10 +41,10 @@ class Rates:
 def measure_rates(
     settings: WorkerSettings, executor: Executor, limits: Limits, tiers: LowerTiers, pool: KvPool
 ) -> Rates:
-    """Measure this rank's rates; there are host blocks.
+    """Measure this rank's rates. It must have host blocks.
 
     Raises:
-        ModelError: The disk does not return what was stored.
+        ModelError: The disk does not return the stored blocks.
     """
     assert tiers.host_pool is not None
     disk_rate = 0.0
@@ -59,9 +59,9 @@ def measure_rates(
 
 
 def rates_of_all(own: Rates, block_bytes: int, ranks: Ranks) -> tuple[Rates, int]:
-    """The rates of all ranks together (the slowest counts), and the bytes of a block in all.
+    """Combine the ranks' rates (the slowest counts), and add up the bytes of a block.
 
-    There is no disk tier.
+    Workers on several devices have no disk tier, so there is no disk rate.
     """
     total_bytes = ranks.total(block_bytes)[0]
     blocks_per_s, prefill_tokens_per_s = ranks.least(
@@ -95,7 +95,7 @@ def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> 
     Contents of host and device blocks are lost.
 
     Raises:
-        OSError: What was stored cannot be loaded.
+        OSError: A stored block cannot be loaded.
     """
     num_blocks = min(pool.num_blocks, host_pool.num_blocks, disk_pool.num_blocks)
     num_blocks = min(num_blocks, max(1, _SWAP_BYTES // pool.block_bytes))
@@ -118,7 +118,7 @@ def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> 
 
 
 def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
-    """Tokens per second of computing one prompt. All rows are free before and after."""
+    """Tokens per second when computing one prompt. All rows are free before and after."""
     room = min(limits.max_num_batched_tokens, limits.num_blocks * limits.block_size)
     length = min(room, limits.max_model_len - 1, _MAX_PREFILL_TOKENS)
     row = NewSequence(

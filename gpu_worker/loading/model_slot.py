@@ -44,7 +44,7 @@ class GaveUpError(Exception):
 
 @dataclass(slots=True, eq=False)
 class OngoingLoad:
-    """A load in progress; it continues whether anyone waits or not."""
+    """A load in progress. It continues even if no caller waits for it."""
 
     directory: Path
     status: str = "waiting"
@@ -57,7 +57,7 @@ class OngoingLoad:
         Raises:
             QuireError, ModelError: The load failed; no model is loaded.
         """
-        assert self.task is not None, "it has begun"
+        assert self.task is not None, "the load has begun"
         await asyncio.wait([self.task], timeout=within_s)
         if not self.task.done():
             return False
@@ -78,10 +78,10 @@ class ModelSlot:
         leader: Leader | None = None,
         on_failure: Callable[[], None],
     ) -> None:
-        """`health` gets the model's status.
+        """`health` is updated with the model's status.
 
-        `on_failure` is called when no step can run any more: see `failure`. `leader` has the other
-        ranks if the model is on several devices; it is then never unloaded.
+        `on_failure` is called when no step can run any more: see `failure`. `leader` connects to
+        the other ranks if the model is on several devices; such a model is never unloaded.
         """
         self.failure: str | None = None
         """Why no step can run in this process any more; None if steps can run."""
@@ -91,8 +91,8 @@ class ModelSlot:
         self._health = health
         self._leader = leader
         self._on_failure = on_failure
-        self._directory = settings.model
-        """Of the current model, or the last one."""
+        self._directory = Path(settings.model)
+        """The directory of the current model, or of the last one."""
         self._model: LoadedModel | None = None
         self._watch: asyncio.Task[None] | None = None
         self._loading: OngoingLoad | None = None
@@ -107,7 +107,7 @@ class ModelSlot:
         """Load the model of the settings, at the start of the process.
 
         Raises:
-            ModelError: It cannot be served.
+            ModelError: The model cannot be served.
             GaveUpError: `close` was called.
         """
         await self._load(self._settings, self._health.set_starting)
@@ -119,7 +119,7 @@ class ModelSlot:
         If a model is being unloaded, the load begins afterwards.
 
         Args:
-            directory: Of the model; None: of the last model.
+            directory: The model's directory; None: the last model's.
 
         Raises:
             UnimplementedError: The model is on several devices.
@@ -146,17 +146,17 @@ class ModelSlot:
         return load
 
     async def unload(self) -> bool:
-        """Unload the model; returns whether one was loaded. It continues if the caller leaves.
+        """Unload the model, even if the caller leaves; returns whether one was loaded.
 
         Raises:
             UnimplementedError: The model is on several devices.
             FailedPreconditionError: A model is being loaded.
-            UnavailableError: A step does not end; only the end of the process frees the device.
+            UnavailableError: A step hangs; only the end of the process frees the device.
         """
         self._check_can_unload()
         if self._loading is not None:
             raise FailedPreconditionError(
-                f"the model in {self._loading.directory} is being loaded: unload it when it is"
+                f"the model in {self._loading.directory} is being loaded: unload it afterwards"
             )
         was_loaded = self._model is not None
         if was_loaded and not self._is_unloading:
@@ -185,16 +185,18 @@ class ModelSlot:
         return self._unloading is not None and not self._unloading.done()
 
     async def _load(self, settings: WorkerSettings, report: Report) -> None:
-        def tell(status: str, progress: float | None) -> None:
+        def report_unless_closed(status: str, progress: float | None) -> None:
             if self._gave_up.is_set():
                 raise GaveUpError
             report(status, progress)
 
         event_loop = asyncio.get_running_loop()
-        model = await asyncio.to_thread(_load_model, settings, tell, event_loop, self._leader)
+        model = await asyncio.to_thread(
+            _load_model, settings, report_unless_closed, event_loop, self._leader
+        )
         self._model = model
         self._watch = asyncio.create_task(self._watch_steps(), name="failure of the steps")
-        directory = "" if settings is self._settings else str(settings.model)
+        directory = "" if settings is self._settings else settings.model
         info = replace(model.info, directory=directory)
         self._service.open(info, model.steps, model.memory)
         self._adapters.open(model.load_adapter, model.steps)
@@ -224,7 +226,7 @@ class ModelSlot:
             self._loading = None
 
     async def _unload(self) -> None:
-        assert self._model is not None, "there is one"
+        assert self._model is not None, "only a loaded model is unloaded"
         _log.info("unloading the model", directory=str(self._directory))
         self._health.set_ready(_UNLOADED)
         await self._service.close()
@@ -234,18 +236,18 @@ class ModelSlot:
         model, self._model = self._model, None
         model.memory.stop()
         await asyncio.to_thread(_begin_release)
-        if not await model.steps.stop():  # drops what holds the memory
-            self.failure = "the model's memory is not given back: a step takes too long"
+        if not await model.steps.stop():  # drops the executor, which holds the memory
+            self.failure = "the model's memory cannot be freed: a step takes too long"
             self._on_failure()
             raise UnavailableError(self.failure)
         await asyncio.to_thread(_release)
         _log.info("unloaded the model")
 
     def _settings_of(self, directory: Path) -> WorkerSettings:
-        """The settings for another model: without what belongs to the one of the flags."""
-        if _is_same(directory, self._settings.model):
+        """The settings for another model, without those that describe the flags' model only."""
+        if _is_same(directory, Path(self._settings.model)):
             return self._settings
-        other = {"model": directory, "served_model_name": "", "lora": ()}
+        other = {"model": str(directory), "served_model_name": "", "lora": ()}
         return self._settings.model_copy(update=other)
 
     def _check_can_unload(self) -> None:
@@ -256,7 +258,7 @@ class ModelSlot:
             )
 
     async def _watch_steps(self) -> None:
-        assert self._model is not None, "it is watched while it is there"
+        assert self._model is not None, "only a loaded model is watched"
         steps = self._model.steps
         await steps.wait_failed()
         self.failure = steps.failure

@@ -33,8 +33,10 @@ from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend
 from gpu_worker.step.executor import Executor
+from gpu_worker.step.warm_up import warm_up
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization
+from model_files.locate import find_model
 
 _GIB = 1024**3
 _DEFAULT_TOKENS = 2048
@@ -62,9 +64,9 @@ class RankModel:
     max_num_blocks: int | None
     """Most blocks that the pool can be resized to; None: its size is fixed."""
     rates: Rates
-    """Of all ranks together."""
+    """The rates of all ranks together."""
     load_adapter: Callable[[str, Path], Adapter]
-    """Loads an adapter, given its name and directory; raises ModelError."""
+    """Loads an adapter from its name and directory; raises ModelError."""
 
 
 def load_rank_model(
@@ -77,8 +79,8 @@ def load_rank_model(
     Args:
         member: Which rank this is, and its settings.
         report: Called with status and progress; an error that it raises ends the load.
-        meet: Connects the ranks, once this one knows that it can serve the settings; returns None
-            if there are no others.
+        meet: Connects the ranks, called when this one knows that it can serve the settings; returns
+        None if there are no other ranks.
 
     Raises:
         ModelError: the model cannot be served as the settings ask, or not one KV block fits.
@@ -97,11 +99,12 @@ def _load_rank_model(
 ) -> RankModel:
     """As `load_rank_model`; `undo` gets what must be released if a later step fails.
 
-    First everything that can be refused without reading weights: device, config, dtypes, adapters.
-    Then the ranks meet, so that none loads gigabytes in vain. Weights come before KV, because on a
-    GPU the KV pool gets what the largest step leaves. The rank with the fewest blocks decides for
-    all. The host and disk tiers hang below the pool. Last the executor: graphs are captured at the
-    pool's final addresses, and rates are measured with the whole thing in place.
+    First it checks everything that needs no weights: device, config, dtypes, adapters. Then the
+    ranks meet, so that no rank loads gigabytes in vain. Weights are loaded before KV memory is
+    allocated, because on a GPU the KV pool gets the memory that the largest step leaves. All ranks
+    use the smallest number of blocks. Then the host and disk tiers are built, and last the
+    executor: graphs are captured at the pool's final addresses, and rates are measured with all
+    parts in place.
     """
     settings, place = member.settings, member.place
     device = pick_device(settings.device, member.number)
@@ -110,9 +113,8 @@ def _load_rank_model(
     is_dummy = settings.load_format == "dummy"
     if is_dummy:
         _log.warning("load-format is dummy: weights are random and the output is nonsense")
-    source = open_model(
-        settings.model, settings.model_class, quantization, place, is_dummy=is_dummy
-    )
+    directory = find_model(settings.model, settings.cache_dir, report)
+    source = open_model(directory, settings.model_class, quantization, place, is_dummy=is_dummy)
     config, local_config = source.config, source.local_config
     dtype = pick_dtype(settings.dtype, config, device)
     dtypes = _kv_dtypes(settings, config, dtype, place)
@@ -129,8 +131,8 @@ def _load_rank_model(
     bytes_per_block = block_bytes(local_config, settings.block_size, dtypes)
     draft_model = None
     if settings.draft_model is not None:
-        directories = settings.draft_model, settings.model
-        draft_model = load_draft_model(*directories, limits, dtype, device)
+        draft_directory = find_model(settings.draft_model, settings.cache_dir, report)
+        draft_model = load_draft_model(draft_directory, directory, limits, dtype, device)
     num_blocks = _num_blocks(
         settings, model, local_config, limits, dtypes, device, ranks, draft_model
     )
@@ -156,7 +158,7 @@ def _load_rank_model(
         undo.callback(tiers.disk_pool.close)
     structured = None
     if place.rank == 0:  # rank 0 samples
-        structured = _structured_output(settings.model, limits.vocab_size, eos_token_ids, device)
+        structured = _structured_output(directory, limits.vocab_size, eos_token_ids, device)
     executor = Executor(
         model,
         pool,
@@ -172,6 +174,9 @@ def _load_rank_model(
     )
     if _has_graphs(settings, device):
         _capture_graphs(executor, CudaGraphs(device), report)
+    if device.type == "cuda":
+        report("compiling kernels", None)
+        warm_up(executor, limits, has_structured_output=structured is not None)
     measured = Rates()
     if num_host_blocks:
         report("measuring", None)
@@ -208,7 +213,7 @@ def _drafter(
 def _structured_output(
     directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
 ) -> StructuredOutput | None:
-    """The model's grammars; None, with a warning, if it cannot follow any."""
+    """The grammar compiler for the model; None, with a warning, if it supports no grammars."""
     if not eos_token_ids:
         _log.warning("no structured output: the model has no end-of-sequence token")
         return None
@@ -228,8 +233,8 @@ def _structured_output(
 def _has_graphs(settings: WorkerSettings, device: torch.device) -> bool:
     """Whether decode steps should replay graphs.
 
-    Not on several devices, which communicate within a step. Not with guesses: most sequences then
-    have several tokens per step.
+    Not on several devices, because they communicate within a step. Not with guesses, because most
+    sequences then have several tokens per step.
     """
     if settings.num_ranks > 1 or settings.speculative is not None:
         return False
@@ -239,22 +244,22 @@ def _has_graphs(settings: WorkerSettings, device: torch.device) -> bool:
 def _capture_graphs(
     executor: Executor, backend: GraphBackend, report: Callable[[str, float | None], None]
 ) -> None:
-    """Capture graphs for decode steps. If that fails, log a warning and go on without."""
+    """Capture graphs for decode steps. If that fails, log a warning and continue without."""
     start_s = time.monotonic()
     try:
         executor.capture_graphs(backend, lambda done: report("capturing CUDA graphs", done))
-    except Exception as error:  # noqa: BLE001 - a model may be anybody's; without, it is as right
+    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
         report("going on without CUDA graphs", None)  # raises if reporting has failed
         _log.warning("decode steps run without CUDA graphs", exc_info=error)
     else:
         _log.info("captured CUDA graphs", seconds=round(time.monotonic() - start_s, 1))
-    torch.cuda.empty_cache()  # used by the runs before the captures
+    torch.cuda.empty_cache()  # cached by the runs before the captures
 
 
 def _kv_dtypes(
     settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, place: Place
 ) -> KvDtypes:
-    """Storage dtypes of this rank's layers."""
+    """Storage dtypes of KV, for each of this rank's layers."""
     skip_layers = settings.kv_skip_layers
     if skip_layers and max(skip_layers) >= config.num_layers:
         raise ModelError(
@@ -267,12 +272,12 @@ def _kv_dtypes(
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
-    """The limits, without `num_blocks`, which follows from them.
+    """The limits, except `num_blocks`, which is computed from them.
 
-    On a CPU a 125M model's decode step is bound by reading weights up to about 64 rows; more would
-    only slow each other down. All prompts of a step together get 2048 tokens, so that short prompts
-    that arrive together begin to decode together; where that takes long, the scheduler sends fewer.
-    From 512 tokens a CPU is bound by arithmetic.
+    On a CPU a 125M model's decode step is bound by reading weights up to about 64 rows; more rows
+    would only slow each other down. A step has up to 2048 prompt tokens, so that short prompts
+    that arrive together begin to decode together; if that takes too long, the scheduler sends
+    fewer. From 512 tokens on, a CPU is bound by arithmetic.
     """
     is_gpu = device.type == "cuda"
     max_model_len = settings.max_model_len or config.max_model_len
@@ -281,7 +286,7 @@ def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device)
             f"max-model-len is {max_model_len}; {settings.model_id} takes at most "
             f"{config.max_model_len}"
         )
-    # If one is set, it bounds the other's default.
+    # If only one of the two is set, it limits the other's default.
     max_num_seqs = settings.max_num_seqs or min(
         256 if is_gpu else 64, settings.max_num_batched_tokens or _DEFAULT_TOKENS
     )

@@ -35,7 +35,7 @@ _log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model that is ready to serve. It holds device memory until `steps` have stopped."""
+    """A model that is ready to serve. It holds device memory until `steps` is stopped."""
 
     info: WorkerInfo
     steps: StepLoop
@@ -51,8 +51,8 @@ def load(
 ) -> LoadedModel:
     """Load the model of `settings`; calls `report` with status and progress.
 
-    An error raised by `report` ends the load. `leader` has the other ranks if the model is on
-    several devices.
+    An error raised by `report` ends the load. `leader` connects to the other ranks if the model is
+    on several devices.
 
     Raises:
         ModelError: The model cannot be served as the settings ask, or not one KV block fits.
@@ -68,7 +68,7 @@ def load(
     member = Member(settings) if leader is None else leader.member
     loaded = load_rank_model(member, report, meet)
     info = _describe(settings, loaded)
-    _tell(settings, loaded, info)
+    _publish(settings, loaded, info)
     shares = settings.memory_warning_share, settings.memory_critical_share
     memory_monitor = watch_device(loaded.device, *shares)
     executor = loaded.executor
@@ -79,7 +79,7 @@ def load(
 def _load_adapter(
     settings: WorkerSettings, load_one: Callable[[str, Path], Adapter]
 ) -> AdapterLoader:
-    """The loader of LoRA adapters, with errors for the caller."""
+    """Return a loader of LoRA adapters that raises the errors of `AdapterService`."""
     if (obstacle := settings.adapter_obstacle) is not None:
         return refuse_adapters(obstacle)
 
@@ -125,8 +125,8 @@ def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
     )
 
 
-def _tell(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> None:
-    """Write metrics and log what is served."""
+def _publish(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> None:
+    """Publish the model's sizes as metrics and in the log."""
     limits, device = info.limits, loaded.device
     metrics.KV_BYTES.set(limits.num_blocks * info.block_bytes)
     metrics.MEMORY_AVAILABLE.set_function(lambda: device_available_bytes(device))
@@ -174,7 +174,7 @@ def load_rank(member: Member, welcome: dict[str, int]) -> tuple[Executor, Limits
 
 
 def refuse_adapters(obstacle: str) -> AdapterLoader:
-    """A loader that refuses: the worker cannot have adapters."""
+    """Return a loader that refuses every adapter, because of the setting `obstacle`."""
 
     def load(name: str, directory: Path) -> "Adapter":  # noqa: ARG001
         raise UnimplementedError(f"LoRA adapter {name!r}: the worker was started with {obstacle}")

@@ -23,7 +23,7 @@ QKV, ATTENTION_OUTPUT, GATE_UP, DOWN = MAPS
 
 @dataclass(frozen=True, slots=True)
 class AdaptedMap:
-    """One linear map of a layer: one or several of the checkpoint's, with joined outputs."""
+    """One linear map of a layer: one or several maps of the checkpoint, with joined outputs."""
 
     name: MapName
     num_in: int
@@ -32,7 +32,7 @@ class AdaptedMap:
 
 
 def adapted_maps(config: LlamaConfig, layer: int) -> Iterator[AdaptedMap]:
-    """The maps of a layer that adapters may add to; with a mixture of experts, attention only."""
+    """The maps of a layer that adapters may change; with a mixture of experts, attention only."""
     prefix = f"model.layers.{layer}"
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     hidden, intermediate = config.hidden_size, config.intermediate_size
@@ -79,11 +79,11 @@ class Adapter:
     layers: tuple[Mapping[MapName, LowRankMap], ...]
     """By layer: the additions, by map."""
     native: NativeAdapter | None = None
-    """The same for the native decoder; None if it has no code for them."""
+    """The same additions for the native decoder; None if it has no code for them."""
 
 
 def native_adapter(layers: Sequence[Mapping[MapName, LowRankMap]]) -> NativeAdapter | None:
-    """The layers in the form of native code; None unless it supports all of them."""
+    """The layers' additions for native code; None unless it supports all of them."""
     packed: list[dict[str, PackedPair]] = []
     for layer in layers:
         pairs: dict[str, PackedPair] = {}

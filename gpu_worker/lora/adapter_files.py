@@ -1,4 +1,4 @@
-"""Loads LoRA adapters from directories that PEFT writes; refuses by name what is not supported.
+"""Loads LoRA adapters that PEFT has written; an unsupported field is refused by name.
 
 Symbols: `K` input features of a map, `N` its output features, `r` the rank of an adapter, `R` the
 ranks of maps that are fused into one, together.
@@ -32,10 +32,10 @@ _OF_TRAINING: Final = frozenset(
     | {"lora_dropout", "eva_config", "megatron_config", "megatron_core", "runtime_config"}
     | {"qalora_group_size"}
 )
-"""Fields without effect once an adapter is trained, or only together with one that is refused.
+"""Fields without effect on a trained adapter, unless a field that is refused is set, too.
 
-Any other field is accepted only with a neutral value, so that a LoRA variant newer than this file
-is refused, not mistaken for LoRA.
+Any other field is accepted only with a neutral value, so that a newer variant of LoRA is refused
+and not mistaken for LoRA.
 """
 _NEUTRAL: Final[tuple[object, ...]] = (None, False, "none", "", [], {})
 _HARMLESS_STARTS: Final = (None, True, False, "gaussian", "orthogonal", "eva")
@@ -52,14 +52,14 @@ class AdapterConfig:
     scale: float
     """Multiplies B A."""
     target_modules: tuple[str, ...] | None
-    """Name endings of the adapted maps; None: the tensors alone tell."""
+    """Name endings of the adapted maps; None: the maps that have tensors are adapted."""
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
     """Read an adapter's config.
 
     Raises:
-        ModelError: It is missing or malformed, or asks for something unsupported.
+        ModelError: The config is missing or malformed, or has an unsupported value.
     """
     fields = read_json(directory / CONFIG_FILE)
     if (kind := fields.get("peft_type")) != "LORA":
@@ -110,9 +110,9 @@ def load_adapter(
     Args:
         name: The name that requests use.
         directory: Where the adapter is.
-        model: The model that it is for.
-        dtype: Of weights and activations.
-        device: Where to put it.
+        model: The model that the adapter changes.
+        dtype: The dtype of weights and activations.
+        device: Where to put the adapter.
 
     Raises:
         ModelError: The model's implementation supports no adapters; a file is missing or damaged;
@@ -156,7 +156,7 @@ def load_adapter(
 def _adapted_modules(
     path: Path, names: frozenset[str], config: AdapterConfig, modules: Sequence[str]
 ) -> frozenset[str]:
-    """The modules that the file has matrices for; must be exactly those of the config."""
+    """The modules that have matrices in the file; raises if the config names others."""
     known = {_PREFIX + module + part: module for module in modules for part in (_A, _B)}
     if unknown := sorted(names - known.keys()):
         raise ModelError(
@@ -188,9 +188,9 @@ def _low_rank_map(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LowRankMap:
-    """One pair for a fused map: the As stacked, `[R, K]`, the Bs on a diagonal, `[N, R]`.
+    """One pair for a fused map: all A stacked, `[R, K]`; all B on a diagonal, `[N, R]`.
 
-    R is made even with a rank of zeros: our own kernel takes pairs.
+    A rank of zeros makes R even, because our own kernel computes ranks in pairs.
     """
     rank = config.rank
     num_ranks = rank * sum(module in adapted for module, _ in of.modules)
@@ -227,7 +227,7 @@ def _tensor(path: Path, file: Any, name: str, shape: tuple[int, int]) -> torch.T
 
 
 def _digest(directory: Path) -> bytes | None:
-    """SHA-256 of both files; None if one cannot be read: reading it later tells why."""
+    """SHA-256 of both files; None if one cannot be read: loading then raises the error."""
     digest = hashlib.sha256()
     try:
         for name in (CONFIG_FILE, _WEIGHTS_FILE):

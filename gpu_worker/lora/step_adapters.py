@@ -1,6 +1,7 @@
-"""Which adapters a step's tokens use, and the model's layers with their additions.
+"""Groups a step's tokens by adapter, and adds the adapters to the model's layers.
 
-Symbols: `T` tokens, `N` of one adapter, `K` input features of a map, `O` its output features.
+Symbols: `T` tokens, `N` tokens of one adapter, `K` input features of a map, `O` its output
+features.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,8 @@ NO_ADAPTERS: Final[Mapping[int, Adapter]] = MappingProxyType({})
 class AdapterTable:
     """A worker's adapters, by number. Changed between steps, by the thread that runs them.
 
-    A removed adapter stays until no row uses it: a cancelled row decodes until a step releases it,
-    so only the rows tell when an adapter is unused.
+    A removed adapter is kept until no row uses it: a cancelled row decodes until a step releases
+    it, so only the rows show when an adapter is unused.
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class AdapterTable:
         self._adapters[number] = adapter
 
     def remove(self, number: int) -> None:
-        """Free an adapter as soon as no row uses it; new rows may not."""
+        """Free an adapter as soon as no row uses it; new rows must not use it."""
         self._leaving.add(number)
         self.free_unused()
 
     def free_unused(self) -> None:
-        """Free removed adapters that no row uses any more. Call it when rows are released."""
+        """Free removed adapters that no row uses any more. Call this when rows are released."""
         if not self._leaving:  # almost always
             return
         for number in self._leaving - self._numbers_in_use():
@@ -85,7 +86,7 @@ class StepAdapters:
 
     _tokens: tuple[_Tokens, ...]
     native: RowAdapters | None
-    """The same for the native decoder; None if it has no code for one of them."""
+    """The same adapters for the native decoder; None if it has no code for one of them."""
 
     def onto(self, index: int, layer: DecoderLayer) -> DecoderLayer:
         """The layer at this index, with the adapters' additions to its maps."""

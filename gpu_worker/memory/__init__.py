@@ -1,1 +1,1 @@
-"""The memory of a device and its host: how much there is, who gets it, and when it is short."""
+"""The memory of a device and its host: its size, its use, and when it is short."""

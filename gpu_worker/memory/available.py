@@ -1,4 +1,4 @@
-"""How much memory a device has, and how much of it is left."""
+"""Reads how much memory a device has, and how much is free."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take, by the machine and its control group."""
+    """Memory that machine and control group still allow this process."""
     bounds = []
     if (available := _meminfo().get("MemAvailable")) is not None:
         bounds.append(available)
@@ -22,14 +22,14 @@ def available_bytes() -> int:
 
 
 def device_available_bytes(device: torch.device) -> int:
-    """Free memory of the device; for a CPU, what the process may still take."""
+    """Free memory of the device; for a CPU, `available_bytes`."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return available_bytes()
 
 
 def device_total_bytes(device: torch.device) -> int:
-    """Total memory of the device; for a CPU, what machine and control group allow the process."""
+    """Total memory of the device; for a CPU, as much as machine and control group allow."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     bounds = []
@@ -45,7 +45,7 @@ def _reclaimable_bytes() -> int:
     """Page cache that counts as used but is dropped when memory is needed.
 
     Includes recently used pages that are not mapped: otherwise a growing page cache would look like
-    memory getting short.
+    a memory shortage.
     """
     stat = _CGROUP / "memory.stat"
     lines = stat.read_text().splitlines() if stat.exists() else []

@@ -1,8 +1,8 @@
-"""Memory that grows and shrinks at its end while its addresses stay, mapped in chunks.
+"""Memory that grows and shrinks at its end and never changes its addresses, mapped in chunks.
 
 A range of addresses is reserved once, for the largest size. Memory behind it is mapped and unmapped
-chunk by chunk, from its beginning. So views, and the pointers in captured graphs, stay valid for
-everything within the current size.
+chunk by chunk, from its beginning. So views, and the pointers in captured graphs, stay valid within
+the current size.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import torch
 
 
 class OutOfMemoryError(Exception):
-    """There is no memory for the chunks; none is mapped. The message has the sizes."""
+    """There is no memory for the chunks, and none of them is mapped. The message has the sizes."""
 
 
 class Chunks(Protocol):
@@ -65,7 +65,7 @@ class ElasticMemory:
     def resize(self, num_bytes: int) -> None:
         """Resize to `num_bytes`, at least 1; new bytes are zero.
 
-        On a GPU, all work on the memory that goes must have ended.
+        On a GPU, all work on the removed memory must have ended.
 
         Raises:
             OutOfMemoryError: There is no room. Nothing has changed.
@@ -89,7 +89,7 @@ class ElasticMemory:
 
 
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
-"""Reserves addresses only, which overcommit accounting need not count."""
+"""Reserves addresses only, so that overcommit accounting does not count them."""
 _HUGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _SMALL: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)
 
@@ -97,14 +97,14 @@ _SMALL: int | None = getattr(mmap, "MADV_NOHUGEPAGE", None)
 class CpuChunks:
     """CPU memory: `Chunks` over an anonymous map.
 
-    The pages of an unmapped chunk go back to the system; it reads as zeros. Writing to it would
-    take pages again, which nothing here prevents.
+    The pages of an unmapped chunk go back to the system; the chunk then reads as zeros. Callers
+    must not write to it, because writing would allocate pages again.
 
-    The initial chunks get pages as they are used. Chunks mapped later are touched at once, so that
-    others who ask what memory is left do not count it.
+    The initial chunks get pages when they are first used. Chunks mapped later are touched at once,
+    so that other workers that read the free memory do not count theirs.
 
-    Mapped chunks are on huge pages where the system has them: attention reads blocks from all over
-    the pool, and looking up small pages takes a tenth of its time.
+    Mapped chunks are on huge pages if the system has them: attention reads blocks from everywhere
+    in the pool, and would spend a tenth of its time looking up small pages.
     """
 
     chunk_bytes = mmap.PAGESIZE
@@ -112,8 +112,8 @@ class CpuChunks:
     def __init__(self, max_bytes: int, available_bytes: Callable[[], int]) -> None:
         """Reserve addresses for at least `max_bytes`.
 
-        `available_bytes` returns what the process may still take. More is not mapped, except for
-        the initial chunks, which the operator asked for.
+        `available_bytes` returns how much memory the process may still take. No more than that is
+        mapped, except for the initial chunks, whose size the operator has set.
 
         Raises:
             OutOfMemoryError: The system refuses that many addresses.
@@ -144,7 +144,7 @@ class CpuChunks:
     def unmap(self, first: int, count: int) -> None:
         """See `Chunks`."""
         start, num_bytes = first * self.chunk_bytes, count * self.chunk_bytes
-        self._advise(_SMALL, start, num_bytes)  # else it may become part of a huge page
+        self._advise(_SMALL, start, num_bytes)  # otherwise it may become part of a huge page
         self._memory.madvise(mmap.MADV_DONTNEED, start, num_bytes)
 
     def _advise(self, advice: int | None, start: int, num_bytes: int) -> None:
@@ -162,7 +162,7 @@ class CpuChunks:
 
 
 _CHUNK_BYTES = 32 * 1024**2
-"""Thousands of calls for a whole GPU, not tens of thousands; finer steps are of no use."""
+"""Mapping a whole GPU takes thousands of calls, not tens of thousands; finer steps have no use."""
 
 
 class VirtualMemoryError(Exception):
@@ -219,7 +219,7 @@ class CudaChunks:
         """See `Chunks`.
 
         Raises:
-            VirtualMemoryError: The driver refuses. None of them is mapped.
+            VirtualMemoryError: The driver refuses. None of the chunks is mapped.
         """
         mapped = first
         try:
@@ -235,8 +235,8 @@ class CudaChunks:
         """See `Chunks`.
 
         Raises:
-            AcceleratorError: The driver refuses. What is mapped is then unknown, so the process is
-                as useless as after any other device failure.
+            AcceleratorError: The driver refuses. It is then unknown which chunks are mapped, so the
+            process must end, as after any other device failure.
         """
         try:
             for chunk in reversed(range(first, first + count)):
@@ -282,7 +282,7 @@ class CudaChunks:
             if can_wait:
                 torch.cuda.empty_cache()
         raise OutOfMemoryError(
-            f"a chunk of {self.chunk_bytes} bytes is needed; {self._device} has no such room left"
+            f"a chunk needs {self.chunk_bytes} bytes; {self._device} has less left"
         )
 
     def _at(self, chunk: int) -> int:

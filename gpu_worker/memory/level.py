@@ -1,7 +1,7 @@
-"""Memory pressure: how short memory is, by how much can still be had. Needs no torch.
+"""Memory pressure: derives a level from how much memory is available. Needs no torch.
 
-A worse level counts at once. A better one counts after several better readings in a row: reacting
-to a level changes the readings, and must not be undone by the first of them.
+A worse level takes effect at once, a better one after several better readings in a row: reacting
+to a level improves the readings, and the first of them must not end the reaction.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from contract.info import MemoryLevel
 
-_NUM_CALM = 5
+_NUM_BETTER = 5
 """Better readings in a row that lower the level."""
 _WARNING_SHARE = 0.03
 _CRITICAL_SHARE = 0.01
@@ -20,7 +20,7 @@ class WatchedMemory(Protocol):
 
     @property
     def level(self) -> MemoryLevel | None:
-        """How short memory is; None if it is not watched."""
+        """How short memory is; None if the memory is not watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Thresholds:
     critical: float
 
     def level(self, available: int, total: int) -> MemoryLevel:
-        """The level of `available` out of `total` bytes."""
+        """The level if `available` of `total` bytes are available."""
         if available < self.critical * total:
             return MemoryLevel.CRITICAL
         return MemoryLevel.WARNING if available < self.warning * total else MemoryLevel.OK
@@ -40,13 +40,13 @@ class Thresholds:
 def choose_thresholds(
     warning: float | None, critical: float | None, available: int, total: int
 ) -> Thresholds:
-    """The operator's thresholds; else 3 % and 1 %, or less on a device that is full by plan.
+    """The operator's thresholds; else 3 % and 1 %, or less on a device that is full by design.
 
     Args:
         warning: Share of total memory, at least `critical`; None: not set.
         critical: Share of total memory, at most `warning`; None: not set.
-        available: Bytes that can be had when the worker is ready. Using half of that is planned
-            use, and must not count as pressure.
+        available: Available bytes when the worker is ready. Using half of them is normal, and must
+        not count as pressure.
         total: All bytes.
     """
     at_first = available / total if total else 0.0
@@ -62,14 +62,14 @@ class LevelMeter:
 
     def __init__(self) -> None:
         self.level = MemoryLevel.OK
-        self._calm: list[MemoryLevel] = []  # the last readings in a row better than the level
+        self._better: list[MemoryLevel] = []  # the last readings in a row better than the level
 
-    def take(self, read: MemoryLevel) -> MemoryLevel:
-        """Add a reading; returns the level, which may have changed."""
+    def add(self, read: MemoryLevel) -> MemoryLevel:
+        """Add a reading, and return the new level."""
         if read.value >= self.level.value:
-            self.level, self._calm = read, []
+            self.level, self._better = read, []
             return self.level
-        self._calm.append(read)
-        if len(self._calm) == _NUM_CALM:
-            self.level, self._calm = max(self._calm, key=lambda level: level.value), []
+        self._better.append(read)
+        if len(self._better) == _NUM_BETTER:
+            self.level, self._better = max(self._better, key=lambda level: level.value), []
         return self.level

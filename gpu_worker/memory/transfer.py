@@ -11,7 +11,7 @@ _ALIGN_BYTES = 16
 
 
 def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Copy `arrays` to `device`: tensors of the same contents, dtypes and shapes.
+    """Copy `arrays` to `device`, as tensors of the same contents, dtypes and shapes.
 
     On CUDA the arrays travel together through pinned memory, and the caller does not wait; torch
     keeps that memory until the copy is done. On a CPU the tensors share the arrays' memory.
@@ -23,9 +23,9 @@ def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[tor
 
 
 def upload_into(buffer: torch.Tensor, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
-    """As `upload`, to the beginning of `buffer`, uint8[*] on a device. Returns views of it.
+    """As `upload`, but to the beginning of `buffer`, uint8[*] on a device; returns views of it.
 
-    An array's address depends only on the shapes and dtypes of itself and those before it.
+    An array's address depends only on its own shape and dtype and those of the arrays before it.
     """
     packed, starts = _pack(arrays, pin=buffer.is_cuda)
     on_device = buffer[: len(packed)]
@@ -69,7 +69,7 @@ def _torch_dtype(array: npt.NDArray[Any]) -> torch.dtype:
 
 
 class Download:
-    """Tensors on their way to the host, without waiting for the device; on a CPU there at once."""
+    """Copies tensors to the host without waiting for the device; on a CPU there is no copy."""
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         """Start the copies, behind all work enqueued before."""

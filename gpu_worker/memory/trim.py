@@ -13,14 +13,14 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """mallopt parameters, as in malloc.h."""
 _TRIM_AT_ONCE: Final = 128 * 1024
 _MOST_KEPT: Final = 64 * 1024**2
-_MOST_NOT_MAPPED: Final = 32 * 1024**2
-"""What glibc's own adaptation of both arrives at as large tensors are freed."""
+_MAX_HEAP_BYTES: Final = 32 * 1024**2
+"""The value that glibc itself raises both thresholds to when large tensors are freed."""
 
 
 def begin_release() -> None:
-    """Make memory freed from here on, until `release_memory`, go back to the system at once.
+    """Return memory that is freed from now until `release_memory` to the system at once.
 
-    Each malloc arena would keep its end, and `malloc_trim` only trims the first arena.
+    Otherwise each malloc arena would keep its end, and `malloc_trim` only trims the first arena.
     """
     _set_malloc(_M_TRIM_THRESHOLD, _TRIM_AT_ONCE)
 
@@ -28,7 +28,7 @@ def begin_release() -> None:
 def release_memory() -> None:
     """Collect garbage, then make the allocators release their free memory.
 
-    Unfreezes first: objects frozen at the start may be garbage now.
+    It first unfreezes the objects that `gc.freeze` exempted at the start, which may be garbage now.
     """
     WEIGHT_MEMORY.begin_region()
     gc.unfreeze()
@@ -39,7 +39,7 @@ def release_memory() -> None:
     with contextlib.suppress(OSError, AttributeError):  # the C library may lack it
         ctypes.CDLL(None).malloc_trim(0)
     _set_malloc(_M_TRIM_THRESHOLD, _MOST_KEPT)
-    _set_malloc(_M_MMAP_THRESHOLD, _MOST_NOT_MAPPED)
+    _set_malloc(_M_MMAP_THRESHOLD, _MAX_HEAP_BYTES)
 
 
 def _set_malloc(parameter: int, value: int) -> None:

@@ -1,7 +1,7 @@
-"""Watches the memory of the worker's device, beside its steps, and reports when it gets short.
+"""Watches the memory of the worker's device on a thread, and reports when it gets short.
 
-A GPU's memory as its driver and torch's allocator report it; a CPU's as the machine and the
-process's control group do.
+A GPU's numbers come from its driver and torch's allocator; a CPU's from the machine and the
+process's control group.
 """
 
 import threading
@@ -27,7 +27,7 @@ class DeviceMemory:
 
     total: int
     free: int
-    """What the driver can still give to any process; for a CPU, what the process may still take."""
+    """Free memory by the driver; for a CPU, the memory that the process may still take."""
     reserved: int
     """Reserved by torch's allocator."""
     allocated: int
@@ -37,7 +37,7 @@ class DeviceMemory:
 
     @property
     def available(self) -> int:
-        """What this process can still have, in pieces of any size."""
+        """Bytes that this process can still allocate, in pieces of any size."""
         return self.free + self.reserved - self.allocated
 
     @property
@@ -73,7 +73,7 @@ class CudaDriver:
 
 
 class CpuSystem:
-    """What machine and control group allow this process."""
+    """Reads how much memory the machine and the control group allow this process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,7 +88,7 @@ class CpuSystem:
 def watch_device(
     device: torch.device, warning_share: float | None, critical_share: float | None
 ) -> "MemoryMonitor":
-    """Start watching a device that is ready to serve; for the shares see `choose_thresholds`."""
+    """Start watching a device that is ready to serve; `choose_thresholds` explains the shares."""
     driver = CudaDriver(device) if device.type == "cuda" else CpuSystem(device)
     monitor = MemoryMonitor(driver, warning_share, critical_share)
     monitor.start()
@@ -104,7 +104,7 @@ class MemoryMonitor:
         warning_share: float | None = None,
         critical_share: float | None = None,
     ) -> None:
-        """Take a first reading, from which unset thresholds are chosen."""
+        """Take a first reading, and choose unset thresholds from it."""
         self._driver = driver
         first = driver.read()
         self._thresholds = choose_thresholds(
@@ -132,7 +132,7 @@ class MemoryMonitor:
             metrics.DEVICE_MEMORY_BYTES.labels(kind).set(num_bytes)
         metrics.DEVICE_MEMORY_FRAGMENTATION.set(seen.fragmentation)
         before = self._meter.level
-        level = self._meter.take(self._thresholds.level(seen.available, seen.total))
+        level = self._meter.add(self._thresholds.level(seen.available, seen.total))
         metrics.DEVICE_MEMORY_LEVEL.set(level.value)
         if level is not before:
             tell = _log.info if level is MemoryLevel.OK else _log.warning
@@ -151,12 +151,12 @@ class MemoryMonitor:
         threading.Thread(target=self.run, name="device-memory", daemon=True).start()
 
     def stop(self) -> None:
-        """Stop; the metric then says that memory is enough."""
+        """Stop, and set the metric of the level to 0."""
         self._stopped.set()
         metrics.DEVICE_MEMORY_LEVEL.set(MemoryLevel.OK.value)
 
     def run(self) -> None:
-        """Take readings until one fails, or `stop`."""
+        """Take readings until one fails or `stop` is called."""
         try:
             while not self._stopped.is_set():
                 self.check()

@@ -1,6 +1,6 @@
 """The interface of a decoder, and paged attention of one layer for decodes and prefill chunks.
 
-Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `M` blocks of
+Symbols: `T` tokens, `N` tokens whose final hidden states are wanted, `S` sequences, `M` blocks of
 the longest block table, `H` query heads, `HKV` kv heads, `D` head dim.
 """
 
@@ -17,7 +17,7 @@ from kernels import ops
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """Where a step's tokens are and what they attend to; the same for every layer.
+    """Where a step's tokens are stored, and what they attend to; the same for every layer.
 
     The first `num_decodes` sequences have exactly one token each in this step, the rest are chunks
     of any length. So the first `num_decodes` tokens belong to the decodes.
@@ -28,13 +28,13 @@ class AttentionMetadata:
     block_tables: torch.Tensor
     """int32[S, M]: each sequence's blocks in order; entries past its `seq_len` are not read."""
     seq_lens: torch.Tensor
-    """int32[S]: tokens of each sequence, this step's included."""
+    """int32[S]: tokens of each sequence, including this step's."""
     query_start_loc: torch.Tensor
     """int32[S + 1]: where each sequence's tokens start in this step; the last entry is the end."""
     max_query_len: int
     """The longest chunk of this step, in tokens."""
     num_decodes: int
-    """Sequences, from the first, with one token."""
+    """The first so many sequences have one token each."""
     wanted: "WantedTokens | None" = None
     """Tokens whose final hidden states are wanted; None: all."""
     adapters: StepAdapters | None = None
@@ -68,9 +68,9 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedTokens:
-    """The last tokens of each sequence (perhaps none), whose hidden states are wanted.
+    """The tokens whose final hidden states are wanted: the last ones of each sequence, or none.
 
-    The last layer stores K and V of all tokens; everything after that is for these only.
+    The last layer stores K and V of all tokens, and then computes these tokens only.
     """
 
     places: torch.Tensor
@@ -136,7 +136,7 @@ def store_kv(
     layer: int,
     metadata: AttentionMetadata,
 ) -> None:
-    """The first half of `paged_attention`."""
+    """Store this step's K and V in `pool`: the first half of `paged_attention`."""
     ops.store_kv(
         key,
         value,
@@ -159,7 +159,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The second half of `paged_attention`: this step's K and V are in `pool` already."""
+    """Attend: the second half of `paged_attention`, after `store_kv`."""
     key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
     key_scales, value_scales = pool.key_scales(layer), pool.value_scales(layer)
     num_decodes, prefill = metadata.num_decodes, metadata.prefill

@@ -1,4 +1,4 @@
-"""What the worker needs to know of any model, parsed from `config.json`."""
+"""The facts that the worker needs about any model, parsed from `config.json`."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder, as seen by everything but the model itself.
+    """The sizes of a decoder that code outside the model needs.
 
-    A family's config derives from it and adds what its model is built from.
+    A family's config derives from this class and adds the fields that its model needs.
     """
 
     architecture: str
@@ -24,11 +24,11 @@ class ModelConfig:
     num_kv_heads: int
     """In every layer."""
     head_dim: int
-    """Of keys and of values, in every layer."""
+    """The head dim of keys and values, in every layer."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json; may be empty."""
     dtype: torch.dtype
-    """Of the checkpoint; float32 if config.json does not say."""
+    """The checkpoint's dtype; float32 if config.json has none."""
 
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

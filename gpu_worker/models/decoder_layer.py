@@ -1,7 +1,7 @@
 """The parts of one layer of a Llama-shaped decoder: norms, attention maps, MLP or experts.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I`
-intermediate size, `X` experts, `N` of them that a token takes.
+intermediate size, `X` experts, `N` experts per token.
 """
 
 from collections.abc import Callable

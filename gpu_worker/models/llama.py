@@ -1,6 +1,6 @@
 """The decoder of the Llama-shaped families: Llama, Mistral, Mixtral, Qwen2, Qwen3.
 
-Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
+Symbols: `T` tokens, `N` tokens whose final hidden states are wanted, `S` sequences, `H` query
 heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size, `V` vocabulary.
 """
 
@@ -31,7 +31,7 @@ class LlamaDecoder:
     """A language model. Immutable. Callers are in `torch.inference_mode()`."""
 
     config: LlamaConfig
-    """Of this rank's part, if the model is on several devices."""
+    """The config of this rank's part, if the model is on several devices."""
     embedding: torch.Tensor | None
     """`[V, E]`; None if an earlier stage has it."""
     layers: tuple[DecoderLayer, ...]
@@ -55,8 +55,8 @@ class LlamaDecoder:
 
         Args:
             token_ids: int64[T], in the order of `metadata`'s sequences.
-            positions: int64[T], each token's index in its sequence, in [0, max_model_len); any of
-                these for padding.
+            positions: int64[T], each token's index in its sequence, in [0, max_model_len); for
+                padding, any value in that range.
             pool: Holds the K and V of all earlier tokens.
             metadata: The batch.
 
@@ -87,7 +87,7 @@ class LlamaDecoder:
             )
         eps = self.config.rms_norm_eps
         wanted = None if self.final_norm is None else metadata.wanted
-        out: torch.Tensor | None = None  # output of a branch, added by the next norm
+        out: torch.Tensor | None = None  # output of a branch; the next norm adds it
         for index, plain_layer in enumerate(self.layers):
             layer = _adapted(index, plain_layer, metadata)
             if out is None:
@@ -133,7 +133,7 @@ class LlamaDecoder:
 
     @property
     def _others(self) -> Ranks:
-        assert self.ranks is not None, "the stages of a pipeline know each other"
+        assert self.ranks is not None, "a stage of a pipeline has ranks"
         return self.ranks
 
     def _store(
@@ -185,7 +185,7 @@ def _native_wanted(metadata: AttentionMetadata) -> NativeWanted | None:
 
 
 def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
-    """Build the part of the decoder for `weights.place`; raises what reading tensors raises."""
+    """Build the part of the decoder for `weights.place`; errors of reading tensors pass through."""
     hidden, place = config.hidden_size, weights.place
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
     if config.tie_word_embeddings:
@@ -265,7 +265,7 @@ def _experts(
     config: LlamaConfig, experts: ExpertsConfig, module: str, weights: Weights
 ) -> FeedForward:
     names = "w1", "w3", "w2"
-    # Never quantized: it is small, and choosing other experts would make another model.
+    # Never quantized: it is small, and a rounded router would choose other experts.
     router = weights.tensor(f"{module}.gate.weight", experts.num_experts, config.hidden_size)
     return Experts(
         router=make_linear(router, None),

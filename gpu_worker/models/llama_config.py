@@ -93,16 +93,17 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
     family = _FAMILIES[read_architecture(fields)]
     activation = fields.get("hidden_act", default="silu")
     if activation != "silu":
-        raise fields.error("hidden_act", f"is {activation!r}; only 'silu' is supported")
+        raise fields.unsupported("hidden_act", f"is {activation!r}; only 'silu' is supported")
     common = read_model_config(fields)
     head_dim = fields.positive_int("head_dim", default=family.head_dim or common.head_dim)
     if head_dim % 2:
-        raise fields.error("head_dim", f"is {head_dim}; rotary embedding needs it even")
+        raise fields.unsupported("head_dim", f"is {head_dim}; rotary embedding needs it even")
     attention_bias = family.reads_attention_bias and fields.boolean("attention_bias", default=False)
+    rope = _rope(fields, family)
     return LlamaConfig(
         architecture=common.architecture,
         vocab_size=common.vocab_size,
-        max_model_len=common.max_model_len,
+        max_model_len=min(common.max_model_len, rope.max_model_len or common.max_model_len),
         num_layers=common.num_layers,
         num_kv_heads=common.num_kv_heads,
         head_dim=head_dim,
@@ -112,7 +113,7 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
         num_heads=fields.positive_int("num_attention_heads"),
         intermediate_size=fields.positive_int("intermediate_size"),
         rms_norm_eps=fields.number("rms_norm_eps", default=family.rms_norm_eps),
-        rope=_rope(fields, family),
+        rope=rope,
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
@@ -143,7 +144,7 @@ def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
 def _rope(fields: JsonFields, family: _Family) -> RopeConfig:
     rope = rope_from_fields(fields, default_theta=family.rope_theta)
     if rope.rotated_share != 1.0:
-        raise fields.error(
+        raise fields.unsupported(
             "partial_rotary_factor", f"is {rope.rotated_share}; only 1.0 is supported"
         )
     return rope

@@ -47,11 +47,11 @@ class NativeLayers:
         if not self._is_whole:
             return None
         if self._key_cache is not pool.key_cache(0):
-            self._decoder = self._made_for(pool)
+            self._decoder = self._bound_to(pool)
             self._key_cache = pool.key_cache(0)
         return self._decoder
 
-    def _made_for(self, pool: KvPool) -> NativeDecoder | None:
+    def _bound_to(self, pool: KvPool) -> NativeDecoder | None:
         if not set(pool.layout.dtypes) <= {self._final_norm.dtype, *LARGEST}:
             return None
         caches = [

@@ -1,6 +1,6 @@
 """GPT-NeoX: layer norms with biases, attention and feed-forward part in parallel.
 
-Symbols: `T` tokens, `S` sequences, `H` heads, `D` head dim, `R` of its dimensions that are rotated,
+Symbols: `T` tokens, `S` sequences, `H` heads, `D` head dim, `R` rotated dimensions of a head,
 `E` hidden size, `I` intermediate size, `V` vocabulary.
 """
 
@@ -63,7 +63,7 @@ class NeoxLayer:
     """H * D to E."""
     mlp_norm: LayerNorm
     mlp: Linear
-    """E to E: an `Mlp`, or the sum over devices of their parts."""
+    """E to E: an `Mlp`, or on several devices the sum of the devices' parts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ class NeoxDecoder:
     """A language model. Immutable. Callers are in `torch.inference_mode()`."""
 
     config: NeoxConfig
-    """Of this rank's part, if the model is on several devices."""
+    """The config of this rank's part, if the model is on several devices."""
     embedding: torch.Tensor | None
     """`[V, E]`; None if an earlier stage has it."""
     layers: tuple[NeoxLayer, ...]
@@ -125,7 +125,7 @@ class NeoxDecoder:
 
     @property
     def _others(self) -> Ranks:
-        assert self.ranks is not None, "the stages of a pipeline know each other"
+        assert self.ranks is not None, "a stage of a pipeline has ranks"
         return self.ranks
 
     def _store(
@@ -153,8 +153,8 @@ class NeoxDecoder:
 
 
 def build_neox(config: NeoxConfig, weights: Weights) -> NeoxDecoder:
-    """Build the part of the decoder for `weights.place`; raises what reading tensors raises."""
-    # Masks and frequencies in old checkpoints, which are not weights.
+    """Build the part of the decoder for `weights.place`; errors of reading tensors pass through."""
+    # Old checkpoints also contain masks and frequencies, which are not weights.
     weights.ignore(r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")
     if config.tie_word_embeddings:
         weights.ignore(r"(embed_out|lm_head)\.weight")
@@ -187,7 +187,7 @@ def _head(config: NeoxConfig, embedding: torch.Tensor | None, weights: Weights) 
             return weights.head(embedding[rows.start : rows.stop])
         name = _EMBEDDING
     else:
-        # Named embed_out before transformers 5.
+        # Before transformers 5 it was called embed_out.
         name = "lm_head.weight" if "lm_head.weight" in weights.names else "embed_out.weight"
     return weights.head(weights.rows(name, rows, config.vocab_size, config.hidden_size))
 

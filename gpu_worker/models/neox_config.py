@@ -51,7 +51,7 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
     """Parse the config.json of a GPTNeoXForCausalLM.
 
     Raises:
-        ModelError: A file or field is missing, malformed, or asks for something unsupported.
+        ModelError: A file or field is missing, malformed or unsupported.
     """
     common = read_model_config(fields)
     hidden_size = fields.positive_int("hidden_size")
@@ -60,12 +60,12 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
         raise fields.error("num_attention_heads", f"must divide hidden_size, {hidden_size}")
     activation = fields.get("hidden_act", default="gelu")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise fields.error(
+        raise fields.unsupported(
             "hidden_act", f"is {activation!r}; supported are {', '.join(ACTIVATIONS)}"
         )
     rope = rope_from_fields(
         fields,
-        # transformers 5 uses the names of all families, older versions these.
+        # transformers 5 uses the names that all families share, older versions use these.
         default_theta=fields.number("rotary_emb_base", default=10000.0),
         default_share=fields.number("rotary_pct", default=0.25),
     )
@@ -73,13 +73,13 @@ def read_neox_config(fields: JsonFields) -> NeoxConfig:
     if rotary_dim % 2 or not 0 < rotary_dim <= common.head_dim:
         raise fields.error(
             "rotary_pct",
-            f"is {rope.rotated_share}; of the {common.head_dim} dimensions of a head it must"
-            " rotate an even number",
+            f"is {rope.rotated_share}; it must rotate an even number of a head's"
+            f" {common.head_dim} dimensions",
         )
     return NeoxConfig(
         architecture=common.architecture,
         vocab_size=common.vocab_size,
-        max_model_len=common.max_model_len,
+        max_model_len=min(common.max_model_len, rope.max_model_len or common.max_model_len),
         num_layers=common.num_layers,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
@@ -101,7 +101,7 @@ def split_neox_config(config: NeoxConfig, place: Place) -> NeoxConfig:
     """The part of one rank: its layers and heads.
 
     Raises:
-        ModelError: Layers or heads cannot be split so.
+        ModelError: The layers or heads cannot be split among the ranks.
     """
     return replace(
         config,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import structlog
 import torch
 
 from gpu_worker.models.attention import Decoder
@@ -20,12 +21,14 @@ from gpu_worker.models.neox import build_neox
 from gpu_worker.models.neox_config import read_neox_config, split_neox_config
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.place import Place
-from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
+from gpu_worker.weights.json_fields import JsonFields, ModelError, UnsupportedError, read_json
 from gpu_worker.weights.quantized_linear import Quantization
 from gpu_worker.weights.reader import Weights, draw_weights, load_weights
 from gpu_worker.weights.stored_format import read_stored_format
 
 _TRANSFORMERS: Final = "transformers"
+
+_log = structlog.get_logger()
 
 
 class ModelSource(Protocol):
@@ -164,9 +167,34 @@ def open_model(
         family = _import_family(model_class)
         return _CheckpointSource(directory, fields, family, quantization, place, is_dummy=is_dummy)
     architecture = read_architecture(fields)
+    lacking: UnsupportedError | None = None
     if model_class != _TRANSFORMERS and architecture in _NATIVE:
         family = _NATIVE[architecture]
-        return _CheckpointSource(directory, fields, family, quantization, place, is_dummy=is_dummy)
+        try:
+            return _CheckpointSource(
+                directory, fields, family, quantization, place, is_dummy=is_dummy
+            )
+        except UnsupportedError as error:
+            lacking = error
+    try:
+        source = _of_transformers(directory, fields, quantization, place, is_dummy=is_dummy)
+    except ModelError as error:
+        raise lacking or error from None
+    if lacking is not None:
+        _log.warning("transformers runs the model, slower than ours would", reason=str(lacking))
+    return source
+
+
+def _of_transformers(
+    directory: Path,
+    fields: JsonFields,
+    quantization: Quantization | None,
+    place: Place,
+    *,
+    is_dummy: bool,
+) -> ModelSource:
+    """As `open_model`, with the implementation of transformers."""
+    architecture = read_architecture(fields)
     if is_dummy:
         raise ModelError(
             f"load-format is dummy; {architecture} is run by transformers' model, and it is"

@@ -1,4 +1,4 @@
-"""How a model of `transformers` attends: found out by running it once without weights.
+"""Finds out how a model of `transformers` attends, by running it once without weights.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
 """
@@ -26,7 +26,7 @@ MaskFunction = Callable[
 
 
 def read_window(sees: MaskFunction, num_positions: int) -> int | None:
-    """How many tokens a token sees by this mask, itself included; None: all before it.
+    """How many tokens a token sees under this mask, itself included; None: all before it.
 
     Computes only a few rows of the mask, so `num_positions` may be large.
 
@@ -42,7 +42,7 @@ def read_window(sees: MaskFunction, num_positions: int) -> int | None:
             seen = torch.as_tensor(sees(zero, zero, positions[query], positions), device="cpu")
             visible = seen.expand(num_positions)
         except (RuntimeError, TypeError, NotImplementedError) as error:
-            raise ModelError(f"its masks depend on what they are for: {error}") from error
+            raise ModelError(f"its masks depend on the tokens: {error}") from error
         if query == last:
             num_visible = int(visible.sum())
             window = num_visible if num_visible < num_positions else None
@@ -81,9 +81,9 @@ class AttentionCall:
     layer: int
     num_kv_heads: int
     head_dim: int
-    """Of keys; values may have fewer."""
+    """The head dim of keys; values may have fewer dimensions."""
     window: int | None
-    """None if as long as the context."""
+    """None if the window is as long as the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +132,13 @@ def record_calls(config: PreTrainedConfig, max_model_len: int) -> tuple[Attentio
     checked up to `max_model_len` tokens.
 
     Raises:
-        ModelError: It attends in a way that paged attention does not support, or not once per
-            layer. The message does not name the model.
+        ModelError: The model attends in a way that paged attention does not support, or not once
+            per layer. The message does not name the model.
     """
     recorder = _Recorder(max_model_len)
     config = copy.deepcopy(config)
     for rope in batch_dependent_ropes(config):
-        rope["rope_type"] = "default"  # they read positions, which have no contents here
+        rope["rope_type"] = "default"  # other types read positions, which have no contents here
     name = register_attention(recorder.attend)
     AttentionMaskInterface.register(name, recorder.mask)
     try:
@@ -150,7 +150,8 @@ def record_calls(config: PreTrainedConfig, max_model_len: int) -> tuple[Attentio
             model.base_model(
                 input_ids=tokens,
                 position_ids=tokens,
-                # Without it, transformers looks for several sequences in `position_ids`.
+                # Without an attention mask, transformers looks for several sequences in
+                # `position_ids`.
                 attention_mask=torch.ones_like(tokens),
                 use_cache=False,
             )
@@ -175,9 +176,9 @@ def record_calls(config: PreTrainedConfig, max_model_len: int) -> tuple[Attentio
 def _refuse_window_in_mask_only(
     config: PreTrainedConfig, calls: tuple[AttentionCall, ...], mask_windows: set[int | None]
 ) -> None:
-    """Refuse layers whose mask has a window that they do not ask attention for.
+    """Refuse a layer whose mask has a window that the layer does not pass to attention.
 
-    A model may make masks for kinds of layers that it does not have.
+    A model may make masks for kinds of layers that it does not have, so unused masks are allowed.
     """
     layer_types = getattr(config, "layer_types", None) or [None] * len(calls)
     for call, layer_type in zip(calls, layer_types, strict=True):

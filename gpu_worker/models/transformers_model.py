@@ -32,6 +32,7 @@ from gpu_worker.models.transformers_attention import (
     register_attention,
 )
 from gpu_worker.parallel.collectives import Ranks
+from gpu_worker.weights.checkpoint import Checkpoint, has_nan
 from gpu_worker.weights.json_fields import JsonFields, ModelError
 from gpu_worker.weights.linear import Linear, make_linear
 
@@ -50,7 +51,8 @@ class TransformersModel:
         for module in causal.modules():
             _replace_linear(module)
         self._base = causal.base_model
-        # The head is all that the causal model does with hidden states: scales, caps, biases.
+        # `head` is the rest of the causal model after its base: the map to logits, scales, caps,
+        # biases.
         setattr(causal, causal.base_model_prefix, _Given())
         self._head = causal
 
@@ -94,7 +96,7 @@ class TransformersModel:
         options = read_options(query, given)
         layer: Any = module.layer_idx
         value_dim, missing = value.shape[3], key.shape[3] - value.shape[3]
-        if missing:  # the pool has one head dim for keys and values
+        if missing:  # the pool has the same head dim for keys and values
             value = functional.pad(value, (0, missing))
         # Some models rotate queries and keys in float32.
         query, key = query.to(value.dtype), key.to(value.dtype)
@@ -115,7 +117,7 @@ class TransformersModel:
 
 
 class _Given(nn.Module):
-    """Replaces a causal model's base: returns the hidden states that it is given."""
+    """Replaces a causal model's base: returns its input as hidden states."""
 
     def forward(
         self,
@@ -128,7 +130,7 @@ class _Given(nn.Module):
 
     @property
     def decoder(self) -> "_Given":
-        """Itself: some causal models call the decoder inside their base."""
+        """This object, because some causal models call the decoder inside their base."""
         return self
 
 
@@ -140,9 +142,9 @@ class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
 
 
 def _replace_linear(module: nn.Module) -> None:
-    """Make a linear map of transformers compute as ours: faster, and row by row.
+    """Make a linear map of transformers compute with our code: faster, and row by row.
 
-    Its weight moves to our map, which may change its layout; the module's own becomes empty.
+    The weight moves to our map, which may change its layout; the module's own weight is emptied.
     """
     if type(module) is nn.Linear:
         weight, bias = module.weight, module.bias
@@ -169,7 +171,8 @@ class TransformersSource:
         """Read its config and find out how it attends, without reading weights.
 
         Raises:
-            ModelError: It is not a decoder, or the KV pool or paged attention cannot serve it.
+            ModelError: The model is not a decoder, or the KV pool or paged attention does not
+                support it.
         """
         self._directory = directory
         architecture = read_architecture(fields)
@@ -208,6 +211,7 @@ class TransformersSource:
     ) -> TransformersModel:
         """Let transformers read the weights, memory-mapped; see `ModelSource.load`."""
         assert ranks is None, "its models are on one device"
+        Checkpoint(self._directory)  # its errors name the file
         model = TransformersModel()
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         progress(0.0)
@@ -221,7 +225,6 @@ class TransformersSource:
                 attn_implementation=_register_weakly(model),
                 local_files_only=True,
                 trust_remote_code=False,
-                use_safetensors=True,
                 output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError) as error:
@@ -230,6 +233,9 @@ class TransformersSource:
             if info[problem]:
                 names = ", ".join(sorted(map(str, info[problem]))[:5])
                 raise ModelError(f"{self._directory} has {problem.replace('_', ' ')}: {names}")
+        for name, parameter in causal.named_parameters():
+            if has_nan(parameter):
+                raise ModelError(f"{self._directory}: {name} has NaN")
         model.use(causal.to(device).eval())
         progress(1.0)
         return model
@@ -254,7 +260,7 @@ def _refuse_config(config: PreTrainedConfig) -> None:
     if model_class is None:
         raise ModelError("it is no causal language model of transformers")
     if config.get_text_config() is not config:
-        raise ModelError("it takes more than text")
+        raise ModelError("it has inputs other than text")
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise ModelError("it has an encoder")
     if getattr(model_class, "_is_stateful", False):

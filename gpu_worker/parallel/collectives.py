@@ -1,7 +1,7 @@
-"""Collectives: what ranks exchange while they compute, over `torch.distributed`.
+"""Collectives: the ranks' exchanges during a step, over `torch.distributed`.
 
-Every rank makes the same calls in the same order. On CUDA they use NCCL and do not wait on the
-host, except those that return values to it; on a CPU they use gloo.
+Every rank makes the same calls in the same order. On CUDA the calls use NCCL and return before the
+device is done, except those that return values to the host; on a CPU they use gloo.
 
 Symbols: `T` tokens, `S` sequences, `E` hidden size, `K` input features, `N` output features.
 """
@@ -40,12 +40,12 @@ class Ranks:
     """This rank's connections with its group. Called from one thread at a time."""
 
     def __init__(self, place: Place, store: Store, device: torch.device) -> None:
-        """Connect; waits until the last rank has come.
+        """Connect, and wait until all ranks are connected.
 
         Args:
             place: This rank's place.
             store: How the ranks find each other.
-            device: Where this rank computes; the same kind in all ranks.
+            device: This rank's device, of the same type in all ranks.
         """
         self.place = place
         dist.init_process_group(
@@ -63,7 +63,7 @@ class Ranks:
                 self._stage = group
 
     def summed(self, part: Linear) -> Linear:
-        """Sum the ranks' partial results: a map `[T, K]` to `[T, N]`, complete in every rank."""
+        """Return a map `[T, K]` to `[T, N]` that sums the ranks' partial results, on every rank."""
 
         def apply(x: torch.Tensor) -> torch.Tensor:
             out = part(x).contiguous()
@@ -73,9 +73,9 @@ class Ranks:
         return apply
 
     def joined(self, part: Linear, num_out: int) -> Linear:
-        """Join the ranks' parts of the outputs, split as `Place.vocabulary`, to `num_out`.
+        """Return a map that joins the ranks' outputs, split as `Place.vocabulary`, to `num_out`.
 
-        Complete in every rank of the stage.
+        Every rank of the stage gets the whole result.
         """
         size = self.place.tensor_size
         width = -(-num_out // size)

@@ -36,7 +36,7 @@ class Follower:
     """A rank's connection with rank 0, from rank 0's welcome on."""
 
     def __init__(self, member: Member) -> None:
-        """Connect as soon as rank 0 listens, and wait until all ranks have come.
+        """Connect as soon as rank 0 listens, and wait until all ranks are connected.
 
         The process ends if rank 0 ends first, or refuses this rank.
         """
@@ -62,7 +62,9 @@ class Follower:
                     plan = plan_of(worker_pb2.StepBatch.FromString(frame.content), limits)
                     try:
                         pending.append(executor.launch(plan))
-                    except QuireError as error:  # rank 0 refuses it, too, and reports it
+                    except (
+                        QuireError
+                    ) as error:  # rank 0 refuses the step, too, and reports the error
                         _log.debug("refused a step", error=str(error))
                 case Kind.COLLECT:
                     executor.collect(pending.popleft())
@@ -75,30 +77,32 @@ class Follower:
                     raise AssertionError(f"rank 0 has sent {frame.kind!r}")
 
     def fail(self, problem: str) -> NoReturn:
-        """Tell rank 0 why this rank ends, and end the process."""
+        """Send rank 0 the reason why this rank ends, and end the process."""
         try:
             self._link.send(Frame(Kind.FAILED, problem.encode()))
         except OSError:
-            _log.warning("rank 0 is gone")
+            _log.warning("rank 0 has ended")
         _end(problem)
 
     def _read(self) -> None:
-        """Receive rank 0's frames, also while this rank computes or waits for another."""
+        """Receive rank 0's frames, even while this rank computes or waits for another rank."""
         while True:
             try:
                 frame = self._link.receive()
             except OSError as error:
                 _end(f"rank 0 is lost: {error}")
             if frame.kind is Kind.CLOSE:
-                os._exit(0)  # nothing needs a clean end, and a collective may hang
+                os._exit(0)  # no cleanup is needed, and a collective may hang
             self._frames.put(frame)
 
 
 def end_with_input() -> None:
-    """End the process when its standard input ends, which is when its parent ends."""
+    """End the process when its standard input ends, because then its parent has ended."""
 
     def wait() -> None:
-        while os.read(sys.stdin.fileno(), 1):  # unbuffered: Python's exit needs the buffer's lock
+        while os.read(
+            sys.stdin.fileno(), 1
+        ):  # unbuffered, because Python's exit needs the buffer's lock
             pass
         os._exit(1)
 
@@ -137,20 +141,20 @@ def prepare_environment(master_addr: str) -> None:
     # Otherwise torch's threads spin between parallel regions, on cores that router, scheduler and
     # clients need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if master_addr in _ONE_MACHINE:  # otherwise ranks listen on the network
+    if master_addr in _ONE_MACHINE:  # so that ranks do not listen on the network
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def run_rank(member: Member) -> NoReturn:
-    """Run the rank. The process ends with rank 0, or with status 1 if this rank fails."""
+    """Run the rank. The process ends when rank 0 ends, or with status 1 if this rank fails."""
     settings = member.settings
     prepare_environment(settings.master_addr)
     logs.configure(settings.log_level, settings.log_format, f"worker rank {member.place.rank}")
     with LocalRanks(member):
         follower = Follower(member)
         for number in (signal.SIGINT, signal.SIGTERM):
-            # Rank 0 may have steps to finish, with this rank's part in them.
+            # Rank 0 may still have steps to finish, which need this rank.
             signal.signal(number, signal.SIG_IGN)
         try:
             from gpu_worker.loading.worker_model import load_rank  # noqa: PLC0415 - torch takes seconds

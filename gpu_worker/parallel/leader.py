@@ -1,8 +1,8 @@
-"""Rank 0's side of its group: gathers the other ranks, sends them calls, and ends with them.
+"""Rank 0's side of its group: connects the other ranks, sends them calls, and ends with them.
 
-No collective returns once a rank is gone, nor does a thread that waits in one, on a GPU perhaps
-inside the driver. So when a rank is lost, or fails at a step that others have begun, this process
-ends at once, and all other ranks with it: the scheduler sees one lost worker.
+When a rank has died, a collective never returns, and the thread that waits in it hangs, on a GPU
+perhaps inside the driver. So when a rank is lost, or fails at a step that others have begun, this
+process ends at once, and all other ranks with it: the scheduler sees one lost worker.
 """
 
 import json
@@ -22,7 +22,7 @@ from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 
 _HELLO_S = 5.0
-"""A connection that does not say hello within this time is not a rank."""
+"""A connection that sends no hello within this time is not a rank."""
 _LOOK_S = 0.2
 _SAY_S = 1.0
 
@@ -47,7 +47,7 @@ class Leader:
                 f"master-addr is {address[0]}, master-port {address[1]}: {error}"
             ) from error
         port = self._listener.getsockname()[1]
-        # The other ranks get the port that was found free now.
+        # The other ranks get the port that was free just now.
         self.member = Member(settings.model_copy(update={"master_port": port}))
         self._links: dict[int, Link] = {}
         self._is_closing = False
@@ -56,7 +56,7 @@ class Leader:
         self._local = LocalRanks(self.member)
 
     def gather(self, report: Callable[[str, float | None], None], welcome: dict[str, int]) -> None:
-        """Wait until all ranks have come, and send them `welcome`.
+        """Wait until all ranks are connected, and send them `welcome`.
 
         Args:
             report: Called repeatedly with the missing ranks; an error that it raises ends the wait.
@@ -79,8 +79,8 @@ class Leader:
             link.send(Frame(Kind.WELCOME, json.dumps(welcome).encode()))
         self._watcher.start()
 
-    def tell(self, frame: Frame) -> None:
-        """Send all ranks a frame, in order, without waiting for them."""
+    def send(self, frame: Frame) -> None:
+        """Send a frame to all other ranks, without waiting for them."""
         try:
             for link in self._links.values():
                 link.send(frame)
@@ -99,10 +99,10 @@ class Leader:
         self._local.end()
 
     def give_up(self, problem: str) -> NoReturn:
-        """End this process, and with it the group. Only after `gather`."""
+        """End this process and thereby the group. Call it only after `gather`."""
         if threading.current_thread() is not self._watcher:
             self._watcher.join(_SAY_S)  # if a rank is lost, the watcher reports that
-        with self._lock:  # never during `close`
+        with self._lock:  # so that it does not run during `close`
             _log.error("the group of ranks ends", problem=problem)
             sys.stderr.write(f"quire-worker: {problem}\n")
             sys.stderr.flush()
@@ -118,12 +118,12 @@ class Leader:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             link.close()
             return
-        if rank in self._links:  # it was restarted
+        if rank in self._links:  # the rank was restarted
             self._links[rank].close()
         self._links[rank] = link
 
     def _watch(self) -> None:
-        """Wait for the first rank that fails or is lost; ranks send nothing otherwise."""
+        """Wait until a rank fails or is lost; otherwise ranks send nothing."""
         with selectors.DefaultSelector() as selector:
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)

@@ -1,4 +1,4 @@
-"""Rank 0's executor: sends every call to the other ranks, too."""
+"""Rank 0's executor: also sends every call to the other ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +16,10 @@ from gpu_worker.step.rows import Rows
 
 
 class LeadingExecutor:
-    """An `Executor` for the step loop, with the other ranks' executors behind it.
+    """An `Executor` for the step loop that drives the executors of all ranks.
 
-    A refused step is refused by all ranks alike, before any of them computes. If a step fails
-    otherwise, other ranks may be in the middle of it, and the group ends.
+    All ranks refuse a bad step alike, before any of them computes. If a step fails in another way,
+    other ranks may be in the middle of it, so the group ends.
     """
 
     def __init__(self, executor: Executor, leader: Leader) -> None:
@@ -41,28 +41,28 @@ class LeadingExecutor:
 
     @property
     def host_pool(self) -> None:
-        """None: each rank has only a part of a block, so blocks are not read or written whole."""
+        """None: each rank has only a part of a block, so whole blocks cannot be read or written."""
         return
 
     def launch(self, plan: Plan) -> LaunchedStep:
-        assert plan.serialize is not None, "a step of the scheduler's"
-        self._leader.tell(Frame(Kind.LAUNCH, plan.serialize()))
+        assert plan.serialize is not None, "a plan with its message"
+        self._leader.send(Frame(Kind.LAUNCH, plan.serialize()))
         with self._together():
             return self._executor.launch(plan)
 
     def collect(self, launched: LaunchedStep) -> Result:
         with self._together():
             output = self._executor.collect(launched)
-        self._leader.tell(Frame(Kind.COLLECT))
+        self._leader.send(Frame(Kind.COLLECT))
         return output
 
     def reset(self) -> Holdings:
-        self._leader.tell(Frame(Kind.RESET))
+        self._leader.send(Frame(Kind.RESET))
         with self._together():
             return self._executor.reset()
 
     def distrust(self) -> None:
-        self._leader.tell(Frame(Kind.DISTRUST))
+        self._leader.send(Frame(Kind.DISTRUST))
         with self._together():
             self._executor.distrust()
 
@@ -73,11 +73,11 @@ class LeadingExecutor:
         )
 
     def add_adapter(self, number: int, adapter: Adapter) -> None:  # noqa: ARG002
-        """Refuse: each rank would need its part."""
+        """Refuse: each rank would need its part of the adapter."""
         raise UnimplementedError("a model on several devices cannot have adapters")
 
     def remove_adapter(self, number: int) -> None:
-        """There are no adapters."""
+        """Do nothing: there are no adapters."""
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -90,4 +90,4 @@ class LeadingExecutor:
 
 
 AnyExecutor: TypeAlias = Executor | LeadingExecutor
-"""What a step loop calls."""
+"""The executor of a step loop."""

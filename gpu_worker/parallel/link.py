@@ -1,7 +1,7 @@
 """The connection between rank 0 and another rank: a greeting, then commands, until one end dies.
 
-Each end notices at once when the other ends, whatever it computes or waits for. A frame is a kind,
-a length, and that many bytes.
+Each end detects at once when the other end dies, even while it computes or waits. A frame is a
+kind, a length, and that many bytes.
 """
 
 import socket
@@ -24,21 +24,21 @@ class Kind(IntEnum):
     """The kind of a frame."""
 
     HELLO = 1
-    """First from the other rank: its hello, as JSON."""
+    """The other rank's first frame: its hello, as JSON."""
     WELCOME = 2
-    """First from rank 0: how the ranks find each other, as JSON."""
+    """Rank 0's first frame: how the ranks find each other, as JSON."""
     LAUNCH = 3
     """Launch a step: a StepBatch."""
     COLLECT = 4
     """Collect the oldest launched step."""
     RESET = 5
-    """Forget all sequences, and steps not collected."""
+    """Forget all sequences, and all steps that were not collected."""
     DISTRUST = 7
     """Forget everything: a step has failed."""
     CLOSE = 6
     """End: rank 0 ends."""
     FAILED = 8
-    """From the other rank: why it ends, as text."""
+    """The other rank's last frame: why it ends, as text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +59,16 @@ class Link:
         self._socket = connected
 
     def send(self, frame: Frame) -> None:
-        """Send a frame; raises OSError if the other end is gone."""
+        """Send a frame; raises OSError if the connection is closed."""
         self._socket.sendall(_HEADER.pack(frame.kind, len(frame.content)) + frame.content)
 
     def receive(self) -> Frame:
-        """Wait for a frame; raises OSError if the other end is gone, or sends garbage."""
+        """Wait for a frame; raises OSError if the connection is closed, or the frame is invalid."""
         kind, num_bytes = _HEADER.unpack(self._read(_HEADER.size))
         try:
             return Frame(Kind(kind), self._read(num_bytes))
         except ValueError:
-            raise ConnectionError(f"a frame is of kind {kind}, which there is not") from None
+            raise ConnectionError(f"a frame has the unknown kind {kind}") from None
 
     def set_timeout(self, seconds: float | None) -> None:
         """Make later calls raise TimeoutError, an OSError, if they wait longer."""
@@ -87,6 +87,6 @@ class Link:
         while len(content) < num_bytes:
             part = self._socket.recv(num_bytes - len(content))
             if not part:
-                raise ConnectionError("the other end is gone")
+                raise ConnectionError("the other end has closed the connection")
             content += part
         return bytes(content)

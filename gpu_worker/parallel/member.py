@@ -1,6 +1,6 @@
-"""A rank before it meets the others: its settings, its number, and what all must agree on.
+"""A rank before it connects: its number, its settings, and the check that all ranks agree.
 
-Imports no torch: ranks meet while torch is loading.
+Imports no torch, because ranks connect while torch is loading.
 """
 
 import json
@@ -30,7 +30,7 @@ _ALIKE: Final = (
     "host_kv_codec",
     "kv_checksum",
 )
-"""Settings that all ranks must share, or they would compute nonsense or wait forever."""
+"""Settings that must be equal on all ranks; otherwise ranks compute nonsense or wait forever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Member:
     settings: WorkerSettings
     """The settings of the command that started it."""
     number: int = 0
-    """Among the command's processes; determines its rank and its GPU."""
+    """Its number among the command's processes, which determines its rank and its GPU."""
 
     @property
     def place(self) -> Place:
@@ -91,7 +91,7 @@ def member_from_json(text: bytes) -> Member:
 def command() -> list[str]:
     """The command that runs a rank; it reads a `Member` from its standard input.
 
-    The process ends when its standard input does.
+    The process ends when its standard input ends.
     """
     return [sys.executable, "-m", "gpu_worker.parallel"]
 
@@ -103,9 +103,9 @@ class LocalRanks:
     """The processes of this machine's other ranks. A context manager that ends them."""
 
     def __init__(self, member: Member) -> None:
-        """Start them, if `member` is the command's first.
+        """Start them, if `member` is the first process of the command.
 
-        Each ends when its standard input does, which is when this process ends.
+        Each ends when its standard input ends, which happens when this process ends.
         """
         self._processes = []
         num_local = member.settings.num_local_ranks if member.number == 0 else 0
@@ -123,10 +123,10 @@ class LocalRanks:
         self.end()
 
     def check(self) -> None:
-        """Raise ModelError if one has ended."""
+        """Raise ModelError if a process has ended."""
         for process in self._processes:
             if (code := process.poll()) is not None:
-                raise ModelError(f"a rank of this machine has ended with {code}; it has said why")
+                raise ModelError(f"a rank of this machine has ended with {code}; its log says why")
 
     def end(self) -> None:
         """End those that still run."""

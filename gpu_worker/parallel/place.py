@@ -28,7 +28,7 @@ class Place:
 
     @property
     def tensor_rank(self) -> int:
-        """Its number within its stage."""
+        """The rank's number within its stage."""
         return self.rank % self.tensor_size
 
     @property
@@ -71,7 +71,7 @@ class Place:
         return range(num_layers * self.stage // size, num_layers * (self.stage + 1) // size)
 
     def share(self, name: str, count: int) -> range:
-        """Its share of `count` things of a layer, called `name` in config.json.
+        """This rank's share of `count` parts of a layer; `name` is their name in config.json.
 
         Raises:
             ModelError: They cannot be split evenly.
@@ -83,7 +83,7 @@ class Place:
         return self.groups(count)
 
     def share_or_repeat(self, name: str, count: int) -> range:
-        """As `share`; but if there are fewer than ranks, several ranks hold the same one.
+        """As `share`; but if there are fewer parts than ranks, several ranks hold the same part.
 
         Raises:
             ModelError: Neither count divides the other.
@@ -96,12 +96,12 @@ class Place:
         return self.groups(count)
 
     def groups(self, count: int) -> range:
-        """Its part of `count`, after `share` or `share_or_repeat` has accepted it."""
+        """This rank's part of `count`, which `share` or `share_or_repeat` has accepted."""
         start = count * self.tensor_rank // self.tensor_size
         return range(start, start + max(1, count // self.tensor_size))
 
     def vocabulary(self, vocab_size: int) -> range:
-        """The tokens that it scores: equal parts, but the last ranks may have fewer, or none."""
+        """The tokens whose logits this rank computes; the last ranks may have fewer, or none."""
         count = -(-vocab_size // self.tensor_size)
         start = min(count * self.tensor_rank, vocab_size)
         return range(start, min(start + count, vocab_size))

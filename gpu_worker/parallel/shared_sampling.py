@@ -1,4 +1,4 @@
-"""Rank 0 samples for all ranks, so that their rows stay equal whatever the last bits of logits are.
+"""Rank 0 samples for all ranks, so rows stay equal even if logits differ in the last bits.
 
 Symbols: `S` sequences that sample.
 """
@@ -21,7 +21,7 @@ from gpu_worker.sampling.sampler import Sampler
 
 
 class Sampling(Protocol):
-    """The part of `Sampler` that an executor needs; see there."""
+    """The part of `Sampler` that an executor needs."""
 
     @property
     def table(self) -> SamplingTable: ...
@@ -43,11 +43,13 @@ class Sampling(Protocol):
 
 def share_sampling(sampler: Sampler, ranks: Ranks) -> Sampling:
     """The sampling of this rank, built on its own `sampler`."""
-    return SamplesForAll(sampler, ranks) if ranks.place.rank == 0 else TakesSamples(sampler, ranks)
+    return (
+        SharedSampler(sampler, ranks) if ranks.place.rank == 0 else ReceivedSamples(sampler, ranks)
+    )
 
 
-class SamplesForAll:
-    """Rank 0's: samples, and sends the tokens to the other ranks. All ranks compute all logits."""
+class SharedSampler:
+    """Rank 0's sampler: sends its tokens to the other ranks. All ranks compute all logits."""
 
     def __init__(self, sampler: Sampler, ranks: Ranks) -> None:
         self._sampler = sampler
@@ -72,8 +74,8 @@ class SamplesForAll:
         return sampled
 
 
-class TakesSamples:
-    """Another rank's: takes rank 0's tokens, and ignores its own logits."""
+class ReceivedSamples:
+    """Another rank's sampler: returns rank 0's tokens, and ignores its own logits."""
 
     def __init__(self, sampler: Sampler, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -82,9 +84,9 @@ class TakesSamples:
     def add(
         self, row: int, params: SamplingParams, token_ids: Int32Array, num_prompt_tokens: int
     ) -> None:
-        """Keep the parameters that tell where the row ends."""
+        """Keep the parameters that determine where the row ends."""
         del token_ids, num_prompt_tokens
-        if not self._ranks.place.is_last_stage:  # it has no logits to score prompts with
+        if not self._ranks.place.is_last_stage:  # this rank has no logits to score prompts with
             params = replace(params, prompt_logprobs=None)
         self.table.set(row, params)
 
@@ -94,7 +96,7 @@ class TakesSamples:
     def sample(
         self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, num_outputs: Int64Array
     ) -> Sampled:
-        """Take rank 0's tokens; a row that cannot go on is marked as not finite."""
+        """Receive rank 0's tokens; a row that cannot continue is marked as not finite."""
         del positions, num_outputs
         shared = torch.empty(2, len(rows), dtype=torch.int64, device=logits.device)
         self._ranks.share(shared)
@@ -103,4 +105,4 @@ class TakesSamples:
     def forced(self, rows: Int64Array) -> None: ...
 
     def follow(self, rows: Int64Array, token_ids: Callable[[], Int64Array]) -> None:
-        """Grammars are rank 0's."""
+        """Do nothing: only rank 0 has grammars."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from contract.arrays import BoolArray, Float32Array, Int64Array
-from contract.step import TokenLogprob
+from contract.step import StepLogprob
 from gpu_worker.memory.transfer import Download
 
 
@@ -92,7 +92,7 @@ class HostSampled:
     """bool[S]: whether the logits were; if not, the token is invalid."""
     stuck: Int64Array
     """int64[*]: sequences whose grammar admits no token."""
-    logprobs: tuple[TokenLogprob, ...]
+    logprobs: tuple[StepLogprob, ...]
     """`index` refers to `token_ids`; ascending."""
 
 
@@ -121,7 +121,7 @@ class Readback:
     def wait(self) -> HostSampled:
         """All values, once they have arrived."""
         token_ids, is_finite, *of_logprobs = self._download.wait()
-        logprobs: tuple[TokenLogprob, ...] = ()
+        logprobs: tuple[StepLogprob, ...] = ()
         if self._sampled.logprobs is not None:
             logprobs = _token_logprobs(self._sampled.logprobs, *of_logprobs)
         return HostSampled(token_ids, is_finite, self._sampled.stuck, logprobs)
@@ -132,9 +132,9 @@ def _token_logprobs(
     chosen: Float32Array,  # [L]
     top_token_ids: Int64Array,  # [L, most of num_top]
     top_logprobs: Float32Array,  # [L, most of num_top]
-) -> tuple[TokenLogprob, ...]:
+) -> tuple[StepLogprob, ...]:
     return tuple(
-        TokenLogprob(
+        StepLogprob(
             place,
             float(chosen[i]),
             top_token_ids[i, :num_top].astype(np.int32),

@@ -20,7 +20,6 @@ from contract.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from contract.heartbeat import LOST_AFTER_S
 from contract.info import WorkerInfo
 from contract.lora import LoraAdapter
 from contract.state import Holdings
@@ -41,15 +40,15 @@ from rpc.observe import timeline
 from rpc.security.tls import ClientTls
 
 _CLOSE_S: Final = 10.0
-"""How long a scheduler may take to read its last results when the model is unloaded."""
+"""How long a scheduler may take to read its last results before the model is unloaded."""
 
 _log = structlog.get_logger()
 
 
 class Steps(HostBlocks, Protocol):
-    """What runs the steps: `loop.StepLoop`, or a fake. Called from one event loop.
+    """Runs the steps: `loop.StepLoop`, or a fake. Called from one event loop.
 
-    A protocol, because the server is up before torch is imported, which `StepLoop` does.
+    This is a protocol because `StepLoop` imports torch, and the server starts before that.
     """
 
     @property
@@ -64,12 +63,12 @@ class Steps(HostBlocks, Protocol):
     def resize_pool(self, num_blocks: int) -> Awaitable[None]:
         """Resize the device pool, after the steps queued so far.
 
-        An `attach` after this call sees it done.
+        An `attach` after this call waits until the resize is done.
         """
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves one scheduler at a time, the newest. Refuses calls before `open` and after `drain`."""
+    """Serves one scheduler at a time, the newest; refuses calls before `open` and after `drain`."""
 
     def __init__(self, tls: ClientTls | None = None) -> None:
         """`tls` is for calls to other workers; None: plaintext."""
@@ -81,14 +80,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._executions = Executions()
         self._is_leaving = asyncio.Event()
         """Set when the worker is about to end, and schedulers may leave."""
-        self._num_told = 0
+        self._num_awaiting_drain = 0
         """Calls that wait for `_is_leaving`."""
         self._is_draining = False
         self._is_unloaded = False
         self._resizing: asyncio.Task[None] | None = None
         """The last resize; holds a reference, so that the task is not collected."""
-        self._heard_s = 0.0
-        """When the scheduler last called, by the event loop's clock."""
 
     def open(self, info: WorkerInfo, steps: Steps, memory: WatchedMemory | None = None) -> None:
         """Start serving a loaded model. `memory` is None if the device's memory is not watched."""
@@ -99,7 +96,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def close(self) -> None:
         """Stop serving: the model is about to be unloaded. Returns when all steps have ended.
 
-        A scheduler may still attach, and is told that the model is unloaded.
+        A scheduler may still attach, and gets the error that the model is unloaded.
         """
         self._is_unloaded = True
         metrics.UNLOADED.set(1)
@@ -146,8 +143,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             UnavailableError: The worker drains, or its first model is not loaded yet.
         """
         if self._is_draining or self._info is None:
-            self._loaded()  # raises
-        assert self._info is not None, "it was loaded"
+            self._loaded()  # raises if it drains or loads
+        assert self._info is not None, "the model was loaded"
         self._attachments.of(epoch)
         return self._info.worker_id
 
@@ -159,9 +156,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def drain(self, hand_over_s: float) -> None:
         """Refuse new steps; wait until each stream has sent its results and ended.
 
-        First, a scheduler that called `AwaitDrain` gets `hand_over_s` to end its stream itself.
+        First, a scheduler that has called `AwaitDrain` gets `hand_over_s` to end its stream itself.
         """
-        if self._num_told:
+        if self._num_awaiting_drain:
             self._is_leaving.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(hand_over_s):
@@ -170,7 +167,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         await self._executions.end_all(UnavailableError("the worker is draining"))
 
     def service(self) -> Service:
-        """What `rpc.server.serve` takes."""
+        """The service, as `rpc.server.serve` takes it."""
         return service_of(worker_pb2, worker_pb2_grpc, "WorkerService", self)
 
     async def Attach(  # noqa: N802 - the proto's name
@@ -179,14 +176,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Attach a scheduler, by its epoch. Rows of the previous one are forgotten."""
         del context
         if self._is_unloaded and self._info is not None and not self._is_draining:
+            former_epoch = self._newest_epoch
             self._attachments.begin(request.epoch)
-            self._heard_s = asyncio.get_running_loop().time()
             return worker_pb2.AttachResponse(
-                worker=worker_info_to_proto(self._info), is_unloaded=True
+                worker=worker_info_to_proto(self._info),
+                is_unloaded=True,
+                former_epoch=former_epoch,
             )
         _, steps = self._loaded()
         if self._is_leaving.is_set():
             raise UnavailableError("the worker is draining")
+        former_epoch = self._newest_epoch
         attachment = self._attachments.begin(request.epoch)
         self._executions.supersede(self._attachments)
         attachment.holdings = await steps.attach(attachment.number)
@@ -197,7 +197,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             num_held_rows=len(attachment.holdings.rows),
         )
         info, _ = self._loaded()  # read again: the previous scheduler may have resized it
-        return worker_pb2.AttachResponse(worker=worker_info_to_proto(info))
+        return worker_pb2.AttachResponse(
+            worker=worker_info_to_proto(info), former_epoch=former_epoch
+        )
 
     async def ReadHoldings(  # noqa: N802 - the proto's name
         self, request: worker_pb2.ReadHoldingsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -207,8 +209,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         attachment = self._attachments.of(request.epoch)
         if attachment.holdings is None:
             raise FailedPreconditionError(
-                f"epoch {request.epoch} has sent a step, or has not finished attaching; "
-                "what the worker held can be read in between"
+                f"epoch {request.epoch} has sent a step, or has not finished attaching;"
+                " ReadHoldings must come in between"
             )
         for part in holdings_to_parts(attachment.holdings):
             self._attachments.require_newest(attachment)
@@ -222,11 +224,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         """Execute the batches in order, and answer each with its result."""
-        execution = self._executions.begin()
+        execution = self._executions.begin(self._attachments.newest)
         reader = asyncio.create_task(self._read(request_iterator, execution))
         try:
             async for output in execution.results.results():
-                assert execution.attachment is not None, "a result without a batch"
+                assert execution.attachment is not None, "results exist only after a batch"
                 execution.attachment.done_step_id = output.step_id
                 with timeline.span("encode the result"):
                     message = result_to_proto(output, execution.attachment.epoch)
@@ -244,23 +246,22 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         del context
         if self._info is None:
             raise _still_loading()
-        now_s = asyncio.get_running_loop().time()
-        attachment = self._attachments.newest or Attachment(number=0, epoch=0)
+        newest = self._attachments.newest
+        attachment = newest or Attachment(number=0, epoch=0)
         if request.epoch and request.epoch == attachment.epoch:
-            self._heard_s = now_s
+            self._attachments.num_beats += 1
         return worker_pb2.DescribeDeviceResponse(
             worker=worker_info_to_proto(self._info),
             epoch=attachment.epoch,
             step_id=attachment.done_step_id,
             num_rows_used=0 if self._steps is None else self._steps.num_rows_used,
-            has_scheduler=(
-                (self._is_unloaded or bool(self._executions))
-                and now_s - self._heard_s < LOST_AFTER_S
-            ),
+            has_scheduler=newest is not None
+            and (self._is_unloaded or newest.num_open_streams != 0),
             memory_level=memory_level_to_proto(
                 None if self._memory is None else self._memory.level
             ),
             is_unloaded=self._is_unloaded,
+            num_beats=self._attachments.num_beats,
         )
 
     async def ReadKv(  # noqa: N802 - the proto's name
@@ -268,8 +269,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> None:
         info, steps = self._loaded()
         _require_whole_blocks(info)
-        # Checked first: the calling worker knows this one by an address, where another worker may
-        # run by now. Epoch and format are the same at all workers of a scheduler.
+        # Checked first: another worker may run at this address by now. Epoch and format would
+        # match, because they are the same at all workers of a scheduler.
         if request.instance_id != info.instance_id:
             raise FailedPreconditionError(
                 f"KV is requested from worker instance {request.instance_id:#x}; "
@@ -318,7 +319,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidArgumentError(
                 "num_blocks", f"is {request.num_blocks}; it must be in [{least}, {most}]"
             )
-        # It continues if the caller leaves: `_info` must match the pool.
+        # The resize continues if the caller leaves, because `_info` must match the pool.
         resized = steps.resize_pool(request.num_blocks)
         self._resizing = asyncio.create_task(self._resize(resized, request.num_blocks))
         await asyncio.shield(self._resizing)
@@ -326,7 +327,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     async def _resize(self, resized: Awaitable[None], num_blocks: int) -> None:
         await resized
-        assert self._info is not None, "it was loaded"
+        assert self._info is not None, "the model was loaded"
         before = self._info.limits.num_blocks
         limits = replace(self._info.limits, num_blocks=num_blocks)
         self._info = replace(self._info, limits=limits)
@@ -337,11 +338,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.AwaitDrainRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.AwaitDrainResponse:
         del request, context
-        self._num_told += 1
+        self._num_awaiting_drain += 1
         try:
             await self._is_leaving.wait()
         finally:
-            self._num_told -= 1
+            self._num_awaiting_drain -= 1
         return worker_pb2.AwaitDrainResponse()
 
     async def _read(
@@ -351,13 +352,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         try:
             async for batch in batches:
                 await execution.results.wait_for_room()
-                execution.results.owe(self._take(batch, execution))
+                execution.results.owe(self._submit(batch, execution))
         except Exception as error:  # noqa: BLE001 - the handler raises it, after the results
             execution.results.end(error)
         else:
             execution.results.end()
 
-    def _take(self, batch: worker_pb2.StepBatch, execution: Execution) -> "asyncio.Future[Result]":
+    def _submit(
+        self, batch: worker_pb2.StepBatch, execution: Execution
+    ) -> "asyncio.Future[Result]":
         """Check a batch and submit it."""
         info, steps = self._loaded()
         newest = self._attachments.of(batch.epoch)
@@ -373,12 +376,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidArgumentError(
                 "step_id", f"is {batch.step_id}; it must be greater than {newest.last_step_id}"
             )
-        self._heard_s = asyncio.get_running_loop().time()
+        self._attachments.num_beats += 1
         newest.last_step_id = batch.step_id
         newest.holdings = None
         with timeline.span("decode the batch"):
             plan = plan_of(batch, info.limits)
         return steps.submit(newest.number, plan)
+
+    @property
+    def _newest_epoch(self) -> int:
+        newest = self._attachments.newest
+        return 0 if newest is None else newest.epoch
 
     def _loaded(self) -> tuple[WorkerInfo, Steps]:
         if self._is_draining:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from contract.epoch import check_epoch
 from contract.errors import InvalidArgumentError, QuireError, StaleEpochError, UnavailableError
 from contract.state import Holdings
 
@@ -14,12 +15,14 @@ class Attachment:
     epoch: int
     has_stream: bool = False
     """Whether an `Execute` stream has sent a batch; only one may."""
+    num_open_streams: int | None = None
+    """`Execute` streams opened since it began that are open; None: there was none yet."""
     last_step_id: int = 0
-    """Of the last batch received."""
+    """The step of the last batch received."""
     done_step_id: int = 0
-    """Of the last result sent."""
+    """The step of the last result sent."""
     holdings: Holdings | None = None
-    """What the worker held when it began; None once the first step was sent."""
+    """What the worker held when the attachment began; None after its first step."""
 
 
 class Attachments:
@@ -27,20 +30,22 @@ class Attachments:
 
     def __init__(self) -> None:
         self.newest: Attachment | None = None
+        self.num_beats = 0
+        """How often the schedulers of the newest epochs were heard."""
 
     def begin(self, epoch: int) -> Attachment:
         """Begin a scheduler's attachment. A scheduler may attach again.
 
         Raises:
-            InvalidArgumentError: The epoch is 0.
+            InvalidArgumentError: The epoch is 0, or too far ahead of the clock.
             StaleEpochError: A newer epoch has attached.
         """
         before = self.newest
-        if epoch == 0:
-            raise InvalidArgumentError("epoch", "is 0; it must be at least 1")
+        check_epoch(epoch)
         if before is not None and epoch < before.epoch:
             raise _stale(epoch, before.epoch)
         self.newest = Attachment(0 if before is None else before.number + 1, epoch)
+        self.num_beats += 1
         return self.newest
 
     def of(self, epoch: int) -> Attachment:
@@ -48,7 +53,7 @@ class Attachments:
 
         Raises:
             InvalidArgumentError: That epoch has not attached.
-            StaleEpochError: A newer one has.
+            StaleEpochError: A newer epoch has attached.
         """
         newest = self.newest
         if newest is None:
@@ -72,8 +77,8 @@ class Attachments:
             raise self.superseded(attachment)
 
     def superseded(self, attachment: Attachment | None) -> QuireError:
-        """The error that ends a stream after a new attachment; None: its epoch is unknown."""
-        assert self.newest is not None, "somebody has attached"
+        """The error that ends a stream after a new attachment. `attachment` is None if unknown."""
+        assert self.newest is not None, "a scheduler has attached"
         newest = self.newest.epoch
         if attachment is not None and attachment.epoch < newest:
             return _stale(attachment.epoch, newest)

@@ -1,7 +1,7 @@
-"""KV between two workers: reads own host blocks out, fills own host blocks from another worker.
+"""Moves KV between two workers: sends host blocks, and fills host blocks from another worker.
 
-The scheduler names the blocks, and ensures that nothing else reads or writes them in the meantime.
-Contents travel as the host holds them, in pieces, so that steps run in between.
+The scheduler names the blocks, and ensures that nothing else reads or writes them at the same time.
+Contents travel in the host's encoding, in pieces, so that steps run in between.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -21,7 +21,7 @@ from rpc.security.tls import ClientTls
 _PIECE_BYTES: Final = 4 * 1024**2
 """Bytes of one message, unless one block is larger: copying it delays a step by about 1 ms."""
 _PULL_TIMEOUT_S: Final = 120.0
-"""A source that takes longer counts as hung. The scheduler waits as long as the target does."""
+"""A source that takes longer counts as hung. The scheduler waits for the target without limit."""
 
 
 class HostBlocks(Protocol):
@@ -95,7 +95,7 @@ async def pull_kv(
             code, details = error.code().name, error.details()
             raise UnavailableError(f"cannot read from {source_target}: {code}: {details}") from None
     if num_done != len(block_ids):
-        raise UnavailableError(f"{source_target} gave {num_done} blocks of {len(block_ids)}")
+        raise UnavailableError(f"{source_target} sent {num_done} of {len(block_ids)} blocks")
 
 
 def _check(piece: worker_pb2.ReadKvResponse, num_bytes: int, max_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""How a sequence is sampled, from protobuf."""
+"""Parses from protobuf how a sequence is sampled."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,9 +22,9 @@ def sampling_params_from_proto(
     """
     if not message.HasField("seed"):
         raise InvalidArgumentError(f"{_FIELD}.seed", "is not set")
-    if message.HasField("structured") and not message.structured.grammar:
-        raise InvalidArgumentError(f"{_FIELD}.structured.grammar", "is not set")
     params = sampling_from_proto(message)
+    if params.structured is not None:
+        params.structured.check_grammar(f"{_FIELD}.structured")
     params.check(
         _FIELD, vocab_size=vocab_size, max_model_len=max_model_len, max_logprobs=MAX_CANDIDATES
     )
@@ -34,7 +34,7 @@ def sampling_params_from_proto(
 def adapter_from_proto(
     message: common_pb2.SamplingParams, adapters: Mapping[LoraAdapter, int]
 ) -> int:
-    """Return the number of the adapter that the sequence asks for; 0: none.
+    """Return the number of the adapter that the message names; 0 if it names none.
 
     Raises:
         InvalidArgumentError: The worker has no adapter of this name with these contents.

@@ -1,4 +1,4 @@
-"""What of a scheduler's messages only this worker can check: sampling, adapters, host blocks."""
+"""Parses a scheduler's messages with this worker's limits: sampling, adapters, host blocks."""
 
 from contract.arrays import Int32Array
 from contract.codec.message_checks import check_distinct, check_parallel, check_values
@@ -28,7 +28,7 @@ def _read_sampling(new: worker_pb2.NewSequence, limits: Limits) -> tuple[Samplin
 
 
 def host_blocks_to_read(message: worker_pb2.ReadKvRequest, limits: Limits) -> Int32Array:
-    """Take int32[N] host blocks of this worker.
+    """Parse int32[N] host blocks of this worker.
 
     Raises:
         InvalidArgumentError: There is no such block.
@@ -39,10 +39,10 @@ def host_blocks_to_read(message: worker_pb2.ReadKvRequest, limits: Limits) -> In
 def host_blocks_to_pull(
     message: worker_pb2.PullKvRequest, limits: Limits
 ) -> tuple[Int32Array, Int32Array]:
-    """Take int32[N] host blocks of another worker, and as many distinct ones of this.
+    """Parse int32[N] host blocks of another worker, and as many distinct ones of this worker.
 
     Raises:
-        InvalidArgumentError: This one has no such block, or the two are not parallel.
+        InvalidArgumentError: This worker has no such block, or the two differ in length.
     """
     sources = unpack_int32(message.source_host_block_ids, "source_host_block_ids")
     targets = _host_blocks(message.host_block_ids, limits)

@@ -53,7 +53,7 @@ class ResultStream:
         self.end()
         for result in self._owed:
             if not result.cancel() and not result.cancelled():
-                result.exception()  # retrieved, or asyncio logs it
+                result.exception()  # retrieved, because asyncio logs unretrieved exceptions
         self._owed.clear()
 
     async def results(self) -> AsyncIterator[Result]:
@@ -76,8 +76,10 @@ class ResultStream:
 @dataclass(slots=True, eq=False)
 class Execution:
     results: ResultStream
+    opened_under: Attachment | None
+    """The newest attachment when it was opened."""
     attachment: Attachment | None = None
-    """Known from its first batch."""
+    """Known from the first batch on; None before."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -90,12 +92,17 @@ class Executions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def begin(self) -> Execution:
-        execution = Execution(ResultStream())
+    def begin(self, newest: Attachment | None) -> Execution:
+        execution = Execution(ResultStream(), newest)
+        if newest is not None:
+            newest.num_open_streams = (newest.num_open_streams or 0) + 1
         self._open.add(execution)
         return execution
 
     def end(self, execution: Execution) -> None:
+        if (attachment := execution.opened_under) is not None:
+            assert attachment.num_open_streams, "this one is open"
+            attachment.num_open_streams -= 1
         execution.results.close()
         self._open.remove(execution)
         execution.ended.set()

@@ -1,14 +1,15 @@
 """Guesses with a smaller model of the same vocabulary, which has KV memory of its own.
 
-Its pool has as many blocks as the model's, and a row uses the same block numbers in both, so
-nothing is allocated for it. What its blocks hold is tracked here:
+Its pool has as many blocks as the model's, and a row uses the same block numbers in both, so the
+scheduler allocates nothing for it. This module tracks which of its KV is valid:
 
     by row      its KV is valid for the row's first `_num_computed` tokens
     by block    whether all slots of the block are valid, for rows that find it in the prefix cache
 
-It lags behind where nothing was guessed, where blocks came back from the host (which holds none of
-its KV), and where the prefix cache has blocks of ended rows; it then computes these tokens again,
-at its own low price, when the next guess is due. A mistake here could cost acceptance, not output.
+The small model lags behind after steps without guesses, after swap-ins (the host holds none of its
+KV), and for blocks of ended rows that the prefix cache still has. Before the next guess it computes
+these tokens, which is cheap. An error here may lower the acceptance rate, but the output stays
+right.
 
 Symbols: `N` rows that guess, `K` the most tokens guessed.
 """
@@ -86,7 +87,7 @@ class ModelDrafter:
             self._num_computed_guesses[new.row] = 0
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
-        """Compute tokens that rows gained without guesses, at most a step's worth in total."""
+        """Compute tokens that rows gained without guesses, up to a step's limit in total."""
         self._take_in_guesses(rows, drafting)
         starts = self._num_computed[drafting]  # [N]
         num_left = rows.num_tokens[drafting] - starts
@@ -99,14 +100,14 @@ class ModelDrafter:
         (some,) = np.nonzero(lens)
         chunk = drafting[some]
         self._forward(rows, _scheduled(rows, chunk, starts[some], lens[some], samples=False))
-        self._note_computed(rows, chunk, starts[some] + lens[some])
+        self._set_computed(rows, chunk, starts[some] + lens[some])
         is_ready: BoolArray = lens == wanted
         return is_ready
 
     def guess(
         self, rows: Rows, drafting: Int64Array, most: Int64Array, sampler: Sampler
     ) -> Guesses:
-        """See `Drafter`. Computes each guess but a row's last, to sample the next one."""
+        """See `Drafter`. Computes every guess of a row but the last, to sample the next one."""
         ends = rows.num_tokens[drafting]
         starts = self._num_computed[drafting]
         drawn = []  # by distance: int64[rows that guess so far], on the device
@@ -120,7 +121,7 @@ class ModelDrafter:
                 )
                 scheduled = replace(scheduled, num_decodes=len(going))
             drawn.append(self._draw(rows, scheduled, sampler))
-        self._note_computed(rows, drafting, ends)
+        self._set_computed(rows, drafting, ends)
         guesses = np.zeros((len(drafting), len(drawn)), np.int32)
         for distance, token_ids in enumerate(drawn):
             guesses[most > distance, distance] = token_ids.cpu().numpy()
@@ -130,7 +131,7 @@ class ModelDrafter:
         return [guess[:count] for guess, count in zip(guesses, most.tolist(), strict=True)]
 
     def _take_in_guesses(self, rows: Rows, drafting: Int64Array) -> None:
-        """Count computed guesses that turned out right as computed."""
+        """Count the tokens of right guesses as computed, because their KV is valid."""
         starts = self._num_computed[drafting]
         distances = np.arange(self._num_draft_tokens - 1)  # [K - 1]
         last = rows.token_ids.shape[1] - 1
@@ -138,13 +139,13 @@ class ModelDrafter:
         count = np.minimum(self._num_computed_guesses[drafting], rows.num_tokens[drafting] - starts)
         is_right = (known == self._computed_guesses[drafting]) & (distances < count[:, None])
         num_right = np.cumprod(is_right, axis=1).sum(1)  # [N]
-        # The last known token is always computed, to sample what follows it.
+        # The last known token is always computed, to sample the next one.
         num_computed = np.minimum(starts + num_right, rows.num_tokens[drafting] - 1)
-        self._note_computed(rows, drafting, num_computed)
+        self._set_computed(rows, drafting, num_computed)
         self._num_computed_guesses[drafting] = 0
 
-    def _note_computed(self, rows: Rows, which: Int64Array, num_computed: Int64Array) -> None:
-        """Set how many tokens of rows are computed; blocks that they fill are valid."""
+    def _set_computed(self, rows: Rows, which: Int64Array, num_computed: Int64Array) -> None:
+        """Set how many tokens of the rows are computed, and mark full blocks as valid."""
         block_size = self._limits.block_size
         first, end = self._num_computed[which] // block_size, num_computed // block_size
         self._num_computed[which] = num_computed
@@ -162,7 +163,7 @@ class ModelDrafter:
         return forward(self._model, batch, self._pool, batch.metadata), batch
 
     def _draw(self, rows: Rows, scheduled: ScheduledRows, sampler: Sampler) -> torch.Tensor:
-        """int64[S] on the device: what the sampler draws for each scheduled row."""
+        """int64[S] on the device: the token that the sampler draws for each scheduled row."""
         hidden, batch = self._forward(rows, scheduled)
         positions = scheduled.positions
         num_outputs = positions - rows.num_prompt[scheduled.rows]
@@ -175,7 +176,7 @@ class ModelDrafter:
 def _scheduled(
     rows: Rows, which: Int64Array, starts: Int64Array, lens: Int64Array, *, samples: bool
 ) -> ScheduledRows:
-    """Chunks of rows `which`, int64[N]; all sample after their last token, or none does."""
+    """Chunks of the rows `which`, int64[N]; either all of them sample at their end, or none."""
     sampling = np.arange(len(which) if samples else 0)
     return ScheduledRows(
         rows=which,
@@ -198,11 +199,11 @@ class DraftModel:
     _device: torch.device
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of its own KV."""
+        """Bytes of a block in the small model's pool."""
         return block_bytes(self._config, block_size, self._kv_dtypes)
 
     def drafter(self, num_draft_tokens: int, limits: Limits) -> ModelDrafter:
-        """Allocate its KV, as many blocks as the model has, and make the drafter."""
+        """Allocate a pool with as many blocks as the model's, and build the drafter."""
         pool = KvPool(
             self._config, limits.num_blocks, limits.block_size, self._kv_dtypes, self._device
         )
@@ -219,7 +220,8 @@ def load_draft_model(
     """Load the small model in `directory`, to guess for the one in `model_directory`.
 
     Raises:
-        ModelError: It cannot be loaded, or its vocabulary or context length does not fit.
+        ModelError: The small model cannot be loaded, or its vocabulary or context length does not
+            fit.
     """
     source = open_model(directory)
     config = source.config

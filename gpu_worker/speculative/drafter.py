@@ -1,6 +1,6 @@
-"""The interface of drafters: they guess a row's next tokens, for the model to verify in one step.
+"""The interface of drafters, which guess a row's next tokens; the model verifies them in one step.
 
-A wrong guess costs time, and never changes the output; see `verify.py`.
+A wrong guess costs time, but never changes the output (`verify.py`).
 """
 
 from typing import Protocol, TypeAlias
@@ -17,13 +17,13 @@ Guesses: TypeAlias = list[Int32Array]
 class Drafter(Protocol):
     @property
     def num_draft_tokens(self) -> int:
-        """Most tokens that it is asked for at once; at least 1."""
+        """Most tokens that `guess` may be asked for; at least 1."""
 
     def prepare(self, plan: Plan, rows: Rows) -> None:
-        """Follow a step's changes. Called for each step, after they were applied to `rows`."""
+        """Follow a step's changes. Called for each step, after the plan was applied to `rows`."""
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
-        """Catch up with the known tokens of decoding rows, as far as fits this step.
+        """Catch up with the known tokens of decoding rows, as far as this step's limit allows.
 
         Args:
             rows: Has the values of all known tokens of `drafting`.
@@ -39,12 +39,12 @@ class Drafter(Protocol):
         """Guess the next tokens of decoding rows.
 
         Args:
-            rows: As for `catch_up`.
+            rows: See `catch_up`.
             drafting: int64[N], rows for which `catch_up` returned true in this step.
             most: int64[N] in [1, num_draft_tokens], the most tokens for each; the block table has
                 room for them.
-            sampler: Draws exactly as it will when the guesses are verified.
+            sampler: The sampler that will verify the guesses; it draws the same tokens both times.
 
         Returns:
-            N arrays; empty where it has no guess.
+            N arrays; an empty one if there is no guess for the row.
         """

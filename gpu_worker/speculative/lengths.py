@@ -1,17 +1,16 @@
-"""Chooses how many tokens to guess for each row: as many as are worth their computation.
+"""Chooses how many tokens to guess for each row, by comparing chance and cost.
 
-A guess is worth it if its chance of being kept exceeds its cost, in units of the cost of a normal
-token. Both are learned from steps. A step of `T` tokens takes about `a + b T` seconds; if tokens
-come at a rate `r`, computing one in vain costs `r (b + d)` tokens, where `d` is the time to guess
-it. A row's guess at distance j is kept with a chance of about `p^j`, so the row gets the largest k
-with::
+A guess is made if its chance of being kept exceeds its cost in tokens. Both are learned from past
+steps. A step of `T` tokens takes about `a + b T` seconds. If rows gain tokens at a rate `r`,
+computing one in vain costs `r (b + d)` tokens, where `d` is the time to guess it. A row's guess at
+distance j is kept with a probability of about `p^j`, so the row gets the largest k with::
 
     p^k >= r (b + d)
 
-A small batch leaves most of the device unused: `a` is most of a step, and even poor guesses pay. In
-a large batch `r b` is close to 1, and nothing is guessed. Rows whose guesses fail get none either;
-because old observations fade, they are tried again. And one step in many does the opposite of what
-seems to pay, so that the costs of both stay known.
+A small batch leaves most of the device unused: `a` is most of a step, and even poor guesses save
+time. In a large batch `r b` is close to 1, and nothing is guessed. A row whose guesses fail gets
+none either; because old observations fade, it is tried again later. One step in 32 does the
+opposite of the better choice, so that the costs of both choices stay known.
 """
 
 import math
@@ -22,15 +21,15 @@ import numpy as np
 from contract.arrays import Int64Array
 
 _ROW_MEMORY = 0.9
-"""Weight that a row's old guesses keep with each step that has new ones."""
+"""The factor by which each step with guesses reduces the weight of a row's old guesses."""
 _IDLE_MEMORY = 0.98
-"""The same, with each step without guesses."""
+"""The factor by which each step without guesses reduces it."""
 _STEP_MEMORY = 0.99
-"""Weight that old steps keep in the cost of a step."""
+"""The factor by which each step reduces the weight of old steps in the cost of a step."""
 _TRIAL_STEPS = 32
-"""One step in so many does the opposite of what seems to pay."""
+"""One step in so many does the opposite of the better choice."""
 _MAX_SLOWNESS = 3.0
-"""A slower step is counted as this many times the mean: something else interfered."""
+"""A slower step counts as this many times the mean, because something else interfered."""
 _PRIOR_TRIED, _PRIOR_KEPT = 2.0, 1.4
 """A row's prior: as if so many guesses had been tried and kept."""
 _MAX_CHANCE = 0.999
@@ -80,7 +79,9 @@ class DraftLengths:
         self, rows: Int64Array, num_guessed: Int64Array, num_kept: Int64Array
     ) -> None:
         """Learn how many guesses were made and how many kept, int64[N] each."""
-        num_tried = np.minimum(num_kept + 1, num_guessed)  # those after a wrong one tell nothing
+        num_tried = np.minimum(
+            num_kept + 1, num_guessed
+        )  # guesses after a wrong one give no information
         memory = np.where(num_guessed > 0, _ROW_MEMORY, _IDLE_MEMORY)
         self._seen[:, rows] = self._seen[:, rows] * memory + (num_tried, num_kept)
 
@@ -93,8 +94,8 @@ class DraftLengths:
             num_tokens: Tokens computed.
             num_gained: Tokens that rows gained.
             num_guessed: Tokens that were guesses.
-            seconds: Of the whole step.
-            guessing_s: Of that, spent on guessing.
+            seconds: Duration of the step.
+            guessing_s: Part of it that was spent on guessing.
         """
         self._steps.add(num_tokens, num_gained, num_guessed, seconds, guessing_s)
 
@@ -106,11 +107,11 @@ class _StepCosts:
     weight: float = 0.0
     tokens: float = 0.0
     squares: float = 0.0
-    """Of tokens per step."""
+    """Sum of squares of tokens per step."""
     seconds: float = 0.0
-    """Without guessing."""
+    """Sum of seconds, without guessing."""
     products: float = 0.0
-    """Of tokens times seconds."""
+    """Sum of tokens times seconds."""
     gained: float = 0.0
     """Tokens that rows gained."""
     guessed: float = 0.0
@@ -132,7 +133,7 @@ class _StepCosts:
         self.seconds = self.seconds * _STEP_MEMORY + computing_s
         self.products = self.products * _STEP_MEMORY + num_tokens * computing_s
         self.gained = self.gained * _STEP_MEMORY + num_gained
-        if num_guessed:  # otherwise keep what is known
+        if num_guessed:  # otherwise keep the last estimate
             self.guessed = self.guessed * _STEP_MEMORY + num_guessed
             self.guessing = self.guessing * _STEP_MEMORY + guessing_s
         self.total = self.total * _STEP_MEMORY + computing_s + guessing_s

@@ -1,7 +1,7 @@
-"""Guesses that what followed a row's last few tokens earlier follows them again.
+"""Guesses that a row's last few tokens are followed by the same tokens as at an earlier place.
 
-Good where output repeats its prompt or itself: code, quotations, tables. It costs a look-up and no
-model. Source: Saxena, Prompt Lookup Decoding, 2023.
+This works if the output repeats its prompt or itself: code, quotations, tables. A guess costs a
+look-up, and needs no second model. Source: Saxena, Prompt Lookup Decoding, 2023.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class _Index:
     """Where in a sequence each n-gram last occurred, followed by a known token."""
 
     incarnation: int
-    """Which sequence of the row it indexes."""
+    """The incarnation of the row's sequence that is indexed."""
     num_indexed: int = 0
     """N-grams that end before this position are in `ends`."""
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class _Index:
 
 
 class NgramDrafter:
-    """Finds the longest n-gram at a row's end that occurred before, and copies what followed."""
+    """Finds the longest n-gram at a row's end that occurred before, and copies the next tokens."""
 
     def __init__(self, num_draft_tokens: int, min_size: int, max_size: int) -> None:
         """N-grams have `min_size` to `max_size` tokens, 1 <= min_size <= max_size."""
@@ -76,7 +76,7 @@ class NgramDrafter:
         last = tuple(known[-self._sizes[0] :].tolist())
         for size in self._sizes:
             if size <= len(last) and (start := index.ends.get(last[-size:])) is not None:
-                # The source may overlap what is being written: a repeating pattern.
+                # The source may overlap the guess itself, if the pattern repeats.
                 period = len(known) - start
                 return known[start + np.arange(most) % period]
         return known[:0]

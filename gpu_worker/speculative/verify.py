@@ -2,9 +2,9 @@
 
 A row with known tokens `[0, n)` computes its last one, at `n - 1`, in each step, and samples the
 token at `n`. With k guesses for positions `[n, n + k)` it computes k + 1 tokens, as a short chunk,
-and samples a token for each of `[n, n + k]`. The one at `n` is what it would be without guesses. If
-it equals its guess, the one at `n + 1` saw the right context, and is what it would be one step
-later; and so on::
+and samples a token for each of `[n, n + k]`. The token at `n` is the same as without guesses. If
+it equals its guess, the token at `n + 1` was sampled from the right context, so it is the token
+that the next step would sample; and so on::
 
     kept      the tokens sampled up to the first that differs from its guess, or that ends the row
     dropped   the rest: sampled after tokens that the row does not have
@@ -39,11 +39,11 @@ from gpu_worker.speculative.lengths import DraftLengths
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _MIN_SAMPLES = 64
-"""Most tokens that a step samples, or one per row if there are more rows: their logits fit."""
+"""Most tokens that a step samples, or one per row if there are more rows. It bounds the logits."""
 
 
 class Speculation:
-    """Adds guesses to steps, and judges them. A step needs the results of all before it."""
+    """Adds guesses to steps, and verifies them. A step needs the results of all earlier steps."""
 
     def __init__(self, drafter: Drafter, limits: Limits, rows: Rows, sampler: Sampler) -> None:
         self._drafter = drafter
@@ -55,7 +55,7 @@ class Speculation:
         self._guessing_s = 0.0  # in the current step
 
     def extend(self, plan: Plan, scheduled: ScheduledRows) -> ScheduledRows:
-        """Add guesses for decoding rows, as many as are worth it and have room."""
+        """Add guesses for decoding rows: as many as `DraftLengths` chooses and the blocks allow."""
         self._guessing_s = 0.0
         self._drafter.prepare(plan, self._rows)
         if plan.new_sequences:
@@ -84,7 +84,8 @@ class Speculation:
     ) -> BoolArray:
         """bool[N]: which of the sampled tokens, int64[N], rows keep.
 
-        A token that is not finite is among them if it is the first that its row cannot pass.
+        The first token that was sampled from logits that are not finite is kept, too: its row fails
+            there.
         """
         if scheduled.guesses is None:
             return np.ones(len(token_ids), np.bool_)
@@ -150,7 +151,7 @@ class Speculation:
         return allowed
 
     def _write(self, rows: Int64Array, guesses: Guesses) -> None:
-        """Write guesses after the known tokens, where inputs are gathered from."""
+        """Write guesses after the known tokens, so that inputs are gathered with them."""
         for row, start, guess in zip(
             rows.tolist(), self._rows.num_tokens[rows].tolist(), guesses, strict=True
         ):

@@ -1,11 +1,11 @@
-"""Labels of the blocks of every tier: what the scheduler has named, followed wherever it moves.
+"""Labels of the blocks of every tier: hashes that the scheduler assigns and that follow the bytes.
 
-A label is a fact about a block's bytes. It is copied where they are copied and removed when they
-are written, so no label can be wrong if the scheduler named the block rightly once. A device block
-whose bytes are known to be wrong is *void*: it takes no label until it is overwritten from its
-first slot, or copied over.
+A label describes a block's bytes. It is copied when they are copied and removed when they are
+written, so a label stays right if the scheduler assigned the right one. A device block
+whose bytes are known to be wrong is *void*: it gets no label until it is overwritten from its
+first slot, or until a copy replaces it.
 
-Nothing here waits: what a GPU will copy later, in stream order, counts as copied.
+Nothing here waits: a copy that a GPU will make later, in stream order, counts as made.
 """
 
 import time
@@ -24,28 +24,29 @@ from gpu_worker.step.rows import Rows, ScheduledRows
 
 
 class LabelPins:
-    """Which labels the scheduler keeps, and until when: to be told to the next scheduler.
+    """Stores which labels the scheduler has pinned, and until when, for the next scheduler.
 
-    A worker never evicts, so a pin has no effect here. It belongs to a label, not to a block: it
-    holds wherever a block with that label is. When there are too many, those that end first are
+    A worker never evicts, so a pin has no effect here. A pin belongs to a label and not to a block,
+    so it stays valid when the block moves. If there are too many pins, those that expire first are
     dropped.
     """
 
     def __init__(self, max_pins: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_pins = max_pins
-        """As many as there are blocks. The scheduler does not report unpinning."""
+        """As many as there are blocks. A limit is needed because the scheduler reports no
+        unpinning."""
         self._clock = clock
         self._ends: dict[BlockHash, float] = {}  # in the order of pinning
 
     def pin(self, pins: Pins) -> None:
-        """Keep each label for so many seconds from now."""
+        """Pin each label for its number of seconds, from now."""
         now = self._clock()
         for label, seconds in pins:
             self._ends.pop(label, None)
             self._ends[label] = now + seconds
         if len(self._ends) > self.max_pins:
             by_end = sorted(self._ends, key=self._ends.__getitem__)
-            # Drops an eighth more than needed, or every step that pins would sort them all.
+            # Dropping an eighth more than needed avoids sorting all pins at each step that pins.
             most = self.max_pins - self.max_pins // 8
             for index, label in enumerate(by_end):
                 if len(by_end) - index <= most and self._ends[label] > now:
@@ -53,7 +54,7 @@ class LabelPins:
                 del self._ends[label]
 
     def held(self) -> Pins:
-        """Labels whose time is not over, and how many seconds are left."""
+        """The labels that are still pinned, and for how many seconds."""
         now = self._clock()
         return tuple((label, end - now) for label, end in self._ends.items() if end > now)
 
@@ -65,15 +66,15 @@ _T = TypeVar("_T", bound=np.generic)
 
 
 class TierLabels:
-    """The labels of one tier's blocks, and the order in which they were given."""
+    """The labels of one tier's blocks, and the order in which they were assigned."""
 
     def __init__(self, num_blocks: int) -> None:
         self._labels = np.zeros((num_blocks, HASH_BYTES), np.uint8)
         self._ages = np.zeros(num_blocks, np.int64)
-        """When each label was given, by the caller's count; 0: the block has none."""
+        """When each label was assigned, by the caller's count; 0: the block has none."""
 
-    def give(self, blocks: Int32Array, labels: Labels, ages: Int64Array) -> None:
-        """Label blocks; an age of 0 removes the label. If a block is named twice, the later wins.
+    def assign(self, blocks: Int32Array, labels: Labels, ages: Int64Array) -> None:
+        """Label blocks; age 0 removes the label. Of several labels for a block the last counts.
 
         Args:
             blocks: int32[N].
@@ -84,14 +85,14 @@ class TierLabels:
         self._ages[blocks] = ages
 
     def of(self, blocks: Int32Array) -> tuple[Labels, Int64Array]:
-        """Copies of the labels and ages of int32[N] blocks, as `give` takes them."""
+        """Copies of the labels and ages of int32[N] blocks, as `assign` takes them."""
         return self._labels[blocks], self._ages[blocks]
 
-    def take(self, blocks: Int32Array | Int64Array) -> None:
+    def remove(self, blocks: Int32Array | Int64Array) -> None:
         """Remove the labels of int32[N] blocks."""
         self._ages[blocks] = 0
 
-    def take_equal(self, labels: Labels) -> None:
+    def remove_equal(self, labels: Labels) -> None:
         """Remove the label of every block that has one of uint8[N, 32] `labels`."""
         wrong = {label.tobytes() for label in labels}
         named = np.flatnonzero(self._ages)
@@ -129,24 +130,26 @@ class BlockLabels:
         self._loads: dict[int, int] = {}
 
     def apply(self, plan: Plan, rows: Rows, scheduled: ScheduledRows) -> None:
-        """Follow what a step names, moves and writes. Moves are taken to succeed."""
+        """Apply a step's labels, moves and writes. All moves are assumed to succeed."""
         self._name(plan.labelled_block_ids, plan.labels)
         self._pins.pin(plan.pins)
         self._begin_disk_moves(plan)
         if len(plan.swap_out_src_block_ids):
-            self.host.give(
+            self.host.assign(
                 plan.swap_out_dst_block_ids, *self.device.of(plan.swap_out_src_block_ids)
             )
         if len(plan.swap_in_src_block_ids):
-            self.device.give(plan.swap_in_dst_block_ids, *self.host.of(plan.swap_in_src_block_ids))
+            self.device.assign(
+                plan.swap_in_dst_block_ids, *self.host.of(plan.swap_in_src_block_ids)
+            )
             self._is_void[plan.swap_in_dst_block_ids] = False
         if len(src := plan.copy_src_block_ids):
-            self.device.give(plan.copy_dst_block_ids, *self.device.of(src))
+            self.device.assign(plan.copy_dst_block_ids, *self.device.of(src))
             self._is_void[plan.copy_dst_block_ids] = self._is_void[src]
         self._write(rows, scheduled)
 
     def holdings(self, rows: Rows) -> Holdings:
-        """What the next scheduler is told. All results must have arrived."""
+        """The report to the next scheduler. All results must have arrived."""
         return Holdings(
             rows.held(self.has_void),
             self.device.held(),
@@ -166,7 +169,7 @@ class BlockLabels:
             has_failed = np.isin(plan.swap_in_dst_block_ids, failed)
             bad = plan.swap_in_src_block_ids[has_failed]
             self._void_stores(self.host.of(bad)[0])
-            self.host.take(bad)
+            self.host.remove(bad)
             self._avoid(failed)
 
     def distrust(self, rows: Rows, failed_rows: Int64Array) -> None:
@@ -175,14 +178,14 @@ class BlockLabels:
             blocks = rows.block_table(row)
             labels, ages = self.device.of(blocks)
             for tier in (self.device, self.host, self.disk):
-                tier.take_equal(labels[ages > 0])
+                tier.remove_equal(labels[ages > 0])
             self._void_stores(labels[ages > 0])
             self._avoid(blocks)
 
     def end_stores(self, stored: Int32Array, failed: Int32Array) -> None:
-        """Label the disk blocks that were stored; those that failed hold nothing."""
+        """Label the disk blocks that were stored; failed ones hold nothing."""
         for block in stored.tolist():
-            self.disk.give(np.array([block], np.int32), *self._stores.pop(block))
+            self.disk.assign(np.array([block], np.int32), *self._stores.pop(block))
         for block in failed.tolist():
             del self._stores[block]
 
@@ -190,9 +193,9 @@ class BlockLabels:
         """Label the host blocks that were loaded; after a failed load the disk block is bad."""
         for block in loaded.tolist():
             source = np.array([self._loads.pop(block)], np.int32)
-            self.host.give(np.array([block], np.int32), *self.disk.of(source))
+            self.host.assign(np.array([block], np.int32), *self.disk.of(source))
         for block in failed.tolist():
-            self.disk.take(np.array([self._loads.pop(block)], np.int32))
+            self.disk.remove(np.array([self._loads.pop(block)], np.int32))
 
     def forget_disk_moves(self) -> None:
         """Forget the disk moves in flight."""
@@ -221,25 +224,25 @@ class BlockLabels:
         ages = self._num_given + 1 + np.arange(len(blocks))
         self._num_given += len(blocks)
         ages[self._is_void[blocks]] = 0
-        self.device.give(blocks, labels, ages)
+        self.device.assign(blocks, labels, ages)
 
     def _begin_disk_moves(self, plan: Plan) -> None:
         if not len(plan.disk_store_src_block_ids) and not len(plan.disk_load_src_block_ids):
             return
         for src, dst in _pairs(plan.disk_store_src_block_ids, plan.disk_store_dst_block_ids):
             self._stores[dst] = self.host.of(np.array([src], np.int32))
-        self.disk.take(plan.disk_store_dst_block_ids)
+        self.disk.remove(plan.disk_store_dst_block_ids)
         self._loads.update(
             (dst, src)
             for src, dst in _pairs(plan.disk_load_src_block_ids, plan.disk_load_dst_block_ids)
         )
-        self.host.take(plan.disk_load_dst_block_ids)
+        self.host.remove(plan.disk_load_dst_block_ids)
 
     def _write(self, rows: Rows, scheduled: ScheduledRows) -> None:
         """Remove the labels of blocks that scheduled tokens are written to."""
         firsts, offsets = np.divmod(scheduled.starts, self._block_size)  # [S]
         blocks = rows.block_tables[scheduled.rows, firsts]  # [S]
-        self.device.take(blocks)
+        self.device.remove(blocks)
         self._is_void[blocks[offsets == 0]] = False
         if scheduled.num_decodes == len(scheduled.rows):  # one token each, and one block
             return
@@ -247,18 +250,18 @@ class BlockLabels:
         for index in np.flatnonzero(lasts > firsts).tolist():
             row = scheduled.rows[index]
             blocks = rows.block_tables[row, firsts[index] + 1 : lasts[index] + 1]
-            self.device.take(blocks)
+            self.device.remove(blocks)
             self._is_void[blocks] = False
 
     def _void_stores(self, labels: Labels) -> None:
-        """Let stores in flight deliver none of uint8[N, 32] `labels`."""
+        """Remove uint8[N, 32] `labels` from the stores in flight."""
         wrong = {label.tobytes() for label in labels}
         for label, age in self._stores.values():
             if label.tobytes() in wrong:
                 age[:] = 0
 
     def _avoid(self, blocks: Int32Array) -> None:
-        self.device.take(blocks)
+        self.device.remove(blocks)
         self._is_void[blocks] = True
 
 

@@ -1,6 +1,6 @@
-"""Starts the block moves of a step, within and between tiers, and collects the ends of disk moves.
+"""Starts the block moves of a step, within and between tiers, and collects finished disk moves.
 
-The pools in `kv/` move the bytes; this file keeps the order.
+The pools in `kv/` move the bytes; this module keeps the order.
 """
 
 import sys
@@ -11,7 +11,7 @@ import torch
 
 from contract.arrays import Int32Array
 from contract.step import Plan
-from gpu_worker.kv.disk_pool import NO_ENDS, DiskEnds, DiskPool
+from gpu_worker.kv.disk_pool import NO_ENDED_MOVES, DiskPool, EndedMoves
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.memory.transfer import upload
 from gpu_worker.parallel.collectives import Ranks
@@ -19,7 +19,7 @@ from gpu_worker.step.block_labels import BlockLabels
 
 
 class Pool(Protocol):
-    """The device's KV memory, apart from computing with it."""
+    """The part of the device's KV pool that moves need."""
 
     def copy(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Copy whole blocks, int64[N] each; all reads come before all writes."""
@@ -28,11 +28,11 @@ class Pool(Protocol):
         """Resize to `num_blocks` blocks; raises OutOfMemoryError if there is no room."""
 
     def close(self) -> None:
-        """Give the memory back. The last call."""
+        """Free the memory. The last call."""
 
 
 class BlockMoves:
-    """Moves blocks between a worker's tiers and keeps their labels true. Called from one thread."""
+    """Moves blocks between a worker's tiers and updates their labels. Called from one thread."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class BlockMoves:
         device: torch.device,
         ranks: Ranks | None,
     ) -> None:
-        """Without a `host_pool` no step swaps; without a `disk_pool` none stores or loads.
+        """Without a `host_pool` no step swaps; without a `disk_pool` no step stores or loads.
 
         `ranks` are the model's other devices, which make the same moves; None if there are none.
         """
@@ -68,10 +68,10 @@ class BlockMoves:
             self._pool.copy(src, dst)
         return failed
 
-    def take_ended(self, step_id: int) -> DiskEnds:
-        """Collect the disk moves that have ended, of steps up to this one."""
+    def take_ended(self, step_id: int) -> EndedMoves:
+        """Return the ended disk moves of steps up to this one, and update labels."""
         if self.disk_pool is None:
-            return NO_ENDS
+            return NO_ENDED_MOVES
         ends = self.disk_pool.take_ended(step_id)
         if self.host_pool is not None:
             self.host_pool.accept(ends.loaded)
@@ -86,7 +86,7 @@ class BlockMoves:
         self.take_ended(sys.maxsize)
 
     def forget(self) -> None:
-        """Drop the disk moves in flight: wait until none touches a block, then forget them."""
+        """Drop the disk moves in flight, after none touches a block any more."""
         if self.disk_pool is not None:
             self.disk_pool.drain()
         self._labels.forget_disk_moves()
@@ -103,7 +103,7 @@ class BlockMoves:
 
     def _swap(self, plan: Plan) -> Int32Array:
         if self.host_pool is None:
-            return plan.swap_in_dst_block_ids  # empty: there are no host blocks to name
+            return plan.swap_in_dst_block_ids  # empty, because there are no host blocks
         self.host_pool.begin_step()
         if self.disk_pool is not None:
             _move_to_and_from_disk(plan, self.host_pool, self.disk_pool)

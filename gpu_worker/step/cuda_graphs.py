@@ -9,8 +9,9 @@ Symbols: `S` sequences of a graph, `N` of a step, `M` blocks of the longest bloc
 size.
 """
 
+import contextlib
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,7 +43,7 @@ class GraphBackend(Protocol):
     def capture(self, compute: Callable[[], None]) -> Callable[[], object]:
         """Capture the device work of `compute`; the returned function replays it.
 
-        Calls `compute` more than once. Anything may be raised if it cannot be captured.
+        Calls `compute` more than once. Any exception means that it cannot be captured.
         """
 
 
@@ -52,7 +53,8 @@ _STEP = 8
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """The batch sizes that get a graph, ascending; the last is `max_num_seqs`.
 
-    They double up to 8, then grow by 8, and from 128 on by an eighth: little padding, few captures.
+    They double up to 8, then grow by 8, and from 128 on by an eighth. This keeps both the padding
+    and the number of captures low.
     """
     sizes, size = [], 1
     while size < max_num_seqs:
@@ -71,7 +73,7 @@ class DecodeGraphs:
     def __init__(
         self, forward: Forward, pool: Any, limits: Limits, last_token_ids: torch.Tensor
     ) -> None:
-        """Set up what the graphs read and write, at fixed addresses.
+        """Allocate the graphs' inputs and outputs, at fixed addresses.
 
         Args:
             forward: The model's forward pass.
@@ -91,23 +93,23 @@ class DecodeGraphs:
         self._inputs = torch.zeros(packed_bytes(most), dtype=torch.uint8, device=device)
         self._block_tables = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
         self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        self._hidden: torch.Tensor | None = None  # [max_num_seqs, E], from the first run on
+        self._hidden: torch.Tensor | None = None  # [max_num_seqs, E], after the first run
 
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
-        """Capture all sizes; `report` gets the fraction done. Raises whatever fails.
+        """Capture all sizes, and report the fraction done; errors of the backend pass through.
 
-        The largest comes first: its memory is enough for all others.
+        The largest is captured first, because its memory is enough for all others.
         """
         for done, size in enumerate(reversed(self._sizes)):
             report(done / len(self._sizes))
             self._replays[size] = backend.capture(self._computation(size))
 
     def rehearse(self) -> None:
-        """Compute a step of the largest size without a graph, to measure its memory."""
+        """Compute a step of the largest size without a graph, for measuring its memory."""
         self._computation(self._sizes[-1])()
 
     def takes(self, scheduled: ScheduledRows) -> bool:
-        """Whether all its sequences decode."""
+        """Whether all sequences of the step decode."""
         return 0 < scheduled.num_decodes == len(scheduled.rows)
 
     def replay(self, rows: Rows, scheduled: ScheduledRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +143,7 @@ class DecodeGraphs:
         return self._hidden[:num_seqs], on_device[0][:num_seqs]
 
     def _computation(self, size: int) -> Callable[[], None]:
-        """What a graph of S = `size` contains: from the inputs to the hidden states."""
+        """The computation of a graph of S = `size`, from the inputs to the hidden states."""
         rows, positions, slot_mapping, seq_lens = upload_into(self._inputs, _padding(size))
         metadata = AttentionMetadata(
             slot_mapping=slot_mapping,
@@ -178,20 +180,38 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._device_index = self._stream.device_index
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], object]:
         """See `GraphBackend`. `compute` runs once before, on the capturing stream.
 
-        That compiles kernels and sets up libraries, which would break a capture.
+        The first run compiles kernels and sets up libraries, which would break a capture.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             compute()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA during a capture.
-        with torch.cuda.graph(
+        # Other threads may call CUDA during a capture: "thread_local".
+        captured = torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
+        )
+        with self._undone_if_it_fails(), captured:
             compute()
         return graph.replay
+
+    @contextlib.contextmanager
+    def _undone_if_it_fails(self) -> Iterator[None]:
+        """Leave torch as it was if the capture within the block fails.
+
+        Torch up to 2.13 does not: when it cannot end a capture, the capturing stream stays the
+        current one, and the allocator goes on as if the capture were running.
+        """
+        stream = torch.cuda.current_stream()
+        try:
+            yield
+        except BaseException:
+            torch.cuda.set_stream(stream)
+            with contextlib.suppress(RuntimeError):  # the allocator has ended it already
+                torch._C._cuda_endAllocateToPool(self._device_index, self._pool)  # noqa: SLF001
+            raise

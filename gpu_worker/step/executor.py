@@ -17,7 +17,7 @@ from contract.arrays import BoolArray, Int32Array
 from contract.errors import FailedPreconditionError
 from contract.limits import Limits
 from contract.state import Holdings
-from contract.step import Plan, Result, StepId, TokenLogprob
+from contract.step import Plan, Result, StepId, StepLogprob
 from gpu_worker import metrics
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
@@ -56,7 +56,8 @@ class LaunchedStep:
     failed_swap_in_block_ids: Int32Array
     start_s: float
     disk_pool: DiskPool | None = None
-    """Where its disk moves run, if it only waits for those; None if it computes, or has none."""
+    """Where its disk moves run, if it computes nothing; None if it computes, or there is no
+    disk."""
 
     @property
     def is_idle(self) -> bool:
@@ -67,7 +68,7 @@ class LaunchedStep:
         """Whether `collect` would return at once."""
         if self.disk_pool is not None:
             is_waiting = self.disk_pool.is_busy(self.step_id)
-            return not is_waiting or self.disk_pool.has_news(self.step_id)
+            return not is_waiting or self.disk_pool.has_ended_moves(self.step_id)
         if self.readback is not None and not self.readback.is_done():
             return False
         return all(scores.is_done() for scores in self.prompt_scores)
@@ -91,7 +92,7 @@ class Executor:
         drafter: Drafter | None = None,
         adapters: Mapping[int, Adapter] = NO_ADAPTERS,
     ) -> None:
-        """Parts that no step needs are None.
+        """Optional parts are None if they are not configured.
 
         `host_pool` is for swaps, `disk_pool` for stores and loads, `structured` for grammars,
         `ranks` are the other devices of the model, `drafter` guesses tokens (on one device only).
@@ -133,7 +134,7 @@ class Executor:
         return 2 if self._device.type == "cuda" and self._speculation is None else 1
 
     def bind_thread(self) -> None:
-        """Prepare the calling thread for all other calls: sets per-thread state of torch."""
+        """Set torch's per-thread state; the calling thread then makes all other calls."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
@@ -151,7 +152,7 @@ class Executor:
         return holdings
 
     def distrust(self) -> None:
-        """Forget all sequences and all labels: a step failed, and what it wrote is unknown."""
+        """Forget all sequences and labels, because a failed step may have written to any block."""
         self._forget_sequences()
         self.labels.clear()
 
@@ -168,8 +169,8 @@ class Executor:
         Blocks that stay keep their contents; new ones are zero.
 
         Raises:
-            FailedPreconditionError: A row uses a block that would go, or memory is short. Nothing
-                has changed.
+            FailedPreconditionError: A row uses a block that would be removed, or memory is short.
+                Nothing has changed.
         """
         row = self.rows.first_with_block_from(num_blocks)
         if row is not None:
@@ -177,7 +178,7 @@ class Executor:
                 f"num_blocks is {num_blocks}; row {row} has a block of a higher number"
             )
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # copies may still read the blocks that go
+            torch.cuda.synchronize(self._device)  # copies may still read the removed blocks
         try:
             self._pool.resize(num_blocks)
         except (OutOfMemoryError, VirtualMemoryError) as error:
@@ -189,11 +190,11 @@ class Executor:
         self._adapters.add(number, adapter)
 
     def remove_adapter(self, number: int) -> None:
-        """Free an adapter as soon as no row uses it; new rows may not."""
+        """Free an adapter as soon as no row uses it; new rows must not use it."""
         self._adapters.remove(number)
 
     def close(self) -> None:
-        """End all threads and give up the memory. The last call."""
+        """End all threads and free the memory. The last call."""
         self._moves.close()
         if self._structured is not None:
             self._structured.close()
@@ -210,16 +211,19 @@ class Executor:
     def launch(self, plan: Plan) -> LaunchedStep:
         """Apply a step's changes and start its computation.
 
-        First the rows change: sequences leave, join, and get more blocks; this fixes which rows
-        compute, and guesses (if any) join them. Then labels follow what the step names, moves and
-        writes. Then blocks move, in a fixed order: stores to and loads from the disk are started,
-        swap-outs read blocks before anything overwrites them, then come swap-ins and copies. Only
-        then does the step compute: inputs are gathered from the rows, the model runs, and rows that
-        have no known tokens left sample one each. On CUDA all of this is only enqueued, in stream
-        order. Results travel to the host and are read in `collect`.
+        1. The rows change: sequences leave, join, and get more blocks. This determines which rows
+           compute; a drafter may add guesses to them.
+        2. Labels are updated with the plan's labels, moves and writes.
+        3. Blocks move, in a fixed order: stores to and loads from the disk are started, swap-outs
+           read blocks before anything overwrites them, then come swap-ins and copies.
+        4. The step computes: inputs are gathered from the rows, the model runs, and each row
+           without known tokens left samples one.
+
+        On CUDA all of this is only enqueued, in stream order. The results are copied to the host,
+        and `collect` reads them.
 
         Raises:
-            InvalidArgumentError, BrokenInvariantError: As `Rows.apply`. Only `reset` may follow.
+            InvalidArgumentError, InconsistentPlanError: As `Rows.apply`. Only `reset` may follow.
         """
         start_s = time.monotonic()
         with timeline.span("change the rows"):
@@ -246,13 +250,25 @@ class Executor:
         )
 
     def collect(self, launched: LaunchedStep) -> Result:
-        """Wait for the oldest launched step and return its result."""
+        """Wait for the oldest launched step and return its result.
+
+        Rows may have ended after the step was launched, so each sampled token is judged first:
+
+        1. Tokens of ended rows are dropped, and so are tokens after a wrong guess.
+        2. A row fails if its logits were not finite, and is stuck if its grammar allows no token.
+           Every other row has sampled.
+        3. Rows that failed, are stuck, or sampled an end token end here: later steps skip them,
+           although the scheduler counts them as decoding until it releases them.
+        4. The values of the tokens, and log-probabilities, are stored in the rows; the drafter
+           learns which guesses were kept; traced sequences get spans.
+        5. A failed row may have stored wrong KV, so its blocks lose their labels.
+        6. Disk moves that have ended are reported with the result.
+        """
         scheduled, readback = launched.scheduled, launched.readback
         sampled = NOTHING_SAMPLED if readback is None else readback.wait()
         metrics.DEVICE_BUSY_SECONDS.inc(self._busy.take_s())
         rows = scheduled.rows[scheduled.sampling]
         incarnations = scheduled.incarnations[scheduled.sampling]
-        # On CUDA a row may have ended after this step was launched.
         is_live = ~self.rows.has_ended(rows, incarnations)
         if self._speculation is not None:
             is_live &= self._speculation.keep(scheduled, sampled.token_ids, sampled.is_finite)
@@ -309,7 +325,7 @@ class Executor:
         )
 
     def _change_sequences(self, plan: Plan) -> None:
-        """Tell sampler, adapters and spans which sequences left and joined."""
+        """Pass released and new sequences to the sampler, the adapters and the spans."""
         released = plan.released_rows.tolist()
         if released:
             self._spans.released(released, time.time())
@@ -318,13 +334,13 @@ class Executor:
         if plan.new_sequences:
             self._spans.opened(plan.new_sequences, time.time())
         for new in plan.new_sequences:
-            self._sampler.add(new.row, new.sampling, new.token_ids, new.num_prompt_tokens)
+            self._sampler.add(new.row, new.params, new.token_ids, new.num_prompt_tokens)
 
 
 def _of_sampled(
-    logprobs: tuple[TokenLogprob, ...], has_sampled: BoolArray
-) -> tuple[TokenLogprob, ...]:
-    """Renumber indexes among all sampling rows to indexes among those that did sample."""
+    logprobs: tuple[StepLogprob, ...], has_sampled: BoolArray
+) -> tuple[StepLogprob, ...]:
+    """Keep the log-probabilities of rows that did sample, with indexes among these rows."""
     if not logprobs:
         return ()
     places = np.cumsum(has_sampled) - 1

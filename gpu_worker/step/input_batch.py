@@ -30,9 +30,9 @@ class InputBatch:
     positions: torch.Tensor
     """int64[T]: each token's index in its sequence."""
     metadata: AttentionMetadata
-    """It wants the tokens before the sampled ones."""
+    """Its wanted tokens are those before the sampled ones."""
     sampling_rows: torch.Tensor
-    """int64[N]: the sampling rows, each as often as it samples."""
+    """int64[N]: the row of each sampled token."""
 
 
 def build_input_batch(
@@ -53,12 +53,12 @@ def build_input_batch(
         block_size: Token slots of a block.
         is_all_known: Whether `rows` has the values of all tokens; `last_token_ids` is then not
             read.
-        adapters: The worker's, by number.
+        adapters: The worker's adapters, by number.
     """
     lens, num_decodes = scheduled.lens, scheduled.num_decodes
     num_on_device = 0 if is_all_known else num_decodes
     seq_lens = scheduled.starts + lens  # [S]
-    if num_decodes == len(lens):  # one token each, as in most steps
+    if num_decodes == len(lens):  # each has one token, as in most steps
         row_of_token, positions = scheduled.rows, scheduled.starts  # [T]
         starts, max_query_len = np.arange(num_decodes + 1, dtype=np.int32), 1
     else:

@@ -33,7 +33,7 @@ def forward(
     """Compute a batch: the final hidden states `[N, E]` that `metadata` wants.
 
     Raises:
-        ModelError: The model's class, perhaps a user's, returned another number of them.
+        ModelError: The model's class, perhaps a user's, returned a wrong number of hidden states.
     """
     hidden = model.forward(batch.token_ids, batch.positions, pool, metadata)
     if len(hidden) != metadata.num_wanted:
@@ -62,8 +62,8 @@ class ModelRunner:
     ) -> None:
         """`adapters` maps rows' numbers to adapters; its owner changes it between steps.
 
-        `takes_parts` allows splitting a step when memory is short; ranks would have to split it
-        alike.
+        `takes_parts` allows splitting a step when memory is short. It is False with several ranks,
+        which would all have to split the step in the same way.
 
         `is_all_known`: whether the rows have the values of all tokens before a step begins.
         """
@@ -83,7 +83,8 @@ class ModelRunner:
     def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture graphs for steps of decodes only. Called before the first step.
 
-        `report` gets the fraction done. Raises whatever fails; steps then run without graphs.
+        `report` gets the fraction done. Errors of the backend pass through; steps then run without
+        graphs.
         """
         graphs = DecodeGraphs(self._model.forward, self._pool, self._limits, self._last_token_ids)
         graphs.capture(backend, report)
@@ -93,17 +94,17 @@ class ModelRunner:
         """Compute a step's tokens, sample, and score prompts that ask for it.
 
         Returns:
-            What each part of the step sampled (empty if nothing samples), and prompt scores. On a
-            GPU neither has been computed yet.
+            The samples of each part of the step (empty if nothing samples), and prompt scores. On a
+            GPU they are only enqueued.
         """
         results = self._run(scheduled)
-        self._token_limit.note_step()
+        self._token_limit.count_step()
         return results
 
     def _run(
         self, scheduled: ScheduledRows
     ) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
-        """As `run`; in parts, one after another, if memory is short."""
+        """As `run`; if memory is short, compute the step in parts, one after another."""
         if self._is_replayed(scheduled) or self._token_limit.allows(scheduled.num_tokens):
             try:
                 return self._run_at_once(scheduled)

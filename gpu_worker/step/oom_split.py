@@ -15,18 +15,20 @@ _STEPS_UNTIL_MORE = 64
 def halves(scheduled: ScheduledRows) -> tuple[ScheduledRows, ScheduledRows] | None:
     """Split a step into two parts of about equal size; a chunk may be cut in two.
 
-    A sequence reads KV of the same step only of sequences before it, so the second part finds what
-    the first has stored.
+    Within a step a sequence reads only KV of sequences before it, so the second part can read the
+    KV that the first part has stored.
 
     Returns:
-        None if it cannot be split: it is one token, or one row with its guesses.
+        None if the step cannot be split because it has only one token, or one row with its guesses.
     """
     ends = np.cumsum(scheduled.lens)  # [S]
     cut = int(ends[-1]) // 2  # tokens of the first part
-    place = int(np.searchsorted(ends, cut, side="right"))  # the row of the first token after it
+    place = int(
+        np.searchsorted(ends, cut, side="right")
+    )  # the row of the first token after the cut
     num_before = cut - int(ends[place] - scheduled.lens[place])
     if num_before and place < scheduled.num_decodes + scheduled.num_drafting:
-        place, num_before = place + (place == 0), 0  # a row's guesses are verified together
+        place, num_before = place + (place == 0), 0  # a row with guesses is not cut
     if place + (num_before > 0) == 0 or place == len(ends):
         return None
     first = _part(scheduled, 0, place + (num_before > 0))
@@ -77,10 +79,10 @@ class TokenLimit:
         return self._most is None or num_tokens <= self._most
 
     def shrink(self, num_tokens: int) -> None:
-        """Note that `num_tokens` did not fit."""
+        """Lower the limit after `num_tokens` did not fit."""
         self._most, self._num_steps = max(1, num_tokens // 2), 0
 
-    def note_step(self) -> None:
+    def count_step(self) -> None:
         """Count a launched step."""
         if self._most is None:
             return

@@ -1,6 +1,6 @@
-"""Log-probabilities of prompt tokens: what the model predicted for each before it saw it.
+"""Log-probabilities of prompt tokens, each predicted from the tokens before it.
 
-Symbols: `T` tokens of a step, `N` of them whose successor in the prompt is scored, `V` vocabulary,
+Symbols: `T` tokens of a step, `N` tokens whose next token in the prompt is scored, `V` vocabulary,
 `K` the most top tokens that any row asks for.
 """
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from contract.step import PromptLogprobs, TokenLogprob
+from contract.step import PromptLogprobs, StepLogprob
 from gpu_worker.memory.transfer import Download, upload
 from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _MAX_LOGITS_BYTES = 32 * 1024**2
-"""Bytes of float32 logits held at once: those of a whole prompt may exceed the model."""
+"""Most bytes of float32 logits at once; a whole prompt's logits may be larger than the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,13 @@ class _Part:
 
     row: int
     position: int
-    """Of the first scored token, in the prompt."""
+    """Position of the first scored token in the prompt."""
     count: int
     num_top: int
 
 
 class PromptScores:
-    """One step's prompt scores, on their way to the host."""
+    """One step's prompt scores, while they are copied to the host."""
 
     def __init__(
         self, parts: list[_Part], chosen: torch.Tensor, top_ids: torch.Tensor, top: torch.Tensor
@@ -47,7 +47,7 @@ class PromptScores:
         scores, start = [], 0
         for part in self._parts:
             logprobs = tuple(
-                TokenLogprob(
+                StepLogprob(
                     index=i - start,
                     logprob=float(chosen[i]),
                     top_token_ids=top_ids[i, : part.num_top].astype(np.int32),
@@ -71,7 +71,7 @@ def score_prompts(
 
     Args:
         hidden: `[T, E]`, the final hidden states of the step.
-        rows: The rows as of this step.
+        rows: The rows, after this step's `apply`.
         scheduled: What the step computes.
         table: Says which rows want scores.
         logits: Maps hidden states to float32 `[*, V]`.

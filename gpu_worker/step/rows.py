@@ -1,10 +1,10 @@
-"""The persistent rows: what the worker knows of each live sequence, and which rows compute.
+"""The persistent rows: the state of each live sequence, and which rows compute in a step.
 
 A row is free, has known tokens left to compute, or *decodes*: it computes its last sampled token in
-every step. Whether a token is sampled is known here at once; its value arrives later
-(`store_sampled`), perhaps after the next step was started. So nothing here but `end` depends on the
-value of a token. With guessed tokens (`speculative/verify.py`) the number depends on values, too:
-`advance` then says, before the next step, how many tokens each decoding row gained.
+every step. `apply` knows at once whether a row samples a token; the token's value arrives later
+(`store_sampled`), perhaps after the next step was started. So only `end` depends on the
+value of a token. With guessed tokens (`speculative/verify.py`) their number depends on values, too:
+before the next step, `advance` then sets how many tokens each decoding row gained.
 
 Each row's tokens, by position::
 
@@ -19,15 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from contract.arrays import BoolArray, Int32Array, Int64Array
-from contract.errors import BrokenInvariantError, InvalidArgumentError
+from contract.errors import InconsistentPlanError, InvalidArgumentError
 from contract.limits import Limits
 from contract.state import HeldRow
-from contract.step import NewSequence, Plan, TokenLogprob
+from contract.step import NewSequence, Plan, StepLogprob
 
 _NUM_LOGPROBS = 32
-"""How many log-probabilities are kept for each row, of its last tokens. When the scheduler dies,
-fewer tokens than this, guesses included, are in steps and messages in flight and have not reached a
-router."""
+"""How many of its last tokens' log-probabilities each row keeps. When the scheduler dies, fewer
+tokens than this are in flight, in steps and messages, and have not reached a router."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,14 +44,15 @@ class ScheduledRows:
     """Tokens that each computes; 1 for decodes."""
     num_decodes: int
     sampling: Int64Array
-    """int64[N]: indexes into `rows` of those that sample, ascending: they compute their last known
-    token. A row with guesses appears once for each of its tokens."""
+    """int64[N]: indexes into `rows` of the rows that sample, ascending. A row samples if it
+    computes its last known token. A row with guesses appears once for each of its tokens."""
     positions: Int64Array
     """int64[N]: each sampled token's index in its sequence."""
     incarnations: Int64Array
-    """Which sequence has the row; see `Rows.incarnation`."""
+    """Each row's sequence; see `Rows.incarnation`."""
     num_drafting: int = 0
-    """Rows that decode with guesses; they follow the `num_decodes` rows without."""
+    """Number of rows that decode with guesses; they follow the `num_decodes` rows without
+    guesses."""
     guesses: Int64Array | None = None
     """int64[N]: the guess for each sampled token, or NO_TOKEN; None: no guesses."""
 
@@ -81,21 +81,21 @@ class Rows:
         self.adapter = np.zeros(num_rows, np.int64)
         self.is_used = np.zeros(num_rows, np.bool_)
         self.is_decoding = np.zeros(num_rows, np.bool_)
-        """Decodes by the scheduler's count: includes rows that have ended but are not released yet.
+        """Rows that the scheduler counts as decoding, including ended rows until they are released.
         """
         self.incarnation = np.zeros(num_rows, np.int64)
-        """Incremented whenever a row gets a sequence: tells a late result from the next owner's."""
+        """Incremented when a row gets a sequence; identifies results for earlier sequences."""
         self.ended_incarnation = np.full(num_rows, -1, np.int64)
-        """The last incarnation that sampled an end token, or could not sample: it computes no more.
+        """The last incarnation that sampled an end token, or could not sample; it computes no more.
         """
         self._ended_len = np.zeros(num_rows, np.int64)
         """Tokens of the ended sequence, while `num_tokens` keeps counting as the scheduler does."""
         self._has_stopped = np.zeros(num_rows, np.bool_)
         """Whether its last token is an end token."""
         self._new: list[NewSequence | None] = [None] * num_rows
-        """Each row as it was announced."""
-        self._logprobs: dict[int, deque[TokenLogprob]] = {}
-        """By row: log-probabilities of its last tokens, if wanted."""
+        """The announcement of each row's sequence."""
+        self._logprobs: dict[int, deque[StepLogprob]] = {}
+        """By row: the log-probabilities of its last tokens, if requested."""
 
     @property
     def num_used(self) -> int:
@@ -106,7 +106,7 @@ class Rows:
 
         Raises:
             InvalidArgumentError: The batch contradicts the rows' state, or computes more than fits.
-            BrokenInvariantError: `num_decodes` is not the count of decoding rows here.
+            InconsistentPlanError: `num_decodes` differs from the number of decoding rows here.
 
         After an error the rows are undefined until `clear`.
         """
@@ -129,25 +129,25 @@ class Rows:
         self.end(full, self.incarnation[full], self.num_tokens[full], no_stops)
 
     def is_current(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
-        """bool[N]: whether no other sequence has got the row since."""
+        """bool[N]: whether each row still belongs to that incarnation."""
         current: BoolArray = self.incarnation[rows] == incarnations
         return current
 
     def store_sampled(
         self, rows: Int64Array, incarnations: Int64Array, positions: Int64Array, values: Int64Array
     ) -> None:
-        """Write sampled tokens that have arrived; drops those of sequences that lost their row."""
+        """Store sampled tokens that have arrived; drops tokens of sequences that lost their row."""
         current = self.is_current(rows, incarnations)
         self.token_ids[rows[current], positions[current]] = values[current]
 
     def store_logprobs(
-        self, rows: Int64Array, incarnations: Int64Array, logprobs: Iterable[TokenLogprob]
+        self, rows: Int64Array, incarnations: Int64Array, logprobs: Iterable[StepLogprob]
     ) -> None:
         """Keep log-probabilities that have arrived, for the next scheduler.
 
         Args:
             rows: int64[N], rows that sampled a token each.
-            incarnations: int64[N]; those of sequences that lost their row are dropped.
+            incarnations: int64[N]; values of sequences that lost their row are dropped.
             logprobs: Each is for the token at its `index` in `rows`.
         """
         for logprob in logprobs:
@@ -162,12 +162,12 @@ class Rows:
         num_tokens: Int64Array,
         has_stopped: BoolArray,
     ) -> None:
-        """Stop computing these sequences; they may have lost their rows already.
+        """Stop computing these sequences. Some may have lost their rows already.
 
         Args:
             rows: int64[N].
             incarnations: int64[N].
-            num_tokens: int64[N], their tokens.
+            num_tokens: int64[N], each sequence's number of tokens.
             has_stopped: bool[N], whether the last token is an end token.
         """
         self.ended_incarnation[rows] = incarnations
@@ -186,7 +186,7 @@ class Rows:
         """Describe the sequences that have an identity. All results must have arrived.
 
         Args:
-            is_broken: Whether the KV of a block table is broken: such a sequence is left out.
+            is_broken: Whether the KV of a block table is wrong; such a sequence is left out.
         """
         held = []
         for row in np.flatnonzero(self.is_used).tolist():
@@ -204,7 +204,7 @@ class Rows:
                     num_computed_tokens=min(int(self.num_computed[row]), num_tokens - 1),
                     block_ids=blocks,
                     has_stopped=has_stopped,
-                    had_logprobs=new.sampling.logprobs is not None,
+                    had_logprobs=new.params.logprobs is not None,
                     note=new.note,
                     logprobs=tuple(self._logprobs.get(row, ())),
                 )
@@ -260,7 +260,7 @@ class Rows:
         if len(src):
             (used,) = np.nonzero(self.is_used)
             width = self.num_blocks[used].max(initial=0)
-            tables = self.block_tables[used, :width]  # entries past a row's own are stale
+            tables = self.block_tables[used, :width]  # entries past a row's table are stale
             names = np.arange(1 + max(tables.max(initial=0), src.max()), dtype=np.int32)
             names[src] = dst
             self.block_tables[used, :width] = names[tables]
@@ -268,7 +268,7 @@ class Rows:
     def _schedule(self, plan: Plan) -> ScheduledRows:
         (decoding,) = self.is_decoding.nonzero()  # int64[num_decodes], by the scheduler's count
         if len(decoding) != plan.num_decodes:
-            raise BrokenInvariantError(
+            raise InconsistentPlanError(
                 f"num_decodes is {plan.num_decodes}, but {len(decoding)} rows decode in step "
                 f"{plan.step_id}"
             )

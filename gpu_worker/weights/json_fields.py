@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from model_files.errors import ModelError, UnsupportedError
 
-class ModelError(Exception):
-    """A model directory cannot be served; the message names file, field and reason."""
+__all__ = ["JsonFields", "ModelError", "UnsupportedError", "read_json"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,16 @@ class JsonFields:
 
     path: Path
     prefix: str
-    """Path to this object from the file's root, such as "rope_scaling."; empty for the root."""
+    """Path to this object from the file's root, such as "rope_scaling."; empty at the root."""
     values: Mapping[str, object]
 
     def error(self, name: str, problem: str) -> ModelError:
         """An error to raise; `problem` follows the field's name."""
         return ModelError(f"{self.path}: {self.prefix}{name} {problem}")
+
+    def unsupported(self, name: str, problem: str) -> UnsupportedError:
+        """An error for what another implementation may support."""
+        return UnsupportedError(str(self.error(name, problem)))
 
     def has(self, name: str) -> bool:
         """Whether the field exists, even if null."""
@@ -57,7 +61,7 @@ class JsonFields:
         return value
 
     def int_list(self, name: str) -> list[int]:
-        """Integers from 0; a single one becomes a list, an absent field an empty list."""
+        """Integers from 0. A single integer becomes a list, an absent field an empty list."""
         value = self.get(name, default=[])
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in items):

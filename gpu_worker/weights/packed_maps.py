@@ -1,18 +1,19 @@
-"""Reads linear maps that a quantized checkpoint packs: AWQ and GPTQ integers, scaled fp8.
+"""Reads linear maps that a quantized checkpoint packs: AWQ, GPTQ, GGUF integers, scaled fp8.
 
 Symbols: `N` output features of a linear map, `K` its input features, `G` groups of input features,
 `W` integers in a word of 32 bits.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Final
 
 import structlog
 import torch
 
-from gpu_worker.weights.checkpoint import Piece
+from gpu_worker.weights.checkpoint import has_nan
+from gpu_worker.weights.gguf_blocks import BLOCK_BYTES, BLOCK_SIZES, unpack_blocks
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.linear import Linear, make_linear
 from gpu_worker.weights.quantized_linear import (
@@ -23,11 +24,13 @@ from gpu_worker.weights.quantized_linear import (
 )
 from gpu_worker.weights.stored_format import (
     Fp8Format,
+    GgufFormat,
     IntegerFormat,
     Packing,
     ScaleShape,
     StoredFormat,
 )
+from gpu_worker.weights.tensor_file import Piece
 
 _AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """For eight consecutive outputs: the nibble of their word that each is in."""
@@ -145,7 +148,10 @@ def dequantize_fp8(stored: Fp8Format, tensors: Mapping[str, torch.Tensor]) -> to
 
 def _join(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Join along N."""
-    offsets = torch.cat([part.offsets for part in parts if part.offsets is not None])
+    offsets = None
+    if any(part.offsets is not None for part in parts):
+        each = (torch.zeros_like(p.scales) if p.offsets is None else p.offsets for p in parts)
+        offsets = torch.cat(tuple(each))
     return QuantizedWeight(
         parts[0].quantization,
         torch.cat([part.values for part in parts]),
@@ -184,7 +190,15 @@ class PackedMaps:
         self._fill = fill
         self._num_packed = 0
         self._num_dequantized = 0
-        self._mark = "qweight" if isinstance(stored, IntegerFormat) else stored.scale_name
+        self._marks: Collection[str]
+        """Ends of the names of tensors, one of which each packed map has."""
+        match stored:
+            case IntegerFormat():
+                self._marks = ("qweight",)
+            case Fp8Format():
+                self._marks = (stored.scale_name,)
+            case GgufFormat():
+                self._marks = BLOCK_SIZES
 
     @property
     def unused(self) -> str:
@@ -193,7 +207,7 @@ class PackedMaps:
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint packs this map."""
-        return f"{name}.{self._mark}" in self._names
+        return any(f"{name}.{mark}" in self._names for mark in self._marks)
 
     def linear(self, pieces: Sequence[Piece], bias: torch.Tensor | None) -> Linear:
         """The fused map of several weights with the same input: their outputs joined.
@@ -210,7 +224,8 @@ class PackedMaps:
             shape = sum(piece.piece_shape[0] for piece in pieces), pieces[0].piece_shape[1]
             return make_linear(torch.empty(shape, dtype=self._dtype, device=_META), bias)
         integers = [part for part in parts if isinstance(part, QuantizedWeight)]
-        if len(integers) == len(parts) and self._device == _CPU:
+        kinds = {(part.quantization, part.scales.shape[1]) for part in integers}
+        if len(integers) == len(parts) and len(kinds) == 1 and self._device == _CPU:
             joined = _join(integers)
             if can_multiply(joined, self._dtype):
                 self._num_packed += joined.values.numel()
@@ -246,6 +261,8 @@ class PackedMaps:
             if self._device == _META:
                 return tensors["weight"]
             return dequantize_fp8(self._stored, tensors)[rows, columns]
+        if isinstance(self._stored, GgufFormat):
+            return self._of_blocks(name, piece)
         self._refuse_sizes(self._stored, name, num_out, num_in)
         tensors = self._read(name, integer_tensors(self._stored, num_out, num_in))
         self._refuse_order(self._stored, name, num_in)
@@ -256,6 +273,22 @@ class PackedMaps:
         whole = unpack_integers(self._stored, tensors)
         cut = cut_weight(whole, rows, columns)
         return whole.dequantized()[rows, columns] if cut is None else cut
+
+    def _of_blocks(self, name: str, piece: Piece) -> QuantizedWeight | torch.Tensor:
+        kind = next(kind for kind in BLOCK_SIZES if f"{name}.{kind}" in self._names)
+        num_out, num_in = piece.shape
+        row_bytes = num_in // BLOCK_SIZES[kind] * BLOCK_BYTES[kind]
+        raw = Piece(f"{name}.{kind}", (num_out, row_bytes), piece.where[:1])
+        blocks = torch.empty(raw.piece_shape, dtype=torch.uint8, device=self._reading_on)
+        self._fill(raw, blocks)
+        if self._device == _META:
+            return blocks
+        rows = unpack_blocks(kind, blocks)
+        if has_nan(rows.scales) or (rows.offsets is not None and has_nan(rows.offsets)):
+            raise ModelError(f"{name}.weight has NaN")
+        columns = (*piece.where, slice(None), slice(None))[1]
+        cut = cut_weight(rows, slice(None), columns)
+        return rows.dequantized()[:, columns] if cut is None else cut
 
     def _read(self, name: str, specs: dict[str, TensorSpec]) -> dict[str, torch.Tensor]:
         tensors = {}

@@ -14,7 +14,7 @@ import torch
 
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.place import Place
-from gpu_worker.weights.checkpoint import Checkpoint, Piece
+from gpu_worker.weights.checkpoint import Checkpoint
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.linear import Linear, make_linear
 from gpu_worker.weights.packed_maps import PackedMaps
@@ -25,6 +25,7 @@ from gpu_worker.weights.quantized_linear import (
     quantize,
 )
 from gpu_worker.weights.stored_format import StoredFormat
+from gpu_worker.weights.tensor_file import Piece
 
 ModelT = TypeVar("ModelT")
 MapT = TypeVar("MapT", bound=Callable[[torch.Tensor], torch.Tensor])
@@ -217,7 +218,7 @@ def load_weights(
     the weights: those of one linear map.
 
     Args:
-        directory: Has `model.safetensors`, or shards and `model.safetensors.index.json`.
+        directory: Has what `Checkpoint` reads.
         architecture: The model's name in errors.
         build: Makes the model; must not look into the tensors.
         dtype: Of weights and activations.

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Final, TypeAlias
 
 from gpu_worker.weights.json_fields import JsonFields
+from model_files.gguf_config import QUANT_METHOD
 
 _GROUP_SIZES: Final = (32, 64, 128)
 _WHOLE: Final = -1
@@ -66,7 +67,15 @@ class Fp8Format:
         return "fp8"
 
 
-StoredFormat: TypeAlias = IntegerFormat | Fp8Format
+@dataclass(frozen=True, slots=True)
+class GgufFormat:
+    """Blocks of a GGUF file. A map's tensor is named after their type, which may differ by map."""
+
+    title = "gguf"
+    """Its name in the log."""
+
+
+StoredFormat: TypeAlias = IntegerFormat | Fp8Format | GgufFormat
 
 
 def read_stored_format(fields: JsonFields) -> StoredFormat | None:
@@ -151,6 +160,7 @@ _METHODS: Final[dict[str, Callable[[JsonFields], StoredFormat]]] = {
     "gptq": _gptq,
     "fp8": _fp8,
     "compressed-tensors": _compressed_tensors,
+    QUANT_METHOD: lambda _: GgufFormat(),
 }
 
 

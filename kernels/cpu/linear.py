@@ -68,13 +68,14 @@ def pack_integers(
     Args:
         bits: 8 or 4.
         values: int8[N, K], integers of so many bits. The weight is `values * scale + offset`.
-        scales: [N, G], one for K / G values, which is K or a multiple of 32.
-        offsets: [N, G], or None for zeros; with several groups they are needed.
+        scales: [N, G], one for K / G values, a multiple of 8 or all of K.
+        offsets: [N, G], each for a multiple of 32 values; or, at 8 bits, None for zeros.
         bias: [N] of `dtype`, or None.
         dtype: of the activations, float32 or bfloat16.
     """
     num_in = values.shape[1]
     group_size = num_in // scales.shape[1]
+    assert group_size % _UNROLL == 0, "whole groups are unpacked"
     if offsets is not None:
         assert group_size % _GROUP_MULTIPLE == 0, "sums of groups are taken a vector at a time"
     padded = _padded(values)

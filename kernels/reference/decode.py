@@ -29,8 +29,8 @@ def paged_attention_decode(
     The caches are [B, P, HKV, D] views, `block_tables` int32[S, M], `seq_lens` int32[S]; a
     sequence of length 0 is a padding row and gives zeros. Softmax and sums are fp32.
 
-    It calls SDPA once for each sequence, on its exact length, so a row depends on no other row of
-    the batch, to the last bit. One padded call for all takes three quarters of the time for 8
+    It calls SDPA once for each sequence, on its exact length, so not a bit of a row depends on
+    another row of the batch. One padded call for all takes three quarters of the time for 8
     sequences of equal length, but twice the time when lengths differ.
 
     With `window` only the last `window` slots are attended to, and read. With `softcap` scores s

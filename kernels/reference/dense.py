@@ -1,4 +1,4 @@
-"""Causal attention of some tokens to keys and values that lie in a row, for the attention twins.
+"""Causal attention to contiguous keys and values, for the attention twins.
 
 Symbols: `Q` query tokens, `K` keys, `H` query heads, `HKV` kv heads, `D` head dim.
 """
@@ -49,7 +49,7 @@ def attend_dense(
 def _mask(
     num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """What each token sees, bool[Q, K]."""
+    """The keys that each token sees, bool[Q, K]."""
     shift = num_keys - num_queries
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(shift)
     return mask if window is None else mask.triu(shift - window + 1)

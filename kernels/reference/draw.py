@@ -1,6 +1,6 @@
-"""Draws from logits as they are, in plain torch: the twin of `draw` in `kernels.cpu.ops`.
+"""Draws from logits without top-k, top-p or min-p: the twin of `draw` in `kernels.cpu.ops`.
 
-Symbols: `S` sequences, `N` of them that draw, `V` vocabulary.
+Symbols: `S` sequences, `N` sequences that draw, `V` vocabulary.
 """
 
 import torch
@@ -16,5 +16,5 @@ def draw(
     running = weights.cumsum(1, dtype=torch.float64)
     target = uniform.unsqueeze(1) * running[:, -1:]
     token_ids = torch.searchsorted(running, target, right=True)
-    # Rounding may raise the target to the sum itself; never go past the last token with any weight.
+    # Rounding may raise the target to the sum itself; the last token with any weight is the limit.
     return torch.minimum(token_ids, running.argmax(1, keepdim=True)).squeeze(1)

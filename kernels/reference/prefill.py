@@ -11,8 +11,8 @@ import torch
 from kernels.reference.dense import attend_dense
 from kernels.reference.gather import KvGather
 
-# Query tokens that one call of SDPA takes, cut at multiples of it: what lies in a piece's future is
-# not computed (a prompt of 512 takes 0.7 of the time) and masks stay small.
+# Query tokens of one call of SDPA, cut at multiples of this number. Keys in a piece's future are
+# not computed (a prompt of 512 takes 0.7 of the time), and masks stay small.
 _PIECE: Final = 64
 
 
@@ -40,9 +40,9 @@ def paged_attention_prefill(
     `seq_lens` int32[S], `query_start_loc` int32[S + 1]; no query_len is above `max_query_len`.
     Rows of no sequence give zeros. Softmax and sums are fp32.
 
-    A row depends on no other sequence, to the last bit. Neither does it depend on how the prompt
-    was cut into chunks, if the cuts are at multiples of 64; other cuts agree to rounding. A chunk
-    of one token gives what `paged_attention_decode` gives.
+    Not a bit of a row depends on another sequence, nor on the chunks of its prompt if these are cut
+    at multiples of 64; other cuts agree up to rounding. A chunk of one token gives the same result
+    as `paged_attention_decode`.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`.
     """
@@ -57,7 +57,7 @@ def paged_attention_prefill(
             continue
         low = _first_visible(first, window)
         key, value = kv.read(block_tables[seq], low, seq_len)
-        # A piece at a time, of the positions [begin, stop).
+        # One piece at a time, with positions [begin, stop).
         for edge in range(first - first % _PIECE, seq_len, _PIECE):
             begin, stop = max(edge, first), min(edge + _PIECE, seq_len)
             visible = slice(_first_visible(begin, window) - low, stop - low)

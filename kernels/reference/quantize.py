@@ -1,6 +1,6 @@
-"""Rows of numbers to what a quantized cache holds, and back, in plain torch.
+"""Quantizes and dequantizes rows of numbers for a quantized cache, in plain torch.
 
-`kernels.kv_formats` defines both. Symbols: `D` head dim.
+`kernels.kv_formats` defines the formats. Symbols: `D` head dim.
 """
 
 import torch
@@ -22,17 +22,18 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `numbers` [..., D] times `scales` [...], rounded to `dtype`."""
-    # Both hold numbers and scales as they are, so that the product is what is rounded.
+    # `exact` holds numbers and scales without rounding, so only the product is rounded.
     exact = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     if numbers.dtype is torch.int8:
         return numbers.to(exact).mul_(scales.to(exact).unsqueeze(-1)).to(dtype)
-    # On a CPU torch converts e4m3 one by one. As fp16, with exponents of five bits whose bias is
-    # 15, not 7, the bits are 2^8 times less; the shift leaves a copy of the sign in the exponent.
+    # On a CPU torch converts e4m3 numbers one by one. As fp16, with exponents of five bits whose
+    # bias is 15, not 7, the bits are 2^8 times less; the shift leaves a copy of the sign in the
+    # exponent.
     halves = numbers.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     factors = scales.to(exact).mul(256.0).unsqueeze(-1)
     return halves.view(torch.float16).to(exact).mul_(factors).to(dtype)
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
-    """Round float32 to the next bfloat16 above, if it is none: half as many bits are left."""
+    """Round float32 numbers up to bfloat16, which has half as many bits."""
     return (scales.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)

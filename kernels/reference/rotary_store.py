@@ -24,7 +24,7 @@ def rotary_store_kv(
 ) -> torch.Tensor:
     """Rotate `query` [T, H, D] and `key`, and store that and `value` [T, HKV, D]; [T, H, D].
 
-    As `rotary`, then `store_kv` of the rotated keys; the rotated queries are returned.
+    Does `rotary`, then `store_kv` with the rotated keys, and returns the rotated queries.
     """
     query, key = rotary(query, key, cos_sin, positions)
     store_kv(

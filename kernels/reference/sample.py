@@ -24,13 +24,13 @@ def sample(
 
     Weights are `exp((logits - max) / temperature)`. top_k keeps the k largest; then top_p keeps the
     fewest largest that add up to p of those; then min_p keeps weights of at least min_p times the
-    largest. Of equal weights the lower token id stays. The token is the one at which the running
-    sum of kept weights, in token order, first exceeds u times their sum, where u depends only on
-    seed and position (`uniforms`). Sums are fp64, and each row is computed alone.
+    largest. Among equal weights the lower token ids are kept. The token is the one at which the
+    running sum of kept weights, in token order, first exceeds u times their sum, where u depends
+    only on seed and position (`uniforms`). Sums are fp64, and each row is computed alone.
 
     `temperature` is fp32[S] above 0, `top_k` int64[S] in [1, V], `top_p` fp64[S] in (0, 1], `min_p`
     fp32[S] in [0, 1], `seeds` int64[S], the bits of an unsigned one, `positions` int64[S]. A row
-    without a finite maximum gives some id in range.
+    without a finite maximum gives an arbitrary valid id.
     """
     num_tokens = logits.shape[1]
     lowest = torch.finfo(torch.float32).min
@@ -48,15 +48,15 @@ def sample(
     running = weights.cumsum(1, dtype=torch.float64)
     target = uniforms(seeds, positions).unsqueeze(1) * running[:, -1:]
     token = torch.searchsorted(running, target, right=True)
-    # Rounding may raise the target to the sum itself; never go past the last token with any weight.
+    # Rounding may raise the target to the sum itself; the last token with any weight is the limit.
     return torch.minimum(token, running.argmax(1, keepdim=True)).squeeze(1)
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return fp64[S] in [0, 1): of each seed's SplitMix64 generator the (position + 1)-th output.
+    """Return fp64[S] in [0, 1), the (position + 1)-th output of each seed's SplitMix64 generator.
 
-    Its upper 53 bits times 2^-53. Source: Steele, Lea, Flood: Fast splittable pseudorandom number
-    generators, OOPSLA 2014.
+    A number is the upper 53 bits of the output times 2^-53. Source: Steele, Lea, Flood: Fast
+    splittable pseudorandom number generators, OOPSLA 2014.
     """
     x = seeds + (positions + 1) * _GAMMA  # int64 wraps as unsigned numbers do
     x = (x ^ _shifted(x, 30)) * _MIX[0]
@@ -65,5 +65,5 @@ def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift right, zeros in: int64's own shift repeats the sign."""
+    """Shift right and fill with zeros; int64's own shift repeats the sign."""
     return (x >> count) & ((1 << (64 - count)) - 1)

@@ -1,18 +1,18 @@
 """Suppresses tokens that a bit mask does not admit, in plain torch.
 
-Symbols: `S` sequences, `G` of them that have a mask, `V` vocabulary, `W` words, V / 32 rounded up.
+Symbols: `S` sequences, `G` sequences with a mask, `V` vocabulary, `W` words, V / 32 rounded up.
 """
 
 import torch
 
 
 def suppress(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
-    """Set each logit to -inf whose bit is 0, in place.
+    """Set the logits whose bit is 0 to -inf, in place.
 
     Args:
         logits: float32[S, V].
-        places: int64[G]: the row of logits of each mask, no two the same.
-        admitted: int32[G, W]: bit t % 32 of word t // 32 is token t's.
+        places: int64[G]: the row of logits for each mask; all rows differ.
+        admitted: int32[G, W]: bit t % 32 of word t // 32 is for token t.
     """
     bits = torch.arange(32, dtype=torch.int32, device=admitted.device)
     is_suppressed = ((admitted.unsqueeze(2) >> bits) & 1) == 0  # [G, W, 32]

@@ -16,7 +16,9 @@ from kernels.checks import check_tensor
 _COLUMNS: Final = 4096  # elements of one program
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["source_ids", "target_ids"],
+)
 def _copy_blocks_kernel(
     source,  # [B, K, E], or [N, K, E] without ids
     source_ids,  # int64[N], or None: 0 to N - 1
@@ -49,7 +51,8 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
 
     Every read happens before any write, so chains and swaps copy the old contents: the blocks
     pass through a buffer of N blocks. `src` and `dst` are int64[N]. Two equal `dst` are a caller's
-    error, and leave the contents of one of them. `pool` may have any dtype; bits are copied.
+    error; then the block has the contents of one of the sources. `pool` may have any dtype; bits
+    are copied.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -64,10 +67,10 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
 
 
 def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
-    """Copy block `block_ids[i]` of `pool` to row i of `staged`, for all i, to swap them out.
+    """Copy block `block_ids[i]` of `pool` to row i of `staged`, for all i, for a swap-out.
 
-    `pool` is [B, E], or [B, K, E] if a block is K pieces with any stride between them, as in a pool
-    that is cut by layers. `staged` is [N, E] or [N, K, E], with any strides but the last, and
+    `pool` is [B, E], or [B, K, E] if a block is K pieces with any stride between them, as in a
+    layer-major pool. `staged` is [N, E] or [N, K, E], with any strides but the last, and
     `block_ids` int64[N]. One DMA of `staged` then replaces N * K small ones.
 
     Raises:
@@ -78,9 +81,9 @@ def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Ten
 
 
 def scatter_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
-    """Copy row i of `staged` to block `block_ids[i]` of `pool`, for all i: as `gather_blocks`.
+    """Copy row i of `staged` to block `block_ids[i]` of `pool`, for all i; see `gather_blocks`.
 
-    Two equal `block_ids` are a caller's error, and leave the contents of one of them.
+    Two equal `block_ids` are a caller's error; then the block has the contents of one of the rows.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

@@ -17,17 +17,19 @@ from kernels.triton.quantized import as_bits
 from kernels.triton.tile import LOG2_E, attend_positions, scale_strides
 from kernels.tuning.configs import DecodeConfig, config_of, num_processors, shape_of
 
-_MIN_SEQS: Final = 256  # sequences are rounded up to it: few sizes mean few compilations
+_MIN_SEQS: Final = (
+    256  # sequences are rounded up to multiples of this, so that few variants are compiled
+)
 
 
 @triton.jit
 def _splits_of(
     seq_len, window, POSITIONS: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr
 ):
-    """Return where a sequence's splits begin, their size and their number; 0 if it is empty.
+    """Return where a sequence's splits begin, their size and their number (0 if it is empty).
 
-    The first begins at the start of the tile in which the window of the newest token begins. All
-    three depend only on the sequence's own length, so the batch changes no result.
+    The first split begins with the tile in which the newest token's window begins. All three
+    numbers depend only on the sequence's own length, so the batch changes no result.
     """
     begin = 0
     if window is not None:
@@ -36,7 +38,10 @@ def _splits_of(
     return begin, size, tl.cdiv(seq_len - begin, size)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "N"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "N", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens"],
+)
 def _attend_splits_kernel(
     query,  # [S, H, D]
     key_cache,  # [B, P, HKV, D]
@@ -172,7 +177,10 @@ def _attend_splits_kernel(
             tl.store(partial_lse + partial, row_max + tl.log2(row_sum), mask=row < G)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(
+    do_not_specialize=["N"],
+    do_not_specialize_on_alignment=["seq_lens"],
+)
 def _reduce_splits_kernel(
     partial_out,  # fp32 [S, N, H, D], contiguous
     partial_lse,  # fp32 [S, N, H], contiguous, base 2
@@ -194,7 +202,7 @@ def _reduce_splits_kernel(
 
     The sink's term is left out if there are no sinks. The largest exponent is subtracted from all
     exponents first. One program for each sequence and head.
-    A sequence of one split is done already.
+    A sequence of one split is skipped: its result is in `out` already.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -246,10 +254,11 @@ def paged_attention_decode(
     """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, D].
 
     The caches are [B, P, HKV, D] views, `block_tables` int32[S, M], `seq_lens` int32[S], each at
-    most M * P: the host does not check, as it never reads them. A sequence of length 0 is a padding
-    row and gives zeros. A row depends on no other row of the batch, to the last bit, nor on S or M:
-    splits have one size, which grows only for a sequence that would need too many of them. Needs
-    fp32 scratch of S * N * H * (D + 1), N the splits of a sequence of M * P tokens.
+    most M * P; the host never reads lengths, so it cannot check them. A sequence of length 0 is a
+    padding row and gives zeros. Not a bit of a row depends on other rows of the batch, or on S or
+    M: splits have a fixed size, which grows only for a sequence that would need too many of them.
+    Needs fp32 scratch of S * N * H * (D + 1), where N is the number of splits of a sequence of M *
+    P tokens.
 
     With `window` only the last `window` slots are attended to, and read. With `softcap` scores s
     become `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], join the softmax's denominator as one

@@ -16,7 +16,8 @@ from kernels.checks import check_float, check_tensor
 def _normalise(x, weight, column, eps, N: tl.constexpr):
     """Normalise one row `x` of a float dtype, zero past N; the quotient is rounded to that dtype.
 
-    Products are fp32 and rounded by the store: one rounding, as the dtype's own product.
+    The product is fp32 and the store rounds it, so it is rounded once, like a product in that
+    dtype.
     """
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / N + eps)

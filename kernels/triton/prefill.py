@@ -34,7 +34,10 @@ def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "query_start_loc"],
+)
 def _attend_chunks_kernel(
     query,  # [T, H, D]
     key_cache,  # [B, P, HKV, D]
@@ -75,10 +78,11 @@ def _attend_chunks_kernel(
 ):
     """`out[t] = softmax(cap(scale * q[t] K^T)) V` over the positions that token t sees.
 
-    Those are all positions up to its own, or with a window the last `window` of them. One program
-    for each kv head and tile of TOKENS query tokens of one sequence. The G heads of each token are
-    rows of the same product, so K and V are read once for all of them. The last tiles start first:
-    the last tile of a chunk sees the most positions, and the device should not end with it.
+    A token sees all positions up to its own, or with a window the last `window` of them. There is
+    one program for each kv head and tile of TOKENS query tokens of one sequence. The G heads of
+    each token are rows of the same product, so K and V are read once for all of them. The last
+    tiles start first: the last tile of a chunk sees the most positions, and the device should not
+    end with it.
     """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -100,7 +104,8 @@ def _attend_chunks_kernel(
     q = tl.load(q_row[:, None] + dim[None, :], mask=row_mask, other=0.0)
 
     end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)
-    # Rows past the chunk see what its last token sees: a row that sees nothing divides by zero.
+    # Rows past the chunk see the same as its last token, because a row that sees nothing divides by
+    # zero.
     row_position = tl.minimum(seq_len - query_len + index, end - 1)
     if sinks is None:
         # Finite, but below any score: with a window a row may see no position of its first tile.
@@ -179,8 +184,8 @@ def paged_attention_prefill(
     last query_len tokens: row i has position seq_len - query_len + i. The keys and values of these
     tokens are already in the caches, [B, P, HKV, D] views. `block_tables` is int32[S, M],
     `seq_lens` int32[S], `query_start_loc` int32[S + 1], from 0; the host does not read them.
-    Rows of no sequence give zeros, as do those of a sequence of length 0. A row depends on no other
-    sequence of the batch.
+    Rows that belong to no sequence, or to one of length 0, give zeros. A row does not depend on
+    other sequences of the batch.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`. Tiles outside
     the windows of all query tokens of a program are not read.

@@ -1,7 +1,7 @@
 """Converts to and from the formats of a quantized cache (`kernels.kv_formats`), in registers.
 
-fp8 (e4m3) is converted by its bits, in tensors of uint8: the hardware's conversion exists only from
-sm_89 on, and so the numbers are the same on all devices.
+fp8 (e4m3) is converted with integer operations, in tensors of uint8, because the hardware's
+conversion exists only from sm_89 on. So the numbers are the same on all devices.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
@@ -14,7 +14,7 @@ import triton.language as tl
 @triton.jit
 def largest_of(x, axis: tl.constexpr):
     """Return max |x| over an axis of fp32 `x`; infinity if one is NaN."""
-    # A NaN would not take part in the maximum.
+    # The maximum would ignore a NaN.
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=axis)  # noqa: PLR0124
 
 
@@ -37,7 +37,7 @@ def quantize(x, scale, IS_FP8: tl.constexpr):
 def plain_numbers(numbers, dtype: tl.constexpr):
     """Return stored `numbers` as `dtype`, exactly: int8, the bits of e4m3, or `dtype` itself.
 
-    Multiply them by `unit_of(numbers)`: e4m3 numbers come out smaller by that factor.
+    Multiply the result by `unit_of(numbers)`: e4m3 numbers are returned smaller by that factor.
     """
     if numbers.dtype == tl.uint8:
         # Read as fp16, whose exponent has five bits and a bias of 15, not 7: 2^8 times smaller.

@@ -63,7 +63,9 @@ def rotate_heads(
     tl.store(out_ptr + HALF, y2.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["positions"],
+)
 def _rotary_kernel(
     query,  # [T, H, D]
     key,  # [T, HKV, D]

@@ -44,7 +44,9 @@ def _store_halves(
         tl.store(pointer + HALF, quantize(x2, scale[:, None], IS_FP8), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["positions", "slot_mapping"],
+)
 def _rotary_store_kernel(
     query,  # [T, H, D]
     key,  # [T, HKV, D]
@@ -171,8 +173,8 @@ def rotary_store_kv(
 ) -> torch.Tensor:
     """Rotate `query` [T, H, D] and `key`, and store that and `value` [T, HKV, D]; [T, H, D].
 
-    As `rotary`, then `store_kv` of the rotated keys; the rotated queries are returned, contiguous.
-    The caches hold both sides alike: both quantized to one dtype, or neither.
+    Does `rotary`, then `store_kv` with the rotated keys, and returns the rotated queries,
+    contiguous. Both caches are quantized to the same dtype, or neither is.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or D is odd.

@@ -18,7 +18,9 @@ _TOKENS: Final = 4096  # of a tile
 _NUM_WARPS: Final = 16  # one program reads a whole row, many times
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["maxima", "temperature"],
+)
 def _scale_kernel(
     logits,  # fp32 [S, V]
     maxima,  # fp32 [S]
@@ -38,13 +40,13 @@ def _scale_kernel(
     logit = tl.load(logits + seq * logits_stride + token, mask=token < V)
     largest = tl.maximum(tl.load(maxima + seq), -3.4028234663852886e38)
     gap = tl.div_rn(largest - logit, tl.load(temperature + seq) + tl.zeros_like(logit))
-    # A logit above the maximum is possible only in a row with NaN, whose token does not matter.
+    # A logit is above the maximum only in a row with NaN, whose token does not matter.
     tl.store(keys + seq * V + token, tl.abs(gap).to(tl.int32, bitcast=True), mask=token < V)
 
 
 @triton.jit
 def _load_keys(row, first, V, TOKENS: tl.constexpr):
-    """Return the keys of a tile; past the vocabulary, keys that no threshold reaches."""
+    """Return the keys of a tile; past the vocabulary, keys above any threshold."""
     token = first + tl.arange(0, TOKENS)
     return tl.load(row + token, mask=token < V, other=0x7FFFFFFF)
 
@@ -62,8 +64,8 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
     """Return the least key such that the keys up to it add up to `goal`, and the sum below it.
 
     Each key adds its weight, or 1. The result is at most `high`, which is returned if no smaller
-    key will do. Each pass over the row adds up to three pivots and keeps a quarter of the range of
-    keys, cut to keys that occur, until one key is left.
+    key reaches the goal. Each pass over the row adds up to three pivots and keeps a quarter of the
+    range of keys, cut to keys that occur, until one key is left.
     """
     low = tl.full([], -1, tl.int32)  # keys in (low, high] are left; those up to low are `below`
     below = tl.full([], 0.0, tl.float64)
@@ -108,7 +110,7 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
 
 @triton.jit
 def _kept(row, first, threshold, num_equal, equals_before, floor, V, TOKENS: tl.constexpr):
-    """Return fp64 weights of a tile, 0 for those cut off, and how many keys equal the threshold."""
+    """Return a tile's fp64 weights, 0 if dropped, and how many keys equal the threshold."""
     key = _load_keys(row, first, V, TOKENS)
     is_equal = (key == threshold).to(tl.int32)
     rank = equals_before + tl.cumsum(is_equal, axis=0)
@@ -125,11 +127,14 @@ def _uniform(seed, position):
     x += (position + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    # To fp64 by way of int64: 53 bits are left.
+    # Converted to fp64 through int64, because 53 bits are left.
     return ((x ^ (x >> 31)) >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit(do_not_specialize=["V"])
+@triton.jit(
+    do_not_specialize=["V"],
+    do_not_specialize_on_alignment=["top_k", "top_p", "min_p", "seeds", "positions", "out"],
+)
 def _sample_kernel(
     keys,  # int32 [S, V], contiguous, by `_scale_kernel`
     top_k,  # int64[S]
@@ -183,7 +188,9 @@ def _sample_kernel(
     target = _uniform(tl.load(seeds + seq), tl.load(positions + seq)) * total
 
     chosen = tl.full([], 0x7FFFFFFF, tl.int32)
-    last = tl.full([], 0, tl.int32)  # the last with any weight, drawn if rounding leads past it
+    last = tl.full(
+        [], 0, tl.int32
+    )  # the last token with any weight, drawn if rounding leads past it
     running = tl.full([], 0.0, tl.float64)
     equals = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
@@ -212,13 +219,13 @@ def sample(
     """Draw a token of each row of `logits` [S, V], fp32, of any stride over S; int64[S].
 
     Parameters, cuts, ties and the draw are as `kernels.reference.sample` says. But fp64 sums are
-    added in another order, and the exponential is the device's, exact to the last bits of fp32. So
-    a token may differ from the twin's if a uniform number, or p, is within about 1e-7 of the border
-    between two tokens.
+    added in another order, and the device's exponential is exact only up to the last bits of fp32.
+    So a token may differ from the twin's if a uniform number, or p, is within about 1e-7 of the
+    border between two tokens.
 
-    No row is sorted: thresholds are narrowed down in about ten passes over a row, which a program
-    reads from cache. Needs int32 scratch of S * V. The host reads nothing; a row depends on no
-    other.
+    No row is sorted: thresholds are found in about ten passes over a row, which a program reads
+        from cache. Needs int32 scratch of S * V. The host reads nothing from the device, and a row
+        does not depend on other rows.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

@@ -15,7 +15,9 @@ from kernels.triton.quantized import as_bits, largest_of, quantize, scale_of
 from kernels.triton.tile import scale_strides
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["slot_mapping"],
+)
 def _store_kv_kernel(
     key,  # [T, HKV, D]
     value,  # [T, HKV, D]
@@ -61,7 +63,9 @@ def _store_kv_kernel(
     tl.store(value_row + head * value_cache_stride_h + dim, new_value, mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["slot_mapping"],
+)
 def _store_quantized_kernel(
     new,  # [T, HKV, D]
     cache,  # [B, P, HKV, D], int8 or the bits of e4m3
@@ -116,7 +120,8 @@ def store_kv(
 
     The caches are [B, P, HKV, D] views of any block stride; slot = block * P + offset, int64[T].
     Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens with one slot are a caller's error,
-    as is a slot of a block that does not exist: the host does not read slots.
+    and so is a slot of a block that does not exist. Neither is checked, because the host does not
+    read slots.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says: int8 or float8_e4m3fn.

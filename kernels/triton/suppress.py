@@ -1,6 +1,6 @@
 """Suppresses tokens that a bit mask does not admit.
 
-Symbols: `S` sequences, `G` of them that have a mask, `V` vocabulary, `W` words, V / 32 rounded up.
+Symbols: `S` sequences, `G` sequences with a mask, `V` vocabulary, `W` words, V / 32 rounded up.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
@@ -16,7 +16,9 @@ from kernels.checks import check_suppression
 _TOKENS: Final = 1024  # of one program
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["places", "admitted"],
+)
 def _suppress_kernel(
     logits,  # fp32 [S, V]
     places,  # int64[G]
@@ -40,12 +42,12 @@ def _suppress_kernel(
 
 
 def suppress(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
-    """Set each logit to -inf whose bit is 0, in place.
+    """Set the logits whose bit is 0 to -inf, in place.
 
     Args:
         logits: float32[S, V].
-        places: int64[G]: the row of logits of each mask, no two the same.
-        admitted: int32[G, W]: bit t % 32 of word t // 32 is token t's.
+        places: int64[G]: the row of logits for each mask; all rows differ.
+        admitted: int32[G, W]: bit t % 32 of word t // 32 is for token t.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

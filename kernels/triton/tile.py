@@ -55,8 +55,8 @@ def attend_positions(
     """Return `acc` fp32 [R, DIMS], `row_max` and `row_sum` after the positions up to `end`.
 
     The softmax starts from the given `row_max` and `row_sum`, as if they came from earlier
-    positions whose value vectors are zero. Masks cost time, so the tiles that every row sees
-    whole, [start, masked_from), have none. `_attend_range` says how.
+    positions whose value vectors are zero. Masks cost time, so the tiles that every row sees whole,
+    [start, masked_from), have none. `_attend_range` computes a range of tiles.
     """
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
@@ -173,7 +173,7 @@ def _attend_range(
     `s = scale_log2 * q . k` (Milakov and Gimelshein 2018; FlashAttention), with a cap `c` then
     `c * tanh(s / c)`. Scores and sums are fp32; products take the dtype of q, without TF32. A
     quantized cache's numbers are not dequantized one by one: the scale of a position multiplies its
-    scores, and its weight in the sum of values.
+    scores, and the weight of its values.
     """
     dim = tl.arange(0, DIMS)
     dim_mask = dim < D
@@ -229,7 +229,7 @@ def _attend_range(
 
 @triton.jit
 def _load(pointer, inside, dim_mask, IS_MASKED: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Load a tile with only the masks it needs: each costs an instruction for each number."""
+    """Load a tile with only the masks that it needs; each costs an instruction per number."""
     if IS_MASKED and IS_WHOLE:
         tile = tl.load(pointer, mask=inside, other=0)
     elif IS_MASKED:

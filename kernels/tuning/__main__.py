@@ -2,10 +2,10 @@
 
     python -m kernels.tuning --heads 32 --kv-heads 8 --head-dim 128
 
-For a model's shape and a format of its cache it times decode and prefill attention with each
-candidate, over workloads that differ as traffic does, and puts the one with the least sum of
-relative times before the rules that `kernels.tuning.configs` has for the device. The file is named
-after the device and lies in `kernels/tuning/configs`; commit it.
+For a model's shape and cache format it times decode and prefill attention with each candidate, over
+different workloads. It puts a rule with the fastest candidate, by the sum of relative times, before
+the device's rules in `kernels.tuning.configs`. The file is named after the device and is in
+`kernels/tuning/configs`; commit it.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Tuned:
     seconds: tuple[float, ...]
     """For each workload."""
     default_seconds: tuple[float, ...]
-    """With the configuration used before, for each workload."""
+    """Times with the configuration used before, for each workload."""
 
 
 def decode_candidates(default: DecodeConfig) -> list[DecodeConfig]:
@@ -126,7 +126,7 @@ def with_rules(
 ) -> str:
     """Return a file's `text` with a rule for `shape` first, for each kernel that was tuned.
 
-    `how` says how it was measured, and is kept beside the rule. A rule for the same shape is
+    `how` describes the measurement and is stored with the rule. A rule for the same shape is
     replaced.
     """
     content: dict[str, Any] = json.loads(text)
@@ -158,7 +158,7 @@ def _main() -> None:
     )
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.exit(2, "kernels.tuning measures a GPU, and there is none\n")
+        parser.exit(2, "kernels.tuning needs a GPU, and there is none\n")
     from kernels.tuning.candidates import decode_seconds, prefill_seconds  # noqa: PLC0415  needs Triton
 
     device = torch.device("cuda", torch.cuda.current_device())

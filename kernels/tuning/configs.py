@@ -2,8 +2,8 @@
 
 `configs/` has one JSON file for each device that `python -m kernels.tuning` was run on, named after
 the device, and one for each compute capability, such as `sm_90.json`, for other devices. `tuned`
-says how a file's numbers were measured; null means that they were chosen, not measured. Those of
-Triton's interpreter are small, so that tests cross the borders of tiles and splits.
+says how a file's numbers were measured; null means that they were chosen, not measured. The numbers
+for Triton's interpreter are small, so that tests cross the borders of tiles and splits.
 
 A file has a list of rules for each kernel; the first that matches decides. A rule may match only
 what the model fixes, not the batch (`Shape`): a configuration changes the order of sums, and a
@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar, cast
 import torch
 
 CONFIG_DIR: Final = Path(__file__).parent / "configs"
-_NO_DEVICE_PROCESSORS: Final = 2  # for the interpreter, which more programs only slow down
+_NO_DEVICE_PROCESSORS: Final = 2  # for the interpreter; more programs would only slow it down
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def config_of(kind: type[Config], device: torch.device, shape: Shape) -> Config:
 
 @contextmanager
 def forced(config: DecodeConfig | PrefillConfig) -> Iterator[None]:
-    """Have each launch of its kernel use `config`: for measurements and tests; not thread-safe."""
+    """Make each launch of its kernel use `config`, for measurements and tests; not thread-safe."""
     _forced[type(config)] = config
     try:
         yield
@@ -111,7 +111,7 @@ def num_processors(device: torch.device) -> int:
 
 
 def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], Config]]:
-    """Return the rules for `kind` in a file's `text`: what each matches, and its configuration.
+    """Return the rules for `kind` in a file's `text`, each with its match and its configuration.
 
     Raises:
         ValueError: a rule matches a field that no `Shape` has, or a configuration is not one of
@@ -127,7 +127,7 @@ def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], C
 
 
 def config_path(device_name: str, capability: tuple[int, int]) -> Path:
-    """Return a device's own file, or that of the newest capability not above its own."""
+    """Return the device's own file, or that of the newest capability up to the device's."""
     own = CONFIG_DIR / f"{file_stem(device_name)}.json"
     if own.exists():
         return own
@@ -138,7 +138,7 @@ def config_path(device_name: str, capability: tuple[int, int]) -> Path:
 
 
 def file_stem(device_name: str) -> str:
-    """Return `device_name` as a file is named after it: "NVIDIA H200" gives "NVIDIA_H200"."""
+    """Return the name of a device's file: "NVIDIA H200" gives "NVIDIA_H200"."""
     return "".join(each if each.isalnum() or each == "-" else "_" for each in device_name)
 
 
@@ -146,7 +146,7 @@ NAMES: Final[dict[type[DecodeConfig] | type[PrefillConfig], str]] = {
     DecodeConfig: "decode",
     PrefillConfig: "prefill",
 }
-"""Their names in the files."""
+"""The names of the kernels in the files."""
 
 
 _forced: Final[dict[type[DecodeConfig] | type[PrefillConfig], DecodeConfig | PrefillConfig]] = {}

@@ -7,17 +7,19 @@ from typing import Final
 
 import torch
 
-_FLUSH_BYTES: Final = 1 << 29  # several times any device's L2; as long as the host needs to enqueue
+_FLUSH_BYTES: Final = (
+    1 << 29
+)  # several times any L2 cache; takes as long as the host needs to enqueue
 _WARM_UP: Final = 3
 
 
 def seconds_of(launch: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Return the median of `repeats` runs of `launch`, in seconds.
 
-    On a GPU it is replayed from a CUDA graph, so that the host's time does not count, after a write
-    of half a GiB, so that its inputs come from memory. A launch that cannot be captured is run as
-    it is; then the host's time counts if it exceeds that of the write. Elsewhere it is the wall
-    time, without a warm-up.
+    On a GPU the launch is replayed from a CUDA graph, so that the host's time does not count.
+    Before each run half a GiB is written, so that the inputs come from memory. A launch that cannot
+    be captured is run directly; then the host's time counts if it exceeds that of the write. On a
+    CPU it is the wall time, without a warm-up.
     """
     if device.type != "cuda":
         return statistics.median(_wall_s(launch) for _ in range(repeats))
@@ -37,7 +39,7 @@ def seconds_of(launch: Callable[[], object], device: torch.device, repeats: int)
 
 
 def _replay_of(launch: Callable[[], object]) -> Callable[[], object]:
-    """Return a graph's replay of `launch`, warm; `launch` itself if it cannot be captured."""
+    """Return a warm CUDA graph of `launch`, or `launch` itself if it cannot be captured."""
     for _ in range(_WARM_UP):
         launch()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Random paged inputs of attention, laid out as the worker does, for measurements.
+"""Random paged inputs of attention in the worker's layout, for measurements.
 
 Symbols: `S` sequences, `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks,
 `P` block size, `M` max blocks per sequence, `L` layers.
@@ -13,7 +13,7 @@ import torch
 
 from kernels.kv_formats import SCALE_DTYPE
 
-_NUM_LAYERS: Final = 4  # enough that a layer's blocks do not lie side by side
+_NUM_LAYERS: Final = 4  # enough to separate a layer's blocks
 _LAYER: Final = 1
 _LARGEST_BYTE: Final = 0x70  # of e4m3: finite
 
@@ -46,7 +46,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedInputs:
-    """One layer of a pool, and the tables of some sequences; as the launchers take them."""
+    """One layer of a pool and the tables of some sequences: the launchers' arguments."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor

@@ -8,21 +8,21 @@ from typing import Final
 
 COMMANDS: Final = {
     "up": "start a service on this machine and keep it running",
-    "down": "stop it",
+    "down": "stop a service",
     "drain": "drain and end one process",
-    "restart": "restart its processes, one after another",
-    "status": "show processes, health and load",
-    "probe": "ask one process whether it is ready",
+    "restart": "restart the processes of a service, one after another",
+    "status": "show the processes, health and load of a service",
+    "probe": "check whether one process is ready",
     "top": "watch queues, sequences, KV and rates",
-    "kv": "show who holds which KV blocks",
+    "kv": "show which sequences hold which KV blocks",
     "migrate": "move a live request with its KV to another worker",
     "resize": "resize a worker's KV pool",
     "unload": "unload a worker's model, to free its device",
-    "load": "load its model again, or another one",
+    "load": "load a worker's model again, or another one",
     "lora": "list, load and unload LoRA adapters",
     "generate": "continue a prompt, streaming",
     "chat": "chat with the model, streaming",
-    "defragment": "move held KV blocks together",
+    "defragment": "move the held KV blocks of each worker together",
     "bench": "measure a service, and show where its time goes",
     "replay": "replay a scheduler's recording, and explain its preemptions",
 }
@@ -41,15 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"quire {version('quire')}")
             return 0
         case [name, *_] if name not in COMMANDS:
-            sys.stderr.write(f"quire: {name}: no such command; there are {', '.join(COMMANDS)}\n")
+            sys.stderr.write(
+                f"quire: {name}: no such command; it must be one of {', '.join(COMMANDS)}\n"
+            )
             return 2
-    # Each command imports only what it needs, so that it starts fast.
+    # Import only the command's module, so that it starts fast.
     command = importlib.import_module(f"quire.cli.commands.{arguments[0]}")
     try:
         code: int = command.main(arguments[1:])
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has closed it
+    except BrokenPipeError:  # the reader of standard output has closed it
         sys.stderr.close()
         return 1
     except _known_errors() as error:

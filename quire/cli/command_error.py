@@ -2,4 +2,4 @@
 
 
 class CommandError(Exception):
-    """The message is for a person; it is printed after the program's name."""
+    """Ends a subcommand; the message is printed after the program's name."""

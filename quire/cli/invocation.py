@@ -1,4 +1,4 @@
-"""How the user starts this program, for commands that its messages suggest."""
+"""Finds out how the user starts this program, for commands in messages."""
 
 import os
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def invocation() -> str:
-    """Return what to type for `quire`: that word if it is on PATH, else a path to it."""
+    """Return the command for `quire`: the word itself if it is on PATH, else a path."""
     program = sys.argv[0]
     found = shutil.which("quire")
     if found is not None and os.path.realpath(found) == os.path.realpath(program):
@@ -19,7 +19,7 @@ def invocation() -> str:
 
 
 def _from_here(program: str) -> str:
-    """Return the shorter path. Links are kept: a program in a virtual environment is one."""
+    """Return the shorter path. Links are not resolved, since virtual environments have links."""
     path, here = Path(program).absolute(), Path.cwd()
     if path.parent == here:
         return f"./{path.name}"

@@ -1,4 +1,4 @@
-"""The settings of each subcommand but `up`: flags, environment variables, defaults."""
+"""The settings of all subcommands except `up`: flags, environment variables and defaults."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -10,7 +10,7 @@ from rpc.settings import ENV_PREFIX, LinkSettings, PositiveInt
 
 
 class RouterClientSettings(LinkSettings):
-    """What every command that calls a router needs."""
+    """The flags of all commands that call a router."""
 
     api_key: SecretStr = SecretStr("")
     """The API key, if the router requires one. Prefer the environment variable, since other users
@@ -21,20 +21,20 @@ class ClientSettings(RouterClientSettings):
     """The flags of both `generate` and `chat`."""
 
     target: str = ""
-    """The router's gRPC: host:port, or unix:/path; empty: the only service that runs on this
-    machine, else 127.0.0.1:50051."""
+    """The router's gRPC address: host:port, or unix:/path; empty: the only service on this machine,
+    else 127.0.0.1:50051."""
     served_model_name: str = ""
-    """The model's name; empty: the only one that is served."""
+    """The model's name; empty: the only served model."""
     max_tokens: PositiveInt | None = None
-    """Most tokens to generate; default: as many as fit in the context."""
+    """Most tokens to generate; default: as many as fit the context."""
     temperature: float | None = None
-    """Randomness; 0 always takes the likeliest token; default: 1."""
+    """Randomness; 0 always chooses the likeliest token; default: 1."""
     top_p: float | None = None
-    """Sample from the likeliest tokens with this total probability; default: from all."""
+    """Sample from the likeliest tokens with this total probability; default: all tokens."""
     top_k: int = 0
-    """Sample from this many of the likeliest tokens; 0: from all."""
+    """Sample from this many of the likeliest tokens; 0: all tokens."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    """Seed; the same seed gives the same output."""
+    """Seed of the random draws; the same seed gives the same output."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """The request's deadline, in seconds; default: none."""
 
@@ -45,15 +45,15 @@ class GenerateSettings(ClientSettings):
     prompt: CliPositionalArg[str]
     """The text to continue; - reads standard input."""
     n: PositiveInt = 1
-    """How many outputs; several are shown when complete, one after another."""
+    """Number of outputs; several outputs are shown one after another, when complete."""
     beam_width: Annotated[int, Field(ge=2, le=10)] | None = None
     """Beam search with this many beams; default: sample instead."""
     length_penalty: Annotated[float, Field(ge=-5, le=5)] = 1.0
-    """With --beam-width: above 0 favours longer outputs."""
+    """With --beam-width: values above 0 favour longer outputs."""
     early_stopping: Literal["false", "true", "never"] = "false"
     """With --beam-width: when the search stops, as in transformers."""
     stop: str = ""
-    """Text that ends the output; empty: none."""
+    """Text that ends the output; empty: no such text."""
     cache_pin_s: Annotated[float, Field(gt=0, le=86400)] | None = None
     """Protect the prompt's KV from eviction for this many seconds."""
     ignore_eos: bool = False
@@ -69,7 +69,7 @@ class GenerateSettings(ClientSettings):
 
 
 class ChatSettings(ClientSettings):
-    """Chat with the model, streaming; /new forgets the conversation, /quit or Ctrl-D ends it."""
+    """Chat with the model, streaming; /new starts a new conversation, /quit or Ctrl-D ends it."""
 
     system: str = ""
     """The system message at the start of the conversation."""
@@ -78,31 +78,31 @@ class ChatSettings(ClientSettings):
 class BenchSettings(RouterClientSettings):
     """Measure a service with streams of random tokens.
 
-    --concurrency streams run at a time; the next starts when one ends. Without --target, starts a
-    service for the measurement, and stops it afterwards.
+    --concurrency streams run at a time; the next one starts when one ends. Without --target, the
+    command starts a service for the measurement, and stops it afterwards.
     """
 
     target: str = ""
-    """The gRPC of a running service: host:port, or unix:/path; empty: start one."""
+    """The gRPC address of a running service: host:port, or unix:/path; empty: start a service."""
     model: Path | None = None
     """The model of the service to start; default: the small model that Quire ships."""
     concurrency: PositiveInt = 8
-    """Concurrent streams."""
+    """Number of concurrent streams."""
     num_prompts: PositiveInt = 64
-    """Requests in all."""
+    """Total number of requests."""
     input_len: PositiveInt = 128
     """Tokens per prompt."""
     output_len: PositiveInt = 64
     """Tokens per output."""
     profile: Path | None = None
-    """Write a timeline of scheduler, network and worker to this file, for ui.perfetto.dev, and show
-    where the time of a step goes. Not with --target."""
+    """Write a timeline of all processes to this file, for ui.perfetto.dev, and show where the time
+    of a step goes. Not with --target."""
 
     @model_validator(mode="after")
     def _profile_needs_its_own_service(self) -> Self:
         if self.target and (self.profile or self.model):
             flag = "--profile" if self.profile else "--model"
-            raise ValueError(f"{flag}: needs a service that is started for it; leave out --target")
+            raise ValueError(f"{flag}: the command must start the service; leave out --target")
         return self
 
 
@@ -110,21 +110,21 @@ class StatusSettings(RouterClientSettings):
     """Show the service's processes, their health and their load. Exits with 0 if all are ready."""
 
     target: str = ""
-    """A router elsewhere: host:port, or unix:/path; empty: the services on this machine."""
+    """Address of another router: host:port, or unix:/path; empty: the services on this machine."""
 
 
 class KvSettings(RouterClientSettings):
-    """Show who holds which KV blocks: a map of each worker's tiers, and its live sequences."""
+    """Show a map of each worker's KV blocks, and its live sequences with their blocks."""
 
     target: str = ""
-    """The router's gRPC: host:port, or unix:/path; empty: the only service that runs on this
-    machine, else 127.0.0.1:50051."""
+    """The router's gRPC address: host:port, or unix:/path; empty: the only service on this machine,
+    else 127.0.0.1:50051."""
     worker: str = ""
-    """Only this worker, by its target; empty: all."""
+    """Show only the worker with this address; empty: all workers."""
     first_block: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Show blocks from this one on."""
+    """Show blocks from this number on."""
     first_seq_id: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Show sequences from this one on."""
+    """Show sequences from this number on."""
     max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
     """Most sequences per worker."""
     json_: Annotated[bool, Field(alias="json")] = False
@@ -132,48 +132,48 @@ class KvSettings(RouterClientSettings):
 
 
 class TopSettings(RouterClientSettings):
-    """Watch a service: queues, sequences, KV tiers, and what each worker does. q quits.
+    """Watch a service: queues, sequences, KV tiers, and the work of each worker. q quits.
 
-    Latencies and refusals come from the router's HTTP, so they are shown only for services on this
-    machine.
+    Latencies and refusals come from the router's HTTP port, so they are shown only for services on
+    this machine.
     """
 
     target: str = ""
-    """The router's gRPC: host:port, or unix:/path; empty: the only service that runs on this
-    machine, else 127.0.0.1:50051."""
+    """The router's gRPC address: host:port, or unix:/path; empty: the only service on this machine,
+    else 127.0.0.1:50051."""
     interval_s: Annotated[float, Field(gt=0, le=3600)] = 1.0
     """Seconds between two frames; rates are averages over that time."""
     once: bool = False
-    """Print one frame, after one interval, and end."""
+    """Print one frame after one interval, and end."""
     max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
-    """Most sequences per worker to ask for; as many are shown as fit on the terminal."""
+    """Most sequences to query per worker; the terminal shows as many as fit."""
 
 
 class SchedulerClientSettings(LinkSettings):
     """The flags of all commands that call a scheduler."""
 
     scheduler: str = ""
-    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the only service that runs on
-    this machine."""
+    """The scheduler's gRPC address: host:port, or unix:/path; empty: the scheduler of the only
+    service on this machine."""
 
 
 class DefragmentSettings(SchedulerClientSettings):
     """Defragment the KV pool of each worker while it keeps working: move held blocks together."""
 
     scheduler: str = ""
-    """The scheduler's gRPC: host:port, or unix:/path; empty: that of the only service that runs on
-    this machine, else 127.0.0.1:50052."""
+    """The scheduler's gRPC address: host:port, or unix:/path; empty: the scheduler of the only
+    service on this machine, else 127.0.0.1:50052."""
 
 
 class ResizeSettings(SchedulerClientSettings):
     """Resize a worker's KV pool while it works, for example to make room for another model.
 
-    What is in removed blocks is moved first, or its sequences are preempted. Give --blocks or
+    The contents of removed blocks move first, or their sequences are preempted. Set --blocks or
     --gib.
     """
 
     worker: str = ""
-    """The worker, by the target that `quire kv` shows; empty: the scheduler's only one."""
+    """The worker, by its address in `quire kv`; empty: the only worker of the scheduler."""
     blocks: Annotated[int, Field(ge=1)] | None = None
     """The new number of device blocks."""
     gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -183,40 +183,40 @@ class ResizeSettings(SchedulerClientSettings):
     def _has_one_size(self) -> Self:
         if (self.blocks is None) == (self.gib is None):
             given = "both are" if self.gib is not None else "neither is"
-            raise ValueError(f"one of --blocks and --gib must be given; {given}")
+            raise ValueError(f"exactly one of --blocks and --gib must be set; {given}")
         return self
 
 
 class UnloadSettings(SchedulerClientSettings):
     """Free a worker's device: drop weights, KV and adapters, and keep the process.
 
-    Its requests continue on other workers of the model, or wait with the tokens that they have.
+    The worker's requests continue on other workers of the model, or wait with their tokens so far.
     `quire load` loads the model again, or another one.
     """
 
     worker: CliPositionalArg[str] = ""
-    """The worker, by the target that `quire top` shows; empty: all of the scheduler's."""
+    """The worker, by its address in `quire top`; empty: all workers of the scheduler."""
 
 
 class LoadSettings(SchedulerClientSettings):
-    """Load the model of a worker that was unloaded, and show the progress.
+    """Load the model of an unloaded worker, and show the progress.
 
-    --model loads another one; the worker then serves if no other worker serves the old one. Its
-    name in requests is the directory's. Requests that still wait for the old model end.
+    --model loads another model, which is served if no other worker serves the old one. Its name in
+    requests is the name of the directory. Requests that still wait for the old model end.
     """
 
     worker: CliPositionalArg[str] = ""
-    """The worker, by the target that `quire top` shows; empty: all of the scheduler's."""
+    """The worker, by its address in `quire top`; empty: all workers of the scheduler."""
     model: Path | None = None
-    """Hugging Face directory, with the same absolute path on workers and routers; default: that of
-    the model that the worker had."""
+    """Hugging Face directory, with the same absolute path on workers and routers; default: the
+    model that the worker had."""
 
 
 class LoraSettings(SchedulerClientSettings):
     """List the LoRA adapters of a running service, load one, or unload one.
 
-    `quire lora load NAME=DIR` makes every worker load the adapter in DIR, a directory in PEFT's
-    format on the workers' machines; then requests for the model NAME use it. `quire lora unload
+    `quire lora load NAME=DIR` loads the adapter in DIR, a directory in PEFT's format on the
+    workers' machines, at every worker; then requests for the model NAME use it. `quire lora unload
     NAME` refuses new requests for it at once, and returns when the live ones have ended.
     """
 
@@ -230,11 +230,11 @@ class LoraSettings(SchedulerClientSettings):
         name, _, directory = self.adapter.partition("=")
         match self.action:
             case "load" if not name or not directory:
-                raise ValueError(f"load: must be followed by NAME=DIR; {self.adapter!r} is not")
+                raise ValueError(f"load: needs NAME=DIR; {self.adapter!r} has another form")
             case "unload" if not name or directory:
-                raise ValueError(f"unload: must be followed by NAME; {self.adapter!r} is not")
+                raise ValueError(f"unload: needs NAME; {self.adapter!r} has another form")
             case "list" if self.adapter:
-                raise ValueError(f"list: takes no adapter, and {self.adapter!r} is given")
+                raise ValueError(f"list: takes no adapter, but {self.adapter!r} is given")
         return self
 
 
@@ -242,22 +242,22 @@ class MigrateSettings(SchedulerClientSettings):
     """Move a live request with its KV to another worker; its output does not change."""
 
     request_id: CliPositionalArg[str]
-    """The request's id, as `quire kv` shows it."""
+    """The request's id in `quire kv`."""
     to: str
-    """The worker's target, as `quire kv` shows it."""
+    """The worker's address in `quire kv`."""
 
 
 class DrainSettings(RouterClientSettings):
     """Drain and end one process: a router, a scheduler or a worker, on any machine.
 
-    A router hands over the streams that its clients can resume; a worker gives its sequences to
-    other workers. Exits with 0 when the process has drained.
+    A router ends resumable streams, which clients resume at other routers; the sequences of a
+    worker move to other workers. Exits with 0 when the process has drained.
     """
 
     target: CliPositionalArg[str]
-    """The process's gRPC: host:port, or unix:/path."""
+    """The gRPC address of the process: host:port, or unix:/path."""
     worker: str = ""
-    """If the process is a scheduler: drain this worker of it instead, by the target it knows."""
+    """If the process is a scheduler: drain instead its worker with this address."""
 
 
 class _CommandSettings(BaseSettings):
@@ -270,24 +270,25 @@ class _CommandSettings(BaseSettings):
 
 
 class ProbeSettings(_CommandSettings):
-    """Ask one process whether it is ready, for a container's health check. Exits with 0 if it is.
+    """Check whether one process is ready, for a container's health check. Exits with 0 if it is.
 
-    Reads the same environment variables as the process does to know where it listens.
+    It finds the process by the same environment variables that configure the process.
     """
 
     host: str = "127.0.0.1"
-    """The address the process listens on."""
+    """The address on which the process listens."""
     http_port: Annotated[int, Field(ge=1, le=65535)] = 8000
-    """Its HTTP port; default: a router's."""
+    """HTTP port of the process; default: a router's port."""
     tls_cert: Path | None = None
-    """The process's certificate file. It is not read: if it is set, the process's HTTP uses TLS."""
+    """The certificate file of the process. The command does not read it; if it is set, the process
+    uses TLS for HTTP."""
 
 
 class ReplaySettings(_CommandSettings):
     """Replay a recording of a scheduler (`--record`). Exits with 1 if a plan differs.
 
-    Shows totals, and for each preemption when it was, which sequence, why, and what it cost. What
-    another policy would have done, `bench/policy_study.py` simulates.
+    Shows totals, and for each preemption its step, sequence, reason and cost. To simulate another
+    policy, use `bench/policy_study.py`.
     """
 
     file: CliPositionalArg[Path]
@@ -300,7 +301,7 @@ class DownSettings(_CommandSettings):
     """Stop a service that `quire up` started: let live requests finish, then end its processes."""
 
     http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Which service, by its router's HTTP port; default: the only one."""
+    """The service, by its router's HTTP port; default: the only service."""
     all: bool = False
     """Stop all services."""
 
@@ -308,11 +309,12 @@ class DownSettings(_CommandSettings):
 class RestartSettings(_CommandSettings):
     """Restart the processes of a service that `quire up` started, one after another.
 
-    Each drains, ends, and is ready again before the next one's turn. Streams pause while a worker
-    or the scheduler restarts; while the router restarts, calls are refused, and clients retry.
+    Each process drains, ends and becomes ready again before the next one restarts. Streams pause
+    while a worker or the scheduler restarts. While the router restarts, calls are refused, and
+    clients retry.
     """
 
     names: CliPositionalArg[tuple[str, ...]] = ()
-    """Names of processes, as `quire status` shows them; default: all."""
+    """Names of processes in `quire status`; default: all."""
     http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """Which service, by its router's HTTP port; default: the only one."""
+    """The service, by its router's HTTP port; default: the only service."""

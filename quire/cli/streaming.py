@@ -8,7 +8,7 @@ from quire.client.types import Event, FinishReason, OutputDelta, OutputFinished
 
 
 def show_one(events: Iterable[Event]) -> str:
-    """Print the text of the only output, and return it.
+    """Print the text of the only output as it arrives, and return it.
 
     Raises CommandError if the output failed.
     """
@@ -25,7 +25,7 @@ def show_one(events: Iterable[Event]) -> str:
 
 
 def show_each(events: Iterable[Event], num_outputs: int) -> None:
-    """Print several outputs, each when it is complete."""
+    """Print several outputs, each one when it is complete."""
     texts: list[list[str]] = [[] for _ in range(num_outputs)]
     for event in events:
         match event:

@@ -1,4 +1,4 @@
-"""Which process a command calls, and the error if it is not there."""
+"""Finds the process that a command calls, and explains errors if it cannot be reached."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,13 +18,13 @@ from rpc.status import calling
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
 _CONNECTED_BUT: Final = "--tls-"
-"""In messages that `rpc.security.tls.explain` has completed."""
+"""Occurs in messages to which `rpc.security.tls.explain` has added a hint."""
 _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
-"""How gRPC's own messages start; a router that is there but not ready has others."""
+"""Beginnings of gRPC's own messages; a running router that is not ready sends others."""
 
 
 def find_target(target: str) -> str:
-    """Return `target`; if it is empty, the router of the only service here, or the default."""
+    """Return `target`; if empty, the router of the only service on this machine, or the default."""
     if target:
         return target
     with contextlib.suppress(ServiceDirError):
@@ -46,12 +46,12 @@ def _find_scheduler(default: str) -> str:
     if default:
         return default
     raise CommandError(
-        f"--scheduler: is not given, and {len(targets)} services of yours run on this machine"
+        f"--scheduler: is not set, and {len(targets)} services of yours run on this machine"
     )
 
 
 def open_client(target: str, settings: RouterClientSettings) -> Client:
-    """Make a client of a router, with TLS and API key from the settings."""
+    """Make a client of a router with TLS and API key from the settings."""
     return Client(target, api_key=settings.api_key.get_secret_value(), tls=settings.client_tls)
 
 
@@ -59,11 +59,11 @@ def open_client(target: str, settings: RouterClientSettings) -> Client:
 def scheduler_channel(
     settings: SchedulerClientSettings, default: str = ""
 ) -> Iterator[grpc.Channel]:
-    """Open a channel to `--scheduler`, or to that of the only service here, or to `default`.
+    """Open a channel to `--scheduler`, else to the only service on this machine, else `default`.
 
     Raises:
-        CommandError: There is none of these, or it cannot be reached.
-        QuireError: What a call in the block raises.
+        CommandError: There is no such scheduler, or it cannot be reached.
+        QuireError: A call in the `with` block failed.
     """
     target = settings.scheduler or _find_scheduler(default)
     with (
@@ -76,7 +76,7 @@ def scheduler_channel(
 
 @contextlib.contextmanager
 def connection_errors(target: str) -> Iterator[None]:
-    """Turn a failure to reach `target` into a CommandError that says what to do."""
+    """Turn a failure to reach `target` into a CommandError with advice."""
     try:
         yield
     except UnavailableError as error:
@@ -87,5 +87,5 @@ def connection_errors(target: str) -> Iterator[None]:
         quire = invocation()
         raise CommandError(
             f"nothing answers at {target}: `{quire} up` starts a service, `{quire} status` shows"
-            " what runs here, and --target HOST:PORT names one elsewhere"
+            " the services on this machine, and --target HOST:PORT names one elsewhere"
         ) from None

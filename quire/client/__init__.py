@@ -1,4 +1,4 @@
-"""A Python client of the service, synchronous and asynchronous.
+"""Synchronous and asynchronous Python clients of the service.
 
     from quire.client import Client, SamplingParams
 
@@ -6,15 +6,14 @@
         for event in client.generate("def add(", SamplingParams(max_tokens=64), resumable=True):
             ...
 
-Every method raises what the service answers as an error of `contract.errors`:
-InvalidArgumentError, TooBusyError (with `retry_after_s`), UnavailableError, and so on. `timeout_s`
-becomes the call's deadline, which the service honours. `priority` (higher is sooner) and `tenant`
-are for the scheduler's policy.
+Every method raises the service's errors as those of `contract.errors`: InvalidArgumentError,
+TooBusyError (with `retry_after_s`), UnavailableError, and so on. `timeout_s` becomes the call's
+deadline. `priority` (higher goes first) and `tenant` are for the scheduler's policy.
 
-A client may know several routers of a service: it stays with one until that fails. With
-`resumable=True` a stream continues when its router dies or the connection breaks, through another
-router or the same one; the caller sees a pause. With `retry=Retry()` other requests are repeated,
-too, if the service refused them because it is too busy or not available.
+A client may know several routers of a service; it uses one until that fails. With `resumable=True`
+a stream continues after a pause when its router dies or the connection breaks, through the same
+router or another. With `retry=Retry()` the client also repeats other requests that the service
+refused because it was too busy or unavailable.
 """
 
 from quire.client.async_client import AsyncClient

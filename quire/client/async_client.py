@@ -33,7 +33,7 @@ from rpc.transport import DEFAULT_MAX_MESSAGE_MB
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How calls are made, and how the client waits between two of them."""
+    """How a client makes calls, and how it waits between two calls."""
 
     open_channel: Callable[..., Any]
     sleep: Callable[[float], Awaitable[None]]
@@ -43,10 +43,10 @@ ASYNCIO: Final = Transport(open_channel, asyncio.sleep)
 
 
 class AsyncClient:
-    """The same as `Client`, for asyncio; use it in the event loop that it was made in.
+    """The client for asyncio, with the methods of `Client`; use it in the event loop of its making.
 
-    Its methods await nothing but calls on the transport's channels and the transport's `sleep`:
-    `Client` relies on that.
+    Its methods await only calls on the transport's channels and the transport's `sleep`; `Client`
+    relies on that.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AsyncClient:
         tls: ClientTls | None = None,
         transport: Transport = ASYNCIO,
     ) -> None:
-        """As for `Client`."""
+        """The arguments are those of `Client`, except `transport`."""
         self._routers = Routers(
             target,
             lambda each, pings: transport.open_channel(each, max_message_mb, tls, pings=pings),
@@ -95,7 +95,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGenerator[Event]:
-        """Yield events as they happen; closing the iterator cancels the request."""
+        """Yield events as they arrive; closing the iterator cancels the request."""
         attempts = self._attempts(prompt, sampling, options, priority, tenant, timeout_s)
         try:
             while not attempts.is_complete:
@@ -110,9 +110,9 @@ class AsyncClient:
                     await self._sleep(attempts.failed(error))
                 finally:
                     call.cancel()
-        except QuireError:  # the request has failed, or ends by itself later
+        except QuireError:  # the request has failed, or will end at the service
             raise
-        except BaseException:  # the caller wants no more, perhaps while we wait between two calls
+        except BaseException:  # the caller has stopped, perhaps during a wait between two calls
             if attempts.must_be_cancelled:
                 with contextlib.suppress(Exception):
                     await attempts.cancel()
@@ -128,7 +128,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """Return the outputs when all are complete."""
+        """Return all outputs when they are complete."""
         if options.get("resumable"):
             options["request_id"] = options.get("request_id") or uuid.uuid4().hex
             events = self.generate(
@@ -153,7 +153,7 @@ class AsyncClient:
         add_special_tokens: bool = True,
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
-        """Return the token ids of a text, or of a chat followed by the assistant's cue."""
+        """Return the token ids of a text, or of a chat with the generation prompt."""
         request = wire.tokenize_request_to_proto(
             text_or_chat, model, add_special_tokens=add_special_tokens
         )
@@ -167,19 +167,18 @@ class AsyncClient:
         skip_special_tokens: bool = True,
         timeout_s: float | None = None,
     ) -> str:
-        """Return the text of some token ids."""
         request = inference_pb2.DetokenizeRequest(
             model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
         return str((await self._call("Detokenize", request, timeout_s)).text)
 
     async def models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
-        """Return the models served."""
+        """Return the served models."""
         request = inference_pb2.ListModelsRequest()
         return wire.models_from_proto(await self._call("ListModels", request, timeout_s))
 
     async def load(self, *, timeout_s: float | None = None) -> Load:
-        """Return how busy the service is."""
+        """Return the load of the service."""
         response = await self._call("GetLoad", inference_pb2.GetLoadRequest(), timeout_s)
         load: Load = response.load
         return load
@@ -196,10 +195,10 @@ class AsyncClient:
         block_tables: bool = False,
         timeout_s: float | None = None,
     ) -> tuple[kv_pb2.WorkerKv, ...]:
-        """Return who holds which KV blocks, as the messages of `quire.v1.kv_pb2`.
+        """Return which sequences hold which KV blocks, as messages of `quire.v1.kv_pb2`.
 
-        `worker` asks for one worker only. A bound that is None is the service's default; ask for
-        what did not fit with the answer's `next_seq_id` and `next_block`.
+        `worker` selects one worker. A limit that is None is the service's default. Get the rest of
+        a long answer with its `next_seq_id` and `next_block`.
         """
         query = kv_pb2.KvQuery(
             worker=worker,
@@ -221,9 +220,9 @@ class AsyncClient:
         after_step_id: int = 0,
         timeout_s: float | None = None,
     ) -> tuple[common_pb2.WorkerActivity, ...]:
-        """Return what the workers do: their loads, and the latest `max_steps` steps of each.
+        """Return the workers' loads, and the latest `max_steps` steps of each.
 
-        `after_step_id` leaves out the steps of one `worker` up to that one.
+        `after_step_id`, with a `worker`, leaves out its steps up to that one.
         """
         query = common_pb2.ActivityQuery(
             worker=worker, max_steps=max_steps, after_step_id=after_step_id

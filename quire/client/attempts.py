@@ -1,7 +1,7 @@
-"""One request of a client, served by as many calls as it takes, to one router or another.
+"""One request of a client, which may need several calls to several routers.
 
-`Attempts` makes each call and says when to make the next; `Continuation` knows what has arrived;
-the client reads and waits.
+`Attempts` makes the calls and decides when to make the next one; `Continuation` tracks the received
+events; the client reads and waits.
 """
 
 import time
@@ -20,24 +20,24 @@ Metadata: TypeAlias = list[tuple[str, str]]
 
 
 class TimeLimit:
-    """What is left of a time limit, over several calls."""
+    """A time limit over several calls."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self._at = None if timeout_s is None else time.monotonic() + timeout_s
 
     def remaining_s(self) -> float | None:
-        """Return how much is left; None: there is no limit."""
+        """Return the remaining seconds; None: no limit."""
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
     def check(self, delay_s: float, error: QuireError) -> None:
-        """Raise `error` if the limit ends within so many seconds."""
+        """Raise `error` if the limit ends within `delay_s`."""
         remaining_s = self.remaining_s()
         if remaining_s is not None and remaining_s <= delay_s:
             raise error
 
 
 class Attempts:
-    """The calls of one request. They return what the channel's stubs do: coroutines or streams."""
+    """The calls of one request. The methods return coroutines or streams of the channel's stubs."""
 
     def __init__(
         self,
@@ -89,29 +89,29 @@ class Attempts:
         self._started_s = time.monotonic()
 
     def take(self, response: inference_pb2.GenerateResponse) -> Event | None:
-        """Take the next message of a stream; return what is new in it.
+        """Process the next message of a stream; return its new part, if any.
 
         Raises as `Continuation.take`.
         """
         return self._continuation.take(event_from_proto(response))
 
     def check_complete(self) -> None:
-        """Check, when a stream has ended without an error, that everything has arrived."""
+        """Check that a stream that ended without an error was complete."""
         self._continuation.check_complete()
 
     def failed(self, error: QuireError) -> float:
-        """Take the failure of the present call; return the seconds to wait before the next.
+        """Record the failure of the current call; return the seconds to wait before the next.
 
-        Raises `error` if another call is useless, or there is no time for one.
+        Raises `error` if another call cannot help, or there is no time for it.
         """
         now_s = time.monotonic()
-        self._routers.failed(self._router, error)  # so the next request asks another, too
+        self._routers.failed(self._router, error)  # so that further requests use another router
         delay_s = self._continuation.failed(error, now_s, now_s - self._started_s)
         self._time_limit.check(delay_s, error)
         return delay_s
 
     def cancel(self) -> Any:
-        """Start the call that cancels the request. If that fails, it ends by itself, later."""
+        """Start the call that cancels the request; otherwise the service ends it later."""
         request = inference_pb2.CancelRequest(request_id=self._continuation.request_id)
         return self._routers.current.stub.Cancel(
             request, timeout=_CANCEL_TIMEOUT_S, metadata=self._metadata

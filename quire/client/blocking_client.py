@@ -1,10 +1,10 @@
-"""The client that blocks: the coroutines of `AsyncClient`, run without an event loop.
+"""The blocking client: runs the coroutines of `AsyncClient` without an event loop.
 
-A coroutine suspends only where it awaits something that is not done yet. On a blocking channel each
-call is done when it returns, so a coroutine of `AsyncClient` runs from its first line to its last
-in one `send`. There is no thread and no queue between the caller and gRPC: an event costs a third
-less CPU than through an event loop in a thread beside it, and forking, threads and the
-interpreter's end are as safe as with gRPC itself.
+A coroutine suspends only where it awaits an unfinished operation. On a blocking channel each call
+has finished when it returns, so one `send` runs a coroutine of `AsyncClient` from start to end.
+There is no thread and no queue between the caller and gRPC. So an event costs a third less CPU than
+with an event loop in another thread, and forking, threads and the interpreter's exit are as safe as
+with gRPC itself.
 """
 
 import functools
@@ -44,7 +44,7 @@ def _blocking(
 def _blocking_generator(
     method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[Event]],
 ) -> Callable[Concatenate["Client", P], Generator[Event]]:
-    """Do the same for a method that yields; closing the generator closes that of `AsyncClient`."""
+    """As `_blocking`, for a generator; closing it closes the generator of `AsyncClient`."""
 
     @functools.wraps(method)
     def generate(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> Generator[Event]:
@@ -63,7 +63,7 @@ def _blocking_generator(
 
 
 class Client(Closes):
-    """Blocks. Threads may share one."""
+    """The blocking client. Threads may share a client."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class Client(Closes):
     ) -> None:
         """Connect to `target` (see `Targets`) at the first call.
 
-        `api_key` is for services that ask for one. Without `tls`, calls and the key travel
-        unencrypted; a Unix socket needs no encryption.
+        `api_key` is for services that require one. Without `tls`, calls and the key are not
+        encrypted; a Unix socket needs no encryption.
         """
         self._client = AsyncClient(
             target, max_message_mb, retry=retry, api_key=api_key, tls=tls, transport=_BLOCKING
@@ -98,7 +98,7 @@ class Client(Closes):
 
 
 def _run(work: Awaitable[T]) -> T:
-    """Run to its end what never has to wait."""
+    """Run an awaitable that never suspends."""
     steps = work.__await__()
     try:
         steps.send(None)

@@ -1,4 +1,4 @@
-"""The base of classes that `with` closes."""
+"""The base class of objects that a `with` block closes."""
 
 from abc import ABC, abstractmethod
 from types import TracebackType
@@ -6,11 +6,11 @@ from typing import Self
 
 
 class Closes(ABC):
-    """Has a `close`, which leaving a `with` calls."""
+    """Calls `close` at the end of a `with` block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what it holds."""
+        """Release all resources."""
 
     def __enter__(self) -> Self:
         return self

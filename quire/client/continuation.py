@@ -1,6 +1,7 @@
-"""What a client has received of one stream, so that the stream can continue when it breaks.
+"""Tracks what a client has received of one stream, so that a broken stream can continue.
 
-Pure: makes the requests, takes events and errors. The caller does the calling and the waiting.
+This module is pure: it makes requests and processes events and errors. The caller makes the calls
+and waits.
 """
 
 import secrets
@@ -23,31 +24,31 @@ from quire.v1 import inference_pb2
 
 _SEED_BITS = 63
 _REFUSED_WITHIN_S = 1.0
-"""A call that ends as UNAVAILABLE later than this was not refused: it lost its connection."""
+"""A call that ends as UNAVAILABLE later than this has lost its connection; it was not refused."""
 
 
 @dataclass(slots=True)
 class _Received:
-    """What the client has of one output."""
+    """The received part of one output."""
 
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     texts: list[str] = field(default_factory=list)
     num_text_bytes: int = 0
     finished: bool = False
     is_finished_again: bool = False
-    """Whether the service has finished it since the request was last sent."""
+    """Whether the service has finished the output since the request was last sent."""
     token_ids_to_repeat: Sequence[int] = ()
-    """What is left of `token_ids` for the service to repeat, since it was sent again."""
+    """After the request was sent again: the rest of `token_ids` that the service will repeat."""
     text_to_repeat: str = ""
 
 
 class Continuation:
-    """One request, through as many calls as it takes.
+    """One request, over several calls.
 
-    A stream that broke is resumed. If the service cannot resume it (router and scheduler are gone,
-    or too much time has passed), the request is sent again, and what the client already has is
-    skipped: with the same seed the service generates the same again, and it is an error if it does
-    not. So the caller gets each token exactly once.
+    A broken stream is resumed. If the service cannot resume it, because router and scheduler are
+    gone or too much time has passed, the request is sent again. With the same seed the service
+    generates the same tokens; the part that the client has is skipped, and a difference is an
+    error. So the caller gets each token exactly once.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class Continuation:
     ) -> None:
         """Give a resumable `request` an id and a seed if it has none.
 
-        Without a policy, a resumable request is retried as `Retry()` says, another one never.
+        Without a policy, a resumable request is retried as with `Retry()`; others are not retried.
         """
         self.is_complete = False
-        """Whether everything has arrived."""
+        """Whether the last event has arrived."""
         self._request = request
         self._policy = policy or (Retry() if request.resumable else NO_RETRY)
         self._budget = budget
@@ -71,9 +72,9 @@ class Continuation:
         self._is_accepted = False
         """Whether any call has delivered an event."""
         self._may_be_live = False
-        """Whether the service may have accepted a call that was lost."""
+        """Whether the service may have accepted a call whose connection was lost."""
         self._num_failures = 0
-        """Failures since the last event that was new."""
+        """Failures since the last new event."""
         self._failing_since = 0.0
         if request.resumable:
             request.request_id = request.request_id or uuid.uuid4().hex
@@ -82,12 +83,12 @@ class Continuation:
 
     @property
     def request_id(self) -> str:
-        """Empty: the service chooses one."""
+        """The request's id; empty: the service chooses one."""
         return self._request.request_id
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the service keeps the request when a stream breaks, until it is cancelled."""
+        """Whether the request continues at the service when a stream breaks."""
         return self._request.resumable
 
     def next_request(self) -> inference_pb2.GenerateRequest | inference_pb2.ResumeRequest:
@@ -98,7 +99,7 @@ class Continuation:
                 output.token_ids_to_repeat = output.token_ids[:]
                 output.text_to_repeat = "".join(output.texts)
             return self._request
-        # The stream may have broken while the service was repeating: what is left of that counts as
+        # If the stream broke while the service was repeating tokens, the unrepeated rest counts as
         # not received.
         return inference_pb2.ResumeRequest(
             request_id=self._request.request_id,
@@ -115,9 +116,9 @@ class Continuation:
         )
 
     def take(self, event: Event) -> Event | None:
-        """Take the next event of the present call; return what is new in it.
+        """Process the next event of the current call; return its new part, if any.
 
-        Raises QuireError if it does not continue where the client is, or contradicts what it has.
+        Raises QuireError if the event leaves a gap or contradicts the received tokens.
         """
         if not self._is_accepted:
             self._is_accepted = True
@@ -148,7 +149,8 @@ class Continuation:
         expected = len(output.token_ids) - len(output.token_ids_to_repeat)
         if delta.token_offset != expected:
             raise QuireError(
-                f"output {delta.output_index} goes on at token {delta.token_offset}, not {expected}"
+                f"output {delta.output_index} continues at token {delta.token_offset}; it should"
+                f" continue at {expected}"
             )
         num_again = min(len(delta.token_ids), len(output.token_ids_to_repeat))
         num_chars_again = min(len(delta.text), len(output.text_to_repeat))
@@ -157,7 +159,8 @@ class Continuation:
             or output.text_to_repeat[:num_chars_again] != delta.text[:num_chars_again]
         ):
             raise QuireError(
-                f"output {delta.output_index} is not the same as before from token {expected} on"
+                f"output {delta.output_index} differs from the tokens received before, from token"
+                f" {expected} on"
             )
         output.token_ids_to_repeat = output.token_ids_to_repeat[num_again:]
         output.text_to_repeat = output.text_to_repeat[num_chars_again:]
@@ -174,15 +177,15 @@ class Continuation:
         return new if new.token_ids or new.text else None
 
     def check_complete(self) -> None:
-        """Raise UnavailableError if the call has ended well, but too early."""
+        """Raise UnavailableError if the stream ended without an error, but before its usage."""
         if not self.is_complete:
             raise UnavailableError("the stream ended before its usage")
 
     def failed(self, error: QuireError, now: float, took_s: float = 0.0) -> float:
-        """Take the failure of the present call; return the seconds to wait before the next.
+        """Record the failure of the current call; return the seconds to wait before the next.
 
-        Raises `error` if another call is useless. `now` is in seconds on the monotonic clock;
-        `took_s` is how long the call lasted.
+        Raises `error` if another call cannot help. `now` is on the monotonic clock; `took_s` is the
+        duration of the call.
         """
         if self._num_failures == 0:
             self._failing_since = now
@@ -192,19 +195,19 @@ class Continuation:
             case NotFoundError() | FailedPreconditionError() if self._is_resuming:
                 self._is_resuming = False
             case AlreadyExistsError() if self.is_resumable and self._num_failures > 1:
-                self._is_resuming = True  # the service has not noticed yet that the call broke
+                self._is_resuming = True  # the service has not yet noticed that the call broke
             case TooBusyError():
                 delay_s = max(delay_s, error.retry_after_s)
             case UnavailableError():
-                self._is_resuming = self.is_resumable
                 self._may_be_live = self._may_be_live or took_s > _REFUSED_WITHIN_S
+                self._is_resuming = self.is_resumable and (self._is_accepted or self._may_be_live)
             case _:
                 raise error
         if self.is_resumable and (self._is_accepted or self._may_be_live):
-            may_go_on = now + delay_s - self._failing_since <= self._policy.resume_within_s
+            may_retry = now + delay_s - self._failing_since <= self._policy.resume_within_s
         else:
-            may_go_on = self._budget.failed() and self._num_failures < self._policy.max_attempts
-            may_go_on = may_go_on and not self._is_accepted
-        if not may_go_on:
+            may_retry = self._budget.failed() and self._num_failures < self._policy.max_attempts
+            may_retry = may_retry and not self._is_accepted
+        if not may_retry:
             raise error
         return delay_s

@@ -1,4 +1,4 @@
-"""When a client retries: a policy for each request, and a budget for all of them together."""
+"""Retries of a client: a policy for each request, and a budget for all requests together."""
 
 import random
 import threading
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """When a call that failed is repeated; never sooner than a busy service asks for."""
+    """When to repeat a failed call; never sooner than a busy service asks for."""
 
     max_attempts: int = 5
     """Most calls for a request that is refused because the service is too busy or unavailable."""
     first_backoff_s: float = 0.05
-    """Doubles with each failure in a row; the wait is random, between half of it and all of it."""
+    """First wait; it doubles with each failure in a row. Each wait is random, between half of this
+    value and all of it."""
     max_backoff_s: float = 1.0
     resume_within_s: float = 30.0
-    """How long the client tries to resume a broken stream before that fails."""
+    """How long the client tries to resume a broken stream."""
 
     def backoff_s(self, num_failures: int) -> float:
-        """Return how long to wait after so many failures in a row."""
+        """Return the wait after `num_failures` failures in a row."""
         doubled_s = self.first_backoff_s * 2.0 ** min(num_failures - 1, 16)
         backoff_s = min(doubled_s, self.max_backoff_s)
         return backoff_s * random.uniform(0.5, 1.0)  # noqa: S311 - not for security
@@ -28,11 +29,11 @@ NO_RETRY = Retry(max_attempts=1)
 
 
 class RetryBudget:
-    """Stops retries while most calls of a client fail. Threads may share it.
+    """Stops retries while most calls of a client fail. Thread-safe.
 
-    Each failure costs one of `capacity` tokens, each success returns a tenth, and there are no
-    retries while half or fewer are left: gRPC's retry throttling (gRFC A6). So a service that keeps
-    failing gets at most a tenth more calls.
+    This is gRPC's retry throttling (gRFC A6): each failure costs one of `capacity` tokens, each
+    success returns a tenth, and there are no retries while half or fewer are left. So a service
+    that keeps failing gets at most a tenth more calls.
     """
 
     def __init__(self, capacity: float = 10.0) -> None:

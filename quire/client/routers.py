@@ -1,4 +1,4 @@
-"""The routers that a client knows, and which of them it asks."""
+"""The routers that a client knows, and the choice among them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,31 +9,32 @@ from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from rpc.transport import PATIENT, QUICK, Pings
 
 Targets: TypeAlias = str | Sequence[str]
-"""The routers of one service: each "host:port" or "unix:/path"; in one string, with commas."""
+"""The routers of one service, each "host:port" or "unix:/path"; a string separates them by commas.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """One router and the connections to it; each connects at its first call."""
+    """One router, with two channels that connect at their first call."""
 
     stub: InferenceServiceStub
-    """For calls that are lost with their connection: it tolerates half a minute of silence."""
+    """For calls that are lost with their connection; tolerates half a minute of silence."""
     resuming_stub: InferenceServiceStub
-    """For calls that can continue elsewhere: it gives up after three seconds of silence."""
+    """For calls that can continue elsewhere; tolerates two seconds of silence."""
 
 
 class Routers:
     """The routers of one service. All calls go to the same one until it fails."""
 
     def __init__(self, targets: Targets, open_channel: Callable[[str, Pings], Any]) -> None:
-        """Open two channels to each; raise InvalidArgumentError if there is none."""
+        """Open two channels to each router; raises InvalidArgumentError if there is no router."""
         listed = targets.split(",") if isinstance(targets, str) else list(targets)
         if not all(listed) or not listed:
             raise InvalidArgumentError(
                 "targets", f"is {targets!r}; it must name one router or more"
             )
         self.channels: list[Any] = []
-        """All that were opened; the owner closes them."""
+        """All open channels; the owner closes them."""
         self._index = 0
 
         def stub(target: str, pings: Pings) -> InferenceServiceStub:
@@ -44,7 +45,7 @@ class Routers:
 
     @property
     def current(self) -> Router:
-        """The router to ask."""
+        """The router to call."""
         return self._routers[self._index]
 
     def failed(self, router: Router, error: QuireError) -> None:

@@ -1,4 +1,4 @@
-"""What the Python client takes and returns; most of it is `contract`'s."""
+"""Types of the Python client's arguments and results; most come from `contract`."""
 
 from dataclasses import dataclass
 from typing import TypedDict
@@ -67,7 +67,7 @@ class Output:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why it ended."""
+        """Why the output ended."""
         return self.finished.finish_reason
 
 

@@ -1,4 +1,4 @@
-"""The client's end of `quire.v1.InferenceService`: requests, metadata and whole answers."""
+"""Converts the client's requests, metadata and complete answers from and to protobuf."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from quire.v1 import inference_pb2
 def request_to_proto(
     prompt: str | Sequence[int], sampling: SamplingParams, options: GenerateOptions
 ) -> inference_pb2.GenerateRequest:
-    """Make a request of a prompt, text or token ids."""
+    """Make a request for a prompt, which is text or token ids."""
     given: dict[str, Any] = {**options}
     return generate_request_to_proto(
         GenerateRequest(
@@ -31,7 +31,7 @@ def request_to_proto(
 
 
 def precedence_to_metadata(priority: int, tenant: str) -> list[tuple[str, str]]:
-    """Leave out what is the default. Raise InvalidArgumentError for what no metadata can carry."""
+    """Make metadata without defaults; raises InvalidArgumentError for invalid characters."""
     if not (tenant.isascii() and tenant.isprintable()):
         raise InvalidArgumentError(
             "tenant", f"is {tenant!r}; it must have printable ASCII characters only"
@@ -45,8 +45,8 @@ def precedence_to_metadata(priority: int, tenant: str) -> list[tuple[str, str]]:
 
 
 def api_key_to_metadata(api_key: str) -> list[tuple[str, str]]:
-    """Leave out an empty one. Raise InvalidArgumentError for what no metadata can carry."""
-    if not (api_key.isascii() and api_key.isprintable()):  # the error does not show it
+    """Make metadata, empty without a key; raises InvalidArgumentError for invalid characters."""
+    if not (api_key.isascii() and api_key.isprintable()):  # the error must not show the key
         raise InvalidArgumentError("api_key", "must have printable ASCII characters only")
     return [("authorization", f"Bearer {api_key}")] if api_key else []
 
@@ -54,7 +54,6 @@ def api_key_to_metadata(api_key: str) -> list[tuple[str, str]]:
 def tokenize_request_to_proto(
     text_or_chat: str | Sequence[ChatMessage], model: str, *, add_special_tokens: bool
 ) -> inference_pb2.TokenizeRequest:
-    """Make a request of a text or a chat."""
     request = inference_pb2.TokenizeRequest(model=model)
     if isinstance(text_or_chat, str):
         request.text = text_or_chat
@@ -67,7 +66,6 @@ def tokenize_request_to_proto(
 
 
 def completion_from_proto(response: inference_pb2.GenerateOnceResponse) -> Completion:
-    """Take a complete answer."""
     outputs = tuple(
         Output(
             text=output.text,
@@ -82,7 +80,7 @@ def completion_from_proto(response: inference_pb2.GenerateOnceResponse) -> Compl
 
 
 def completion_from_events(request_id: str, events: Sequence[Event]) -> Completion:
-    """Put the events of a stream together, as `GenerateOnce` does.
+    """Combine the events of a stream to the answer of `GenerateOnce`.
 
     Raises QuireError if an output failed.
     """

@@ -27,12 +27,11 @@ if _version_not_supported:
 
 class AdapterServiceStub(object):
     """Loads and unloads LoRA adapters. Router, scheduler and worker offer it alike: a router asks all its
-    schedulers, a scheduler all its workers, so that one call changes the service.
-
-    A scheduler keeps the adapters of all its workers equal. A worker that is attached loads what the
-    others have, from the directory where they found it, and unloads what was unloaded here. An adapter
-    that only the new worker has is loaded by the others; if one of them refuses, all drop it. A worker
-    keeps its adapters when its scheduler dies, and reports them to the next one.
+    schedulers, a scheduler all its workers, so that one call changes the service. A scheduler keeps the
+    adapters of all its workers equal. A worker that is attached loads the adapters of the others, from
+    the directories where they found them, and unloads those that were unloaded here. An adapter that
+    only the new worker has is loaded by the others; if one of them refuses, all drop it. A worker keeps
+    its adapters when its scheduler dies, and reports them to the next one.
 
     Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
@@ -63,23 +62,23 @@ class AdapterServiceStub(object):
 
 class AdapterServiceServicer(object):
     """Loads and unloads LoRA adapters. Router, scheduler and worker offer it alike: a router asks all its
-    schedulers, a scheduler all its workers, so that one call changes the service.
-
-    A scheduler keeps the adapters of all its workers equal. A worker that is attached loads what the
-    others have, from the directory where they found it, and unloads what was unloaded here. An adapter
-    that only the new worker has is loaded by the others; if one of them refuses, all drop it. A worker
-    keeps its adapters when its scheduler dies, and reports them to the next one.
+    schedulers, a scheduler all its workers, so that one call changes the service. A scheduler keeps the
+    adapters of all its workers equal. A worker that is attached loads the adapters of the others, from
+    the directories where they found them, and unloads those that were unloaded here. An adapter that
+    only the new worker has is loaded by the others; if one of them refuses, all drop it. A worker keeps
+    its adapters when its scheduler dies, and reports them to the next one.
 
     Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
     """
 
     def LoadAdapter(self, request, context):
-        """Loads an adapter; requests may name it when this returns. If one worker refuses, none keeps
-        it. INVALID_ARGUMENT if the name is the model's, or the directory holds no adapter of this
-        model that is supported, saying why; ALREADY_EXISTS if an adapter of other contents has the name;
-        FAILED_PRECONDITION if that one is being unloaded, or there is no memory; UNIMPLEMENTED if the
-        model cannot have adapters as it is served; UNAVAILABLE if no worker is attached, or one is lost.
+        """Loads an adapter; requests may name it when this returns. If one worker refuses, none keeps it.
+        INVALID_ARGUMENT if the name is the model's, or the directory holds no supported adapter of this
+        model, with the reason; ALREADY_EXISTS if an adapter with other contents has the name;
+        FAILED_PRECONDITION if an adapter of this name is being unloaded, or there is no memory;
+        UNIMPLEMENTED if the model cannot have adapters with the worker's flags; UNAVAILABLE if no worker
+        is attached, or one is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -129,12 +128,11 @@ def add_AdapterServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdapterService(object):
     """Loads and unloads LoRA adapters. Router, scheduler and worker offer it alike: a router asks all its
-    schedulers, a scheduler all its workers, so that one call changes the service.
-
-    A scheduler keeps the adapters of all its workers equal. A worker that is attached loads what the
-    others have, from the directory where they found it, and unloads what was unloaded here. An adapter
-    that only the new worker has is loaded by the others; if one of them refuses, all drop it. A worker
-    keeps its adapters when its scheduler dies, and reports them to the next one.
+    schedulers, a scheduler all its workers, so that one call changes the service. A scheduler keeps the
+    adapters of all its workers equal. A worker that is attached loads the adapters of the others, from
+    the directories where they found them, and unloads those that were unloaded here. An adapter that
+    only the new worker has is loaded by the others; if one of them refuses, all drop it. A worker keeps
+    its adapters when its scheduler dies, and reports them to the next one.
 
     Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
     caller that can connect, as for `SchedulerService` and `WorkerService`.

@@ -30,10 +30,10 @@ class InferenceServiceStub(object):
 
     A conversation. The client calls `Generate` with a prompt, as text or as token ids. A request
     that cannot be served is refused with a gRPC status before anything is streamed: INVALID_ARGUMENT
-    names the field, the value and the limit (and carries google.rpc.BadRequest), NOT_FOUND an
+    names the field, the value and the limit (and carries google.rpc.BadRequest); NOT_FOUND means an
     unknown model, ALREADY_EXISTS a `request_id` of a live request, RESOURCE_EXHAUSTED a full queue
-    (with google.rpc.RetryInfo), UNAVAILABLE a service that is starting or draining, or has lost a
-    part, UNIMPLEMENTED what the model or this version lacks (such as a chat template),
+    (with google.rpc.RetryInfo), UNAVAILABLE a service that is starting, draining, or without a needed
+    process, UNIMPLEMENTED a feature that the model or this version lacks (such as a chat template),
     DEADLINE_EXCEEDED a deadline that has passed or cannot be met, INTERNAL a bug. After acceptance
     the stream carries, for each of the `n` outputs, deltas in order and then exactly one `finished`;
     after the last of these, one `usage`; then it ends with OK. Events of different outputs
@@ -42,18 +42,18 @@ class InferenceServiceStub(object):
     work within two steps.
 
     A stream that breaks is not the end of a request that is `resumable`: for a grace period (30 s by
-    default; the scheduler's --resume-grace-s) its work goes on, and its outputs are kept.
-    `Resume`, through any router, tells what the client has of each output, and streams the rest: nothing
-    is lost, doubled or contradicted. The newest call owns the request; an older call that is still open
+    default; the scheduler's --resume-grace-s) the request continues, and its outputs are kept.
+    `Resume`, through any router, says how much of each output the client has, and streams the rest:
+    nothing is lost, repeated or changed. The newest call owns the request; an older call that is still open
     ends its outputs with reason ERROR and code ABORTED. Ending a call does not stop the work of a
     resumable request; `Cancel` does. After `Resume` answers NOT_FOUND, send the request again.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, is a request's priority: higher runs
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, is its tenant. The scheduler's
-    policy decides what they do; by default requests run in the order of their arrival. A router with API
+    policy decides their effect; by default requests run in the order of their arrival. A router with API
     keys requires one as `authorization: Bearer KEY`, else UNAUTHENTICATED. The key determines the
-    tenant; naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and `DescribeActivity`
+    tenant; naming another tenant is PERMISSION_DENIED, and so are `DescribeKv` and `DescribeActivity`
     without an operator's key. The call's deadline counts: a request that cannot meet it is refused at
     once with DEADLINE_EXCEEDED.
     """
@@ -121,10 +121,10 @@ class InferenceServiceServicer(object):
 
     A conversation. The client calls `Generate` with a prompt, as text or as token ids. A request
     that cannot be served is refused with a gRPC status before anything is streamed: INVALID_ARGUMENT
-    names the field, the value and the limit (and carries google.rpc.BadRequest), NOT_FOUND an
+    names the field, the value and the limit (and carries google.rpc.BadRequest); NOT_FOUND means an
     unknown model, ALREADY_EXISTS a `request_id` of a live request, RESOURCE_EXHAUSTED a full queue
-    (with google.rpc.RetryInfo), UNAVAILABLE a service that is starting or draining, or has lost a
-    part, UNIMPLEMENTED what the model or this version lacks (such as a chat template),
+    (with google.rpc.RetryInfo), UNAVAILABLE a service that is starting, draining, or without a needed
+    process, UNIMPLEMENTED a feature that the model or this version lacks (such as a chat template),
     DEADLINE_EXCEEDED a deadline that has passed or cannot be met, INTERNAL a bug. After acceptance
     the stream carries, for each of the `n` outputs, deltas in order and then exactly one `finished`;
     after the last of these, one `usage`; then it ends with OK. Events of different outputs
@@ -133,18 +133,18 @@ class InferenceServiceServicer(object):
     work within two steps.
 
     A stream that breaks is not the end of a request that is `resumable`: for a grace period (30 s by
-    default; the scheduler's --resume-grace-s) its work goes on, and its outputs are kept.
-    `Resume`, through any router, tells what the client has of each output, and streams the rest: nothing
-    is lost, doubled or contradicted. The newest call owns the request; an older call that is still open
+    default; the scheduler's --resume-grace-s) the request continues, and its outputs are kept.
+    `Resume`, through any router, says how much of each output the client has, and streams the rest:
+    nothing is lost, repeated or changed. The newest call owns the request; an older call that is still open
     ends its outputs with reason ERROR and code ABORTED. Ending a call does not stop the work of a
     resumable request; `Cancel` does. After `Resume` answers NOT_FOUND, send the request again.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, is a request's priority: higher runs
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, is its tenant. The scheduler's
-    policy decides what they do; by default requests run in the order of their arrival. A router with API
+    policy decides their effect; by default requests run in the order of their arrival. A router with API
     keys requires one as `authorization: Bearer KEY`, else UNAUTHENTICATED. The key determines the
-    tenant; naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and `DescribeActivity`
+    tenant; naming another tenant is PERMISSION_DENIED, and so are `DescribeKv` and `DescribeActivity`
     without an operator's key. The call's deadline counts: a request that cannot meet it is refused at
     once with DEADLINE_EXCEEDED.
     """
@@ -159,8 +159,8 @@ class InferenceServiceServicer(object):
     def Resume(self, request, context):
         """Continues the stream of a `resumable` request after what the client already has. NOT_FOUND if
         this tenant has no such request, or its grace period is over; FAILED_PRECONDITION if
-        log-probabilities that are missing were lost together with a scheduler; INVALID_ARGUMENT if the
-        client claims more than was produced; otherwise as `Generate`. The call's deadline replaces
+        log-probabilities that the client lacks were lost with a scheduler; INVALID_ARGUMENT if the
+        client claims more than was produced; other errors as for `Generate`. The call's deadline replaces
         the earlier one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -293,10 +293,10 @@ class InferenceService(object):
 
     A conversation. The client calls `Generate` with a prompt, as text or as token ids. A request
     that cannot be served is refused with a gRPC status before anything is streamed: INVALID_ARGUMENT
-    names the field, the value and the limit (and carries google.rpc.BadRequest), NOT_FOUND an
+    names the field, the value and the limit (and carries google.rpc.BadRequest); NOT_FOUND means an
     unknown model, ALREADY_EXISTS a `request_id` of a live request, RESOURCE_EXHAUSTED a full queue
-    (with google.rpc.RetryInfo), UNAVAILABLE a service that is starting or draining, or has lost a
-    part, UNIMPLEMENTED what the model or this version lacks (such as a chat template),
+    (with google.rpc.RetryInfo), UNAVAILABLE a service that is starting, draining, or without a needed
+    process, UNIMPLEMENTED a feature that the model or this version lacks (such as a chat template),
     DEADLINE_EXCEEDED a deadline that has passed or cannot be met, INTERNAL a bug. After acceptance
     the stream carries, for each of the `n` outputs, deltas in order and then exactly one `finished`;
     after the last of these, one `usage`; then it ends with OK. Events of different outputs
@@ -305,18 +305,18 @@ class InferenceService(object):
     work within two steps.
 
     A stream that breaks is not the end of a request that is `resumable`: for a grace period (30 s by
-    default; the scheduler's --resume-grace-s) its work goes on, and its outputs are kept.
-    `Resume`, through any router, tells what the client has of each output, and streams the rest: nothing
-    is lost, doubled or contradicted. The newest call owns the request; an older call that is still open
+    default; the scheduler's --resume-grace-s) the request continues, and its outputs are kept.
+    `Resume`, through any router, says how much of each output the client has, and streams the rest:
+    nothing is lost, repeated or changed. The newest call owns the request; an older call that is still open
     ends its outputs with reason ERROR and code ABORTED. Ending a call does not stop the work of a
     resumable request; `Cancel` does. After `Resume` answers NOT_FOUND, send the request again.
 
     Metadata: `traceparent` (W3C) makes the service's spans part of the client's trace.
     `x-quire-priority`, an integer in [-100, 100], default 0, is a request's priority: higher runs
     sooner. `x-quire-tenant`, at most 128 printable ASCII characters, is its tenant. The scheduler's
-    policy decides what they do; by default requests run in the order of their arrival. A router with API
+    policy decides their effect; by default requests run in the order of their arrival. A router with API
     keys requires one as `authorization: Bearer KEY`, else UNAUTHENTICATED. The key determines the
-    tenant; naming another tenant is PERMISSION_DENIED, as are `DescribeKv` and `DescribeActivity`
+    tenant; naming another tenant is PERMISSION_DENIED, and so are `DescribeKv` and `DescribeActivity`
     without an operator's key. The call's deadline counts: a request that cannot meet it is refused at
     once with DEADLINE_EXCEEDED.
     """

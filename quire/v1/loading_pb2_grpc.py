@@ -28,16 +28,14 @@ if _version_not_supported:
 class LoadingServiceStub(object):
     """Makes workers release their device, and claim it again. Router, scheduler and worker offer it alike:
     a router asks all its schedulers, a scheduler the worker that is named, or all.
-
-    An unloaded worker holds no weights, no KV and no adapters, but stays: it listens, is its
-    scheduler's, and waits to be told to load. Its scheduler first starts nothing new there, moves what
-    runs to other workers of the model, and sends no more steps; what found no place waits, with the
-    tokens that it has, until a worker of the model is there. The worker is attached again when it has
-    loaded, and its scheduler has it load the LoRA adapters again that came at run time.
-
-    A worker may come back with another model. It is used if no other worker serves the old one: then the
-    old model's live requests end with an error that says so, and routers read the new model's
-    tokenizer. A request for one model is never computed by another.
+    An unloaded worker holds no weights, no KV and no adapters, but its process stays, belongs to its
+    scheduler, and waits for `Load`. Before unloading, the scheduler starts nothing new there, moves
+    running requests to other workers of the model, and sends no more steps. Requests without a place
+    wait, with the tokens that they have, until a worker of the model is attached. When the worker has
+    loaded, the scheduler attaches it again and reloads the LoRA adapters that were loaded at run time.
+    A worker may come back with another model. The new model is used if no other worker serves the old
+    one: then the old model's live requests end with an error that says so, and routers read the new
+    model's tokenizer. A request for one model is never computed by another.
 
     Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
@@ -64,16 +62,14 @@ class LoadingServiceStub(object):
 class LoadingServiceServicer(object):
     """Makes workers release their device, and claim it again. Router, scheduler and worker offer it alike:
     a router asks all its schedulers, a scheduler the worker that is named, or all.
-
-    An unloaded worker holds no weights, no KV and no adapters, but stays: it listens, is its
-    scheduler's, and waits to be told to load. Its scheduler first starts nothing new there, moves what
-    runs to other workers of the model, and sends no more steps; what found no place waits, with the
-    tokens that it has, until a worker of the model is there. The worker is attached again when it has
-    loaded, and its scheduler has it load the LoRA adapters again that came at run time.
-
-    A worker may come back with another model. It is used if no other worker serves the old one: then the
-    old model's live requests end with an error that says so, and routers read the new model's
-    tokenizer. A request for one model is never computed by another.
+    An unloaded worker holds no weights, no KV and no adapters, but its process stays, belongs to its
+    scheduler, and waits for `Load`. Before unloading, the scheduler starts nothing new there, moves
+    running requests to other workers of the model, and sends no more steps. Requests without a place
+    wait, with the tokens that they have, until a worker of the model is attached. When the worker has
+    loaded, the scheduler attaches it again and reloads the LoRA adapters that were loaded at run time.
+    A worker may come back with another model. The new model is used if no other worker serves the old
+    one: then the old model's live requests end with an error that says so, and routers read the new
+    model's tokenizer. A request for one model is never computed by another.
 
     Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
     caller that can connect, as for `SchedulerService` and `WorkerService`.
@@ -92,10 +88,11 @@ class LoadingServiceServicer(object):
 
     def Load(self, request, context):
         """Loads models, and reports progress until requests are served; it continues even if the caller
-        disconnects. NOT_FOUND if there is no such worker; INVALID_ARGUMENT if the directory holds no model
-        that the worker can serve as it was started, saying why, and FAILED_PRECONDITION if there is no
-        memory for it: the worker stays unloaded then. FAILED_PRECONDITION also if another model is loaded,
-        or being loaded; UNAVAILABLE if a worker is not attached, or is lost during the call.
+        disconnects. NOT_FOUND if there is no such worker; INVALID_ARGUMENT if the directory holds no
+        model that the worker can serve with its flags, with the reason; FAILED_PRECONDITION if there is
+        no memory for it. In these cases the worker stays unloaded. FAILED_PRECONDITION also if another
+        model is loaded, or being loaded; UNAVAILABLE if a worker is not attached, or is lost during the
+        call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,16 +122,14 @@ def add_LoadingServiceServicer_to_server(servicer, server):
 class LoadingService(object):
     """Makes workers release their device, and claim it again. Router, scheduler and worker offer it alike:
     a router asks all its schedulers, a scheduler the worker that is named, or all.
-
-    An unloaded worker holds no weights, no KV and no adapters, but stays: it listens, is its
-    scheduler's, and waits to be told to load. Its scheduler first starts nothing new there, moves what
-    runs to other workers of the model, and sends no more steps; what found no place waits, with the
-    tokens that it has, until a worker of the model is there. The worker is attached again when it has
-    loaded, and its scheduler has it load the LoRA adapters again that came at run time.
-
-    A worker may come back with another model. It is used if no other worker serves the old one: then the
-    old model's live requests end with an error that says so, and routers read the new model's
-    tokenizer. A request for one model is never computed by another.
+    An unloaded worker holds no weights, no KV and no adapters, but its process stays, belongs to its
+    scheduler, and waits for `Load`. Before unloading, the scheduler starts nothing new there, moves
+    running requests to other workers of the model, and sends no more steps. Requests without a place
+    wait, with the tokens that they have, until a worker of the model is attached. When the worker has
+    loaded, the scheduler attaches it again and reloads the LoRA adapters that were loaded at run time.
+    A worker may come back with another model. The new model is used if no other worker serves the old
+    one: then the old model's live requests end with an error that says so, and routers read the new
+    model's tokenizer. A request for one model is never computed by another.
 
     Who may call. On a router: an operator, as for `AdminService`. On a scheduler or a worker: every
     caller that can connect, as for `SchedulerService` and `WorkerService`.

@@ -41,14 +41,18 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
 
 class SchedulerWelcome(_message.Message):
-    __slots__ = ("epoch", "model", "resume_grace_s")
+    __slots__ = ("epoch", "model", "resume_grace_s", "superseded_epochs", "max_waiting")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     RESUME_GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    SUPERSEDED_EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAITING_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     model: _common_pb2.ModelInfo
     resume_grace_s: float
-    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., resume_grace_s: _Optional[float] = ...) -> None: ...
+    superseded_epochs: _containers.RepeatedScalarFieldContainer[int]
+    max_waiting: int
+    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., resume_grace_s: _Optional[float] = ..., superseded_epochs: _Optional[_Iterable[int]] = ..., max_waiting: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs", "priority", "tenant", "deadline_s", "cache_pin_s", "beam", "resume_record", "is_again")

@@ -36,12 +36,14 @@ class AttachRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., scheduler_id: _Optional[str] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("worker", "is_unloaded")
+    __slots__ = ("worker", "is_unloaded", "former_epoch")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     IS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
+    FORMER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     is_unloaded: bool
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., is_unloaded: bool = ...) -> None: ...
+    former_epoch: int
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., is_unloaded: bool = ..., former_epoch: _Optional[int] = ...) -> None: ...
 
 class ReadHoldingsRequest(_message.Message):
     __slots__ = ("epoch",)
@@ -312,7 +314,7 @@ class DescribeDeviceRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class DescribeDeviceResponse(_message.Message):
-    __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler", "memory_level", "is_unloaded")
+    __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler", "memory_level", "is_unloaded", "num_beats")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -320,6 +322,7 @@ class DescribeDeviceResponse(_message.Message):
     HAS_SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     MEMORY_LEVEL_FIELD_NUMBER: _ClassVar[int]
     IS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
+    NUM_BEATS_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     epoch: int
     step_id: int
@@ -327,7 +330,8 @@ class DescribeDeviceResponse(_message.Message):
     has_scheduler: bool
     memory_level: _common_pb2.MemoryLevel
     is_unloaded: bool
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ..., is_unloaded: bool = ...) -> None: ...
+    num_beats: int
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ..., is_unloaded: bool = ..., num_beats: _Optional[int] = ...) -> None: ...
 
 class ReadKvRequest(_message.Message):
     __slots__ = ("epoch", "host_block_ids", "kv_format", "instance_id")

@@ -27,10 +27,9 @@ if _version_not_supported:
 
 class WorkerServiceStub(object):
     """Executes model steps on one device.
-
-    A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has,
-    drops the rows of the previous scheduler, and answers with its model, rows and blocks. `ReadHoldings`
-    streams what the worker still holds from the previous scheduler, so that the new one continues there.
+    A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has
+    received, drops the rows of the previous scheduler, and answers with its model, rows and blocks.
+    `ReadHoldings` streams the rows and blocks of the previous scheduler, so that the new one can continue.
     The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker
     executes them in the order sent and answers each with one result, in that order. A worker obeys only
     the newest epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
@@ -38,26 +37,25 @@ class WorkerServiceStub(object):
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
     parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only what changes. A row
     that has computed all its known tokens *decodes*: from the next step on it computes one token in
-    every step, its last sampled one, without being named, until it is released or has
+    every step, its last sampled one, without being named in the batch, until it is released or has
     `max_total_tokens`. A row that still has known tokens to compute does so only in the steps that
     name it in `chunk_rows`.
 
-    Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
-    worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
-    is gone as soon as they are overwritten, or found to be broken. The scheduler may pin a
-    label for some time: the worker does nothing with pins but report them to the next scheduler.
+    Labels. The scheduler may give a block a label, 32 bytes that the worker does not interpret. A label
+    describes the block's bytes: it is copied with them, to any tier, and removed when they are
+    overwritten, or found to be wrong. The scheduler may pin a
+    label for some time: the worker only stores pins, and reports them to the next scheduler.
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
-    decoding row's last one, as far as its block table, its length and the step have room, compute them
-    with it, and keep those that it would have sampled: the row gets 1 to K + 1 tokens in a step, the
-    same tokens as without drafts. Only the result tells the scheduler how many tokens a row gained. So a
-    row that has its `max_total_tokens` is counted as decoding until it is released, like one that
-    stopped.
+    decoding row's last one, within the row's block table and length and the step's limit. It computes
+    them with the last one and keeps those that it would have sampled: the row gets 1 to K + 1 tokens in
+    a step, the same tokens as without drafts. Only the result tells the scheduler how many tokens a row
+    gained. So a row that has its `max_total_tokens` counts as decoding until it is released, like a row
+    that sampled a stop token.
 
-    Lists of integers are packed in `bytes`, little-endian, as each field's comment says.
-
-    Who may call. With --tls-client-ca, only callers with a certificate of these authorities: schedulers,
-    and other workers for `ReadKv` (the two are not distinguished). Without it, every caller that can
+    Lists of integers are packed in `bytes`, little-endian, as each field's comment says. Who may call.
+    With --tls-client-ca, only callers with a certificate of these authorities: schedulers, and other
+    workers for `ReadKv`. The worker does not distinguish the two. Without it, every caller that can
     connect may claim the worker, run it, and read its host blocks: bind it to a private network or a
     Unix socket. `PullKv` dials any address it is given; with --tls-ca it talks only to peers with a
     certificate of these authorities.
@@ -113,10 +111,9 @@ class WorkerServiceStub(object):
 
 class WorkerServiceServicer(object):
     """Executes model steps on one device.
-
-    A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has,
-    drops the rows of the previous scheduler, and answers with its model, rows and blocks. `ReadHoldings`
-    streams what the worker still holds from the previous scheduler, so that the new one continues there.
+    A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has
+    received, drops the rows of the previous scheduler, and answers with its model, rows and blocks.
+    `ReadHoldings` streams the rows and blocks of the previous scheduler, so that the new one can continue.
     The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker
     executes them in the order sent and answers each with one result, in that order. A worker obeys only
     the newest epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
@@ -124,26 +121,25 @@ class WorkerServiceServicer(object):
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
     parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only what changes. A row
     that has computed all its known tokens *decodes*: from the next step on it computes one token in
-    every step, its last sampled one, without being named, until it is released or has
+    every step, its last sampled one, without being named in the batch, until it is released or has
     `max_total_tokens`. A row that still has known tokens to compute does so only in the steps that
     name it in `chunk_rows`.
 
-    Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
-    worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
-    is gone as soon as they are overwritten, or found to be broken. The scheduler may pin a
-    label for some time: the worker does nothing with pins but report them to the next scheduler.
+    Labels. The scheduler may give a block a label, 32 bytes that the worker does not interpret. A label
+    describes the block's bytes: it is copied with them, to any tier, and removed when they are
+    overwritten, or found to be wrong. The scheduler may pin a
+    label for some time: the worker only stores pins, and reports them to the next scheduler.
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
-    decoding row's last one, as far as its block table, its length and the step have room, compute them
-    with it, and keep those that it would have sampled: the row gets 1 to K + 1 tokens in a step, the
-    same tokens as without drafts. Only the result tells the scheduler how many tokens a row gained. So a
-    row that has its `max_total_tokens` is counted as decoding until it is released, like one that
-    stopped.
+    decoding row's last one, within the row's block table and length and the step's limit. It computes
+    them with the last one and keeps those that it would have sampled: the row gets 1 to K + 1 tokens in
+    a step, the same tokens as without drafts. Only the result tells the scheduler how many tokens a row
+    gained. So a row that has its `max_total_tokens` counts as decoding until it is released, like a row
+    that sampled a stop token.
 
-    Lists of integers are packed in `bytes`, little-endian, as each field's comment says.
-
-    Who may call. With --tls-client-ca, only callers with a certificate of these authorities: schedulers,
-    and other workers for `ReadKv` (the two are not distinguished). Without it, every caller that can
+    Lists of integers are packed in `bytes`, little-endian, as each field's comment says. Who may call.
+    With --tls-client-ca, only callers with a certificate of these authorities: schedulers, and other
+    workers for `ReadKv`. The worker does not distinguish the two. Without it, every caller that can
     connect may claim the worker, run it, and read its host blocks: bind it to a private network or a
     Unix socket. `PullKv` dials any address it is given; with --tls-ca it talks only to peers with a
     certificate of these authorities.
@@ -157,8 +153,8 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadHoldings(self, request, context):
-        """Streams what the worker held when it was attached, until the first step of that epoch;
-        FAILED_PRECONDITION after it. In parts of at most about 1 MiB.
+        """Streams the rows and blocks that the worker held when it was attached, in parts of at most about
+        1 MiB. FAILED_PRECONDITION after the first step of the epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,7 +168,7 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DescribeDevice(self, request, context):
-        """Describes the device and what it holds, for people and tools; changes nothing.
+        """Describes the device and its state, for people and tools; changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -188,17 +184,17 @@ class WorkerServiceServicer(object):
 
     def PullKv(self, request, context):
         """Fetches contents of another worker's host blocks, by its `ReadKv`, into host blocks of this one.
-        Returns when they have arrived; if it fails, some may have been overwritten.
+        Returns when the contents have arrived. If it fails, some blocks may have been overwritten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AwaitDrain(self, request, context):
-        """Returns when the worker is about to end. It keeps working, but refuses to be attached again, until
-        the scheduler that asked ends its `Execute`; that one may move sequences away first. The worker
-        itself ends the stream of a scheduler that did not ask, or that takes longer than half of
-        --drain-s, with UNAVAILABLE, after the results of the steps it has.
+        """Returns when the worker is about to end. The worker keeps working, but refuses to be attached again,
+        until the calling scheduler ends its `Execute`; before that, the scheduler may move sequences away.
+        If the scheduler did not call this, or takes longer than half of --drain-s, the worker itself ends
+        the stream with UNAVAILABLE, after the results of the steps that it has received.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -206,10 +202,11 @@ class WorkerServiceServicer(object):
 
     def ResizePool(self, request, context):
         """Changes the number of device blocks between two steps; the other blocks keep their contents.
-        Returns when it is done: only then may a batch name a new block. Before it shrinks, the scheduler
-        has each block that goes out of every row's table, and the steps answered that touch it.
+        Returns when the pool is resized: only then may a batch name a new block. Before it shrinks a pool,
+        the scheduler takes the removed blocks out of every row's table, and waits for the results of the
+        steps that use them.
         UNIMPLEMENTED without `WorkerInfo.max_num_blocks`; FAILED_PRECONDITION, and nothing has changed, if
-        a row has a block that would go, or there is no memory for more.
+        a row has a block that would be removed, or there is no memory for more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -268,10 +265,9 @@ def add_WorkerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class WorkerService(object):
     """Executes model steps on one device.
-
-    A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has,
-    drops the rows of the previous scheduler, and answers with its model, rows and blocks. `ReadHoldings`
-    streams what the worker still holds from the previous scheduler, so that the new one continues there.
+    A conversation. The scheduler calls `Attach` with its epoch; the worker finishes the steps it has
+    received, drops the rows of the previous scheduler, and answers with its model, rows and blocks.
+    `ReadHoldings` streams the rows and blocks of the previous scheduler, so that the new one can continue.
     The scheduler opens `Execute` and sends step batches, up to two ahead of the results; the worker
     executes them in the order sent and answers each with one result, in that order. A worker obeys only
     the newest epoch: `Attach` or a batch of an older one is refused with FAILED_PRECONDITION.
@@ -279,26 +275,25 @@ class WorkerService(object):
     Rows. The worker keeps one row for each live sequence: its tokens, block table and sampling
     parameters. The scheduler numbers the rows, [0, max_num_seqs), and sends only what changes. A row
     that has computed all its known tokens *decodes*: from the next step on it computes one token in
-    every step, its last sampled one, without being named, until it is released or has
+    every step, its last sampled one, without being named in the batch, until it is released or has
     `max_total_tokens`. A row that still has known tokens to compute does so only in the steps that
     name it in `chunk_rows`.
 
-    Labels. A block whose content the scheduler has named has a label, 32 bytes that mean nothing to the
-    worker. A label is a fact about the block's bytes: it goes where they are copied, to any tier, and
-    is gone as soon as they are overwritten, or found to be broken. The scheduler may pin a
-    label for some time: the worker does nothing with pins but report them to the next scheduler.
+    Labels. The scheduler may give a block a label, 32 bytes that the worker does not interpret. A label
+    describes the block's bytes: it is copied with them, to any tier, and removed when they are
+    overwritten, or found to be wrong. The scheduler may pin a
+    label for some time: the worker only stores pins, and reports them to the next scheduler.
 
     Drafts. If `WorkerInfo.num_draft_tokens` is K > 0, the worker may guess up to K tokens after a
-    decoding row's last one, as far as its block table, its length and the step have room, compute them
-    with it, and keep those that it would have sampled: the row gets 1 to K + 1 tokens in a step, the
-    same tokens as without drafts. Only the result tells the scheduler how many tokens a row gained. So a
-    row that has its `max_total_tokens` is counted as decoding until it is released, like one that
-    stopped.
+    decoding row's last one, within the row's block table and length and the step's limit. It computes
+    them with the last one and keeps those that it would have sampled: the row gets 1 to K + 1 tokens in
+    a step, the same tokens as without drafts. Only the result tells the scheduler how many tokens a row
+    gained. So a row that has its `max_total_tokens` counts as decoding until it is released, like a row
+    that sampled a stop token.
 
-    Lists of integers are packed in `bytes`, little-endian, as each field's comment says.
-
-    Who may call. With --tls-client-ca, only callers with a certificate of these authorities: schedulers,
-    and other workers for `ReadKv` (the two are not distinguished). Without it, every caller that can
+    Lists of integers are packed in `bytes`, little-endian, as each field's comment says. Who may call.
+    With --tls-client-ca, only callers with a certificate of these authorities: schedulers, and other
+    workers for `ReadKv`. The worker does not distinguish the two. Without it, every caller that can
     connect may claim the worker, run it, and read its host blocks: bind it to a private network or a
     Unix socket. `PullKv` dials any address it is given; with --tls-ca it talks only to peers with a
     certificate of these authorities.

@@ -57,6 +57,12 @@ def current_caller() -> Caller:
     return caller
 
 
+def tenant_of_call() -> str:
+    """Return the tenant whose key the call has; empty if calls have no keys."""
+    caller = _caller.get()
+    return "" if caller is None else caller.tenant
+
+
 class ApiKeys:
     """The keys that a router accepts, stored and compared as hashes only."""
 

@@ -83,22 +83,35 @@ class Meter:
         Raises:
             TooBusyError: The quota is used up; nothing is counted.
         """
+        self._check_requests(now)
+        if self._requests is not None:
+            self._requests.take(1, now)
+        self.num_live += 1
+        return Lease(self)
+
+    def check(self, num_tokens: int, now: float) -> None:
+        """Check that a request of at least `num_tokens` could begin; nothing is counted.
+
+        Raises:
+            TooBusyError: The quota is used up.
+        """
+        self._check_requests(now)
+        if self._tokens is not None:
+            self._check_tokens(self._tokens, num_tokens, now)
+
+    def _check_requests(self, now: float) -> None:
         limit = self.quota.max_concurrent_requests
         if limit is not None and self.num_live >= limit:
             raise TooBusyError(
                 f"tenant {self.tenant!r} has {self.num_live} live requests;"
                 f" max_concurrent_requests is {limit}"
             )
-        if self._requests is not None:
-            if wait_s := self._requests.wait_s(1, now):
-                raise TooBusyError(
-                    f"tenant {self.tenant!r} has used up its requests_per_minute,"
-                    f" {self.quota.requests_per_minute}",
-                    wait_s,
-                )
-            self._requests.take(1, now)
-        self.num_live += 1
-        return Lease(self)
+        if self._requests is not None and (wait_s := self._requests.wait_s(1, now)):
+            raise TooBusyError(
+                f"tenant {self.tenant!r} has used up its requests_per_minute,"
+                f" {self.quota.requests_per_minute}",
+                wait_s,
+            )
 
     def reserve(self, num_tokens: int, now: float) -> None:
         """See `Lease`."""
@@ -118,14 +131,17 @@ class Meter:
                 )
         if self._tokens is not None:
             # A request of more than a minute's tokens starts with a full bucket and leaves a debt.
-            if wait_s := self._tokens.wait_s(num_tokens, now):
-                raise TooBusyError(
-                    f"tenant {self.tenant!r} does not have {num_tokens} tokens left of its"
-                    f" tokens_per_minute, {self.quota.tokens_per_minute}",
-                    wait_s,
-                )
+            self._check_tokens(self._tokens, num_tokens, now)
             self._tokens.take(num_tokens, now)
         self.num_tokens_in_flight += num_tokens
+
+    def _check_tokens(self, bucket: TokenBucket, num_tokens: int, now: float) -> None:
+        if wait_s := bucket.wait_s(num_tokens, now):
+            raise TooBusyError(
+                f"tenant {self.tenant!r} does not have {num_tokens} tokens left of its"
+                f" tokens_per_minute, {self.quota.tokens_per_minute}",
+                wait_s,
+            )
 
     def end(self, num_in_flight: int, num_unused: int) -> None:
         """Stop counting a request; refund what it has not used."""
@@ -194,6 +210,10 @@ class Quotas:
             tenant: Meter(tenant, quota, now) for tenant, quota in tenant_to_quota.items()
         }
         self._unlimited = Meter("", Quota(), now)
+
+    def check(self, tenant: str, num_tokens: int, now: float) -> None:
+        """See `Meter`."""
+        self._meters.get(tenant, self._unlimited).check(num_tokens, now)
 
     def begin(self, tenant: str, now: float) -> Lease:
         """See `Meter`."""

@@ -7,19 +7,17 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from aiohttp import ClientConnectionResetError, web
 from opentelemetry import context as otel_context
-from pydantic import ValidationError
 
 from contract.errors import InvalidArgumentError, NotFoundError
 from router.access.tenancy import with_precedence
+from router.http.body import BodyReader
 from router.http.errors import (
     REQUEST_ID_HEADER,
-    BodyTooLargeError,
     MethodNotAllowedError,
-    error_from_validation,
     failure_response,
 )
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
@@ -29,19 +27,16 @@ from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize
 from router.http.responses.answer import Call, answer
 from router.http.responses.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.http.responses.objects import model_json
-from router.http.strict_json import Schema, excerpt, json_bytes, parse_json
-from router.http.web_pages import PageGuard, check_json
+from router.http.strict_json import excerpt, json_bytes
 from router.operations import Operations
 from router.request.inference import Inference
 from rpc.observe import telemetry
 
-MAX_BODY_BYTES = 16 * 2**20
-"""Room for a million token ids; parsing that many blocks the event loop for about 0.1 s."""
+OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
+"""Routes that change the service for all its users."""
 
 _RESUMABLE_HEADER = "X-Quire-Resumable"
 _REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}")
-
-B = TypeVar("B", bound=Schema)
 
 
 @dataclass(slots=True)
@@ -59,30 +54,32 @@ def routes(
     inference: Inference,
     operations: Operations,
     *,
-    guard: PageGuard | None,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    max_body_bytes: int,
+    may_be_compressed: bool = False,
 ) -> list[web.AbstractRouteDef]:
     """Return the routes below /v1, and those that vLLM has beside them.
-
-    `guard` authorizes operator calls; None if API keys do.
 
     The runner needs `handler_cancellation=True`, so that a client that disconnects cancels its
     handler and its requests, even while it waits for a whole answer.
     """
     created = int(time.time())
+    bodies = BodyReader(inference, max_body_bytes, may_be_compressed)
+
+    def begins(request: web.Request) -> bool:
+        return LAST_EVENT_ID_HEADER not in request.headers  # else it resumes
 
     async def create_completion(request: web.Request, call_id: _CallId) -> web.StreamResponse:
         """Continue one or several prompts; streamed as server-sent events on request."""
-        body = await _read_body(request, CompletionBody, max_body_bytes)
+        body = await bodies.read(request, CompletionBody, generates=begins(request))
         call_id.value = body.request_id or call_id.value
         call = completion_call(inference, body, call_id.value)
         return await answer(request, inference, _with_headers(call, request))
 
     async def create_chat(request: web.Request, call_id: _CallId) -> web.StreamResponse:
         """Answer a chat, using the model's chat template."""
-        body = await _read_body(request, ChatBody, max_body_bytes)
+        body = await bodies.read(request, ChatBody, generates=begins(request))
         call_id.value = body.request_id or call_id.value
-        if LAST_EVENT_ID_HEADER not in request.headers:
+        if begins(request):
             inference.check_room(body.model)  # before the template is rendered
         call = await chat_call(inference, body, call_id.value)
         return await answer(request, inference, _with_headers(call, request))
@@ -102,29 +99,22 @@ def routes(
 
     async def create_tokens(request: web.Request, _: _CallId) -> web.Response:
         """Turn a text or a chat into the token ids for the model, as vLLM does."""
-        body = await _read_body(request, TokenizeBody, max_body_bytes)
+        body = await bodies.read(request, TokenizeBody)
         return _json_response(await tokenize(inference, body))
 
     async def create_text(request: web.Request, _: _CallId) -> web.Response:
         """Turn token ids into text, with special tokens, as vLLM does."""
-        body = await _read_body(request, DetokenizeBody, max_body_bytes)
+        body = await bodies.read(request, DetokenizeBody)
         return _json_response(await detokenize(inference, body))
-
-    def check_call(request: web.Request) -> None:
-        check_json(request.content_type)
-        if guard is not None:
-            guard.check(request.headers)
 
     async def load_lora_adapter(request: web.Request, _: _CallId) -> web.Response:
         """Load a LoRA adapter from a directory on the workers' machines; for operators, as vLLM."""
-        check_call(request)
-        body = await _read_body(request, LoadAdapterBody, max_body_bytes)
+        body = await bodies.read(request, LoadAdapterBody)
         return web.Response(text=await load_adapter(operations, body, request.remote))
 
     async def unload_lora_adapter(request: web.Request, _: _CallId) -> web.Response:
         """Unload an adapter when its requests have ended; for operators, as vLLM."""
-        check_call(request)
-        body = await _read_body(request, UnloadAdapterBody, max_body_bytes)
+        body = await bodies.read(request, UnloadAdapterBody)
         return web.Response(text=await unload_adapter(operations, body, request.remote))
 
     async def get_version(_: web.Request, __: _CallId) -> web.Response:
@@ -227,30 +217,6 @@ def _check_request_id(request_id: str) -> str:
             f"is {excerpt(request_id)}; it must be 1 to 128 printable ASCII characters",
         )
     return request_id
-
-
-async def _read_body(request: web.Request, schema: type[B], max_bytes: int) -> B:
-    """Read and parse the call's body; raises QuireError."""
-    value = parse_json(await _read_bytes(request, max_bytes))
-    try:
-        return schema.model_validate(value)
-    except ValidationError as error:
-        raise error_from_validation(error) from error
-
-
-async def _read_bytes(request: web.Request, max_bytes: int) -> bytes:
-    declared = request.content_length
-    if declared is not None and declared > max_bytes:
-        raise BodyTooLargeError(f"body is {declared} bytes; it must be at most {max_bytes}")
-    body = bytearray()
-    try:
-        async for piece in request.content.iter_any():
-            body += piece
-            if len(body) > max_bytes:
-                raise BodyTooLargeError(f"body exceeds {max_bytes} bytes")
-    except web.RequestPayloadError as error:
-        raise InvalidArgumentError("body", f"cannot be read: {error}") from error
-    return bytes(body)
 
 
 def _json_response(value: object) -> web.Response:

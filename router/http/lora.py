@@ -1,4 +1,4 @@
-"""Loading and unloading LoRA adapters by HTTP, as vLLM has it."""
+"""Loads and unloads LoRA adapters by HTTP, with vLLM's routes."""
 
 from types import MappingProxyType
 
@@ -11,7 +11,7 @@ _FIELD_TO_JSON = {"name": "lora_name", "directory": "lora_path"}
 
 
 class LoadAdapterBody(Schema):
-    """POST /v1/load_lora_adapter."""
+    """The body of POST /v1/load_lora_adapter."""
 
     unimplemented = MappingProxyType({"load_inplace": (False,), "is_3d_lora_weight": (False,)})
 
@@ -20,7 +20,7 @@ class LoadAdapterBody(Schema):
 
 
 class UnloadAdapterBody(Schema):
-    """POST /v1/unload_lora_adapter."""
+    """The body of POST /v1/unload_lora_adapter."""
 
     unimplemented = MappingProxyType({"lora_int_id": ()})
 
@@ -28,7 +28,7 @@ class UnloadAdapterBody(Schema):
 
 
 async def load_adapter(operations: Operations, body: LoadAdapterBody, remote: str | None) -> str:
-    """Load an adapter for a caller at `remote`; return vLLM's text; raises QuireError."""
+    """Load an adapter for a caller at `remote`; return the same text as vLLM. Raises QuireError."""
     try:
         loaded = await operations.load_adapter(body.lora_name, body.lora_path, _peer(remote))
     except InvalidArgumentError as error:
@@ -40,13 +40,13 @@ async def load_adapter(operations: Operations, body: LoadAdapterBody, remote: st
 async def unload_adapter(
     operations: Operations, body: UnloadAdapterBody, remote: str | None
 ) -> str:
-    """Unload an adapter; return vLLM's text when it is gone; raises QuireError."""
+    """Unload an adapter; return the same text as vLLM. Raises QuireError."""
     await operations.unload_adapter(body.lora_name, _peer(remote))
     return f"Success: LoRA adapter {body.lora_name!r} removed successfully."
 
 
 def _peer(remote: str | None) -> str:
-    """Return an address as gRPC writes it."""
+    """Return an address in gRPC's form."""
     if remote is None:
         return "unknown"
     return f"ipv6:[{remote}]" if ":" in remote else f"ipv4:{remote}"

@@ -1,56 +1,72 @@
-"""Keeps web pages from operating a service that trusts calls from its own machine.
+"""Prevents web pages from using a service that trusts calls from its own machine.
 
-A browser there makes any call that a page asks for. It sends the page's `Origin`; if the page's own
-name resolves to this machine, that name is in `Host`. Before it sends a JSON body to another
-origin, it asks for permission, which no route gives.
+A browser on that machine makes any call that a page requests. It sends the page's `Origin`. If the
+page's host name resolves to this machine, the name is in `Host`. Before the browser sends a JSON
+body to another origin, it asks for permission, which no route gives.
 """
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from contract.errors import PermissionDeniedError
-from router.http.errors import UnsupportedMediaTypeError
-from router.http.strict_json import excerpt
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
-_JSON = "application/json"
+from contract.errors import PermissionDeniedError
+from router.http.errors import error_response
+from router.http.strict_json import excerpt
 
 
 @dataclass(frozen=True, slots=True)
 class PageGuard:
-    """Refuses calls of web pages, except the service's own; for a router without API keys."""
+    """Refuses calls of web pages other than the service's own, for routers without API keys."""
 
-    own_host: str | None
-    """A name allowed in `Host` besides loopback's; None: any, because TLS proves it."""
+    hosts: frozenset[str] | None
+    """Names that `Host` may have besides loopback names; None: any, because TLS proves it."""
+    origins: frozenset[str] = frozenset()
+    """Origins of other pages that may call, such as "https://example.com"."""
 
     def check(self, headers: Mapping[str, str]) -> None:
-        """Check a call's headers, `Host` and `Origin`.
+        """Check the headers `Host` and `Origin` of a call.
 
         Raises:
-            PermissionDeniedError: Another page may have made it.
+            PermissionDeniedError: Another web page may have made the call.
         """
         host, origin = headers.get("Host", ""), headers.get("Origin")
-        if self.own_host is not None and not _is_own(host, self.own_host):
+        if self.hosts is not None and not _is_own(host, self.hosts):
             raise PermissionDeniedError(
-                f"Host is {excerpt(host)}; a router without API keys takes this call only for"
-                f" localhost, a loopback address or {self.own_host}"
+                f"Host is {excerpt(host)}; a router without API keys accepts this call only for"
+                f" localhost, a loopback address or {', '.join(sorted(self.hosts))}"
+                " (--allowed-hosts)"
             )
-        if origin is not None and _authority(origin) != host.lower():
+        if origin is not None and origin not in self.origins and _authority(origin) != host.lower():
             raise PermissionDeniedError(
-                f"Origin is {excerpt(origin)}; a router without API keys takes it only from its"
-                f" own, of {excerpt(host)}"
+                f"Origin is {excerpt(origin)}; a router without API keys accepts this call only"
+                f" from its own pages, at {excerpt(host)} (--allowed-origins)"
             )
 
+    def middleware(self, paths: Collection[str] | None) -> Middleware:
+        """Return middleware that answers other pages with 403; None: on all paths."""
 
-def check_json(content_type: str) -> None:
-    """Check that the Content-Type is JSON.
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if paths is None or request.path in paths:
+                try:
+                    self.check(request.headers)
+                except PermissionDeniedError as error:
+                    return error_response(error)
+            return await handler(request)
 
-    Raises:
-        UnsupportedMediaTypeError: It is not.
-    """
-    if content_type != _JSON:
-        raise UnsupportedMediaTypeError(f"Content-Type is {content_type}; it must be {_JSON}")
+        return middleware
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name can be reached from its own machine only."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _authority(origin: str) -> str | None:
@@ -60,16 +76,9 @@ def _authority(origin: str) -> str | None:
         return None
 
 
-def _is_own(host: str, own_host: str) -> bool:
+def _is_own(host: str, own_hosts: Collection[str]) -> bool:
     try:
         name = urlsplit(f"//{host}").hostname
     except ValueError:
         return False
-    if name is None:
-        return False
-    if name in ("localhost", own_host.lower()):
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
+    return name is not None and (name in own_hosts or is_loopback(name))

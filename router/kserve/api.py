@@ -27,11 +27,11 @@ from router.request.live import LiveRequest
 from rpc.grpc_server import Service, service_of
 
 MAX_STREAMED_REQUESTS: Final = 1024
-"""Most unanswered requests of one stream; further ones are not read before one is answered."""
+"""Most unanswered requests of one stream; further ones are read when one has been answered."""
 
 
 class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
-    """The server's interceptor turns what is raised into a status."""
+    """Answers the calls of `inference.GRPCInferenceService`; an interceptor converts errors."""
 
     def __init__(self, inference: Inference, is_ready: Callable[[], bool]) -> None:
         self._inference = inference
@@ -50,7 +50,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelReady(  # noqa: N802
         self, request: open_inference_pb2.ModelReadyRequest, _: CallContext
     ) -> open_inference_pb2.ModelReadyResponse:
-        """The model is ready when the process is."""
+        """Return whether the process is ready, which holds for its model, too."""
         check_version(request.version)
         self._inference.model.check_name(request.name)
         return open_inference_pb2.ModelReadyResponse(ready=self._is_ready())
@@ -70,10 +70,10 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelInfer(  # noqa: N802
         self, request: open_inference_pb2.ModelInferRequest, context: CallContext
     ) -> open_inference_pb2.ModelInferResponse:
-        """Collect the events."""
+        """Return the complete outputs of a request."""
         call = self._parse(request, context)
         if call.stream:
-            raise InvalidArgumentError("stream", "is true; ModelStreamInfer has streams")
+            raise InvalidArgumentError("stream", "is true; use ModelStreamInfer for streams")
         async with await self._generate(call) as live:
             return answer_to_proto(call, await _complete(call, live))
 
@@ -96,10 +96,13 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             finally:
                 room.release()
 
-        async with asyncio.TaskGroup() as tasks:
-            async for request in requests:
-                await room.acquire()
-                tasks.create_task(serve(request))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for request in requests:
+                    await room.acquire()
+                    tasks.create_task(serve(request))
+        except ExceptionGroup as errors:  # for example from an invalid message
+            raise errors.exceptions[0] from None
 
     async def _serve_streamed(
         self,
@@ -107,7 +110,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         context: CallContext,
         write: Callable[[open_inference_pb2.ModelStreamInferResponse], Awaitable[None]],
     ) -> None:
-        """Write the responses of one request of a stream; an error is the last."""
+        """Write the responses to one request of a stream; an error is the last response."""
         try:
             call = self._parse(request, context)
             async with await self._generate(call) as live:
@@ -128,7 +131,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     def _parse(
         self, message: open_inference_pb2.ModelInferRequest, context: CallContext
     ) -> InferCall:
-        """Make a request of the message and the call's metadata."""
+        """Make a request from the message and the call's metadata."""
         call = infer_call_from_proto(message)
         deadline = deadline_of(context)
         if call.timeout_s is not None:
@@ -175,8 +178,9 @@ async def _complete(call: InferCall, live: LiveRequest) -> Answer:
 async def _answers(call: InferCall, live: LiveRequest) -> AsyncIterator[tuple[Answer, bool]]:
     """Yield the answers of a stream, and whether each is the last.
 
-    A delta is an answer in which the other outputs have no text. The end of the request is an
-    answer without text, so that no delta waits until it is known to be the last.
+    For each delta there is an answer in which the other outputs have no text. The end of the
+    request is an answer without text, so that no delta has to wait until it is known to be the
+    last.
     """
     if not call.stream:
         yield await _complete(call, live), True

@@ -1,6 +1,5 @@
-"""The fields of a request besides its prompt: parameters, JSON, or tensors."""
+"""Reads the fields of a request besides its prompt, from parameters, JSON or tensors."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -11,7 +10,7 @@ from contract.errors import InvalidArgumentError
 from quire.kserve import open_inference_pb2
 from router.http.errors import error_from_validation
 from router.http.requests.schema import UNIMPLEMENTED, Body
-from router.http.strict_json import excerpt
+from router.http.strict_json import excerpt, parse_json
 from router.kserve.tensors import Element
 
 _LISTS: Final = frozenset({"stop", "stop_token_ids", "guided_choice"})
@@ -19,9 +18,10 @@ _LISTS: Final = frozenset({"stop", "stop_token_ids", "guided_choice"})
 
 
 class Fields(Body):
-    """All fields of a request: those of `/v1/completions`, and Triton's own.
+    """All fields of a request: those of `/v1/completions`, and those of Triton.
 
-    Types are not strict: tensors and parameters have few, and clients send numbers as text.
+    Types are not strict, because tensors and parameters have few types, and clients send numbers as
+    text.
     """
 
     model_config = ConfigDict(strict=False)
@@ -49,9 +49,9 @@ class Fields(Body):
 def fields_from_proto(
     request: open_inference_pb2.ModelInferRequest, inputs: Mapping[str, Sequence[Element]]
 ) -> Fields:
-    """Read the parameters, the JSON of `sampling_parameters` and all other `inputs`.
+    """Read the parameters, the JSON in `sampling_parameters`, and all other `inputs`.
 
-    Raises InvalidArgumentError naming the field, also if it is given twice with different values.
+    Raises InvalidArgumentError, which names the field, also if the field has two different values.
     """
     given: dict[str, object] = {}
     for name, value in (
@@ -59,7 +59,7 @@ def fields_from_proto(
         *_sampling_parameters(inputs.get("sampling_parameters")),
         *_tensors(inputs),
     ):
-        if name in given and str(given[name]) != str(value):
+        if name in given and not _equal(given[name], value):
             raise InvalidArgumentError(
                 name, f"is given twice, as {excerpt(given[name])} and as {excerpt(value)}"
             )
@@ -71,7 +71,7 @@ def fields_from_proto(
 
 
 def text_of(name: str, elements: Sequence[Element]) -> str:
-    """Read a tensor of one text; raise InvalidArgumentError if it is not that."""
+    """Read a tensor with one text; raises InvalidArgumentError for any other tensor."""
     element = _single(name, elements)
     if not isinstance(element, bytes):
         raise InvalidArgumentError(name, "must have the datatype BYTES")
@@ -93,9 +93,9 @@ def _sampling_parameters(elements: Sequence[Element] | None) -> Iterable[tuple[s
         return
     name = "sampling_parameters"
     try:
-        fields = json.loads(text_of(name, elements))
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(name, f"is no JSON: {error}") from None
+        fields = parse_json(text_of(name, elements).encode())
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(name, error.problem) from None
     if not isinstance(fields, dict):
         raise InvalidArgumentError(name, f"is {excerpt(fields)}; it must be a JSON object")
     yield from fields.items()
@@ -107,6 +107,12 @@ def _tensors(inputs: Mapping[str, Sequence[Element]]) -> Iterable[tuple[str, obj
             continue
         values = [_decode(name, e) if isinstance(e, bytes) else e for e in elements]
         yield name, values if name in _LISTS else _single(name, values)
+
+
+def _equal(value: object, other: object) -> bool:
+    if isinstance(value, list | dict) or isinstance(other, list | dict):
+        return value == other
+    return str(value) == str(other)
 
 
 def _single(name: str, elements: Sequence[object]) -> object:

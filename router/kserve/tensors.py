@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol to lists of Python values and back."""
+"""Converts tensors of the Open Inference Protocol to Python values and back."""
 
 import math
 import struct
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from contract.errors import InvalidArgumentError
+from contract.value_checks import check_count
 from quire.kserve import open_inference_pb2
 
 Element: TypeAlias = bool | int | float | bytes
@@ -26,10 +27,14 @@ _DATATYPE_TO_FORM: Final[dict[str, tuple[str, str | None]]] = {
     "FP64": ("d", "fp64_contents"),
     "BYTES": ("", "bytes_contents"),
 }
-"""The `struct` code of an element, and the field of typed elements, if there is one."""
+"""The `struct` code of an element, and the field for typed contents, if there is one."""
+
+MAX_ELEMENTS: Final = 1024
+"""Most elements of an input; the longest is a list of choices."""
+MAX_DIMENSIONS: Final = 8
 
 _LENGTH: Final = struct.Struct("<I")
-"""Before each element of BYTES in raw contents."""
+"""The length that precedes each element of BYTES in raw contents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class OutputTensor:
 def inputs_from_proto(
     request: open_inference_pb2.ModelInferRequest,
 ) -> dict[str, tuple[Element, ...]]:
-    """Read each input's elements, by its name; raise InvalidArgumentError naming the input."""
+    """Return each input's elements by its name; InvalidArgumentError names a wrong input."""
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
         raise InvalidArgumentError(
@@ -59,12 +64,13 @@ def inputs_from_proto(
         if tensor.parameters:
             raise InvalidArgumentError(
                 f"{tensor.name}.parameters",
-                f"has {min(tensor.parameters)[:64]!r}; a tensor's parameters have no meaning here",
+                f"has {min(tensor.parameters)[:64]!r}; parameters of tensors are not supported",
             )
         if raw and tensor.HasField("contents"):
             raise InvalidArgumentError(
                 f"{tensor.name}.contents", "is set; with raw_input_contents it must not be"
             )
+        check_count(f"{tensor.name}.shape", len(tensor.shape), MAX_DIMENSIONS)
         elements = _from_raw(tensor, raw[i]) if raw else _from_typed(tensor)
         if any(size < 0 for size in tensor.shape) or len(elements) != math.prod(tensor.shape):
             raise InvalidArgumentError(
@@ -78,7 +84,7 @@ def inputs_from_proto(
 def outputs_to_proto(
     tensors: Sequence[OutputTensor], response: open_inference_pb2.ModelInferResponse, *, raw: bool
 ) -> None:
-    """Add tensors to a response, their contents raw or typed."""
+    """Add tensors to a response, with raw or typed contents."""
     for tensor in tensors:
         output = response.outputs.add(
             name=tensor.name, datatype=tensor.datatype, shape=[len(tensor.elements)]
@@ -114,7 +120,11 @@ def _from_typed(
                 f"has {len(elements)} {other.name}; with the datatype {tensor.datatype} it must"
                 f" have {field or 'none: it is given in raw_input_contents'}",
             )
-    return tuple(getattr(tensor.contents, field)) if field is not None else ()
+    if field is None:
+        return ()
+    contents = getattr(tensor.contents, field)
+    check_count(tensor.name, len(contents), MAX_ELEMENTS)
+    return tuple(contents)
 
 
 def _from_raw(
@@ -128,6 +138,7 @@ def _from_raw(
         raise InvalidArgumentError(
             tensor.name, f"has {len(raw)} bytes; an element of {tensor.datatype} has {size}"
         )
+    check_count(tensor.name, len(raw) // size, MAX_ELEMENTS)
     return struct.unpack(f"<{len(raw) // size}{code}", raw)
 
 
@@ -142,6 +153,7 @@ def _texts_from_raw(name: str, raw: bytes) -> tuple[bytes, ...]:
             )
         at = begin + length
         texts.append(raw[begin:at])
+        check_count(name, len(texts), MAX_ELEMENTS)
     return tuple(texts)
 
 

@@ -1,4 +1,4 @@
-"""Messages of the Open Inference Protocol to values and back."""
+"""Converts messages of the Open Inference Protocol to values and back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,40 +32,40 @@ _OUTPUT_TO_DATATYPE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class InferCall:
-    """A request, and the form of its answer."""
+    """A request, with the requested form of its answer."""
 
     request: GenerateRequest
     id: str
-    """The client's, not necessarily unique; "" if it gave none."""
+    """The client's id, which may not be unique; "" without one."""
     model_name: str
     stream: bool
     prefix: str
-    """The prompt, if each output's text begins with it; else empty."""
+    """The prompt, if each output's text must begin with it; else empty."""
     output_names: tuple[str, ...]
     raw: bool
-    """Whether contents are raw, as the request's were."""
+    """Whether contents are raw, as in the request."""
     timeout_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The state of a request's outputs in one response; each tuple by output index."""
+    """The outputs in one response; each tuple is indexed by output."""
 
     texts: tuple[str, ...]
     finish_reasons: tuple[str, ...]
-    """Empty for an output that has not ended."""
+    """Empty for an unfinished output."""
     num_input_tokens: int
     num_output_tokens: tuple[int, ...]
 
 
 def check_version(version: str) -> None:
-    """Raise NotFoundError unless models have this version."""
+    """Raise NotFoundError unless this is the version of all models."""
     if version not in ("", MODEL_VERSION):
         raise NotFoundError(f"model version {version[:64]!r} is not served; {MODEL_VERSION!r} is")
 
 
 def infer_call_from_proto(message: open_inference_pb2.ModelInferRequest) -> InferCall:
-    """Read a request; raise QuireError naming what is wrong with it."""
+    """Parse a request; raises QuireError, which names the wrong field."""
     check_version(message.model_version)
     inputs = inputs_from_proto(message)
     if "text_input" not in inputs:
@@ -101,7 +101,7 @@ def infer_call_from_proto(message: open_inference_pb2.ModelInferRequest) -> Infe
 def answer_to_proto(
     call: InferCall, answer: Answer, *, final: bool | None = None
 ) -> open_inference_pb2.ModelInferResponse:
-    """Write an answer; `final` is set in streams only."""
+    """Make a response; `final` is set only in streams."""
     response = empty_response(call.model_name, call.id)
     if final is not None:
         response.parameters[FINAL_PARAMETER].bool_param = final
@@ -110,14 +110,14 @@ def answer_to_proto(
 
 
 def empty_response(model_name: str, request_id: str) -> open_inference_pb2.ModelInferResponse:
-    """Write a response without outputs."""
+    """Make a response without outputs."""
     return open_inference_pb2.ModelInferResponse(
         model_name=model_name, model_version=MODEL_VERSION, id=request_id
     )
 
 
 def model_to_proto(model: Model) -> open_inference_pb2.ModelMetadataResponse:
-    """Write a model's tensors."""
+    """Describe a model's input and output tensors."""
     metadata = open_inference_pb2.ModelMetadataResponse.TensorMetadata
     return open_inference_pb2.ModelMetadataResponse(
         name=model.id,
@@ -141,7 +141,7 @@ def _output_names(message: open_inference_pb2.ModelInferRequest, fields: Fields)
         if output.parameters:
             raise InvalidArgumentError(
                 f"outputs[{i}].parameters",
-                f"has {min(output.parameters)[:64]!r}; none has a meaning here",
+                f"has {min(output.parameters)[:64]!r}; parameters of outputs are not supported",
             )
     if message.outputs:
         return tuple(dict.fromkeys(output.name for output in message.outputs))

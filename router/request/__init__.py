@@ -1,1 +1,1 @@
-"""One request from its admission to its last event."""
+"""Requests, from admission to the last event."""

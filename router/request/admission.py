@@ -1,27 +1,32 @@
-"""Which requests the router admits: each id once, up to a limit, none while it drains."""
+"""Decides which requests the router admits: each id once, up to a limit, none while it drains.
+
+Three places refuse requests under overload. This module limits the live requests of this router, to
+bound its memory. `router/schedulers/pool.py` refuses early when all schedulers have reported full
+queues. The scheduler decides with exact numbers (`scheduler_svc/core/limits.py`).
+"""
 
 import asyncio
 
 from opentelemetry.trace import Span, SpanKind
 
-from contract.errors import AlreadyExistsError, TooBusyError, UnavailableError
+from contract.errors import AlreadyExistsError, InvalidArgumentError, TooBusyError, UnavailableError
 from router import metrics
 from router.request import span as request_span
 from router.request.live import LiveRequest
 from rpc.observe import telemetry
 
 _LAST_BYTES_S = 0.2
-"""Time for clients to read the last bytes: closing a socket may discard them."""
+"""Time for clients to read the last bytes, which closing a socket may discard."""
 
 
 class Admission:
-    """The live requests by tenant and id, from admission until they are read to the end or left."""
+    """The live requests by tenant and id, from admission until the reader has finished or left."""
 
     def __init__(self, max_live_requests: int) -> None:
         self._max_live_requests = max_live_requests
         self._spans: dict[tuple[str, str], Span] = {}
         self._lives: dict[tuple[str, str], LiveRequest] = {}
-        """The submitted ones."""
+        """The submitted requests."""
         self._is_draining = False
         self._drained = asyncio.Event()
 
@@ -39,6 +44,15 @@ class Admission:
     def find(self, tenant: str, request_id: str) -> LiveRequest | None:
         """Return the request with this tenant and id, if it has been submitted."""
         return self._lives.get((tenant, request_id))
+
+    def check_capacity(self, num_requests: int) -> None:
+        """Raise `InvalidArgumentError` if `num_requests` exceeds the limit on live requests."""
+        if num_requests > self._max_live_requests:
+            raise InvalidArgumentError(
+                "prompt",
+                f"holds {num_requests} prompts; at most {self._max_live_requests} requests may be"
+                " live (--max-live-requests)",
+            )
 
     def admit(self, tenant: str, request_id: str) -> Span:
         """Admit a request; return the span that lasts until it is released.

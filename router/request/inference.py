@@ -1,4 +1,4 @@
-"""Takes requests: checks, prepares, submits and resumes them; every API calls this."""
+"""Checks, prepares, submits and resumes requests; every API calls this."""
 
 import asyncio
 import secrets
@@ -24,7 +24,7 @@ from contract.sampling import BeamSearch, SamplingParams
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
 from router import metrics
-from router.access.api_keys import ApiKeys
+from router.access.api_keys import ApiKeys, current_caller
 from router.access.quotas import Lease, Quotas
 from router.access.tenancy import check_operator, claim, tenant_of_caller
 from router.request import span as request_span
@@ -40,12 +40,14 @@ from router.text.model_text import ModelText
 from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 
+_MAX_ESCAPE_BYTES = 6
+"""Most bytes of JSON for one byte of text, as in \\u0041."""
 _SEED_BITS = 63
-"""So that a seed fits a signed 64-bit integer in any language that reads a log."""
+"""Limits drawn seeds, so that they fit a signed 64-bit integer in every language."""
 
 
 class Inference:
-    """Everything that an API can ask about requests, models, text and load."""
+    """The interface of the APIs: requests, models, text and load."""
 
     def __init__(
         self,
@@ -59,8 +61,8 @@ class Inference:
     ) -> None:
         """Serve one model; `model_name` is the name of the flags' model.
 
-        With `api_keys` the call's key decides whose request it is (`tenancy`); `authentication` has
-        checked it before.
+        With `api_keys` the call's key determines the tenant of a request (`tenancy`);
+        `authentication` has checked the key before.
         """
         self._has_api_keys = api_keys is not None
         tenant_to_quota = {} if api_keys is None else api_keys.tenant_to_quota
@@ -76,13 +78,36 @@ class Inference:
         )
 
     def check_room(self, model: str) -> None:
-        """Raise early what `generate` would, for APIs that have work to do before they call it.
+        """Raise errors of `generate` early, for APIs that do work before they call it.
 
         `NotFoundError` for an unknown model, `TooBusyError` if the schedulers' queues are full.
         """
         with _refusals_counted():
             self.model.check_name(model)
             self._schedulers.check_room(1)
+
+    async def check_capacity(self, num_requests: int, n: int) -> None:
+        """Check that all requests of one call, with `n` outputs each, could be live at once.
+
+        Raises `InvalidArgumentError` if they could not, so that a retry is useless.
+        """
+        with _refusals_counted():
+            self._admission.check_capacity(num_requests)
+            await self._schedulers.check_capacity(num_requests * n)
+
+    def check_quota(self, num_bytes: int) -> None:
+        """Check the quota of the caller's tenant before a body is parsed.
+
+        Raises `TooBusyError` if the quota is used up, or is too small for any JSON text of
+        `num_bytes`.
+        """
+        if not self._has_api_keys:
+            return
+        num_tokens = 1 + num_bytes // (_MAX_ESCAPE_BYTES * self.text.max_token_bytes)
+        with _refusals_counted():
+            self._quotas.check(
+                current_caller().tenant, num_tokens, asyncio.get_running_loop().time()
+            )
 
     async def generate(self, request: GenerateRequest) -> LiveRequest:
         """Submit a request; the caller reads the result under `async with`.
@@ -99,7 +124,7 @@ class Inference:
     async def _generate(self, request: GenerateRequest) -> LiveRequest:
         model = self.model.info(request.model)
         check_request(request, model, self.text.max_text_bytes(model))
-        # First, before any work: under overload most requests end here.
+        # Check this before any other work, because under overload most requests end here.
         self._schedulers.check_room(request.n)
         if self._has_api_keys:
             request = claim(request)
@@ -126,7 +151,7 @@ class Inference:
         start_s = time.time()
         directory = self.model.directory
         prepared = await self.text.prepare(request)
-        if self.model.directory != directory:  # the tokens are the previous model's
+        if self.model.directory != directory:  # the tokens belong to the previous model
             raise UnavailableError("the service now has another model")
         prompt = prepared.prompt_token_ids
         context = trace.set_span_in_context(span)
@@ -202,12 +227,12 @@ class Inference:
         return live
 
     async def resume(self, request: ResumeRequest) -> LiveRequest:
-        """Continue a request after the part that its client has; read the result as `generate`'s.
+        """Continue a request after the part that its client has; read it as after `generate`.
 
-        If another call, at any router, is reading it, that call ends with `AbortedError`. Raises
-        `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError` if the
-        client claims more than was produced; `FailedPreconditionError` for lost log-probabilities;
-        `TooBusyError` and `UnavailableError` as `generate`.
+        If another call, at any router, is reading the request, that call ends with `AbortedError`.
+        Raises `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError`
+        if the client claims more than was produced; `FailedPreconditionError` for lost
+        log-probabilities; `TooBusyError` and `UnavailableError` as `generate`.
         """
         live = await self._take_over(request.request_id, request.tenant, request.deadline)
         try:
@@ -218,7 +243,7 @@ class Inference:
         return live
 
     async def cancel(self, request_id: str, tenant: str) -> None:
-        """Cancel a resumable request, whichever call reads it; raises as `resume`."""
+        """Cancel a resumable request that any call may be reading; raises as `resume`."""
         live = await self._take_over(request_id, tenant, None)
         live.cancel()
 
@@ -227,26 +252,29 @@ class Inference:
         if self._has_api_keys:
             tenant = tenant_of_caller(tenant)
         if (tenant, request_id) in self._admission:
-            self._take_away(request_id, tenant)
+            self._end_reader(request_id, tenant)
         self._admission.admit(tenant, request_id)
         lease: Lease | None = None
         try:
-            taken = lease = self._quotas.begin(tenant, asyncio.get_running_loop().time())
+            new_lease = lease = self._quotas.begin(tenant, asyncio.get_running_loop().time())
             return await self._schedulers.resume(
                 request_id,
                 tenant,
-                lambda found: self._go_on(found, (tenant, request_id), deadline, model, taken),
+                lambda found: self._start_resumed(
+                    found, (tenant, request_id), deadline, model, new_lease
+                ),
             )
         except BaseException as error:
             if isinstance(error, QuireError):
                 metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
-            if (tenant, request_id) in self._admission:  # unless it was resumed and then left
+            # The request is absent if it was resumed and its reader has left.
+            if (tenant, request_id) in self._admission:
                 if lease is not None:
                     lease.end(0)
                 self._admission.release(tenant, request_id)
             raise
 
-    def _go_on(
+    def _start_resumed(
         self,
         found: Resumption,
         wanted: tuple[str, str],
@@ -256,14 +284,14 @@ class Inference:
     ) -> LiveRequest:
         record = replace(found.record, deadline=deadline)
         if (record.tenant, record.request_id) != wanted:
-            raise QuireError("the scheduler resumed another request than it was asked to")
+            raise QuireError("the scheduler resumed a different request")
         num_tokens = _most_tokens(
             len(record.prompt_token_ids), found.n, record.beam, record.sampling
         )
         lease.take_up(record.request_id, num_tokens)
         return self._start(record, found.n, found.stop_options, model, lease)
 
-    def _take_away(self, request_id: str, tenant: str) -> None:
+    def _end_reader(self, request_id: str, tenant: str) -> None:
         """End the call that reads a live request of this router, so that another can resume it."""
         live = self._admission.find(tenant, request_id)
         if live is None:
@@ -272,35 +300,35 @@ class Inference:
             raise NotFoundError(
                 f"request {request_id!r} cannot be resumed: it was not submitted as resumable"
             )
-        # Without a scheduler, this router's copy would be the only one.
+        # Without a scheduler, this router would have the only copy.
         if live.live_seq_keys and not self._schedulers.is_kept(live):
             raise self._schedulers.unavailable()
-        # Left, not cancelled: if the other call is refused, the request can still be resumed.
+        # Do not cancel it: if the other call is refused, the request can still be resumed.
         self._schedulers.leave(live)
         live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
     def _on_closed(self, live: LiveRequest, lease: Lease) -> None:
         if live.goes_on:
-            now = asyncio.get_running_loop().time()  # this router will not see its end
+            now = asyncio.get_running_loop().time()  # this router will not see the request's end
             lease.leave(live.request_id, now, now + self._schedulers.resume_grace_s)
         elif live.num_cached_tokens is None:
-            lease.end(0)  # it was never admitted
+            lease.end(0)  # the scheduler never admitted it
         else:
             lease.end(len(live.prompt_token_ids) + live.num_completion_tokens)
         self._admission.close(live)
 
     @property
     def num_live(self) -> int:
-        """Admitted requests that have not been read to the end or left."""
+        """Number of admitted requests whose reader has neither finished nor left."""
         return len(self._admission)
 
     async def drain(self) -> None:
         """Admit no more requests; return when the live ones have been read to the end.
 
-        If it is cancelled before that, resumable requests continue at their scheduler, and their
-        clients are told to resume them at another router.
+        If this call is cancelled before, resumable requests continue at their scheduler, and an
+        error asks their clients to resume them at another router.
         """
-        self._schedulers.note_draining()
+        self._schedulers.set_draining()
         try:
             await self._admission.drain()
         except asyncio.CancelledError:
@@ -313,29 +341,30 @@ class Inference:
                 self._schedulers.leave(live)
                 live.take_away(
                     UnavailableError(
-                        f"the router ends; request {live.request_id!r} continues and can be resumed"
+                        f"the router is shutting down; request {live.request_id!r} continues and"
+                        " can be resumed at another router"
                     )
                 )
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads that work on text."""
         self.text.close()
 
     async def load(self) -> Load:
-        """Return how busy the schedulers are; raises `UnavailableError` without one."""
+        """Return the load of the schedulers; raises `UnavailableError` without one."""
         return await self._schedulers.load()
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
-        """Return who holds which KV blocks, as the schedulers answer; raises what they refuse.
+        """Return which sequences hold which KV blocks; raises the schedulers' errors.
 
-        Raises `PermissionDeniedError` if the call's API key is a tenant's.
+        Raises `PermissionDeniedError` if the call's API key belongs to a tenant.
         """
         if self._has_api_keys:
             check_operator()
         return await self._schedulers.describe_kv(query)
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """Return what the workers are doing; raises as `describe_kv`."""
+        """Return the activity of the workers; raises as `describe_kv`."""
         if self._has_api_keys:
             check_operator()
         return await self._schedulers.describe_activity(query)
@@ -344,7 +373,7 @@ class Inference:
 def _most_tokens(
     num_prompt_tokens: int, n: int, beam: BeamSearch | None, sampling: SamplingParams
 ) -> int:
-    """Return the most tokens that a request may have, prompt and outputs."""
+    """Return the most tokens that a request can have, prompt and outputs together."""
     assert sampling.max_tokens is not None, "complete_sampling sets it"
     return num_prompt_tokens + (n if beam is None else beam.width) * sampling.max_tokens
 

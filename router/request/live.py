@@ -1,4 +1,4 @@
-"""One live request: its replay record, its outputs, and the events not read yet."""
+"""One live request: its replay record, its outputs, and the events that are not read yet."""
 
 import asyncio
 import time
@@ -26,10 +26,10 @@ from router.request.output import LiveOutput
 
 @dataclass(frozen=True, slots=True)
 class ReplayRecord:
-    """A request as it is submitted to a scheduler, and again if the scheduler is replaced.
+    """The data to submit a request to a scheduler, and to submit it again to the next one.
 
-    `sampling.seed` and `sampling.max_tokens` are set: submitted again with the tokens that it has
-    produced, the request continues exactly as it would have.
+    `sampling.seed` and `sampling.max_tokens` are set. So a request that is submitted again with the
+    tokens that it has produced draws the same tokens as without the interruption.
     """
 
     request_id: str
@@ -47,20 +47,20 @@ class ReplayRecord:
     """On the event loop's clock; None: never."""
     beam: BeamSearch | None = None
     resume_record: bytes | None = None
-    """What another router needs to resume the request besides; None: it is not resumable."""
+    """Further data that another router needs to resume the request; None: not resumable."""
 
 
 class LiveRequest:
-    """A request that the scheduler works on, and the stream of its events.
+    """A request at a scheduler, and the stream of its events.
 
-    An API reads it as an asynchronous iterator, under `async with`: leaving the block early cancels
-    what is still live or, if the request is resumable, leaves it to the scheduler. The first
-    `__anext__` raises the scheduler's refusal, a `QuireError`; a later failure is an
-    `OutputFinished` with reason ERROR. After the `Usage` the iteration ends.
+    An API reads it as an asynchronous iterator, under `async with`. If the block is left early,
+    live outputs are cancelled or, if the request is resumable, continue at the scheduler. If the
+    scheduler refuses the request, the first `__anext__` raises its `QuireError`; a later failure is
+    an `OutputFinished` with reason ERROR. After the `Usage` the iteration ends.
 
-    Only the scheduler client calls the methods from `push_token` to `refuse`. They never wait: what
-    the reader has not read yet is merged into one pending delta per output, so a slow reader costs
-    the memory of its tokens (at most `max_model_len` per output) and does not slow other requests.
+    Only the scheduler client calls the methods from `push_token` to `refuse`. They never wait:
+    unread tokens are merged into one pending delta per output. So a slow reader costs the memory of
+    its tokens (at most `max_model_len` per output) and does not slow down other requests.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LiveRequest:
         leave: Callable[["LiveRequest"], None],
         on_closed: Callable[["LiveRequest"], None],
     ) -> None:
-        """Belongs to the running event loop.
+        """Make a live request of the running event loop.
 
         `cancel` ends sequences at the scheduler, which sends no more events for them. `leave` is
         called instead if the reader of a resumable request leaves. `on_closed` is called once, when
@@ -86,11 +86,11 @@ class LiveRequest:
         self.num_cached_tokens: int | None = None
         self.num_pinned_tokens = 0
         self.goes_on = False
-        """Whether the request continues without this reader."""
+        """Whether the request continues at the scheduler without this reader."""
         self.num_submits = 0
         """How often it was submitted; counted by the scheduler client."""
         self.refused_by: set[str] = set()
-        """Schedulers whose queues were full; kept by the scheduler client."""
+        """Schedulers whose queues were full; set by the scheduler client."""
         self._refusal: QuireError | None = None
         loop = asyncio.get_running_loop()
         self._submitted_at = loop.time()
@@ -99,12 +99,12 @@ class LiveRequest:
         self._on_closed = on_closed
         self._has_events = asyncio.Event()
         self._prompt_logprobs: list[TokenLogprob] | None = None
-        """Those received; None: not requested, or the reader has them."""
+        """Received log-probabilities of the prompt; None: not requested, or read already."""
         if record.sampling.prompt_logprobs is not None:
             self._prompt_logprobs = []
         self._outputs_with_events: dict[int, None] = {}  # an ordered set: outputs take turns
         self._num_outputs_read = 0  # outputs whose end the reader has
-        self._accepted = False  # the reader has an event: too late to refuse
+        self._accepted = False  # the reader has an event, so the request cannot be refused
         self._closed = False
         self._taken_away: QuireError | None = None
         self._timer = (
@@ -128,18 +128,18 @@ class LiveRequest:
 
     @property
     def num_completion_tokens(self) -> int:
-        """Tokens of all outputs so far."""
+        """Number of tokens of all outputs so far."""
         return sum(len(output.token_ids) for output in self.outputs)
 
     @property
     def time_to_first_token_s(self) -> float | None:
-        """From the request's arrival to the first token of output 0, if it has come."""
+        """Time from submission to the first token of output 0; None before that token."""
         first = self.outputs[0].first_token_at
         return None if first is None else first - self._submitted_at
 
     @property
     def finish_reasons(self) -> list[str]:
-        """How each finished output ended."""
+        """The finish reasons of the finished outputs."""
         return [output.finished.finish_reason.value for output in self.outputs if output.finished]
 
     def push_token(
@@ -151,10 +151,10 @@ class LiveRequest:
         *,
         is_new: bool = True,
     ) -> bool:
-        """Add a token to an output that has not ended; True if it completes a stop string.
+        """Add a token to an unfinished output; return whether it completes a stop string.
 
-        The caller then cancels the sequence. `now` is on the event loop's clock. A token from
-        before the request was resumed is not new: it does not count in the metrics.
+        If it does, the caller cancels the sequence. `now` is on the event loop's clock. Metrics do
+        not count a token that is not new: it comes from before the request was resumed.
         """
         output = self.outputs[seq_key - self.record.first_seq_key]
         if not is_new:
@@ -163,7 +163,7 @@ class LiveRequest:
             output.first_token_at = now
             if output.index == 0:
                 metrics.TIME_TO_FIRST_TOKEN.observe(now - self._submitted_at)
-        elif self.record.beam is None:  # a search's tokens come all at once
+        elif self.record.beam is None:  # all tokens of a search arrive at once
             metrics.INTER_TOKEN_LATENCY.observe(now - output.last_token_at)
         output.last_token_at = now
         output.push(token_id, logprob)
@@ -171,7 +171,7 @@ class LiveRequest:
         return output.finished is not None
 
     def score_prompt(self, position: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Add the scores of the prompt's tokens from `position` on; some may be known already."""
+        """Add log-probabilities of the prompt from `position` on; some may be known already."""
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += logprobs[len(self._prompt_logprobs) + 1 - position :]
 
@@ -192,7 +192,7 @@ class LiveRequest:
         error: OutputError | None = None,
         cumulative_logprob: float | None = None,
     ) -> None:
-        """End an output that has not ended."""
+        """End an unfinished output."""
         output = self.outputs[seq_key - self.record.first_seq_key]
         if stop_token_id not in self.record.sampling.stop_token_ids:
             stop_token_id = None  # the model's own end token
@@ -208,9 +208,10 @@ class LiveRequest:
         self._publish(output)
 
     def refuse(self, error: QuireError) -> None:
-        """End the request because the scheduler refuses it.
+        """End the request because a scheduler has refused it.
 
-        The error is raised to the reader if it has read nothing yet; else it is each output's end.
+        If the reader has read nothing yet, it gets the error raised; otherwise each output ends
+        with the error.
         """
         if not self._accepted and not any(output.token_ids for output in self.outputs):
             self._refusal = error
@@ -221,10 +222,11 @@ class LiveRequest:
             self.finish(seq_key, FinishReason.ERROR, error=failure)
 
     def skip(self, received: Mapping[int, OutputReceived], *, has_prompt_scores: bool) -> None:
-        """Leave out what the reader has of all that was pushed; call it before reading.
+        """Skip the part of the events that the reader has; call this before reading.
 
-        Raises `InvalidArgumentError` if the reader claims more than was produced,
-        `FailedPreconditionError` if it lacks what was lost; then the caller closes the request.
+        Raises `InvalidArgumentError` if the reader claims more than was produced, and
+        `FailedPreconditionError` if it needs lost log-probabilities. Then the caller closes the
+        request.
         """
         for index in received:
             if index >= len(self.outputs):
@@ -241,7 +243,7 @@ class LiveRequest:
         self._accepted = True
 
     def cancel(self) -> None:
-        """Cancel what is still live, even if it is resumable, and end the iteration."""
+        """Cancel the live outputs, even of a resumable request, and end the iteration."""
         if seq_keys := self.live_seq_keys:
             self._cancel(seq_keys)
             for seq_key in seq_keys:
@@ -297,7 +299,7 @@ class LiveRequest:
     def _next_event(self) -> Event | None:
         if self._prompt_logprobs is not None and self._outputs_with_events:
             scores, self._prompt_logprobs = PromptScores(tuple(self._prompt_logprobs)), None
-            # They come no later than the first token; fewer: the request ended without one.
+            # All scores come before the first token. If some lack, the request ended without one.
             if len(scores.logprobs) == len(self.record.prompt_token_ids) - 1:
                 return scores
         while self._outputs_with_events:
@@ -320,7 +322,7 @@ class LiveRequest:
         )
 
     async def aclose(self) -> None:
-        """Cancel or leave what is still live and end the iteration; may be called again."""
+        """Cancel the live outputs, or leave a resumable request; end the iteration. Idempotent."""
         self._close()
 
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""One output of a live request: its tokens, its text, and what its reader has not read yet."""
+"""One output of a live request: its tokens, its text, and the events that are not read yet."""
 
 from array import array
 from collections.abc import Container
@@ -11,11 +11,10 @@ from router.text.detokenizer import Detokenizer
 
 
 class LiveOutput:
-    """Turns the tokens of one sequence into deltas and one end.
+    """Turns the tokens of one sequence into deltas and an end.
 
-    Text is made when a token arrives, not when the reader asks for it: a stop string must end the
-    sequence even if its reader is slow. A look-up and an incremental decode take less than a
-    microsecond per token.
+    Tokens become text when they arrive, not when the reader asks, because a stop string must end
+    the sequence even if the reader is slow. This takes less than a microsecond per token.
     """
 
     def __init__(
@@ -25,16 +24,16 @@ class LiveOutput:
         stop_matcher: StopMatcher,
         end_token_ids: Container[int],
     ) -> None:
-        """`end_token_ids` end the sequence; their text is not shown."""
+        """`end_token_ids` end the sequence; their text is not part of the output."""
         self.index = index
         self.token_ids = array("i")
-        """All tokens produced, int32; sent again if the request is resubmitted."""
+        """int32: all tokens so far; sent again if the request is resubmitted."""
         self.finished: OutputFinished | None = None
-        """The end; once set, nothing may be pushed."""
+        """The end of the output; once set, no token may be pushed."""
         self.first_token_at: float | None = None
-        """When the first token came; None also if that was before the request was resumed."""
+        """When the first token arrived; also None if it arrived before the request was resumed."""
         self.last_token_at: float | None = None
-        """When the newest token came, on the event loop's clock."""
+        """When the newest token arrived, on the event loop's clock."""
         self._detokenizer = detokenizer
         self._stop_matcher = stop_matcher
         self._end_token_ids = end_token_ids
@@ -43,7 +42,7 @@ class LiveOutput:
         self._logprobs: list[TokenLogprob] = []
         self._end_taken = False
         self.skipped: OutputDelta | None = None
-        """What `skip` has left out, with the log-probabilities that are known."""
+        """The part that `skip` has left out, with the known log-probabilities."""
 
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Add the next token; end the output if it completes a stop string."""
@@ -60,15 +59,15 @@ class LiveOutput:
             )
 
     def finish(self, finished: OutputFinished) -> None:
-        """End the output; text that was held back is now certain."""
+        """End the output; text that was held back becomes final."""
         self._text.append(self._stop_matcher.flush() + self._detokenizer.flush())
         self.finished = finished
 
     def skip(self, received: OutputReceived, *, wants_logprobs: bool) -> None:
-        """Leave out what the reader has of all that was pushed; call it before any `take`.
+        """Skip the part that the reader has; call this before any `take`.
 
-        Raises `InvalidArgumentError` if the reader claims more than was produced,
-        `FailedPreconditionError` if it lacks log-probabilities that were not kept.
+        Raises `InvalidArgumentError` if the reader claims more than was produced, and
+        `FailedPreconditionError` if it needs log-probabilities that were not kept.
         """
         field = f"received[{self.index}]"
         text = "".join(self._text).encode()
@@ -78,7 +77,9 @@ class LiveOutput:
             ("finished", int(received.finished), int(self.finished is not None)),
         ):
             if value > limit:
-                raise InvalidArgumentError(f"{field}.{name}", f"is {value}; there are {limit}")
+                raise InvalidArgumentError(
+                    f"{field}.{name}", f"is {value}; it must be at most {limit}, as produced"
+                )
         num_lost = len(self.token_ids) - len(self._logprobs) if wants_logprobs else 0
         if wants_logprobs and received.num_tokens < num_lost:
             raise FailedPreconditionError(
@@ -105,7 +106,7 @@ class LiveOutput:
         self._end_taken = received.finished
 
     def take(self) -> OutputDelta | OutputFinished | None:
-        """Return what is new: one delta of everything, then the end, then None."""
+        """Return the next event: one delta of all unread tokens, then the end, then None."""
         offset = self._num_tokens_taken
         text = "".join(self._text)
         if text or offset < len(self.token_ids):

@@ -1,6 +1,6 @@
-"""Attributes of the `request` span: OpenTelemetry's names for generative AI, vLLM's for latencies.
+"""Attributes of the `request` span, named as in OpenTelemetry's conventions and vLLM's latencies.
 
-Sizes and parameters only, never text.
+They have only sizes and parameters, never text.
 """
 
 from opentelemetry.util.types import AttributeValue
@@ -9,7 +9,7 @@ from router.request.live import LiveRequest
 
 
 def submitted(live: LiveRequest) -> dict[str, AttributeValue]:
-    """Return the request's attributes; defaults are left out."""
+    """Return the attributes of the request, without parameters at their defaults."""
     record, sampling = live.record, live.record.sampling
     attributes: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": "text_completion",
@@ -31,7 +31,7 @@ def submitted(live: LiveRequest) -> dict[str, AttributeValue]:
 
 
 def closed(live: LiveRequest) -> dict[str, AttributeValue]:
-    """Return the outputs' attributes, when the reader has everything or has left."""
+    """Return the attributes of the outputs, after the reader has finished or left."""
     attributes: dict[str, AttributeValue] = {
         "gen_ai.response.model": live.model,
         "gen_ai.response.finish_reasons": live.finish_reasons,

@@ -1,4 +1,4 @@
-"""Finds stop strings in a text that arrives in pieces."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from collections.abc import Iterable
 
@@ -6,27 +6,27 @@ from collections.abc import Iterable
 class StopMatcher:
     """Watches the text of one output for the first complete stop string.
 
-    The string that ends first wins, and of two that end together the longer, so that the result
+    The string that ends first wins; of two that end together, the longer one wins. So the result
     does not depend on how the text is cut into pieces.
 
-    For each stop string it remembers how many characters at the end of the text begin it. Only from
-    there on is the next piece searched, so the cost is linear in the length of the text.
+    For each stop string it remembers how many characters at the end of the text match the string's
+    beginning, and searches from there. So the cost is linear in the length of the text.
     """
 
     def __init__(self, stop: Iterable[str], *, include_in_output: bool) -> None:
-        """`stop`: not empty each; `include_in_output`: whether the stop string is shown."""
+        """The strings in `stop` must not be empty; `include_in_output`: keep the found string."""
         self.found: str | None = None
-        """The stop string that was found; once set, nothing may be pushed."""
+        """The found stop string; once set, no text may be pushed."""
         self._stop = tuple(stop)
         self._num_begun = [0] * len(self._stop)
         self._include_in_output = include_in_output
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Take the next piece; return the text that is certain not to belong to a stop string.
+        """Add a piece; return the text that cannot belong to a stop string.
 
-        The longest end of the text that begins a stop string is held back. After a match the rest
-        of the piece is dropped.
+        The end of the text is held back as long as it matches the beginning of a stop string. After
+        a full match the rest of the piece is dropped.
         """
         if not self._stop:
             return piece
@@ -40,7 +40,7 @@ class StopMatcher:
                 continue
             if self.found is None or at + len(string) < end or len(string) > len(self.found):
                 self.found = string
-            end = at + len(string)  # a later match must not end behind this one
+            end = at + len(string)  # further matches must end here or before
         if self.found is None:
             certain = len(text) - max(self._num_begun)
             self._held = text[certain:]
@@ -50,13 +50,13 @@ class StopMatcher:
         return text[:certain]
 
     def flush(self) -> str:
-        """Return the text held back, when the output ended otherwise; "" after a match."""
+        """Return the held-back text when the output has ended; "" after a match."""
         held, self._held = self._held, ""
         return held
 
 
 def _num_begun(string: str, text: str, start: int) -> int:
-    """Return how many characters at the end of `text[start:]` begin `string`, but not all of it."""
+    """Return the length of the longest proper prefix of `string` that ends `text[start:]`."""
     start = max(start, len(text) - len(string) + 1)
     while (start := text.find(string[0], start)) >= 0:
         if string.startswith(text[start:]):

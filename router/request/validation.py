@@ -1,7 +1,7 @@
-"""Checks a request against the served model, and fixes what the client left open.
+"""Checks a request against the served model, and fills in the parameters that the client left out.
 
-Each function raises `InvalidArgumentError` naming field, value and limit. The limits that do not
-depend on the model are in `contract`.
+Each function raises `InvalidArgumentError`, which names field, value and limit. The limits that do
+not depend on the model are in `contract`.
 """
 
 import dataclasses
@@ -33,13 +33,13 @@ from contract.value_checks import (
 _BEAM_ALLOWS: Final = frozenset(
     ("temperature", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "adapter")
 )
-"""Fields of `SamplingParams` that may be set with a beam search; it has no use for the others."""
+"""Fields of `SamplingParams` that may be set with a beam search; others have no effect there."""
 
 
 def check_request(request: GenerateRequest, model: Model, max_prompt_bytes: int) -> None:
-    """Check all that can be checked before the prompt is tokenized.
+    """Check everything that does not need the tokenized prompt.
 
-    No text of more than `max_prompt_bytes` can fit the context, however it is tokenized.
+    A text of more than `max_prompt_bytes` cannot fit the context, however it is tokenized.
     """
     check_chars("request_id", request.request_id, MAX_REQUEST_ID_CHARS)
     if not request.request_id.isprintable():
@@ -69,7 +69,7 @@ def check_request(request: GenerateRequest, model: Model, max_prompt_bytes: int)
             raise InvalidArgumentError("prompt", "is empty; it must have at least 1 character")
         check_text("prompt", request.prompt, model, max_prompt_bytes)
     else:
-        # Length first: a list that is far too long is refused without looking at each id.
+        # Check the length first, so that a far too long list is refused cheaply.
         check_prompt_length(len(request.prompt), model)
         check_token_ids("prompt", request.prompt, model.vocab_size)
 
@@ -86,9 +86,9 @@ def _check_stop(stop: Sequence[str]) -> None:
 
 
 def _check_structured(sampling: SamplingParams, model: Model) -> None:
-    """Check what stands beside a form; the form itself is checked when it becomes a grammar."""
+    """Check the parameters beside a form; the form is checked when it becomes a grammar."""
     if not model.structured_output:
-        raise UnimplementedError("sampling.structured: this model's outputs cannot be given a form")
+        raise UnimplementedError("sampling.structured: this model has no structured output")
     # An end-of-sequence token ends the form.
     if sampling.ignore_eos:
         raise InvalidArgumentError(
@@ -101,14 +101,14 @@ def _check_structured(sampling: SamplingParams, model: Model) -> None:
 
 
 def _check_beam(request: GenerateRequest, beam: BeamSearch, model: Model) -> None:
-    """Check a beam search, and that no field is set that only concerns draws."""
+    """Check a beam search, and that no parameter for drawing tokens is set."""
     beam.check(request.n)
     sampling, neutral = request.sampling, SamplingParams()
     if sampling.temperature not in {0, 1}:
         raise InvalidArgumentError(
             "sampling.temperature",
-            f"is {sampling.temperature}; with beam it must be 0, 1 or unset: the search uses the"
-            " model's own distribution",
+            f"is {sampling.temperature}; with beam it must be 0, 1 or unset, because the search"
+            " uses the model's own distribution",
         )
     for field in dataclasses.fields(SamplingParams):
         if field.name not in _BEAM_ALLOWS and (
@@ -132,15 +132,15 @@ def _check_beam(request: GenerateRequest, beam: BeamSearch, model: Model) -> Non
 def complete_sampling(
     sampling: SamplingParams, num_prompt_tokens: int, model: Model, seed: int
 ) -> SamplingParams:
-    """Return the parameters with `seed` and `max_tokens` set, for a prompt of this length."""
+    """Return the parameters with `seed` and `max_tokens` set."""
     check_prompt_length(num_prompt_tokens, model)
     room = model.max_model_len - num_prompt_tokens
     max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
     if max_tokens > room:
         raise InvalidArgumentError(
             "sampling.max_tokens",
-            f"is {max_tokens}; it must be at most {room}: the model's context is"
-            f" {model.max_model_len} tokens, of which the prompt takes {num_prompt_tokens}",
+            f"is {max_tokens}; it must be at most {room}, since the model's context has"
+            f" {model.max_model_len} tokens and the prompt {num_prompt_tokens}",
         )
     check_range("sampling.min_tokens", sampling.min_tokens, 0, max_tokens)
     return dataclasses.replace(
@@ -149,7 +149,7 @@ def complete_sampling(
 
 
 def check_prompt_length(num_prompt_tokens: int, model: Model) -> None:
-    """Check that there is a prompt, and that it leaves room for one token."""
+    """Check that the prompt is not empty and leaves room for one token."""
     if num_prompt_tokens == 0:
         raise InvalidArgumentError("prompt", "is empty; it must have at least 1 token")
     if num_prompt_tokens >= model.max_model_len:
@@ -161,12 +161,12 @@ def check_prompt_length(num_prompt_tokens: int, model: Model) -> None:
 
 
 def check_text(field: str, text: str, model: Model, max_bytes: int) -> None:
-    """Check a text's size before it is tokenized: more than `max_bytes` cannot fit the context."""
+    """Check a text's size before it is tokenized: a text above `max_bytes` cannot fit."""
     _check_num_bytes(field, check_unicode(field, text), model, max_bytes)
 
 
 def check_chat(messages: Sequence[Mapping[str, Any]], model: Model, max_bytes: int) -> None:
-    """Check a chat's size by its messages, before the template renders it."""
+    """Check the size of a chat's messages before the template renders them."""
     check_count("messages", len(messages), model.max_model_len)
     num_bytes = 0
     for i, message in enumerate(messages):

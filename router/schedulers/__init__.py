@@ -1,1 +1,1 @@
-"""The schedulers that a router sends requests to."""
+"""Connections to schedulers, and the choice of a scheduler for each request."""

@@ -1,4 +1,4 @@
-"""A router's unary calls to one scheduler, beside their stream; and the sum of several loads."""
+"""Unary calls to a scheduler, beside the stream; and the sum of several loads."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -13,30 +13,29 @@ from rpc.status import calling
 _TIMEOUT_S: Final = 5.0
 
 _NOT_ADDED: Final = ("block_size", "fragmentation", "host_fragmentation")
-"""Fields of `Load` that make no sum: the greatest value stands for all."""
+"""Fields of `Load` that are not summed: the result has the greatest value."""
 
 
 class SchedulerCalls:
-    """One scheduler, through one channel. All raise what it refuses, as `QuireError`."""
+    """Calls to one scheduler through one channel. All raise its errors as `QuireError`."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
         self._adapters = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
 
     async def load(self) -> Load:
-        """Ask how busy the scheduler is."""
         request = scheduler_pb2.GetSchedulerLoadRequest()
         load: Load = (await _call(self._stub.GetSchedulerLoad, request)).load
         return load
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
-        """Ask who holds which KV blocks."""
+        """Return which sequences hold which KV blocks."""
         request = scheduler_pb2.DescribeSchedulerKvRequest(query=query)
         workers: Sequence[WorkerKv] = (await _call(self._stub.DescribeSchedulerKv, request)).workers
         return workers
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """Ask what the workers are doing."""
+        """Return the activity of the workers."""
         request = scheduler_pb2.DescribeSchedulerActivityRequest(query=query)
         response = await _call(self._stub.DescribeSchedulerActivity, request)
         workers: Sequence[WorkerActivity] = response.workers
@@ -51,12 +50,11 @@ class SchedulerCalls:
         return response
 
     async def unload_adapter(self, name: str, digest: bytes) -> None:
-        """Unload an adapter when no request has it any more; empty `digest`: of any contents."""
+        """Unload an adapter once no request uses it; an empty `digest` matches any contents."""
         request = adapters_pb2.UnloadAdapterRequest(name=name, digest=digest)
         await _call(self._adapters.UnloadAdapter, request, timeout_s=None)
 
     async def list_adapters(self) -> Sequence[adapters_pb2.LoadedAdapter]:
-        """Ask which adapters the workers have."""
         response = await _call(self._adapters.ListAdapters, adapters_pb2.ListAdaptersRequest())
         adapters: Sequence[adapters_pb2.LoadedAdapter] = response.adapters
         return adapters
@@ -68,7 +66,7 @@ async def _call(method: Any, request: Any, timeout_s: float | None = _TIMEOUT_S)
 
 
 def sum_loads(loads: Sequence[Load]) -> Load:
-    """Return the load of several schedulers together; at least one."""
+    """Sum the loads of one or more schedulers."""
     total = Load()
     for field in Load.DESCRIPTOR.fields:
         values = [getattr(load, field.name) for load in loads]

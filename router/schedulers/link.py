@@ -1,7 +1,7 @@
 """The router's stream to one scheduler: submits and cancels requests, and delivers their events.
 
-If the stream breaks or the scheduler is replaced, live requests wait. At the next scheduler each is
-submitted again from its replay record with the tokens that it has, and continues.
+If the stream breaks or the scheduler is replaced, live requests wait. The router submits each to
+the next scheduler again, from its replay record and with the tokens so far, and it continues there.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from contract.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
-from contract.heartbeat import BEAT_S, LOST_AFTER_S, TICK_S, Heartbeat
+from contract.heartbeat import BEAT_S, TICK_S, Heartbeat
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from router.request.live import LiveRequest
 from router.schedulers.calls import SchedulerCalls
@@ -31,7 +31,7 @@ from rpc.security.tls import ClientTls, explain
 
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
-_LISTEN_TIMEOUT_S = 5.0
+_POLL_TIMEOUT_S = 5.0
 
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 
 class MisfitError(QuireError):
-    """The scheduler's model is not one that this router serves."""
+    """The router cannot serve the scheduler's model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class LinkConfig:
     router_id: str
     max_message_mb: int
     tls: ClientTls | None = None
-    """None: without TLS."""
+    """None: no TLS."""
 
 
 class LinkOwner(Protocol):
-    """Callbacks of a link, from the link's task; only `prepare` may wait."""
+    """Callbacks, which a link calls from its task; only `prepare` may wait."""
 
     async def prepare(self, model: SchedulerModel) -> None:
         """Read the model's tokenizer; raises MisfitError."""
@@ -62,20 +62,20 @@ class LinkOwner(Protocol):
         """Check a scheduler's model before it is used; raises MisfitError."""
 
     def connected(self, link: "SchedulerLink") -> None:
-        """The link has a scheduler, to which its live requests have been submitted."""
+        """Called when the link has a scheduler and has submitted its live requests to it."""
 
     def changed(self, link: "SchedulerLink") -> None:
-        """The link has lost its scheduler, or its `status` or `hang` has changed."""
+        """Called when the link has lost its scheduler, or its `status` or `hang` has changed."""
 
     def refused(self, link: "SchedulerLink", live: LiveRequest) -> bool:
-        """The scheduler refuses a request; return whether another link has it now."""
+        """Called when the scheduler refuses a request; returns whether another link accepts it."""
 
     def model_changed(self) -> None:
-        """The length limit or the adapters of a link's model have changed."""
+        """Called when the length limit or the adapters of a link's model have changed."""
 
 
 class SchedulerLink:
-    """Owns the stream to one scheduler and the table of what is live there.
+    """Owns the stream to one scheduler and the table of its live requests.
 
     `run` reads the stream and never waits for a request's reader. `submit` and `cancel` put
     messages into the `Outbox` and never wait.
@@ -86,19 +86,25 @@ class SchedulerLink:
         self.model: SchedulerModel | None = None
         """The model of the latest scheduler."""
         self.resume_grace_s = 0.0
-        """For how long the latest scheduler keeps a resumable request without a reader."""
+        """How long the latest scheduler keeps a resumable request without a reader."""
+        self.max_waiting: int | None = None
+        """Most sequences that may wait at one of its workers; None: unknown."""
         self.status = f"waiting for the scheduler at {target}"
-        """Why there is no scheduler, while there is none."""
+        """While no scheduler is connected: the reason."""
         self.is_starting = True
         """Whether `status` is normal during a start."""
         self.hang: str | None = None
         """Why the connected scheduler seems to hang; None: it does not."""
+        self.epoch = 0
+        """Epoch of the latest scheduler."""
+        self.superseded_epochs: frozenset[int] = frozenset()
+        """Epochs of the schedulers whose workers the latest scheduler has taken over."""
         self.away_since: float | None = asyncio.get_running_loop().time()
-        """Since when, on the loop's clock, it is not connected; None: it is."""
+        """When the connection was lost, on the loop's clock; None: it is connected."""
         self.table = LiveTable()
-        """The live sequences of the scheduler, or of the next one while there is none."""
+        """The live sequences at the scheduler, or for the next scheduler."""
         self.room: int | None = None
-        """Sequences that its queues still take, as far as is known; None: many."""
+        """Last known room in its queues, in sequences; None: no limit reported."""
         self.is_unloaded = False
         """Whether its requests wait until a model is loaded."""
         self._config = config
@@ -108,28 +114,32 @@ class SchedulerLink:
         self._outbox: Outbox | None = None
         """Messages to the scheduler; None while there is no scheduler."""
         self._calls: SchedulerCalls | None = None
+        self._limit = asyncio.timeout(None)
+        """Ends the current stream when it expires."""
+        self._why_expired = ""
+        self._backoff_s = _MIN_BACKOFF_S
+        self._is_urgent = asyncio.Event()
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a scheduler."""
         return self._outbox is not None
 
     @property
     def calls(self) -> SchedulerCalls:
-        """Unary calls to the scheduler; raises UnavailableError while there is none."""
+        """Unary calls to the scheduler; raises UnavailableError while none is connected."""
         if self._outbox is None or self._calls is None:
             raise UnavailableError(self.status)
         return self._calls
 
     @property
     def misfit(self) -> MisfitError | None:
-        """Why the model of the latest scheduler is not served."""
+        """Why the router cannot serve the latest scheduler's model."""
         return self._misfit
 
     # --- for requests ---------------------------------------------------------------------------
 
     def submit(self, live: LiveRequest) -> None:
-        """Submit a request, now or as soon as there is a scheduler."""
+        """Submit a request, now or when a scheduler connects."""
         self.table.add(live)
         if self._outbox is not None:
             if self.room is not None and not live.num_submits:
@@ -140,7 +150,7 @@ class SchedulerLink:
     def cancel(self, seq_keys: Sequence[int]) -> None:
         """Cancel live sequences of one request; no more events of them are delivered."""
         key_to_live = self.table.take(seq_keys)
-        # Without a scheduler it is enough not to submit it again.
+        # Without a scheduler, it is enough to remove the sequences from the table.
         if not key_to_live or self._outbox is None:
             return
         live = next(iter(key_to_live.values()))
@@ -148,9 +158,9 @@ class SchedulerLink:
             self._outbox.cancel(list(key_to_live))
 
     def leave(self, live: LiveRequest) -> None:
-        """Leave a request to the scheduler until its client resumes it, through any router."""
+        """Let a request continue at the scheduler until a client resumes it at any router."""
         self.table.discard(live)
-        # Without a scheduler, or before it was submitted, the request is gone.
+        # Without a scheduler, or before it was sent, the request is lost.
         if self._outbox is not None and not self._outbox.drop(live):
             self._outbox.leave(live.live_seq_keys)
 
@@ -163,57 +173,74 @@ class SchedulerLink:
         self._outbox.resume(request_id, tenant, first_seq_key)
         return await self._resuming.wait(first_seq_key, start)
 
+    # --- for the owner --------------------------------------------------------------------------
+
+    def leave_superseded(self, epoch: int) -> None:
+        """End the stream, because the scheduler with `epoch` has taken over its workers."""
+        self._expire(f"the scheduler with epoch {epoch} has taken over its workers")
+
+    def hurry(self) -> None:
+        """Retry the connection now, and with the shortest backoff, since a scheduler is missing."""
+        self._backoff_s = _MIN_BACKOFF_S
+        self._is_urgent.set()
+
     # --- the stream -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep a stream, to one scheduler after another, until cancelled; only a bug raises."""
+        """Keep a stream to one scheduler after another until cancelled; only bugs raise."""
         try:
             await self._keep_stream()
         finally:
             self._outbox = None
 
     async def _keep_stream(self) -> None:
-        backoff_s = _MIN_BACKOFF_S
         config = self._config
         while True:
             try:
-                # A new channel each time: an old one would keep its connection to a scheduler that
-                # hangs instead of trying the next address.
+                # Open a new channel each time, because an old one would keep its connection to a
+                # hanging scheduler instead of trying the next address.
                 async with open_channel(self.target, config.max_message_mb, config.tls) as channel:
                     await self._converse(channel)
                 reason = "the scheduler ended the stream"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {explain(error.details() or '')}"
-                if self._misfit is not None:  # that scheduler is gone, and its model with it
+                if self._misfit is not None:  # the scheduler with the wrong model is gone
                     self._misfit = None
                     self._wait(f"waiting for the scheduler at {self.target}")
             except TimeoutError:
-                reason = f"it has said nothing for {LOST_AFTER_S:g} s"
+                reason = self._why_expired
                 if self._outbox is None:
                     self._wait(f"the scheduler at {self.target} hangs: {reason}", is_starting=False)
             except MisfitError as error:
                 reason = str(error)
             except QuireError as error:
                 reason = f"the scheduler breaks the protocol: {error}"
-            if self._outbox is not None:  # there was a scheduler: the next may come soon
-                backoff_s = _MIN_BACKOFF_S
+            if self._outbox is not None:  # a scheduler was connected, so the next may come soon
+                self._backoff_s = _MIN_BACKOFF_S
             self._lose(reason)
-            # Jitter: many routers lose one scheduler at the same moment.
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # noqa: S311
-            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+            await self._back_off()
+
+    async def _back_off(self) -> None:
+        # Add jitter, because many routers lose one scheduler at the same moment.
+        wait_s = self._backoff_s * random.uniform(0.5, 1.0)  # noqa: S311
+        self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._is_urgent.wait()
+        self._is_urgent.clear()
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
-        """Exchange messages until the stream ends; raises TimeoutError after a long silence."""
+        """Exchange messages until the stream ends; raises TimeoutError when `_expire` is called."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
         self._calls = SchedulerCalls(channel)
         call = stub.Connect()
         heartbeat = Heartbeat()
         tasks: list[asyncio.Task[None]] = []
         try:
-            async with asyncio.timeout(None) as limit:
-                tasks.append(asyncio.create_task(self._watch(heartbeat, limit)))
-                asker = asyncio.create_task(_listen(stub, heartbeat))
-                tasks.append(asker)
+            async with asyncio.timeout(None) as self._limit:
+                tasks.append(asyncio.create_task(self._watch(heartbeat)))
+                poll = asyncio.create_task(_poll(stub, heartbeat))
+                tasks.append(poll)
                 hello = scheduler_pb2.RouterHello(router_id=self._config.router_id)
                 await call.write(scheduler_pb2.ConnectRequest(hello=hello))
                 if self._misfit is None:
@@ -223,8 +250,8 @@ class SchedulerLink:
                     return
                 if not isinstance(welcome, Welcome):
                     raise QuireError("the first message is not a welcome")
-                outbox = await self._meet(welcome)  # may take longer than LOST_AFTER_S
-                asker.cancel()  # from now on the stream carries heartbeats
+                outbox = await self._meet(welcome)  # may take longer than the limit on silence
+                poll.cancel()  # from now on the stream carries heartbeats
                 heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
                 while (message := await _read(call)) is not None:
@@ -236,8 +263,8 @@ class SchedulerLink:
             self.hang = None
             call.cancel()
 
-    async def _watch(self, heartbeat: Heartbeat, limit: asyncio.Timeout) -> None:
-        """Report when the scheduler hangs and recovers; expire `limit` if it is lost."""
+    async def _watch(self, heartbeat: Heartbeat) -> None:
+        """Report when the scheduler hangs and recovers; end the stream if it is lost."""
         while not heartbeat.is_lost:
             await asyncio.sleep(TICK_S)
             heartbeat.on_tick()
@@ -245,16 +272,21 @@ class SchedulerLink:
                 continue
             if heartbeat.is_hanging:
                 self.hang = (
-                    f"the scheduler at {self.target} has said nothing for {heartbeat.silent_s:g} s"
+                    f"the scheduler at {self.target} has been silent for {heartbeat.silent_s:g} s"
                 )
                 log.warning("scheduler hangs", target=self.target, silent_s=heartbeat.silent_s)
             else:
                 self.hang = None
             self._owner.changed(self)
-        limit.reschedule(asyncio.get_running_loop().time())
+        self._expire(f"it has been silent for {heartbeat.silent_s:g} s")
+
+    def _expire(self, why: str) -> None:
+        if self._limit.when() is None:
+            self._why_expired = why
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def _meet(self, welcome: Welcome) -> Outbox:
-        """Take the scheduler's model and submit every live request again."""
+        """Adopt the scheduler's model and submit every live request to it."""
         try:
             await self._owner.prepare(welcome.model)
             self._misfit = None
@@ -265,6 +297,8 @@ class SchedulerLink:
             raise
         self.model = welcome.model
         self.resume_grace_s = welcome.resume_grace_s
+        self.epoch, self.superseded_epochs = welcome.epoch, welcome.superseded_epochs
+        self.max_waiting = welcome.max_waiting
         lives = self.table.lives
         log.info(
             "scheduler connected",
@@ -330,8 +364,8 @@ class SchedulerLink:
             self.table.add(live)
             self._on_step(resumption.so_far, is_new=False)
 
-        if self._resuming.answer(resumption, replay) is None:  # the call has ended
-            assert self._outbox is not None, "a message came from it"
+        if self._resuming.answer(resumption, replay) is None:  # the client's call has ended
+            assert self._outbox is not None, "the scheduler that sent the message is connected"
             first_seq_key = resumption.record.first_seq_key
             self._outbox.leave(range(first_seq_key, first_seq_key + resumption.n))
 
@@ -342,8 +376,8 @@ class SchedulerLink:
         if live is None:
             return
         if live.num_submits > 1 and isinstance(refusal.error, TooBusyError | UnavailableError):
-            # It had been accepted, and stays so: a new scheduler may be full because all routers
-            # submit to it at once, and a draining one is going to be replaced.
+            # A request that was accepted once is retried: a new scheduler may be full because all
+            # routers submit to it at once, and a draining scheduler will be replaced.
             asyncio.get_running_loop().call_later(
                 refusal.retry_after_s, self._submit_again, live, self._outbox
             )
@@ -355,33 +389,33 @@ class SchedulerLink:
 
     def _submit_again(self, live: LiveRequest, outbox: Outbox | None) -> None:
         is_live = any(seq_key in self.table for seq_key in live.live_seq_keys)
-        if is_live and self._outbox is outbox:  # else it was submitted to a newer scheduler
+        if is_live and self._outbox is outbox:  # otherwise a newer scheduler has it already
             self.submit(live)
 
 
 async def _read(call: Any) -> SchedulerMessage | None:
-    """Return the next message; None: the scheduler has ended the stream."""
+    """Return the next message; None if the scheduler has ended the stream."""
     message = await call.read()
     if message is _END:
         return None
-    if message is None:  # gRPC's way to say that the bytes cannot be parsed
+    if message is None:  # gRPC yields None for bytes that it cannot parse
         raise InvalidArgumentError("message", "cannot be parsed")
     return message_from_proto(message)
 
 
-async def _listen(stub: scheduler_pb2_grpc.SchedulerServiceStub, heartbeat: Heartbeat) -> None:
-    """Poll a scheduler that waits for its model: until its welcome it sends no heartbeats."""
+async def _poll(stub: scheduler_pb2_grpc.SchedulerServiceStub, heartbeat: Heartbeat) -> None:
+    """Poll a scheduler that waits for its model, which sends no heartbeats before its welcome."""
     while True:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await stub.GetSchedulerLoad(
-                scheduler_pb2.GetSchedulerLoadRequest(), timeout=_LISTEN_TIMEOUT_S
+                scheduler_pb2.GetSchedulerLoadRequest(), timeout=_POLL_TIMEOUT_S
             )
             heartbeat.on_message()
         await asyncio.sleep(BEAT_S)
 
 
 async def _write(call: Any, outbox: Outbox) -> None:
-    # When the stream ends, the reader learns why; the writer just stops.
+    # When the stream ends, the reader gets the error; the writer only stops.
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         while True:
             await call.write(await outbox.next())

@@ -1,4 +1,4 @@
-"""The live sequences of one scheduler by key; delivers the scheduler's events to them."""
+"""The live sequences of one scheduler; delivers the scheduler's events to their requests."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -37,22 +37,22 @@ class LiveTable:
         return {key: table.pop(key) for key in seq_keys if key in table}
 
     def find(self, first_seq_key: int) -> LiveRequest | None:
-        """Return the request whose output 0 has this key, even if that output has ended."""
+        """Return the request whose output 0 has this key, even if the output has ended."""
         if (live := self._seq_key_to_live.get(first_seq_key)) is not None:
             return live
         lives = self._seq_key_to_live.values()
         return next((live for live in lives if live.record.first_seq_key == first_seq_key), None)
 
     def deliver(self, events: StepEvents, *, is_new: bool = True) -> Sequence[int]:
-        """Deliver the events of a step; return the sequences that a stop string has ended.
+        """Deliver the events of a step; return the sequences that ended by a stop string.
 
-        The scheduler does not know of these yet. `is_new` is False for a resumed request's past,
-        which another router has counted.
+        The caller cancels these at the scheduler. `is_new` is False for the past events of a
+        resumed request, which another router has counted.
         """
-        # A sequence that is not in the table was cancelled while its events were on the way.
+        # A sequence that is missing in the table was cancelled after its events were sent.
         now = asyncio.get_running_loop().time()
         table = self._seq_key_to_live
-        for pin in events.pins:  # before the tokens, which may end its last output
+        for pin in events.pins:  # before the tokens, which may end the request
             if (live := table.get(pin.seq_key)) is not None:
                 live.pin(pin.num_pinned_tokens)
         stopped: list[int] = []

@@ -14,22 +14,26 @@ from router.schedulers.scheduler_model import SchedulerModel
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The first message: the scheduler knows its model and takes requests."""
+    """The first message, when the scheduler knows its model and accepts requests."""
 
     epoch: int
     model: SchedulerModel
     resume_grace_s: float
-    """For how long a resumable request continues without a reader."""
+    """How long a resumable request continues without a reader."""
+    superseded_epochs: frozenset[int]
+    """Epochs of the schedulers whose workers this scheduler has taken over."""
+    max_waiting: int | None
+    """Most sequences that may wait at one worker; None: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request is refused; none of its sequences exists."""
+    """The scheduler has refused a request; its sequences do not exist."""
 
     first_seq_key: int
     error: QuireError
     retry_after_s: float
-    """When to retry, if the error is retryable."""
+    """Seconds until a retry, if the error is retryable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,11 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Log-probabilities of part of a sequence's prompt."""
+    """Log-probabilities of a part of a sequence's prompt."""
 
     seq_key: int
     position: int
-    """Position in the prompt of the first one."""
+    """The index of the first token in the prompt."""
     logprobs: tuple[TokenLogprob, ...]
 
 
@@ -60,27 +64,27 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A sequence ended; its last tokens are in the same message."""
+    """A sequence has ended; its last tokens are in the same message."""
 
     seq_key: int
     reason: FinishReason
     stop_token_id: int | None
     error: OutputError | None
     cumulative_logprob: float | None = None
-    """Only if a beam search found the output."""
+    """Set only for outputs of a beam search."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueRoom:
-    """How many more sequences the queues take."""
+    """The room in the scheduler's queues."""
 
     num_seqs: int | None
-    """None: many; no counting needed."""
+    """Sequences that may be submitted; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """The events of one step for this router's sequences; None in a field: no change."""
+    """The events of one step for this router's sequences. A field that is None has no change."""
 
     seq_keys: list[int]
     token_ids: list[int]
@@ -93,23 +97,23 @@ class StepEvents:
     endings: tuple[Ending, ...]
     room: QueueRoom | None = None
     max_model_len: int | None = None
-    """Most tokens of prompt and output from now on."""
+    """The new limit on tokens of prompt and output together."""
     adapters: tuple[LoraAdapter, ...] | None = None
-    """Those that requests may name from now on."""
+    """The adapters that requests may name from now on."""
     is_unloaded: bool | None = None
-    """Whether no worker has its model, so that requests wait."""
+    """Whether the model is unloaded at all workers, so that requests wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """A resumed request, which belongs to this router from now on."""
+    """A resumed request, which this router owns from now on."""
 
     record: ReplayRecord
-    """As submitted, under the keys that this router reserved; without its deadline."""
+    """The request as submitted, with keys that this router reserved, without deadline."""
     stop_options: StopOptions
     n: int
     so_far: StepEvents
-    """All its output so far."""
+    """All events of the request so far."""
 
 
 SchedulerMessage: TypeAlias = Welcome | StepEvents | Refusal | Resumption

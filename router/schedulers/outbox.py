@@ -1,4 +1,4 @@
-"""Messages to one scheduler that have not been sent yet."""
+"""Pending messages to one scheduler."""
 
 import asyncio
 from collections import deque
@@ -12,9 +12,8 @@ from router.schedulers.wire import submit_to_proto
 class Outbox:
     """Requests to submit, in order, and sequences to cancel; only `next` waits.
 
-    A request is serialized when its turn comes, and dropped if it ends before. So a scheduler that
-    does not read costs the memory of the live requests, and a few bytes for each sequence to cancel
-    and each call that waits to resume.
+    A request is serialized when it is sent, and dropped if it ends before. So a scheduler that does
+    not read costs only a few bytes per sequence to cancel and per call that waits to resume.
     """
 
     def __init__(self) -> None:
@@ -32,7 +31,7 @@ class Outbox:
         self._filled.set()
 
     def drop(self, live: LiveRequest) -> bool:
-        """Remove a request; False if it was sent already and must be cancelled."""
+        """Remove a request; return False if it was sent already and must be cancelled."""
         return self._submits.pop(live.record.first_seq_key, None) is not None
 
     def cancel(self, seq_keys: list[int]) -> None:
@@ -41,7 +40,7 @@ class Outbox:
         self._filled.set()
 
     def leave(self, seq_keys: Iterable[int]) -> None:
-        """Leave a request that the scheduler knows, by its live sequences."""
+        """Leave a request at the scheduler; `seq_keys` are its live sequences."""
         leave = scheduler_pb2.Leave(seq_keys=seq_keys)
         self._messages.append(scheduler_pb2.ConnectRequest(leave=leave))
         self._filled.set()
@@ -55,7 +54,7 @@ class Outbox:
         self._filled.set()
 
     async def next(self) -> scheduler_pb2.ConnectRequest:
-        """Wait for the next message: cancels first, because they make room."""
+        """Wait for the next message. Cancellations go first, because they make room."""
         while not self:
             self._filled.clear()
             await self._filled.wait()

@@ -1,12 +1,12 @@
-"""Chooses a scheduler for a request: the one that its prefix maps to, unless that is too busy.
+"""Chooses a scheduler for a request by the prefix of its prompt, unless that scheduler is too busy.
 
-Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018): each prompt
-ranks the schedulers by a hash of its first tokens with their names, the same in every router, and
-takes the first that would stay below 1.25 times its share of all sequences. So prompts with the
-same beginning go to the same scheduler, which has it in its prefix cache. What a busy scheduler
-cannot take goes to the next in the ranking, which is also the same for all of these prompts. If a
-scheduler is added or removed, only its own share of the prompts moves. A scheduler whose queue is
-known to be full is left out while another has room.
+This is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018). Each
+prompt ranks the schedulers by a hash of its first tokens and their names, which is the same in
+every router. It goes to the first scheduler that stays below 1.25 times its share of all sequences.
+So prompts with the same beginning go to the same scheduler, which has the beginning in its prefix
+cache. If that scheduler is too busy, all these prompts go to the same next one. When a scheduler is
+added or removed, only its own share of the prompts moves. A scheduler that has reported a full
+queue is left out while another has room.
 """
 
 import asyncio
@@ -21,30 +21,27 @@ from router.request.live import LiveRequest
 from router.schedulers.link import SchedulerLink
 
 PREFIX_TOKENS: Final = 64
-"""How much of a prompt is hashed: a few KV blocks, whatever their size."""
+"""How many tokens of a prompt are hashed; a few KV blocks."""
 _SLACK: Final = 1.25
 _MIN_SEQS: Final = 4
-"""Up to so many per worker count as no load: prompts stay together."""
+"""Up to this many sequences per worker count as no load, so that prompts stay together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A scheduler to choose from."""
+    """A scheduler that may be chosen."""
 
     name: str
     num_seqs: int
-    """Its sequences, as far as is known."""
+    """Last known number of its sequences."""
     num_workers: int = 1
     """At least 1."""
     room: int | None = None
-    """As `has_room` takes it."""
+    """Last known room in its queue; None: no limit reported."""
 
 
 def has_room(room: int | None, n: int) -> bool:
-    """Whether a scheduler takes `n` more sequences, as far as is known.
-
-    `room` is how many its queue takes; None: many.
-    """
+    """Whether a queue with this room, None: no limit, accepts `n` more sequences."""
     return room is None or room >= n
 
 
@@ -57,19 +54,18 @@ def choose(prompt: Sequence[int], salt: str, n: int, candidates: Sequence[Candid
     share = max(_SLACK * num_seqs / num_workers, _MIN_SEQS)
     indices = [index for index, each in enumerate(candidates) if has_room(each.room, n)]
     indices = indices or list(range(len(candidates)))
-    # If all would exceed their share, the least loaded.
-    open_ = [
+    below_share = [
         index
         for index in indices
         if candidates[index].num_seqs + n <= share * candidates[index].num_workers
     ]
-    if not open_:
+    if not below_share:
         return min(
             indices,
             key=lambda index: candidates[index].num_seqs / candidates[index].num_workers,
         )
     prefix = ",".join(map(str, prompt[:PREFIX_TOKENS]))
-    return max(open_, key=lambda index: _score(f"{candidates[index].name}\0{salt}\0{prefix}"))
+    return max(below_share, key=lambda i: _score(f"{candidates[i].name}\0{salt}\0{prefix}"))
 
 
 def _score(text: str) -> bytes:
@@ -77,8 +73,7 @@ def _score(text: str) -> bytes:
 
 
 _REFRESH_S = 1.0
-"""How often schedulers are asked for their loads, if there are several: other routers add to these.
-"""
+"""How often to poll the loads of several schedulers, since other routers add to these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +85,14 @@ class _LastLoad:
     num_workers: int = 1
 
 
-class Placement:
+class SchedulerPlacement:
     """Chooses among links by their schedulers' last known loads."""
 
     def __init__(self) -> None:
         self._last_loads: dict[SchedulerLink, _LastLoad] = {}
 
     async def watch(self, connected: Callable[[], Sequence[SchedulerLink]]) -> None:
-        """Keep asking the connected schedulers for their loads."""
+        """Poll the loads of the connected schedulers until cancelled."""
         while True:
             await asyncio.sleep(_REFRESH_S)
             if len(links := connected()) > 1:
@@ -110,7 +105,7 @@ class Placement:
     def choose(self, live: LiveRequest, links: Sequence[SchedulerLink]) -> SchedulerLink:
         """Return one of `links`, at least one, for a request."""
         adapter = live.record.sampling.adapter
-        if adapter is not None:  # if none has it, any refuses the request by name
+        if adapter is not None:  # if no scheduler has it, any one will refuse the request
             able = [each for each in links if each.model and adapter in each.model.adapters]
             links = able or links
         links = [each for each in links if not each.is_unloaded] or links

@@ -1,9 +1,9 @@
-"""All schedulers of a service: places requests at one of them, and moves requests from lost ones.
+"""All schedulers of a service: places requests, and moves the requests of lost schedulers.
 
-Several schedulers may each have workers of their own, or one may be a standby for another; the
-router need not know which. Requests that are live at a lost scheduler go to the next scheduler that
-connects: the same one, its replacement, or another that had lost its stream. If none connects soon,
-they go to schedulers that have stayed connected.
+Several schedulers may each have workers of their own, or be standbys of each other; the router does
+not need to know. Live requests of a lost scheduler go to the next scheduler that connects: the same
+one, its replacement, or another that had lost its stream. If none connects soon, they go to
+schedulers that are still connected.
 """
 
 import asyncio
@@ -12,7 +12,13 @@ from typing import TypeVar
 
 import grpc
 
-from contract.errors import NotFoundError, QuireError, TooBusyError, UnavailableError
+from contract.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+)
 from contract.outputs import FinishReason, OutputError
 from contract.request import MAX_N
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
@@ -21,7 +27,7 @@ from router import metrics
 from router.request.live import LiveRequest
 from router.schedulers.calls import SchedulerCalls, sum_loads
 from router.schedulers.link import LinkConfig, MisfitError, SchedulerLink
-from router.schedulers.placement import Placement, has_room
+from router.schedulers.placement import SchedulerPlacement, has_room
 from router.schedulers.resuming import StartResumed
 from router.schedulers.scheduler_model import SchedulerModel, misfit_of, together
 from router.text.tokenizer import Tokenizers
@@ -29,10 +35,11 @@ from rpc.health import Health
 from rpc.peers.discovery import Discovery, keep_members
 
 _RETURN_S = 2.0
-"""How long to wait for a lost scheduler before its requests are computed again elsewhere."""
+"""How long to wait for a lost scheduler before its requests move to others, which compute them
+again."""
 _AWAY_S = 10.0
-"""For this long a lost scheduler may come back with the state that it had, so changes that must
-reach all schedulers are refused meanwhile."""
+"""For this long a lost scheduler may return with its old state, so the router refuses changes that
+must reach all schedulers."""
 
 T = TypeVar("T")
 
@@ -43,17 +50,17 @@ class Schedulers:
     def __init__(
         self, discovery: Discovery, config: LinkConfig, *, tokenizers: Tokenizers, health: Health
     ) -> None:
-        """Connects in `run`; sets `health` to whether there is a scheduler.
+        """Prepare; `run` connects. Sets `health` to whether a scheduler is connected.
 
-        It selects the model's tokenizer in `tokenizers`. A model is not served if its vocabulary is
-        smaller than its tokenizer's.
+        Selects the model's tokenizer in `tokenizers`. A model whose vocabulary is smaller than its
+        tokenizer's cannot be served.
         """
         self._discovery = discovery
         self._config = config
         self._tokenizers = tokenizers
         self._health = health
         self._links: list[SchedulerLink] = []
-        self._placement = Placement()
+        self._placement = SchedulerPlacement()
         self._model: SchedulerModel | None = None
         self._model_changed = asyncio.Event()
         self._next_seq_key = 0
@@ -63,7 +70,7 @@ class Schedulers:
 
     @property
     def model(self) -> SchedulerModel | None:
-        """The model that the schedulers serve, or last served, with the smallest length limit.
+        """The model that the schedulers serve, or served last, with the smallest length limit.
 
         None before the first welcome, and when the model does not fit the tokenizer.
         """
@@ -76,11 +83,22 @@ class Schedulers:
 
     @property
     def resume_grace_s(self) -> float:
-        """For how long a resumable request continues at most without a reader."""
+        """The longest time that a resumable request continues without a reader."""
         return max((link.resume_grace_s for link in self._links), default=0.0)
 
     def check_room(self, n: int) -> None:
-        """Raise TooBusyError if no scheduler's queue has room for `n` more, as far as is known."""
+        """Check that a scheduler has reported enough room in its queue for `n` more sequences.
+
+        This refuses early, before a prompt is tokenized; `Admission` limits the requests of this
+        router, and the scheduler has the final decision. Raises InvalidArgumentError if no queue is
+        ever long enough, TooBusyError if none has enough room now.
+        """
+        limits = [link.max_waiting for link in self._connected]
+        if limits and all(most is not None and n > most for most in limits):
+            most = max(most for most in limits if most is not None)
+            raise InvalidArgumentError(
+                "n", f"is {n}; it must be at most {most}, the length of the longest queue"
+            )
         rooms = [link.room for link in self._connected]
         if rooms and not any(has_room(room, n) for room in rooms):
             most = max(room for room in rooms if room is not None)
@@ -88,8 +106,29 @@ class Schedulers:
                 f"the queue is full: {most} more sequences may wait, and this request has {n}"
             )
 
+    async def check_capacity(self, num_seqs: int) -> None:
+        """Check that `num_seqs` sequences could be live at once if there were no others.
+
+        Raises InvalidArgumentError if they could not, UnavailableError without a scheduler.
+        """
+        links = [(link, link.max_waiting or 0) for link in self._connected]
+        # The queue of one worker is long enough, so do not ask for the loads.
+        if any(most == 0 or num_seqs <= most for _, most in links):
+            return
+        loads = await asyncio.gather(*(link.calls.load() for link, _ in links))
+        most = sum(
+            load.max_num_seqs + max(1, load.num_workers) * max_waiting
+            for (_, max_waiting), load in zip(links, loads, strict=True)
+        )
+        if num_seqs > most:
+            raise InvalidArgumentError(
+                "prompt",
+                f"makes {num_seqs} sequences, n for each prompt; at most {most} may run and wait at"
+                " once",
+            )
+
     def reserve_seq_keys(self, n: int) -> int:
-        """Return the first of `n` consecutive fresh keys, for a request to be submitted at once.
+        """Return the first of `n` new consecutive keys; the caller submits without any await.
 
         Raises UnavailableError without a scheduler.
         """
@@ -100,7 +139,7 @@ class Schedulers:
         return first
 
     def submit(self, live: LiveRequest) -> None:
-        """Submit a request; no await may lie between this and reserving its keys."""
+        """Submit a request; no await may lie between reserving its keys and this call."""
         self._placement.choose(live, self._connected).submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
@@ -109,7 +148,7 @@ class Schedulers:
             link.cancel(seq_keys)
 
     def leave(self, live: LiveRequest) -> None:
-        """Leave a request to its scheduler until its client resumes it, through any router."""
+        """Let a request continue at its scheduler until a client resumes it at any router."""
         if (link := self._link_of(live)) is not None:
             link.leave(live)
 
@@ -119,10 +158,10 @@ class Schedulers:
         return link is not None and link.is_connected
 
     async def resume(self, request_id: str, tenant: str, start: StartResumed) -> LiveRequest:
-        """Take over a request; return it with all its output so far, and its events from then on.
+        """Become the owner of a request; return it with all its events so far.
 
-        `start` makes a live request, to which nothing has been pushed. Raises what the scheduler
-        refuses, such as `NotFoundError`; `UnavailableError` without a scheduler.
+        `start` makes an empty live request. Raises the scheduler's errors, such as `NotFoundError`;
+        `UnavailableError` without a scheduler.
         """
         refusal: QuireError = self.unavailable()
         for link in self._connected:
@@ -133,7 +172,7 @@ class Schedulers:
         raise refusal
 
     def unavailable(self) -> UnavailableError:
-        """Return the error that says why there is no scheduler."""
+        """Return the error that explains why no scheduler is connected."""
         for link in self._links:
             if link.misfit is not None:
                 return UnavailableError(str(link.misfit))
@@ -142,40 +181,40 @@ class Schedulers:
             f"the scheduler at {targets} is not connected" if targets else "no scheduler is found"
         )
 
-    def note_draining(self) -> None:
-        """From now on leave `health` alone: a draining router is not ready."""
+    def set_draining(self) -> None:
+        """Stop updating `health`, because a draining router is not ready."""
         self._is_draining = True
 
     # --- unary calls ----------------------------------------------------------------------------
 
     @property
     def calls(self) -> Sequence[SchedulerCalls]:
-        """Calls to each connected scheduler; raises UnavailableError if there is none."""
+        """Calls to the connected schedulers; raises UnavailableError if there is none."""
         if not self._connected:
             raise self.unavailable()
         return [link.calls for link in self._connected]
 
     def calls_to_all(self) -> Sequence[SchedulerCalls]:
-        """Calls to each scheduler, for changes that must reach all of them.
+        """Return calls to all schedulers, for changes that must reach every one of them.
 
-        Raises UnavailableError if there is none, or if one was lost, or became known, less than
-        `_AWAY_S` ago. One that has been away for longer may be a standby.
+        Raises UnavailableError if there is no scheduler, or if one was lost or discovered less than
+        `_AWAY_S` ago. A scheduler that has been away for longer may be a standby.
         """
         calls = self.calls
         now = asyncio.get_running_loop().time()
         for link in self._links:
             if link.away_since is not None and (away_s := now - link.away_since) < _AWAY_S:
                 raise UnavailableError(
-                    f"the scheduler at {link.target} has not been connected for {away_s:.1f} s;"
-                    f" the call is refused until it is, or {_AWAY_S:g} s have passed"
+                    f"the scheduler at {link.target} has not been connected for {away_s:.1f} s; the"
+                    f" call is refused until it connects or {_AWAY_S:g} s have passed"
                 )
         return calls
 
     @property
     def target_to_is_connected(self) -> Mapping[str, bool]:
-        """The addresses of all known schedulers; raises UnavailableError if there is none.
+        """Addresses of all known schedulers; raises UnavailableError if there is none.
 
-        A scheduler that is not connected may run, but have no worker with a model.
+        A scheduler that is not connected may be running without any loaded model.
         """
         if not self._links:
             raise self.unavailable()
@@ -188,14 +227,14 @@ class Schedulers:
         return sum_loads(await asyncio.gather(*(link.calls.load() for link in self._connected)))
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
-        """Return who holds which KV blocks, as the schedulers answer.
+        """Return which sequences hold which KV blocks.
 
-        Raises what they refuse, `UnavailableError` without a scheduler.
+        Raises the schedulers' errors; `UnavailableError` without a scheduler.
         """
         return await self._ask_all(lambda link: link.calls.describe_kv(query))
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """Return what the workers are doing; raises as `describe_kv`."""
+        """Return the activity of the workers; raises as `describe_kv`."""
         return await self._ask_all(lambda link: link.calls.describe_activity(query))
 
     async def _ask_all(self, ask: Callable[[SchedulerLink], Awaitable[Sequence[T]]]) -> list[T]:
@@ -215,7 +254,7 @@ class Schedulers:
     async def run(self) -> None:
         """Keep a stream to each scheduler until cancelled.
 
-        Only a bug raises; then the live requests fail first.
+        Only bugs raise an error; before that, all live requests fail.
         """
         self._update_health()
         watch = asyncio.create_task(
@@ -227,7 +266,7 @@ class Schedulers:
             )
         except Exception:
             for link in self._links:
-                self._fail_all(link, "the router broke")
+                self._fail_all(link, "the router failed")
             raise
         finally:
             watch.cancel()
@@ -254,7 +293,7 @@ class Schedulers:
         """Read the model's tokenizer."""
         try:
             await self._tokenizers.read(model.directory)
-        except Exception as error:  # libraries raise their own for bad JSON and templates
+        except Exception as error:  # libraries raise many kinds for bad JSON and templates
             raise MisfitError(
                 f"the model {model} has no tokenizer that this router can read: {error}"
             ) from error
@@ -279,15 +318,27 @@ class Schedulers:
         self._model = together([model, *(other.model for other in others)])
 
     def connected(self, link: SchedulerLink) -> None:
-        """Move the live requests of lost schedulers to this one."""
+        """Move the live requests of lost and superseded schedulers to a connected one."""
         for other in self._links:
             self._move_all(other, [link])
+            if other.is_connected and other.epoch in link.superseded_epochs:
+                other.leave_superseded(link.epoch)  # `changed` then moves its requests
         self._update_health()
 
     def changed(self, link: SchedulerLink) -> None:
-        """Move a lost scheduler's requests after `_RETURN_S`: its workers still have the KV."""
-        if not link.is_connected and link.table and self._connected:
-            asyncio.get_running_loop().call_later(_RETURN_S, self._move_all, link)
+        """Move the requests of a lost scheduler, and look for a standby that replaces it.
+
+        Unless another scheduler has taken over its workers, first wait `_RETURN_S`, since the
+        workers still have the KV and the scheduler may return.
+        """
+        if link.hang is not None or not (link.is_connected or link.is_starting):
+            for other in self._links:
+                if not (other is link or other.is_connected):
+                    other.hurry()
+        if not link.is_connected and link.table and (others := self._connected):
+            is_superseded = any(link.epoch in other.superseded_epochs for other in others)
+            delay_s = 0 if is_superseded else _RETURN_S
+            asyncio.get_running_loop().call_later(delay_s, self._move_all, link)
         self._update_health()
 
     def model_changed(self) -> None:
@@ -297,7 +348,7 @@ class Schedulers:
             self._model = together(link.model for link in self._connected)
 
     def refused(self, link: SchedulerLink, live: LiveRequest) -> bool:
-        """Submit it to another scheduler with room, each once; False: there is none."""
+        """Submit a refused request to another scheduler, each once; False if none has room."""
         live.refused_by.add(link.target)
         n = len(live.outputs)
         others = [
@@ -323,10 +374,10 @@ class Schedulers:
     def _move_all(
         self, link: SchedulerLink, targets: Sequence[SchedulerLink] | None = None
     ) -> None:
-        """Move the live requests of a lost scheduler to connected ones, if there are any."""
+        """Move the live requests of a lost scheduler to connected ones, if any."""
         targets = self._connected if targets is None else targets
         if link.is_connected or not targets:
-            return  # it has come back, or there is nowhere to go
+            return  # the scheduler has returned, or no other is connected
         for live in link.table.lives:
             link.table.discard(live)
             self._placement.choose(live, targets).submit(live)

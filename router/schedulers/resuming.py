@@ -1,4 +1,4 @@
-"""Calls that wait until the scheduler hands over the request that they resume."""
+"""Calls that wait until the scheduler sends the request that they resume."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,23 +9,23 @@ from router.request.live import LiveRequest
 from router.schedulers.messages import Resumption
 
 StartResumed: TypeAlias = Callable[[Resumption], LiveRequest]
-"""Makes the live request of a resumed one; nothing has been pushed to it."""
+"""Makes an empty live request from a resumption."""
 
 
 class ResumingCalls:
-    """By the first sequence key that each request will have."""
+    """The waiting calls, by the first sequence key that each request will have."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[StartResumed, asyncio.Future[LiveRequest]]] = {}
 
     async def wait(self, first_seq_key: int, start: StartResumed) -> LiveRequest:
-        """Wait for the answer; raises what `fail` is given."""
+        """Wait for the answer; raises the error passed to `fail`."""
         answer: asyncio.Future[LiveRequest] = asyncio.get_running_loop().create_future()
         self._calls[first_seq_key] = start, answer
         try:
             return await answer
         except asyncio.CancelledError:
-            # It was answered at the same moment: close it, since nobody will read it.
+            # The answer came at the same moment; close the request, because it has no reader.
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 await answer.result().aclose()
             raise
@@ -35,9 +35,9 @@ class ResumingCalls:
     def answer(
         self, resumption: Resumption, replay: Callable[[LiveRequest], None]
     ) -> LiveRequest | None:
-        """Start the request and let `replay` push its past; None: the call has ended.
+        """Start the request and let `replay` push its past events; None if the call has ended.
 
-        Errors of `start` and `replay` are raised here and in the call.
+        Errors of `start` and `replay` are raised both here and in the waiting call.
         """
         start, answer = self._calls.pop(resumption.record.first_seq_key, (None, None))
         if start is None or answer is None or answer.done():
@@ -52,13 +52,13 @@ class ResumingCalls:
         return live
 
     def fail(self, first_seq_key: int, error: QuireError) -> bool:
-        """Answer with an error; False if no call waits for this key."""
+        """Let the call fail with an error; return False if no call waits for this key."""
         _, answer = self._calls.pop(first_seq_key, (None, None))
         if answer is not None and not answer.done():
             answer.set_exception(error)
         return answer is not None
 
     def fail_all(self, error: QuireError) -> None:
-        """Answer all calls with an error."""
+        """Let all calls fail with an error."""
         for first_seq_key in list(self._calls):
             self.fail(first_seq_key, error)

@@ -1,4 +1,4 @@
-"""The model of a scheduler: whether it fits the tokenizer and the other schedulers' models."""
+"""The model of a scheduler, and whether it matches the tokenizer and the other schedulers."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -12,17 +12,17 @@ class SchedulerModel:
     """The model of a scheduler's workers."""
 
     id: str
-    """The workers' name for it; clients use the router's."""
+    """The name at the workers; clients use the router's name."""
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     structured_output: bool = False
     adapters: tuple[LoraAdapter, ...] = ()
     directory: str = ""
-    """Its directory, if it was loaded at run time; empty: it is the flags' model."""
+    """The model's directory, if an operator loaded it; empty: the model of the flags."""
 
     def __str__(self) -> str:
-        """Show what two models may differ in."""
+        """Show the fields in which two models may differ."""
         if not self.adapters:
             return f"{self.id!r} from {self.directory}" if self.directory else repr(self.id)
         names = ", ".join(f"{a.name!r} {a.digest.hex()[:8]}" for a in self.adapters)
@@ -36,7 +36,7 @@ class SchedulerModel:
         return self.can_stand_beside(replace(other, adapters=self.adapters))
 
     def can_stand_beside(self, other: "SchedulerModel") -> bool:
-        """Whether a request may go to either, if both have its adapter."""
+        """Whether schedulers with these models can share requests."""
         one, two = (replace(each, max_model_len=0, adapters=()) for each in (self, other))
         name_to_digest = {each.name: each.digest for each in self.adapters}
         return one == two and all(
@@ -50,9 +50,9 @@ def misfit_of(
     num_token_ids: int,
     others: Iterable[SchedulerModel | None],
 ) -> str | None:
-    """Return why the model of the scheduler at `target` cannot be served; None: it can.
+    """Return why the router cannot serve the model of the scheduler at `target`, else None.
 
-    `num_token_ids` is the size of its tokenizer's vocabulary, `others` are the known models of the
+    `num_token_ids` is the size of the tokenizer's vocabulary; `others` are the known models of the
     other schedulers.
     """
     if num_token_ids > model.vocab_size:
@@ -68,7 +68,7 @@ def misfit_of(
 
 
 def together(models: Iterable[SchedulerModel | None]) -> SchedulerModel:
-    """Combine schedulers' models: all their adapters, and the smallest length limit."""
+    """Combine the models of schedulers: all adapters, and the smallest length limit."""
     known = [model for model in models if model is not None]
     adapters = {adapter.name: adapter for model in known for adapter in model.adapters}
     return dataclasses.replace(

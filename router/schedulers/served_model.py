@@ -1,6 +1,6 @@
-"""The served model and its LoRA adapters: names and limits.
+"""The served model and its LoRA adapters, with their names and limits.
 
-To clients each adapter is a model of its own, with the limits of the model that it belongs to.
+For clients each adapter is a model of its own, with the limits of its base model.
 """
 
 from collections.abc import Mapping
@@ -14,29 +14,29 @@ _NO_ADAPTERS: Mapping[str, LoraAdapter] = {}
 
 
 class ServedModel:
-    """Methods that take a `name` accept "" for the model without an adapter."""
+    """The served model. Methods with a `name` accept "" for the model without an adapter."""
 
     def __init__(self, name: str, schedulers: Schedulers) -> None:
-        """`name` is the name of the flags' model in requests."""
+        """`name` is the name in requests of the model from the flags."""
         self._name = name
         self._schedulers = schedulers
 
     @property
     def name(self) -> str:
-        """Its name in requests: the flags', or if it was loaded since, the workers'."""
+        """The model's name in requests; for a model that was loaded later, the workers' name."""
         model = self._schedulers.model
         return self._name if model is None or not model.directory else model.id
 
     @property
     def directory(self) -> str:
-        """Its directory, if it was loaded since the start; different for each model."""
+        """The directory of a model that an operator loaded; empty for the model of the flags."""
         model = self._schedulers.model
         return "" if model is None else model.directory
 
     def check_name(self, name: str) -> None:
-        """Raise `NotFoundError` unless it names the model or one of its adapters.
+        """Raise `NotFoundError` unless `name` is the model or one of its adapters.
 
-        Before a scheduler has connected there are no adapters.
+        Before a scheduler has connected, no adapters are known.
         """
         if name in ("", self.name):
             return
@@ -49,7 +49,7 @@ class ServedModel:
     def info(self, name: str = "") -> Model:
         """Return the model or adapter with this name.
 
-        Raises `NotFoundError` if there is none; `UnavailableError` before a scheduler connects.
+        Raises `NotFoundError` for an unknown name; `UnavailableError` before a scheduler connects.
         """
         self.check_name(name)
         model = self._schedulers.model
@@ -67,7 +67,7 @@ class ServedModel:
         )
 
     def infos(self) -> tuple[Model, ...]:
-        """Return the model, then its adapters; nothing before a scheduler has connected."""
+        """Return the model, then its adapters; empty before a scheduler has connected."""
         if self._schedulers.model is None:
             return ()
         return tuple(map(self.info, (self.name, *self._adapters())))
@@ -77,7 +77,7 @@ class ServedModel:
         return self._adapters().get(name) == LoraAdapter(name, digest)
 
     def _adapters(self) -> Mapping[str, LoraAdapter]:
-        """Return the adapters by name; one with the model's name cannot be requested."""
+        """Return the adapters by name, without one that has the model's name."""
         model = self._schedulers.model
         if model is None:
             return _NO_ADAPTERS

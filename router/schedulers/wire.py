@@ -1,4 +1,4 @@
-"""Messages on the stream with a scheduler, to values and back."""
+"""Converts the messages on the stream with a scheduler to values and back."""
 
 from array import array
 from typing import Final
@@ -66,7 +66,7 @@ _CODE_TO_ERROR: Final[dict[int, type[QuireError]]] = {
 
 
 def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectRequest:
-    """Write a request with what its outputs have produced so far.
+    """Make the message that submits a request with its outputs so far.
 
     `now` is on the event loop's clock; the scheduler gets the time left until the deadline.
     """
@@ -108,7 +108,7 @@ def _resumption_from_proto(message: scheduler_pb2.Resumed) -> Resumption:
     try:
         stop_options = stop_options_from_bytes(submit.resume_record)
     except DecodeError as error:
-        raise InvalidArgumentError("resume_record", f"is no router's: {error}") from error
+        raise InvalidArgumentError("resume_record", f"cannot be parsed: {error}") from error
     return Resumption(
         record=ReplayRecord(
             request_id=submit.request_id,
@@ -142,7 +142,7 @@ def _end_to_proto(finished: OutputFinished | None) -> scheduler_pb2.SequenceFini
 
 
 def message_from_proto(message: scheduler_pb2.ConnectResponse) -> SchedulerMessage:
-    """Read a message; raises InvalidArgumentError if it breaks the protocol."""
+    """Parse a message; raises InvalidArgumentError if it breaks the protocol."""
     match message.WhichOneof("message"):
         case "step":
             return _step_from_proto(message.step)
@@ -155,6 +155,8 @@ def message_from_proto(message: scheduler_pb2.ConnectResponse) -> SchedulerMessa
             return Welcome(
                 epoch=message.welcome.epoch,
                 resume_grace_s=message.welcome.resume_grace_s,
+                superseded_epochs=frozenset(message.welcome.superseded_epochs),
+                max_waiting=message.welcome.max_waiting or None,
                 model=SchedulerModel(
                     id=model.id,
                     max_model_len=model.max_model_len,
@@ -166,11 +168,11 @@ def message_from_proto(message: scheduler_pb2.ConnectResponse) -> SchedulerMessa
                 ),
             )
         case _:
-            raise InvalidArgumentError("message", "is not set, or is newer than this router")
+            raise InvalidArgumentError("message", "is not set, or unknown to this router's version")
 
 
 def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepEvents:
-    # Lists of Python ints: each is used once, as a dictionary key or in an `array`.
+    # Python ints are faster here, because each is used once, as a key or in an `array`.
     seq_keys = unpack_uint64(message.seq_keys, "step.seq_keys").tolist()
     token_ids = unpack_int32(message.token_ids, "step.token_ids").tolist()
     if token_ids and (least := min(token_ids)) < 0:
@@ -239,7 +241,7 @@ def _refusal_from_proto(message: scheduler_pb2.Refused) -> Refusal:
 
 
 def error_from_code(code: int, message: str, retry_after_s: float = 1.0) -> QuireError:
-    """Return the error for a google.rpc.Code and a message."""
+    """Make the error for a `google.rpc.Code` and a message."""
     if code == grpc.StatusCode.INVALID_ARGUMENT.value[0]:
         # The message names the field first; see `InvalidArgumentError`.
         field, _, problem = message.partition(" ")

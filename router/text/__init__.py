@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizer, chat template, grammars."""
+"""Converts text to token ids and back: tokenizer, chat template and grammars."""

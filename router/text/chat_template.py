@@ -1,8 +1,8 @@
 """Renders a chat into a prompt with the model's own Jinja template.
 
-Templates are written for the environment that the `transformers` library gives them; this is the
-same: sandboxed, its whitespace rules, and the names `raise_exception`, `strftime_now`, `tojson` and
-`{% generation %}`.
+Templates are written for the environment of the `transformers` library. This module provides the
+same: a sandbox, the same whitespace rules, and the names `raise_exception`, `strftime_now`,
+`tojson` and `{% generation %}`.
 """
 
 import json
@@ -19,8 +19,8 @@ import jinja2.sandbox
 
 from contract.errors import InvalidArgumentError
 
-_ASTRAY = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
-"""What a template raises on messages of an unexpected shape."""
+_TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+"""Errors that a template may raise on messages of an unexpected shape."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -38,7 +38,7 @@ class ChatTemplate:
     """One compiled template; rendering is thread-safe."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are the names that templates use, such as `bos_token`, and their texts.
+        """`special_tokens` maps names that templates use, such as `bos_token`, to texts.
 
         Raises `jinja2.TemplateSyntaxError`.
         """
@@ -53,17 +53,17 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         tree = environment.parse(source)
         self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
-        """Whether it renders the functions that a chat offers."""
+        """Whether the template renders tools."""
         self.tags_tool_calls = "<tool_call>" in source and "<function=" not in source
-        """Whether it tells the model to write a call as `<tool_call>{json}</tool_call>`."""
+        """Whether the model writes a tool call as `<tool_call>{json}</tool_call>`."""
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
-        """Return the prompt, with the assistant's cue unless `add_generation_prompt` is False.
+        """Render the prompt, with a generation prompt unless `add_generation_prompt` is False.
 
-        Other `kwargs`, such as `tools`, are the template's. Raises `InvalidArgumentError` if the
-        template refuses the messages or fails on them.
+        Other `kwargs`, such as `tools`, are passed to the template. Raises `InvalidArgumentError`
+        if the template refuses the messages or fails on them.
         """
         variables = {
             **self._special_tokens,
@@ -75,7 +75,7 @@ class ChatTemplate:
         }
         try:
             return self._template.render(variables)
-        except (jinja2.TemplateError, *_ASTRAY) as error:
+        except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
             raise InvalidArgumentError(
                 "messages", f"do not fit the model's chat template: {error}"
             ) from error

@@ -1,4 +1,4 @@
-"""Turns a growing sequence of token ids into text, piece by piece."""
+"""Turns a growing sequence of token ids into text."""
 
 import codecs
 
@@ -6,12 +6,12 @@ from router.text.token_bytes import TokenTable
 
 
 class Detokenizer:
-    """The text of one output, token by token; it never ends within a character.
+    """Decodes one output token by token, without splitting characters.
 
-    A token adds bytes (see `TokenTable`), so text is an incremental UTF-8 decode of them: each
-    token costs the same however long the output is, at most three bytes are held back, and the
-    pieces concatenate to exactly what decoding everything at once gives. Bytes that are not
-    UTF-8 become U+FFFD, one for each maximal ill-formed part, as the Unicode standard recommends.
+    A token adds bytes (see `TokenTable`), which are decoded incrementally as UTF-8. So each token
+    costs the same at any length of the output, and at most three bytes are held back. The pieces
+    concatenate to the same text as decoding everything at once. Bytes that are not UTF-8 become
+    U+FFFD, one for each maximal ill-formed part, as the Unicode standard recommends.
     """
 
     def __init__(self, table: TokenTable, *, skip_special_tokens: bool) -> None:
@@ -21,9 +21,9 @@ class Detokenizer:
         self._at_start = True
 
     def push(self, token_id: int) -> str:
-        """Return the text that is certain with this token; "" within a character."""
+        """Return the text that is complete with this token; "" within a character."""
         if token_id >= len(self._pieces):
-            return ""  # models pad their vocabulary with ids that the tokenizer does not know
+            return ""  # models pad their vocabulary beyond the tokenizer's
         piece = self._pieces[token_id]
         if self._at_start and piece:
             self._at_start = False

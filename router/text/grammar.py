@@ -1,14 +1,14 @@
-"""Turns the form that an output must have into a grammar for llguidance, and checks it.
-
-The worker follows the grammar token by token.
-"""
+"""Converts the required form of an output to a grammar for llguidance, which workers apply."""
 
 import functools
 import json
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Final
+from urllib.parse import unquote
 
 import llguidance
+from pydantic_core import from_json
 
 from contract.errors import InvalidArgumentError
 from contract.sampling import StructuredOutput
@@ -17,32 +17,35 @@ from contract.value_checks import check_unicode
 MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024
 _MAX_KEPT: Final = 64
-"""Forms whose grammars are cached: requests often share one."""
+"""Number of cached grammars; requests often share a form."""
 
 _FIELD: Final = "sampling.structured"
 
 
-@functools.lru_cache(_MAX_KEPT)
 def to_grammar(structured: StructuredOutput) -> StructuredOutput:
-    """Return the same form as a grammar; takes up to a second for an extreme one.
+    """Return the form as a grammar; takes up to a second in extreme cases.
 
     Raises:
-        InvalidArgumentError: It is too large, malformed, or uses what is not supported.
+        InvalidArgumentError: The form is too large, malformed, or uses an unsupported feature.
     """
-    field = f"{_FIELD}.{structured.form}"
-    texts = _texts(structured)
+    return _to_grammar(structured.form, _texts(structured))
+
+
+@functools.lru_cache(_MAX_KEPT)
+def _to_grammar(form: str, texts: tuple[str, ...]) -> StructuredOutput:
+    field = f"{_FIELD}.{form}"
     num_bytes = sum(check_unicode(field, text) for text in texts)
     if num_bytes > MAX_BYTES:
         raise InvalidArgumentError(
             field, f"has {num_bytes} bytes; it must have at most {MAX_BYTES}"
         )
-    grammar = _grammar(structured.form, texts, field)
+    grammar = _grammar(form, texts, field)
     if problem := llguidance.LLMatcher.validate_grammar(grammar):
-        raise InvalidArgumentError(field, f"cannot be followed: {' '.join(problem.split())}")
+        raise InvalidArgumentError(field, f"is not supported: {' '.join(problem.split())}")
     return StructuredOutput(grammar=grammar)
 
 
-def _texts(structured: StructuredOutput) -> Sequence[str]:
+def _texts(structured: StructuredOutput) -> tuple[str, ...]:
     match structured.form:
         case "json_object":
             return ()
@@ -78,14 +81,75 @@ def _grammar(form: str, texts: Sequence[str], field: str) -> str:
 
 
 def _json_grammar(schema: str, field: str) -> str:
+    _check_refs(schema, field)
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(
             schema,
             overrides={
-                "whitespace_flexible": False,  # a model may write white space without end
+                "whitespace_flexible": False,  # otherwise a model may write endless white space
                 "item_separator": ", ",
                 "key_separator": ": ",
             },
         )
     except ValueError as error:
-        raise InvalidArgumentError(field, f"is no JSON schema: {error}") from None
+        raise InvalidArgumentError(field, f"is not a JSON schema: {error}") from None
+
+
+# --- cycles ---------------------------------------------------------------------------------------
+
+_SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
+"""Keywords whose subschemas describe the same value as the schema that contains them."""
+_DATA: Final = frozenset({"const", "default", "enum", "examples"})
+"""Keywords whose contents are not schemas."""
+
+
+def _check_refs(text: str, field: str) -> None:
+    """Refuse a `$ref` that leads back to itself before any part of the value has been described.
+
+    llguidance reports invalid JSON and a `$ref` that resolves to nothing.
+    """
+    try:
+        root = from_json(text)
+    except ValueError:
+        return
+    id_to_ids: dict[int, list[int]] = {}
+    id_to_ref: dict[int, str] = {}
+    pending = [root]
+    while pending:
+        schema = pending.pop()
+        if isinstance(schema, list):
+            pending += schema
+        elif isinstance(schema, dict):
+            pending += [value for name, value in schema.items() if name not in _DATA]
+            id_to_ids[id(schema)] = list(map(id, _about_same_value(schema, root)))
+            if isinstance(ref := schema.get("$ref"), str):
+                id_to_ref[id(schema)] = ref
+    try:
+        TopologicalSorter(id_to_ids).prepare()
+    except CycleError as error:
+        ref = next(id_to_ref[id_] for id_ in error.args[1] if id_ in id_to_ref)
+        raise InvalidArgumentError(
+            field,
+            f'has "$ref": {json.dumps(ref)}, which leads back to itself; properties or items must'
+            " lie in between",
+        ) from None
+
+
+def _about_same_value(schema: dict[str, Any], root: object) -> Iterator[object]:
+    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
+        yield _resolve(ref, root)
+    for name in _SAME_VALUE:
+        if isinstance(schemas := schema.get(name), list):
+            yield from schemas
+
+
+def _resolve(ref: str, root: object) -> object:
+    """Return the value at a JSON pointer in a URL fragment; None if there is none."""
+    found: Any = root
+    for part in unquote(ref).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        try:
+            found = found[int(name) if isinstance(found, list) else name]
+        except (LookupError, TypeError, ValueError):
+            return None
+    return found

@@ -1,7 +1,7 @@
-"""Text and chats to the model's token ids and back: bounded in size, in threads."""
+"""Converts text and chats to token ids and back, in threads and with limits on size."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,16 +23,16 @@ MAX_QUESTIONS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request's prompt and form as the model needs them."""
+    """A request's prompt and form, as the worker needs them."""
 
     prompt_token_ids: "array[int]"
     """int32; may be empty."""
     structured: StructuredOutput | None
-    """A grammar."""
+    """The form as a grammar."""
 
 
 class ModelText:
-    """Methods that take a `model` raise as `ServedModel.info`."""
+    """Text of the served model. Methods with a `model` raise the errors of `ServedModel.info`."""
 
     def __init__(
         self,
@@ -56,13 +56,17 @@ class ModelText:
         return self._tokenizers.current
 
     def close(self) -> None:
-        """End the threads."""
         self._prompts.close()
         self._questions.close()
 
+    @property
+    def max_token_bytes(self) -> int:
+        """Most bytes of one token's text; at least 1."""
+        return max(1, self._tokenizer.table.max_piece_bytes)
+
     def max_text_bytes(self, model: Model) -> int:
-        """Return a size that no text which fits the context exceeds, however it is tokenized."""
-        return model.max_model_len * self._tokenizer.table.max_piece_bytes
+        """Return an upper bound on the size of texts that fit the context, in bytes."""
+        return model.max_model_len * self.max_token_bytes
 
     # --- to generate ----------------------------------------------------------------------------
 
@@ -99,23 +103,31 @@ class ModelText:
         return template
 
     async def render_chat(
-        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+        self, model: str, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any
     ) -> str:
-        """Render a chat with the model's template, with the assistant's cue.
+        """Render a chat with the model's template.
 
-        The prompt has its special tokens: tokenize it with `add_special_tokens=False`.
+        A thread iterates over the messages. The prompt contains its special tokens, so tokenize it
+        with `add_special_tokens=False`.
+
         Raises `InvalidArgumentError` if the messages cannot fit the model's context or the template
-        refuses them, `UnimplementedError` if the model has none, `TooBusyError` beyond
+        refuses them, `UnimplementedError` if the model has no template, `TooBusyError` beyond
         `max_pending_prompts`.
         """
-        template = self._template_for(model, messages)
-        return await self._prompts.run(lambda: template.render(messages, **template_kwargs))
+        return await self._prompts.run(self._rendering(model, messages, template_kwargs))
 
-    def _template_for(self, name: str, messages: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+    def _rendering(
+        self, name: str, messages: Iterable[Mapping[str, Any]], kwargs: Mapping[str, Any]
+    ) -> Callable[[], str]:
         model = self._model.info(name)
         template = self.chat_template(name)
-        check_chat(messages, model, self.max_text_bytes(model))
-        return template
+
+        def render() -> str:
+            listed = list(messages)
+            check_chat(listed, model, self.max_text_bytes(model))
+            return template.render(listed, **kwargs)
+
+        return render
 
     # --- without generating ---------------------------------------------------------------------
 
@@ -134,15 +146,13 @@ class ModelText:
         )
 
     async def tokenize_chat(
-        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+        self, model: str, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any
     ) -> list[int]:
-        """Turn a chat into token ids: `render_chat`, then `tokenize`. Raises what they raise."""
-        template = self._template_for(model, messages)
+        """Convert a chat to token ids, as `render_chat` and `tokenize`; raises their errors."""
+        render = self._rendering(model, messages, template_kwargs)
         return await self._questions.run(
-            # The template wrote the special tokens.
-            lambda: self._tokenizer.encode(
-                template.render(messages, **template_kwargs), add_special_tokens=False
-            )
+            # The template has written the special tokens.
+            lambda: self._tokenizer.encode(render(), add_special_tokens=False)
         )
 
     async def detokenize(
@@ -150,7 +160,7 @@ class ModelText:
     ) -> str:
         """Turn token ids into text.
 
-        Raises `InvalidArgumentError` for more than fit the model's context, `TooBusyError` beyond
+        Raises `InvalidArgumentError` for more tokens than fit the context, `TooBusyError` beyond
         `MAX_QUESTIONS`.
         """
         info = self._model.info(model)
@@ -160,14 +170,14 @@ class ModelText:
             lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
 
-    # Without a model's name: adapters share its tokenizer, and outputs of an adapter continue after
-    # it has been unloaded.
+    # These take no model name: adapters share the tokenizer, and outputs of an adapter continue
+    # after it has been unloaded.
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token alone; U+FFFD for parts of a character."""
+        """Return the text of a single token; U+FFFD for parts of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token adds to the text; for a special token its name's."""
+        """Return the bytes that one token adds to the text; for a special token its name."""
         pieces = self._tokenizer.table.pieces
         return pieces[token_id] if token_id < len(pieces) else b""

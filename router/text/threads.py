@@ -1,57 +1,75 @@
-"""Threads for work on text, with a bound on pending work."""
+"""Threads for work on text, with a limit on pending work, shared fairly among tenants."""
 
 import asyncio
 import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from contract.errors import TooBusyError
+from router.access.api_keys import tenant_of_call
 
 T = TypeVar("T")
 
 
 class TextThreads:
-    """Runs one kind of work in threads of its own."""
+    """Runs one kind of work in threads of its own; tenants with API keys take turns."""
 
     def __init__(self, kind: str, *, num_threads: int, max_pending: int) -> None:
-        """At most `max_pending` tasks wait or run; `kind` names them in errors."""
+        """At most `max_pending` tasks wait or run; `kind` names the tasks in errors."""
         self._kind = kind
         self._max_pending = max_pending
         self._num_pending = 0
         self._lock = threading.Lock()
+        self._tenant_to_tasks: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = (
+            OrderedDict()
+        )
+        """Waiting tasks by tenant; the first tenant is served next and then becomes the last."""
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=kind)
 
     @property
     def num_pending(self) -> int:
-        """How many tasks wait or run, including those whose caller has left."""
+        """Number of tasks that wait or run, including those whose caller has left."""
         return self._num_pending
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`; if the caller is cancelled before it starts, it never does.
+        """Run `work` in a thread; it does not start if the caller is cancelled before.
 
         Raises `TooBusyError` beyond `max_pending`.
         """
         with self._lock:
             if self._num_pending >= self._max_pending:
                 raise TooBusyError(
-                    f"{self._num_pending} calls of the kind {self._kind} are pending; at most"
-                    f" {self._max_pending} may be"
+                    f"{self._num_pending} calls of the kind {self._kind} are pending; the limit is"
+                    f" {self._max_pending}"
                 )
             self._num_pending += 1
-        try:
-            future = self._threads.submit(work)
-        except BaseException:
-            self._end()
-            raise
-        # Counted until the thread is done, even if the caller stops waiting before that.
+            future: Future[T] = Future()
+            tasks = self._tenant_to_tasks.setdefault(tenant_of_call(), deque())
+            tasks.append((future, work))
+        # The task counts until its thread is done, even if the caller stops waiting before that.
         future.add_done_callback(self._end)
+        self._threads.submit(self._run_next)
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """End the threads after their current tasks."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _end(self, _: "Future[T] | None" = None) -> None:
+    def _run_next(self) -> None:
+        with self._lock:
+            tenant, tasks = self._tenant_to_tasks.popitem(last=False)
+            future, work = tasks.popleft()
+            if tasks:
+                self._tenant_to_tasks[tenant] = tasks
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller
+            future.set_exception(error)
+
+    def _end(self, _: "Future[Any]") -> None:
         with self._lock:
             self._num_pending -= 1

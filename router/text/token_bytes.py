@@ -1,8 +1,8 @@
-r"""The bytes that each token of a vocabulary adds to a text.
+r"""Computes the bytes that each token of a vocabulary adds to a text.
 
-The `decoder` of a `tokenizer.json` says how token strings become text. Those of language models do
-it token by token, except for a space at the very beginning, so that the whole vocabulary can be
-turned into bytes once:
+The `decoder` of a `tokenizer.json` defines how token strings become text. Decoders of language
+models work token by token, except for a space at the very beginning. So the whole vocabulary can be
+converted to bytes once:
 
 * byte-level (GPT-2, Llama 3, Qwen): each character of the token stands for one byte;
 * SentencePiece-like (Llama 2, Mistral, Gemma): "▁" stands for a space, `<0xE2>` for one byte.
@@ -47,7 +47,7 @@ class TokenTable:
     pieces: list[bytes]
     """By token id; a special token's piece is its name."""
     text_pieces: list[bytes]
-    """The same, but special tokens are empty."""
+    """As `pieces`, but special tokens are empty."""
     leading_space: LeadingSpace
     max_piece_bytes: int
     """The length of the longest piece."""
@@ -70,7 +70,7 @@ def token_table(tokenizer: tokenizers.Tokenizer, special_ids: frozenset[int]) ->
 
 def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if decoder is None:
-        raise ValueError("the tokenizer has no decoder, which says how tokens become text")
+        raise ValueError("the tokenizer has no decoder, which defines how tokens become text")
     if decoder["type"] == "Sequence":
         return [step for part in decoder["decoders"] for step in _flatten(part)]
     supported = (

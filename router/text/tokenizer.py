@@ -1,4 +1,4 @@
-"""Tokenizers of models: text to token ids and back, special tokens, chat template."""
+"""Tokenizers of models, with their special tokens and chat templates."""
 
 import asyncio
 import json
@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import tokenizers
 
+from model_files.locate import DEFAULT_CACHE_DIR, find_model
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer
 from router.text.token_bytes import TokenTable, token_table
@@ -26,8 +27,7 @@ _SPECIAL_TOKEN_NAMES = (
 class Tokenizer:
     """The tokenizer and chat template of a Hugging Face model directory. Thread-safe.
 
-    It uses the `tokenizers` package, whose native code releases Python's lock, so that threads can
-    run it beside the event loop.
+    The `tokenizers` package releases Python's lock, so threads can tokenize beside the event loop.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Tokenizer:
         self.chat_template = chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenize a text; `add_special_tokens` adds the model's own, such as a leading <s>."""
+        """Tokenize a text; `add_special_tokens` adds tokens such as a leading <s>."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids, as a `Detokenizer` makes it."""
+        """Decode token ids with a `Detokenizer`."""
         detokenizer = Detokenizer(self.table, skip_special_tokens=skip_special_tokens)
         return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 
@@ -60,9 +60,9 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"{directory} has no tokenizer.json")
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()  # left over from training; the router checks lengths
+    tokenizer.no_truncation()  # a setting for training; the router checks lengths
     tokenizer.no_padding()
-    # The older file first: the newer one overrides it.
+    # Read the older format first, so that the newer one overrides it.
     config = _read_json(directory / "special_tokens_map.json")
     config |= _read_json(directory / "tokenizer_config.json")
     special_tokens = {
@@ -86,7 +86,7 @@ def _chat_template_source(directory: Path, config: dict[str, Any]) -> str | None
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates by name
         by_name = {entry["name"]: entry["template"] for entry in template}
         template = by_name.get("default")
     return None if template is None else str(template)
@@ -105,47 +105,51 @@ def _content(token: str | dict[str, Any]) -> str:
 
 
 _FLAGS: Final = ""
-"""Key of the flags' model."""
+"""The key of the model from the flags."""
 
 
 class Tokenizers:
-    """The current tokenizer, and others that are being read."""
+    """The current tokenizer, and tokenizers that are being read."""
 
-    def __init__(self, first: Tokenizer) -> None:
-        """`first` is the flags' model's."""
+    def __init__(self, first: Tokenizer, cache_dir: Path = DEFAULT_CACHE_DIR) -> None:
+        """`first` is the tokenizer of the model from the flags; `cache_dir` as for `find_model`."""
+        self._cache_dir = cache_dir
         self._directory_to_tokenizer = {_FLAGS: first}
         self._directory_to_read: dict[str, asyncio.Task[Tokenizer]] = {}
-        """Reads that run, or have ended after their caller was cancelled."""
+        """Reads that are running, or have ended after their caller was cancelled."""
         self.current = first
-        """The served model's."""
+        """The tokenizer of the served model."""
 
     async def read(self, directory: str) -> None:
-        """Read the tokenizer of a directory, unless it is known; "" is the flags'.
+        """Read the tokenizer of a directory, unless it is known; "" is the model from the flags.
 
-        If the caller is cancelled, the read continues, for the next call. Raises FileNotFoundError,
-        or what else keeps it from being read.
+        If the caller is cancelled, the read continues for the next call. Raises ModelError,
+        FileNotFoundError, or the error that prevented the read.
         """
         if directory in self._directory_to_tokenizer:
             return
         read = self._directory_to_read.get(directory)
         if read is None:
-            reading = asyncio.to_thread(load_tokenizer, Path(directory))
+            reading = asyncio.to_thread(self._load, directory)
             read = self._directory_to_read[directory] = asyncio.create_task(reading)
         try:
             tokenizer = await asyncio.shield(read)
         except Exception:
-            self._directory_to_read.pop(directory, None)  # it may be there next time
+            self._directory_to_read.pop(directory, None)  # so that the next call tries again
             raise
         self._directory_to_read.pop(directory, None)
-        # Here, not in the task: `use` may have removed it in between.
+        # Set this here, not in the task, because `use` may have removed the task's entry.
         self._directory_to_tokenizer[directory] = tokenizer
 
+    def _load(self, model: str) -> Tokenizer:
+        return load_tokenizer(find_model(model, self._cache_dir, with_weights=False))
+
     def num_token_ids(self, directory: str) -> int:
-        """Return the vocabulary size of a tokenizer that was read."""
+        """Return the vocabulary size of a tokenizer that has been read."""
         return len(self._directory_to_tokenizer[directory].table.pieces)
 
     def use(self, directory: str) -> None:
-        """Make a tokenizer that was read the current one; forget others but the flags'."""
+        """Make a tokenizer current that has been read; forget all but it and the flags' one."""
         self.current = self._directory_to_tokenizer[directory]
         first = self._directory_to_tokenizer[_FLAGS]
         self._directory_to_tokenizer = {_FLAGS: first, directory: self.current}

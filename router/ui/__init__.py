@@ -1,1 +1,1 @@
-"""The web page at /ui: what the service is doing, and a playground."""
+"""The web page at /ui, with the state of the service and a playground."""

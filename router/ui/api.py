@@ -1,4 +1,4 @@
-"""The routes of the web page: files, open to all, and data, for which API keys are checked."""
+"""The routes of the web page: files, which need no API key, and data, which do."""
 
 import functools
 from collections.abc import Awaitable, Callable
@@ -31,7 +31,7 @@ class Ui:
 
     @property
     def open_paths(self) -> frozenset[str]:
-        """What a browser gets before the user has entered a key."""
+        """The paths that need no API key: a browser loads them before the user enters a key."""
         return frozenset((*self._path_to_page, f"{PAGE_PATH}/"))
 
     def routes(self) -> list[web.AbstractRouteDef]:
@@ -46,12 +46,12 @@ class Ui:
         ]
 
     async def _page(self, _: web.Request) -> web.StreamResponse:
-        """Show the web page: what the service is doing, and a playground."""
+        """Return the web page, with the state of the service and a playground."""
         return _file_response(self._path_to_page[PAGE_PATH])
 
     async def _redirect(self, _: web.Request) -> web.StreamResponse:
-        """Go to the web page."""
-        # Relative, for proxies that add a path prefix.
+        """Redirect to the web page."""
+        # The location is relative, for proxies that add a path prefix.
         return web.Response(status=308, headers={"Location": f"..{PAGE_PATH}"})
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
@@ -62,16 +62,16 @@ class Ui:
         return _file_response(page)
 
     async def _load(self, _: web.Request) -> object:
-        """Return how busy the service is: `Load`."""
+        """Return the load of the service: `Load`."""
         return message_to_json(await self._inference.load())
 
     async def _kv(self, request: web.Request) -> object:
-        """Return who holds which KV blocks: `WorkerKv`s; parameters as in `KvQuery`."""
+        """Return which sequences hold which KV blocks: `WorkerKv`s; parameters as in `KvQuery`."""
         workers = await self._inference.describe_kv(query_from_url(KvQuery, request.query))
         return {"workers": [kv_to_json(worker) for worker in workers]}
 
     async def _activity(self, request: web.Request) -> object:
-        """Return what the workers do: `WorkerActivity`; parameters as in `ActivityQuery`."""
+        """Return the workers' activity: `WorkerActivity`; parameters as in `ActivityQuery`."""
         query = query_from_url(ActivityQuery, request.query)
         workers = await self._inference.describe_activity(query)
         return {"workers": [activity_to_json(worker) for worker in workers]}

@@ -10,8 +10,8 @@ PAGE_PATH: Final = "/ui"
 
 HEADERS: Final = MappingProxyType(
     {
-        # Everything from this origin, nothing inline, no frames: request ids and generated text are
-        # shown and never run.
+        # Allow only files of this origin, nothing inline and no frames, so that request ids and
+        # generated text cannot run as code.
         "Content-Security-Policy": (
             "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
         ),
@@ -31,7 +31,7 @@ _SUFFIX_TO_TYPE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A file, and where it is served."""
+    """A file and its path in URLs."""
 
     path: str
     content: bytes
@@ -39,9 +39,9 @@ class Page:
 
 
 def read_pages() -> Iterable[Page]:
-    """Read the page, which is at `PAGE_PATH`, and its parts, below that."""
+    """Read the page, served at `PAGE_PATH`, and its other files, served below."""
     for file in (files(__package__) / "static").iterdir():
         stem, dot, suffix = file.name.rpartition(".")
         path = PAGE_PATH if file.name == "index.html" else f"{PAGE_PATH}/{file.name}"
-        assert stem, f"{file.name} is no file of the page"
+        assert stem, f"{file.name} is not a file of the page"
         yield Page(path, file.read_bytes(), _SUFFIX_TO_TYPE[dot + suffix])

@@ -1,11 +1,11 @@
 """Passes trace context between processes, and exports spans.
 
-Context is propagated as W3C specifies, always: a `traceparent` that comes in goes out again, even
-if this process exports nothing. Without an endpoint the tracer is OpenTelemetry's no-op one, which
-passes on its parent's context at next to no cost; only with an endpoint is the SDK imported.
+Context is always propagated, as W3C specifies: an incoming `traceparent` is passed on even if this
+process exports nothing. Without an endpoint the tracer is OpenTelemetry's no-op tracer, which
+passes on its parent's context at almost no cost. The SDK is imported only with an endpoint.
 
-Whether a trace is recorded is decided once, where it starts: by the client, or else by the router.
-All others follow the `traceparent`: `sampled_context` gives them the contexts to record.
+The client, or else the router, decides whether a trace is recorded. All other processes follow the
+`traceparent`; `sampled_context` returns the contexts to record.
 """
 
 import threading
@@ -22,7 +22,7 @@ from opentelemetry.trace import Link, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-if TYPE_CHECKING:  # so that a client that only opens channels does not load pydantic
+if TYPE_CHECKING:  # clients that only open channels do not need pydantic
     from rpc.settings import ProcessSettings
 
 TRACEPARENT = "traceparent"
@@ -30,7 +30,7 @@ TRACEPARENT = "traceparent"
 _PROPAGATOR = TraceContextTextMapPropagator()
 _PROPAGATED = _PROPAGATOR.fields
 _TRACER = trace.get_tracer("quire")
-"""A proxy: after `configure` it uses the real tracer."""
+"""A proxy, which uses the real tracer after `configure`."""
 
 _EXPORT_TIMEOUT_S = 5
 _SHUTDOWN_S = 5.0
@@ -41,17 +41,16 @@ log = structlog.get_logger()
 def configure(
     service_name: str, settings: "ProcessSettings", *, new_trace_ratio: float = 0.0
 ) -> None:
-    """Export spans to `settings.otlp_traces_endpoint`, if that is set. Once per process.
+    """Export spans to `settings.otlp_traces_endpoint`, if set. Call once per process.
 
     Args:
         service_name: Name of this process in its spans.
         settings: Settings of the process.
-        new_trace_ratio: Share of the traces that start here to record. Where a trace starts
-            elsewhere, the decision made there applies.
+        new_trace_ratio: Share of traces to record, among those that start in this process.
     """
     if not settings.otlp_traces_endpoint:
         return
-    # Imported here: together they add 80 ms to each start.
+    # Imported here, because together they add 80 ms to each start.
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
         OTLPSpanExporter,
     )
@@ -76,20 +75,19 @@ def configure(
 
 
 def shutdown() -> None:
-    """Export the remaining spans, for at most five seconds; blocks. A process's last step."""
+    """Export the remaining spans, as a process's last step; blocks for at most five seconds."""
     flush: Callable[[], None] | None = getattr(trace.get_tracer_provider(), "shutdown", None)
     if flush is None:
         return
-    # The exporter retries for longer than anyone wants to wait for a process to end.
+    # In a thread, because the exporter retries for longer than a process should take to end.
     thread = threading.Thread(target=flush, name="telemetry-shutdown", daemon=True)
     thread.start()
     thread.join(_SHUTDOWN_S)
     if thread.is_alive():
-        log.warning("spans are lost: the collector does not accept them", waited_s=_SHUTDOWN_S)
+        log.warning("the collector did not accept all spans; they are lost", waited_s=_SHUTDOWN_S)
 
 
 def tracer() -> trace.Tracer:
-    """Return the tracer of this process."""
     return _TRACER
 
 
@@ -107,7 +105,7 @@ def sampled_context(traceparent: str) -> Context | None:
 
 
 def inject(context: Context | None = None) -> str:
-    """Return the `traceparent` of the span in `context`, or the current one; "" without."""
+    """Return the `traceparent` of the span in `context` or of the current span; "" without one."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context)
     return carrier.get(TRACEPARENT, "")
@@ -128,10 +126,10 @@ def record_span(
     attributes: Mapping[str, AttributeValue] | None = None,
     links: Sequence[Context] = (),
 ) -> Context:
-    """Record a span after the fact; times are wall clock, in seconds since 1970.
+    """Record a span that has ended; times are wall-clock seconds since 1970.
 
     With an empty `parent` the span starts a trace. `links` are contexts of related spans. Returns
-    the span's context, for its children and for links to it.
+    the span's context, for children and links.
     """
     span = _TRACER.start_span(
         name,
@@ -157,7 +155,7 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Attach the context; it ends with the call, which has a task of its own."""
+        """Attach the context to the task of the call."""
         carrier = {
             key: value
             for key, value in handler_call_details.invocation_metadata or ()

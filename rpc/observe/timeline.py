@@ -1,7 +1,7 @@
-"""A timeline of a process, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Records a timeline of a process for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Off unless `configure` is called with a directory; while off, a span costs one check. The processes
-of a machine share a clock, so `merge` can join their files.
+It is off unless `configure` is called with a directory; then a span costs only one check. The
+processes of a machine share a clock, so `merge` can join their files.
 """
 
 import json
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _MAX_EVENTS: Final = 2_000_000
-"""About 200 MB."""
+"""Most events in a file; they take about 200 MB."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _Timeline:
     process: str
     path: Path
     events: list[tuple[str, str, int, int, dict[str, Any]]] = field(default_factory=list)
-    """Name, lane, start and end in nanoseconds, and values to show with it."""
+    """For each: name, lane, start and end in nanoseconds, and values to show."""
 
 
 _timeline: _Timeline | None = None
@@ -33,7 +33,7 @@ _NO_SPAN: Final = nullcontext()
 
 
 def configure(process: str, directory: Path | None) -> None:
-    """Record a timeline, if `directory` is set. Once per process."""
+    """Start to record a timeline if `directory` is set. Call once per process."""
     global _timeline  # noqa: PLW0603 - one per process, like a tracer provider
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def is_on() -> bool:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Record how long the block takes, in the lane of the calling thread."""
+    """Record the duration of the `with` block, in the lane of the calling thread."""
     return _NO_SPAN if _timeline is None else _span(name)
 
 
@@ -66,13 +66,13 @@ def add(name: str, lane: str, start_ns: int, **shown: object) -> None:
 
 
 def write() -> None:
-    """Write the file; a process's last step."""
+    """Write the file, as a process's last step."""
     if _timeline is not None:
         _timeline.path.write_text(json.dumps({"traceEvents": list(_trace_events(_timeline))}))
 
 
 def _trace_events(timeline: _Timeline) -> Iterable[dict[str, object]]:
-    """Yield events in the trace event format, whose times are in microseconds."""
+    """Yield events in the trace event format; its times are in microseconds."""
     pid = os.getpid()
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": timeline.process}}
     lanes = {lane: i for i, lane in enumerate(dict.fromkeys(e[1] for e in timeline.events))}

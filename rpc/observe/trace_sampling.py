@@ -1,4 +1,4 @@
-"""Which traces are recorded. Not part of `telemetry` because it imports the SDK."""
+"""Decides which traces are recorded. Separate from `telemetry`, because it imports the SDK."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from opentelemetry.util.types import Attributes
 def sampler(new_trace_ratio: float) -> Sampler:
     """Make a sampler that records a span if its parent, or else a linked span, is recorded.
 
-    `new_trace_ratio`, in [0, 1], is the share to record of spans with neither.
+    `new_trace_ratio`, in [0, 1], is the share of spans to record that have neither.
     """
     return ParentBased(_AsLinked(TraceIdRatioBased(new_trace_ratio)))
 

@@ -1,1 +1,1 @@
-"""Other processes: how they are found, connected to, and noticed to hang."""
+"""Finds other processes and connects to them."""

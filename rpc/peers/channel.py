@@ -18,12 +18,12 @@ def open_channel(
     *,
     pings: Pings = PATIENT,
 ) -> grpc.aio.Channel:
-    """Open a channel to "host:port" or "unix:/path"; it connects, and reconnects, when called.
+    """Open a channel to "host:port" or "unix:/path"; it connects, and reconnects, at a call.
 
-    Calls with a single request carry the current trace context. Long-lived streams do not: they
-    outlive any request, and each of their messages names its trace. A Unix socket has no TLS.
+    Calls with a single request carry the current trace context. Long-lived streams do not, because
+    they serve many requests; their messages name their traces. Unix sockets do not use TLS.
     """
-    # The stubs know no type for these.
+    # The stubs have no type for these.
     interceptors: Any = [_UnaryUnaryTrace(), _UnaryStreamTrace()]
     options = _options(max_message_mb, tls, pings)
     if tls is None or is_local(target):
@@ -40,7 +40,7 @@ def open_blocking_channel(
     *,
     pings: Pings = PATIENT,
 ) -> grpc.Channel:
-    """Open a blocking channel; the caller sends trace context itself."""
+    """Open a blocking channel; the caller adds the trace context to its calls."""
     options = _options(max_message_mb, tls, pings)
     if tls is None or is_local(target):
         return grpc.insecure_channel(target, options=options)
@@ -50,10 +50,10 @@ def open_blocking_channel(
 def _options(max_message_mb: int, tls: ClientTls | None, pings: Pings) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         *channel_options(max_message_mb, pings=pings),
-        # Find a restarted peer again within seconds, not within gRPC's two minutes.
+        # Reconnect to a restarted peer within seconds instead of gRPC's two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
-        # Time for one attempt, with TLS, over a distance, or at a busy peer.
+        # Leave time for one attempt with TLS, over a distance, or to a busy peer.
         ("grpc.min_reconnect_backoff_ms", 2_000),
     ]
     if tls is not None and tls.server_name:
@@ -76,7 +76,7 @@ def _traced(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
     )
 
 
-# gRPC takes an interceptor for one kind of call only, so two kinds need two classes.
+# gRPC accepts an interceptor for only one kind of call, so two kinds need two classes.
 class _UnaryUnaryTrace(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
     async def intercept_unary_unary(
         self,

@@ -1,6 +1,6 @@
-"""Finds processes by the targets that the operator lists, some of them DNS names.
+"""Finds processes by the operator's list of targets, some of which may be DNS names.
 
-`keep_members` runs something for each process found, as processes come and go.
+`keep_members` runs a task for each process while the process exists.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from rpc.grpc_server import join
 
 _PREFIX: Final = "dns:"
 _GRPC_PREFIX: Final = "dns://"
-"""Targets that gRPC resolves itself, to one process."""
+"""Prefix of targets that gRPC itself resolves to one process."""
 
 log = structlog.get_logger()
 
@@ -23,27 +23,27 @@ class Resolver(Protocol):
     """Looks up the addresses of a name."""
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:
-        """Return the targets that the name has now; raise OSError if the lookup fails."""
+        """Return the current targets of the name; raises OSError if the lookup fails."""
 
 
 class DnsResolver:
     """The system's resolver."""
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:
-        """See `Resolver`. A name with addresses of both families gives those of IPv4 only."""
+        """See `Resolver`. If a name has IPv4 and IPv6 addresses, only the IPv4 ones count."""
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family = min((each[0] for each in found), default=socket.AF_INET)  # INET before INET6
         return sorted({join(str(each[4][0]), port) for each in found if each[0] == family})
 
 
 def check_targets(targets: Sequence[str]) -> None:
-    """Check the operator's list.
+    """Check the operator's list of targets.
 
     Raises:
-        ValueError: It is empty, has a target twice, or has a DNS name without host or port.
+        ValueError: The list is empty, has a target twice, or has a malformed DNS name.
     """
     if not targets:
-        raise ValueError("names none; at least one is needed")
+        raise ValueError("is empty; it must name at least one")
     if twice := {target for target in targets if targets.count(target) > 1}:
         raise ValueError(f"names {', '.join(sorted(twice))} twice")
     for target in targets:
@@ -52,7 +52,7 @@ def check_targets(targets: Sequence[str]) -> None:
 
 
 class Discovery:
-    """Looks names up at intervals; a target that is listed by address is always present."""
+    """Looks up names at intervals; a target that is listed by address is always present."""
 
     def __init__(
         self, targets: Sequence[str], *, resolver: Resolver | None = None, interval_s: float = 5.0
@@ -62,21 +62,21 @@ class Discovery:
         self._listed = tuple(targets)
         self._resolver = DnsResolver() if resolver is None else resolver
         self.interval_s = interval_s
-        """Age at which an answer is looked up again."""
+        """Seconds between two lookups."""
         self._answers: dict[str, tuple[str, ...]] = {}
-        """The last successful answer, by name."""
+        """The last successful answer for each name."""
         self._resolved_at: float | None = None
 
     @property
     def is_static(self) -> bool:
-        """Whether no target is a name, so that the answer never changes."""
+        """Whether no target is a DNS name, so that the targets never change."""
         return not any(map(_is_name, self._listed))
 
     async def targets(self) -> tuple[str, ...]:
-        """Return the targets that are present, each once.
+        """Return the current targets, each once.
 
-        A name whose lookup fails or gives no address keeps its last answer: DNS may be down while
-        the processes are well.
+        If the lookup of a name fails or has no addresses, its last answer stays, because DNS may be
+        down while the processes are well.
         """
         now = asyncio.get_running_loop().time()
         if self._resolved_at is None or now - self._resolved_at >= self.interval_s:
@@ -109,12 +109,12 @@ def _split(name: str) -> tuple[str, int]:
 
 
 class Member(Protocol):
-    """Runs for one process."""
+    """A task for one discovered process."""
 
     target: str
 
     async def run(self) -> None:
-        """Run until cancelled; any other end is a failure."""
+        """Run until cancelled; raises an error on failure."""
 
 
 M = TypeVar("M", bound=Member)
@@ -127,12 +127,12 @@ async def keep_members(
     may_leave: Callable[[M], bool],
     left: Callable[[M], None],
 ) -> None:
-    """Run a member for each target until cancelled, or until one fails; raise its error.
+    """Run a member for each target until cancelled, or until a member fails; raises its error.
 
     Args:
         discovery: The targets.
         join: Makes the member for a new target.
-        may_leave: Whether a member whose target is gone may end; asked again until it may.
+        may_leave: Returns whether a member whose target is gone may end; called until it may.
         left: Called with a member that has ended because its target is gone.
     """
     tasks: dict[asyncio.Task[None], M] = {}
@@ -145,7 +145,7 @@ async def keep_members(
                     tasks[asyncio.create_task(joined.run(), name=target)] = joined
             for task, member in tuple(tasks.items()):
                 if member.target not in targets and may_leave(member):
-                    log.info("gone from discovery", target=member.target)
+                    log.info("a target is no longer listed", target=member.target)
                     del tasks[task]
                     await _end(task)
                     left(member)
@@ -155,14 +155,14 @@ async def keep_members(
 
 
 async def _wait(discovery: Discovery, tasks: dict[asyncio.Task[None], M]) -> None:
-    """Wait until the next lookup is due; raise what a task raised."""
+    """Wait until the next lookup is due; raise the error of a failed task."""
     if not tasks:
         await asyncio.sleep(discovery.interval_s)
         return
     timeout_s = None if discovery.is_static else discovery.interval_s
     done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for failed in done:
-        log.critical("failed", target=failed.get_name(), exc_info=failed.exception())
+        log.critical("a task failed", target=failed.get_name(), exc_info=failed.exception())
         await failed
 
 

@@ -1,1 +1,1 @@
-"""TLS, and who may call which process."""
+"""TLS, and checks of callers."""

@@ -1,7 +1,7 @@
 """Checks the names in client certificates, over gRPC and HTTP.
 
-TLS itself admits every certificate that an authority has signed. Where one authority signs those of
-routers, schedulers, workers and clients, the names decide which of them may call this process.
+TLS accepts every certificate that an authority has signed. If one authority signs the certificates
+of routers, schedulers, workers and clients, the names decide which of them may call this process.
 """
 
 import contextlib
@@ -18,24 +18,24 @@ from contract.errors import PermissionDeniedError, QuireError, UnauthenticatedEr
 from rpc.status import rewrapped
 
 _OPEN_PATHS: Final = frozenset(("/health", "/ready"))
-"""For probes, which have no certificate."""
+"""Paths that need no certificate, for probes."""
 _SAN_KEY: Final = "x509_subject_alternative_name"
 _COMMON_NAME_KEY: Final = "x509_common_name"
 
 
 def check_names(names: Sequence[str], accepted: Collection[str]) -> None:
-    """Check that one of a certificate's names is accepted; if `accepted` is empty, any is.
+    """Check that one of a certificate's names is in `accepted`, unless `accepted` is empty.
 
     Raises:
         UnauthenticatedError: There is no certificate.
-        PermissionDeniedError: None of its names is accepted.
+        PermissionDeniedError: No name of the certificate is accepted.
     """
     if not accepted or not set(names).isdisjoint(accepted):
         return
     if not names:
         raise UnauthenticatedError("a client certificate with a name is required")
     raise PermissionDeniedError(
-        f"the client certificate is that of {', '.join(names)}; this process accepts"
+        f"the client certificate has the names {', '.join(names)}; this process accepts"
         f" {', '.join(sorted(accepted))} (--tls-client-names)"
     )
 
@@ -51,7 +51,7 @@ class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Make the handler check the caller first; here, the caller is not known yet."""
+        """Wrap the handler in a check of the caller, who is not known before the handler runs."""
         handler = await continuation(handler_call_details)
         return None if handler is None else rewrapped(handler, self._guarded)
 
@@ -73,16 +73,16 @@ class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return call
 
     def _check(self, context: Any) -> None:
-        said: Mapping[str, Sequence[bytes]] = context.auth_context()
-        # As for servers (RFC 6125): the common name counts only if there is no other name.
-        names = said.get(_SAN_KEY) or said.get(_COMMON_NAME_KEY) or ()
+        auth: Mapping[str, Sequence[bytes]] = context.auth_context()
+        # As in RFC 6125, the common name counts only if there is no alternative name.
+        names = auth.get(_SAN_KEY) or auth.get(_COMMON_NAME_KEY) or ()
         check_names([name.decode(errors="replace") for name in names], self._accepted)
 
 
 def certificate_middleware(accepted: Collection[str]) -> Middleware:
-    """Make the middleware that answers 401 without a certificate, 403 without an accepted name.
+    """Make the middleware that answers 401 without a certificate and 403 without an accepted name.
 
-    TLS itself refuses certificates of other authorities. Probes need none.
+    TLS refuses certificates of other authorities before. Probes need no certificate.
     """
 
     @web.middleware
@@ -90,11 +90,11 @@ def certificate_middleware(accepted: Collection[str]) -> Middleware:
         if request.path in _OPEN_PATHS:
             return await handler(request)
         transport = request.transport
-        shown = None if transport is None else transport.get_extra_info("peercert")
+        certificate = None if transport is None else transport.get_extra_info("peercert")
         try:
-            if not shown:
+            if not certificate:
                 raise UnauthenticatedError("a client certificate is required")
-            check_names(_names_of(shown), accepted)
+            check_names(_names_of(certificate), accepted)
         except QuireError as error:
             body = {"error": {"message": str(error), "code": error.http_status}}
             return web.json_response(body, status=error.http_status)
@@ -103,8 +103,8 @@ def certificate_middleware(accepted: Collection[str]) -> Middleware:
     return require
 
 
-def _names_of(shown: Mapping[str, Any]) -> list[str]:
+def _names_of(certificate: Mapping[str, Any]) -> list[str]:
     """Return the names in a certificate that `ssl` has parsed."""
-    alternatives = [value for _, value in shown.get("subjectAltName", ())]
-    subject = (pair for part in shown.get("subject", ()) for pair in part)
+    alternatives = [value for _, value in certificate.get("subjectAltName", ())]
+    subject = (pair for part in certificate.get("subject", ()) for pair in part)
     return alternatives or [value for kind, value in subject if kind == "commonName"]

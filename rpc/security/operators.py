@@ -1,4 +1,4 @@
-"""Which callers may operate a process, that is, change it for all its users."""
+"""Decides which callers are operators, who may change a process for all its users."""
 
 from collections.abc import Callable
 from typing import Final
@@ -19,11 +19,12 @@ class Operators:
         has_client_certificates: bool,
         obeys_loopback: bool,
     ) -> None:
-        """`check_operator` raises unless the call has an operator's key; None: calls have no keys.
+        """Make a check from the process's security settings.
 
-        Without keys and certificates, callers on the Unix socket are operators, since its
-        permissions protect it. With `obeys_loopback` callers on the loopback interface are, too,
-        which includes any proxy on this machine.
+        `check_operator` raises unless the call has an operator's key; None: calls have no keys.
+        Without keys and certificates, callers on the Unix socket are operators, since its file
+        permissions protect it. With `obeys_loopback`, callers on the loopback interface are
+        operators, too, which includes any proxy on this machine.
         """
         self._check_operator = check_operator
         self._has_client_certificates = has_client_certificates
@@ -33,12 +34,12 @@ class Operators:
         """Check that the caller is an operator.
 
         Args:
-            peer: The caller in gRPC's words: ipv4:127.0.0.1:52134, or unix:.
-            what: What is refused and how else it is done, for the error's message.
+            peer: The caller as gRPC names it: ipv4:127.0.0.1:52134, or unix:.
+            what: The operation, for the error's message, such as "loads models".
 
         Raises:
-            PermissionDeniedError: It is not.
-            UnauthenticatedError: It has no key.
+            PermissionDeniedError: The caller is not an operator.
+            UnauthenticatedError: The call has no key.
         """
         if self._check_operator is not None:
             self._check_operator()

@@ -1,6 +1,6 @@
-"""TLS of a process: its certificate, the authorities it trusts, and reloading of replaced files.
+"""TLS of a process: its certificate, its trusted authorities, and reloading of replaced files.
 
-Unix sockets have no TLS: their permissions control access.
+Unix sockets do not use TLS; their file permissions control access.
 """
 
 import ssl
@@ -21,26 +21,26 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """A server's certificate, and the clients it admits. All are PEM files."""
+    """A server's certificate and the authorities of its clients. All are PEM files."""
 
     cert: Path
-    """The certificate, followed by the intermediate ones."""
+    """The certificate, followed by intermediate certificates."""
     key: Path
     client_ca: Path | None = None
-    """Authorities; each client must have a certificate of one. None: clients need none."""
+    """Authorities that must have signed client certificates; None: clients need no certificate."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """The authorities a client trusts, and its own certificate. All are PEM files."""
+    """The authorities that a client trusts, and its own certificate. All are PEM files."""
 
     ca: Path
-    """Authorities; the server must have a certificate of one."""
+    """Authorities that must have signed the server's certificate."""
     cert: Path | None = None
-    """The client's own certificate, for servers that ask for one."""
+    """The client's own certificate, for servers that require one."""
     key: Path | None = None
     server_name: str = ""
-    """The name that the server's certificate must have; empty: the host that is dialled."""
+    """The name that the server's certificate must have; empty: the host of the target."""
 
 
 def is_local(target: str) -> bool:
@@ -49,15 +49,15 @@ def is_local(target: str) -> bool:
 
 
 _SIGN_TO_HINT: Final = {
-    "WRONG_VERSION_NUMBER": "the server does not use TLS; leave out --tls-ca to call it without",
-    "Hostname Verification": "its certificate has another name; give that with --tls-server-name",
+    "WRONG_VERSION_NUMBER": "the server does not use TLS; leave out --tls-ca",
+    "Hostname Verification": "its certificate has another name; set it with --tls-server-name",
     "CERTIFICATE_VERIFY_FAILED": "no authority in --tls-ca has signed its certificate",
-    "Socket closed": "perhaps it requires TLS (--tls-ca), or a client certificate (--tls-cert)",
+    "Socket closed": "the server may require TLS (--tls-ca) or a client certificate (--tls-cert)",
 }
 
 
 def explain(details: str) -> str:
-    """Add to gRPC's message on a failed connection what it means, if that is known."""
+    """Add a hint to gRPC's message about a failed connection, if the cause is known."""
     for sign, hint in _SIGN_TO_HINT.items():
         if details.startswith("failed to connect") and sign in details:
             return f"{details} ({hint})"
@@ -65,7 +65,7 @@ def explain(details: str) -> str:
 
 
 def check_certificate(cert: Path, key: Path) -> None:
-    """Raise ValueError unless both files can be read and belong together."""
+    """Raise ValueError unless both files can be read and match."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
     except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
@@ -81,7 +81,7 @@ def check_authorities(ca: Path) -> None:
 
 
 def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """Read the files, once: a channel keeps its certificate as long as it lives."""
+    """Read the files; a channel keeps its certificate for its whole life."""
     return grpc.ssl_channel_credentials(
         root_certificates=tls.ca.read_bytes(),
         private_key=None if tls.key is None else tls.key.read_bytes(),
@@ -90,7 +90,7 @@ def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """Make a gRPC server's credentials; replaced files are used from the next handshake on."""
+    """Make a gRPC server's credentials; each handshake uses the current files."""
 
     def read() -> grpc.ServerCertificateConfiguration:
         check_certificate(tls.cert, tls.key)
@@ -106,10 +106,10 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 def http_context(tls: ServerTls) -> ssl.SSLContext:
-    """Make an HTTP server's context; replaced files are used from the next handshake on.
+    """Make an HTTP server's context; each handshake uses the current files.
 
-    A client certificate may be missing, so that probes get their answer: the application decides
-    who needs one. A certificate of a wrong authority ends the handshake.
+    TLS accepts clients without a certificate, for probes; the application decides which calls need
+    one. A certificate of a wrong authority ends the handshake.
     """
 
     def read() -> ssl.SSLContext:
@@ -130,20 +130,19 @@ def http_context(tls: ServerTls) -> ssl.SSLContext:
 
 
 class _Newest(Generic[T]):
-    """Holds what `read` made of the files, and renews it when they change. Thread-safe."""
+    """Caches the result of `read`, and reads again when the files change. Thread-safe."""
 
     def __init__(self, tls: ServerTls, read: Callable[[], T]) -> None:
-        """Raises what `read` raises."""
         self._files = [file for file in (tls.cert, tls.key, tls.client_ca) if file is not None]
         self._read = read
         self._stamps = self._look()
         self._value = read()
 
     def get(self) -> T:
-        """Return the value, made again if the files have changed; called at each handshake.
+        """Return the current value; called at each handshake.
 
-        Files that cannot be read, perhaps because they are being written, are read again at the
-        next handshake; until then the old value is used.
+        If the files cannot be read, perhaps because they are being written, the old value is
+        returned, and the next handshake tries again.
         """
         try:
             stamps = self._look()
@@ -156,13 +155,13 @@ class _Newest(Generic[T]):
         return self._value
 
     def _look(self) -> list[tuple[int, int]]:
-        # Kubernetes replaces a mounted secret by switching a link: the inode changes, too.
+        # Compare inodes, too, because Kubernetes replaces a mounted secret by switching a link.
         stats = [file.stat() for file in self._files]
         return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]
 
 
 def _no_password() -> str:
-    # Otherwise OpenSSL asks on the terminal.
+    # Without this, OpenSSL would ask for a password on the terminal.
     raise ValueError("the key is encrypted; it must not be")
 
 

@@ -1,1 +1,1 @@
-"""The pure scheduler: values and `now` in, values out."""
+"""The pure scheduler: it takes values and the time, and returns values."""

@@ -1,21 +1,20 @@
-"""The blocks of one tier: which are held, which are free, which are findable by content.
+"""The blocks of one tier: which are held, which are free, and which can be found by content.
 
-A block's state is told by its reference count and whether it has a hash:
+A block's state follows from its reference count and whether it has a hash:
 
-    ref_count > 0            held: by block tables, pins, steps in flight, swap-ins under way
-    ref_count = 0, a hash    cached: findable, and evicted in order when no block is free
-    ref_count = 0, no hash   free, or retired while its pool shrinks (below)
+    ref_count > 0            held by block tables, pins, steps in flight, or swap-ins in progress
+    ref_count = 0, a hash    cached: the prefix cache finds it; evicted when no block is free
+    ref_count = 0, no hash   free, or retired while its pool shrinks (see below)
 
-Free and cached blocks are *available*: they can be allocated. A held block may have a hash, too,
-and is then shared by all that find it. A step is planned to write only
-blocks that had one holder and no hash until then; a full block may be published, and shared, as
-soon as its write is planned.
+Free and cached blocks are *available*: they can be allocated. A held block may have a hash, too;
+then every sequence that finds it shares it. A plan writes only to blocks that have one holder and
+no hash before. A full block may be published, and shared, as soon as its write is planned.
 
-Free blocks at or beyond the *border* are allocated last, lowest first, so that what defragmentation
-has emptied stays empty. At first no block is beyond it.
+Free blocks at or beyond the *border* are allocated last, lowest first, so that the range that
+defragmentation has emptied stays empty. At first no block is beyond the border.
 
-A pool can be resized. Before it shrinks, blocks from its new *end* on are taken out of use. Those
-that are available, or become so, are *retired*: with neither holder nor hash, and never allocated.
+A pool can be resized. Before it shrinks, the blocks from its new *end* on are taken out of use. As
+soon as such a block has no holder, it is *retired*: it loses its hash and is never allocated.
 """
 
 from array import array
@@ -40,21 +39,21 @@ BlockIdT = TypeVar("BlockIdT", bound=int)
 
 
 class PoolBooks(NamedTuple, Generic[BlockIdT]):
-    """The tables of a pool, live; for reports and invariants, which only read them."""
+    """Live views of a pool's tables, for reports and invariants; read-only."""
 
     hashes: Sequence[BlockHash | None]
-    """By block."""
+    """Indexed by block."""
     hash_to_block: Mapping[BlockHash, BlockIdT]
     cached: list[BlockIdT]
-    """Not live: in the order of eviction, or in none."""
+    """A copy, in no particular order for some eviction policies."""
     free: Sequence[BlockIdT]
-    """Below the border; the last is next."""
+    """Free blocks below the border; the last is allocated next."""
     free_beyond: Sequence[BlockIdT]
     border: int
 
 
 class BlockPool(Generic[BlockIdT]):
-    """Allocates, shares and takes back blocks; the one owner of their reference counts."""
+    """Allocates, shares and frees blocks. It alone changes their reference counts."""
 
     def __init__(
         self,
@@ -64,9 +63,15 @@ class BlockPool(Generic[BlockIdT]):
         eviction: Eviction = Eviction.LRU,
         labels: NewLabels | None = None,
     ) -> None:
-        """`on_evict` is called with each cached block that is allocated, and its hash.
+        """Make a pool of free blocks.
 
-        `labels` gets each content that is published, even if another block has it, too.
+        Args:
+            num_blocks: Blocks of the pool.
+            block_id: Makes an id of this tier from a number.
+            on_evict: Called with each cached block that gets evicted, and its hash.
+            eviction: Decides which cached block is evicted first.
+            labels: Receives the hash of every published block, even if another block has the same
+                content.
         """
         self.num_blocks = num_blocks
         self._labels = labels
@@ -78,33 +83,33 @@ class BlockPool(Generic[BlockIdT]):
         self._border = num_blocks
         self._end = num_blocks
         self._block_id = block_id
-        # A stack, so that low numbers are used first and again, and the pool's end stays empty.
+        # A stack: it reuses low numbers, so that the end of the pool stays empty.
         self._free = [block_id(b) for b in reversed(range(num_blocks))]
         self._free_beyond: list[BlockIdT] = []  # a heap
 
     @property
     def num_available(self) -> int:
-        """Blocks that may be allocated: free and cached.
+        """Number of blocks that can be allocated: the free and the cached ones.
 
-        While the pool shrinks, the blocks are subtracted to which the held blocks beyond the new
-        end still have to move. The result is negative if there are too few of them.
+        While the pool shrinks, each held block beyond the new end still needs a block below the
+        end, to move to; these are subtracted. The result is negative if there are too few.
         """
         num_available = len(self._free) + len(self._free_beyond) + len(self._cached)
         return num_available if self._end == self.num_blocks else num_available - self.num_leaving
 
     @property
     def num_cached(self) -> int:
-        """Blocks that are not held and can still be found by hash."""
+        """Number of blocks that have no holder but can still be found by hash."""
         return len(self._cached)
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated without evicting one."""
+        """Number of blocks that can be allocated without an eviction."""
         return len(self._free) + len(self._free_beyond)
 
     @property
     def books(self) -> PoolBooks[BlockIdT]:
-        """Its tables; takes time in proportion to the cached blocks."""
+        """The pool's tables; the call takes time in proportion to the cached blocks."""
         return PoolBooks(
             hashes=self._hashes,
             hash_to_block=self._hash_to_block,
@@ -119,10 +124,12 @@ class BlockPool(Generic[BlockIdT]):
         return self._ref_counts[block]
 
     def allocate(self, count: int) -> list[BlockIdT]:
-        """Take `count` blocks, each with one holder and no hash: free ones, then cached, in order.
+        """Take `count` blocks: free ones first, then cached ones in the order of eviction.
+
+        Each block has one holder and no hash afterwards.
 
         Raises:
-            BrokenInvariantError: Fewer are available; the caller looks at `num_available` first.
+            BrokenInvariantError: Fewer are available; the caller must check `num_available` first.
         """
         num_available = self.num_free + self.num_cached
         if count > num_available:
@@ -145,7 +152,7 @@ class BlockPool(Generic[BlockIdT]):
         return blocks
 
     def share(self, blocks: Iterable[BlockIdT]) -> None:
-        """Add a holder to each block, which is held or cached."""
+        """Add a holder to each block; every block must be held or cached."""
         for block in blocks:
             block_hash = self._hashes[block]
             if self._ref_counts[block] == 0:
@@ -157,14 +164,15 @@ class BlockPool(Generic[BlockIdT]):
             self._ref_counts[block] += 1
 
     def drop(self, blocks: Sequence[BlockIdT]) -> None:
-        """Remove a holder from each block of a table, or of a table's end.
+        """Remove a holder from each block of a block table, or of the end of one.
 
-        The table's last blocks become available first, so they are evicted before the prefixes they
-        continue, without which they could not be found.
+        The last blocks of the table become available first. So they are evicted before the blocks
+        that precede them, without which they could not be found.
         """
-        if self._cached.minds_tables:
+        if self._cached.uses_tables:
             hashes = (self._hashes[block] for block in reversed(blocks))
-            self._cached.note_table([block_hash for block_hash in hashes if block_hash is not None])
+            known = [block_hash for block_hash in hashes if block_hash is not None]
+            self._cached.on_table_dropped(known)
         for block in reversed(blocks):
             count = self._ref_counts[block] - 1
             if count < 0:
@@ -181,7 +189,7 @@ class BlockPool(Generic[BlockIdT]):
                     heappush(self._free_beyond, block)
 
     def publish(self, blocks: Sequence[BlockIdT], hashes: Sequence[BlockHash]) -> None:
-        """Make held, full blocks findable; not those whose content another block has already."""
+        """Let full, held blocks be found by hash, unless another block has the same content."""
         known = self._hashes
         if any(map(known.__getitem__, blocks)):
             new = [i for i, block in enumerate(blocks) if known[block] is None]
@@ -193,7 +201,7 @@ class BlockPool(Generic[BlockIdT]):
                 known[block] = block_hash
 
     def forget(self, blocks: Iterable[BlockIdT]) -> None:
-        """Make blocks unfindable, because their content is not to be trusted."""
+        """Remove the hashes of blocks whose content may be wrong, so that they are not found."""
         blocks = list(blocks)
         if self._labels is not None:
             self._labels.forget({*blocks})
@@ -211,7 +219,7 @@ class BlockPool(Generic[BlockIdT]):
             self._hashes[block] = None
 
     def find(self, hashes: Iterable[BlockHash]) -> list[BlockIdT]:
-        """Return the blocks of the longest prefix of `hashes` that is findable; changes nothing."""
+        """Return the blocks of the longest prefix of `hashes` in this pool; changes nothing."""
         blocks = []
         for block_hash in hashes:
             block = self._hash_to_block.get(block_hash)
@@ -230,11 +238,11 @@ class BlockPool(Generic[BlockIdT]):
         return counts
 
     def is_cached(self, block: BlockIdT) -> bool:
-        """Whether `block` is not held, and can still be found by hash."""
+        """Whether `block` has no holder but can still be found by hash."""
         return self._ref_counts[block] == 0 and self._hashes[block] is not None
 
     def set_border(self, border: BlockIdT) -> None:
-        """Allocate free blocks below `border` first, lowest first, and those beyond it last."""
+        """From now on allocate free blocks below `border` first, and those beyond it last."""
         is_free = np.zeros(self.num_blocks, np.bool_)
         is_free[self._free + self._free_beyond] = True
         free = cast("list[BlockIdT]", np.flatnonzero(is_free).tolist())
@@ -244,7 +252,7 @@ class BlockPool(Generic[BlockIdT]):
         self._free_beyond = free[num_below:]
 
     def allocate_before(self, block: BlockIdT) -> BlockIdT | None:
-        """Take the next free block, with one holder, if its number is lower; else None."""
+        """Allocate the next free block if its number is lower than `block`; else return None."""
         if self._free and self._free[-1] < block:
             found = self._free.pop()
         elif not self._free and self._free_beyond and self._free_beyond[0] < block:
@@ -255,14 +263,14 @@ class BlockPool(Generic[BlockIdT]):
         return found
 
     def exchange(self, one: BlockIdT, other: BlockIdT) -> None:
-        """Exchange the numbers of two blocks, neither of them free.
+        """Exchange the numbers of two blocks; neither may be free.
 
-        Holders, hash and place in the order of eviction go with the content. The caller moves the
-        content, and tells the holders of each block its new number. A cached block that would go
-        beyond the new end is lost.
+        Holders, hash and place in the order of eviction stay with the content. The caller moves the
+        content and updates the block tables. If the pool shrinks and a cached block would land
+        beyond the new end, its content is lost.
 
         Raises:
-            BrokenInvariantError: One is free: there is no content to move.
+            BrokenInvariantError: One of the blocks is free and has no content to move.
         """
         for block in (one, other):
             if self._ref_counts[block] == 0 and self._hashes[block] is None:
@@ -283,30 +291,30 @@ class BlockPool(Generic[BlockIdT]):
 
     @property
     def num_usable(self) -> int:
-        """Blocks in the pool, without those that are being taken out of use."""
+        """Number of blocks in the pool, without those being taken out of use."""
         return self._end
 
     @property
     def usable_ref_counts(self) -> npt.NDArray[np.int32]:
-        """int32[num_usable]: the number of holders of each of these; a live view."""
+        """int32[num_usable]: the number of holders of each usable block; a live view."""
         return self.ref_counts[: self._end]
 
     @property
     def num_leaving(self) -> int:
-        """Held blocks that are being taken out of use; counted, block by block."""
+        """Number of held blocks that are being taken out of use; counted at each call."""
         return int(np.count_nonzero(self.ref_counts[self._end :]))
 
     def retire_from(self, end: int) -> None:
-        """Take blocks from `end` on out of use; `on_evict` is called with those that are cached.
+        """Take the blocks from `end` on out of use; evict those that are cached.
 
-        Held ones stay held, and are retired when the last holder drops them; their content is lost
-        then.
+        A held block stays held. It is retired, and its content lost, when the last holder drops it.
         """
         self._end = end
         self._free = [block for block in self._free if block < end]
         self._free_beyond = sorted(block for block in self._free_beyond if block < end)
         cached = [(block_hash, self._hash_to_block[block_hash]) for block_hash in self._cached]
-        for block_hash, block in reversed(cached):  # there may be room for few on the host
+        # The host may have room for few of them, so the last in eviction order go there first.
+        for block_hash, block in reversed(cached):
             if block >= end:
                 self._cached.remove(block_hash)
                 self._forget(block)
@@ -314,16 +322,16 @@ class BlockPool(Generic[BlockIdT]):
                     self._on_evict(block, block_hash)
 
     def resize(self, num_blocks: int) -> None:
-        """Set the number of blocks, all of them in use; those that come, or come back, are free.
+        """Set the number of blocks and use all of them; new and formerly retired blocks are free.
 
         Raises:
-            BrokenInvariantError: A block that would go is not retired.
+            BrokenInvariantError: A block beyond the new size is not retired.
         """
         if self.ref_counts[num_blocks:].any() or num_blocks < self._end:
             raise BrokenInvariantError(f"resize({num_blocks}) with blocks in use beyond")
         num_new = max(0, num_blocks - self.num_blocks)
         was_whole = self._border >= self.num_blocks
-        # Not in place: there may be views of the counts.
+        # Make a new array, because callers may hold views of the old one.
         self._ref_counts = self._ref_counts[:num_blocks] + array("i", bytes(4 * num_new))
         self._hashes = self._hashes[:num_blocks] + [None] * num_new
         came = [b for b in range(self._end, num_blocks) if self._ref_counts[b] == 0]
@@ -333,7 +341,7 @@ class BlockPool(Generic[BlockIdT]):
         self.set_border(self._block_id(border))
 
     def _forget(self, block: BlockIdT) -> None:
-        """Make a block that is neither held nor cached unfindable."""
+        """Remove the hash of a block that is neither held nor cached."""
         if (block_hash := self._hashes[block]) is not None:
             self._cached.forget(block_hash)
             del self._hash_to_block[block_hash]
@@ -347,14 +355,14 @@ class BlockPool(Generic[BlockIdT]):
         blocks: Sequence[BlockIdT],
         hashes: Sequence[BlockHash],
     ) -> None:
-        """Take over what a pool's blocks hold, before anything is allocated.
+        """Take over the contents of blocks from an earlier scheduler, before any allocation.
 
-        It is not known when each block was last used. So the blocks that were published last are
-        evicted first, because a prefix is published before the blocks that continue it.
+        The times of last use are unknown. So the blocks that were published last are evicted first,
+        because a prefix is published before the blocks that continue it.
 
         Args:
-            tables: Block tables, each of distinct blocks; each becomes a holder of its blocks.
-            blocks: Blocks whose content is known, in the order in which they were published.
+            tables: Block tables, each of distinct blocks. Each counts as a holder of its blocks.
+            blocks: Blocks with known content, in the order in which they were published.
             hashes: Parallel to `blocks`.
         """
         for block in (block for table in tables for block in table):
@@ -369,5 +377,5 @@ class BlockPool(Generic[BlockIdT]):
         self._free = [b for b in self._free if self._ref_counts[b] == 0 and not self._hashes[b]]
 
     def is_writable(self, block: BlockIdT) -> bool:
-        """Whether a held block has one holder and no hash, so that the holder may write it."""
+        """Whether the only holder of a held block may write to it: the block has no hash."""
         return self._ref_counts[block] == 1 and self._hashes[block] is None

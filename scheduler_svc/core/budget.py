@@ -1,9 +1,9 @@
-"""How a step's tokens are divided; how many prompt tokens a sequence computes is decided here.
+"""Divides the tokens of a step among the sequences.
 
-A step computes one token for each sequence that decodes. What is left of `max_num_batched_tokens`
-is for sequences with known tokens to compute, most of which are prompts. `begin_step` bounds the
-prompts of a step, by the bounds of the pacer (`pacing.py`) and of memory pressure; `grant` divides
-that among sequences.
+A step computes one token for each sequence that decodes. The rest of `max_num_batched_tokens` goes
+to sequences with known tokens to compute; most of these tokens are prompts. `begin_step` limits the
+prompt tokens of a step to what the pacer (`pacing.py`) and memory pressure allow. `grant` decides
+how many tokens each sequence computes.
 """
 
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ from scheduler_svc.core.pressure import Pressure
 from scheduler_svc.core.sequence import Sequence
 
 _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
-"""By memory level, the divisor of the prompts' tokens: these need work space. Chosen, not measured:
-halved where nothing may be added, and halved again where less must run."""
+"""By memory level, the divisor of a step's prompt tokens, since prompts need work space. Chosen,
+not measured: half when no sequence may start, a quarter when fewer must run."""
 
 
 class TokenBudget:
@@ -24,14 +24,14 @@ class TokenBudget:
     def __init__(self, config: SchedulerConfig, pressure: Pressure) -> None:
         threshold = config.long_prefill_threshold
         self.long_threshold = config.busy_step_tokens // 2 if threshold is None else threshold
-        """A sequence with more known tokens left to compute is long; 0: none is."""
+        """A sequence with more known tokens left to compute counts as long; 0: none does."""
         self.num_tokens = 0
         """Tokens of any kind left in this step."""
         self.num_prompt_tokens = 0
-        """Those of them that prompts may have."""
+        """Prompt tokens left in this step; at most `num_tokens`."""
         self.long_prefills: list[Sequence] = []
-        """Long sequences that were offered half of the tokens left in this step, and may take what
-        the others do not use."""
+        """Long sequences that got at most half of the tokens left in this step. They get a second
+        grant from what the others do not use."""
         self._pressure = pressure
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._max_chunk = config.max_prefill_chunk
@@ -44,9 +44,9 @@ class TokenBudget:
 
         Args:
             num_decodes: Sequences that compute one token each.
-            max_paced_tokens: The pacer's bound of the prompts' tokens if any sequence decodes,
-                which each of them delays; None: no bound.
-            max_prompt_tokens: The pacer's bound in any case; None: no bound.
+            max_paced_tokens: The pacer's bound on prompt tokens in a step with decodes, which
+                prompts delay; None: no bound.
+            max_prompt_tokens: The pacer's bound on prompt tokens in any step; None: no bound.
         """
         left = most = self._max_num_batched_tokens - num_decodes
         if num_decodes and max_paced_tokens is not None:
@@ -60,16 +60,16 @@ class TokenBudget:
         self.long_prefills = []
 
     def grant(self, seq: Sequence, num_in_step: int) -> int:
-        """Return how many known tokens of a running sequence the step computes next; may be 0.
+        """Return how many known tokens of a running sequence the step computes; may be 0.
 
-        A sequence with one token left is not counted as a prompt, because it costs as much as a
-        decode. Beams, forks and swapped-in sequences are like that. The first time that this is
-        called for a long prompt in a step, it grants at most half of the remaining tokens; the
-        second time, all that the others have not used.
+        A sequence with one token left does not count as a prompt, because it costs as much as a
+        decode; beams, forks and swapped-in sequences have one token left. The first grant of a long
+        prompt in a step is at most half of the remaining tokens. A second grant, after all other
+        sequences, has no such limit.
 
         Args:
-            seq: The sequence. What this returns counts as spent.
-            num_in_step: Tokens that the step computes of it already.
+            seq: The sequence; the granted tokens are subtracted from the budget.
+            num_in_step: Tokens of the sequence that the step computes already.
         """
         num_left = seq.num_tokens_left
         is_prompt = num_left > 1
@@ -86,14 +86,14 @@ class TokenBudget:
         return granted
 
     def is_long(self, num_tokens: int) -> bool:
-        """Whether a sequence with so many known tokens left to compute is long."""
+        """Whether a sequence with `num_tokens` known tokens left to compute counts as long."""
         return 0 < self.long_threshold < num_tokens
 
     def may_start(self, num_tokens: int, prefilling: Iterable[Sequence]) -> bool:
-        """Whether a sequence with so many tokens left may start beside those that prefill.
+        """Whether a sequence with `num_tokens` left may start beside the prefilling ones.
 
-        At most `max_long_prefills` long sequences prefill at a time. Short ones may overtake the
-        long ones that wait.
+        At most `max_long_prefills` long sequences prefill at a time. Short ones may overtake long
+        ones in the queue.
         """
         if not self.is_long(num_tokens):
             return True

@@ -1,4 +1,4 @@
-"""A scheduler core's configuration, and its load."""
+"""The configuration of a scheduler core, and snapshots of its load."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,23 +11,23 @@ class PreemptionMode(StrEnum):
     """What preemption does with a sequence's KV."""
 
     COST = "cost"
-    """SWAP or RECOMPUTE, whichever takes less time, by the rates that the worker measured."""
+    """Choose SWAP or RECOMPUTE, whichever is faster at the rates that the worker measured."""
     SWAP = "swap"
-    """It is moved to the host, as long as there is room, and back later."""
+    """Copy the KV to the host if there is room, and back later."""
     RECOMPUTE = "recompute"
-    """It is dropped, and computed again later."""
+    """Drop the KV and compute it again later."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """One worker's room, as the worker reports it, and the operator's choices."""
+    """The sizes that a worker reports, and the operator's choices."""
 
     num_blocks: int
-    """Device blocks, at first."""
+    """Device blocks at the start; a resize may change their number."""
     block_size: int
     """Token slots of a block."""
     max_num_seqs: int
-    """Rows: the most sequences that run at once."""
+    """Number of rows: the most sequences that run at once."""
     max_num_batched_tokens: int
     """The token budget of a step; at least `max_num_seqs`."""
     max_model_len: int
@@ -35,68 +35,69 @@ class SchedulerConfig:
     num_saturating_tokens: int | None = None
     """How many prompt tokens keep the device busy with arithmetic; None: the token budget."""
     num_draft_tokens: int = 0
-    """Most tokens that the worker guesses and verifies for a sequence beside its next one, so that
-    a step may bring it one more than that; less than `block_size`."""
+    """Most draft tokens per sequence and step; less than `block_size`. A step may give a sequence
+    `num_draft_tokens` + 1 tokens."""
     max_num_blocks: int | None = None
-    """Most device blocks that a resize may give; None: their number is fixed."""
+    """Most device blocks that a resize may set; None: their number is fixed."""
     min_num_blocks: int = 1
-    """Fewest device blocks that a resize may leave."""
+    """Fewest device blocks that a resize may set."""
     max_waiting: int = 1024
-    """Most sequences that may wait."""
+    """Most waiting sequences."""
     enable_prefix_caching: bool = True
-    """Whether full blocks are found again by content."""
+    """Whether sequences share full blocks with equal content."""
     eviction: Eviction = Eviction.LRU
-    """Which cached block goes first, in every tier."""
+    """Which cached block is evicted first, in every tier."""
     max_pinned_share: float = 0.25
     """Share of the device blocks that pins may hold together."""
     defragment_interval_s: float = 10.0
-    """How often fragmentation is looked at; 0: never."""
+    """How often fragmentation is measured; 0: never."""
     defragment_threshold: float = 1.0
-    """Fragmentation rate from which blocks are then moved; no rate is as high as 1."""
+    """Fragmentation rate at which blocks are moved; rates are below 1."""
     max_defragment_moves: int = 32
     """Most blocks that defragmentation moves in one step."""
     watermark: float = 0.01
-    """Share of the blocks that admission leaves free for the running sequences to grow into."""
+    """Share of the blocks that admission leaves available, for running sequences to grow."""
     max_prefill_chunk: int | None = None
     """Most known tokens of one sequence in one step; None: the token budget."""
     num_host_blocks: int = 0
     """Host blocks; 0: there is no host tier."""
     host_is_device_memory: bool = False
-    """Whether what goes to the host leaves the device's memory as full as it was, as on a CPU."""
+    """Whether host and device blocks share one memory, as on a CPU, so that a swap frees none."""
     bytes_per_block: int = 0
     """Size of a block, in either tier."""
     swap_bytes_per_s: float = 0.0
-    """How fast blocks move between the tiers; 0: not known."""
+    """Measured rate of copies between device and host; 0: unknown."""
     prefill_tokens_per_s: float = 0.0
-    """How fast prompts are computed; 0: not known."""
+    """Measured rate of prefill; 0: unknown."""
     num_disk_blocks: int = 0
     """Disk blocks; 0: there is no disk tier. Needs a host tier."""
     disk_bytes_per_s: float = 0.0
-    """How fast blocks come from the disk; 0: not known."""
+    """Measured rate of loads from the disk; 0: unknown."""
     max_disk_moves: int = 256
-    """Most loads under way, and most stores, beyond which evicted blocks are lost. What preempted
-    sequences spill is not bounded: its room is needed at once."""
+    """Most loads in progress, and most stores; at the limit evicted blocks are lost. Spills of
+    preempted sequences are not limited, because their room is needed at once."""
     preemption_mode: PreemptionMode = PreemptionMode.COST
-    """What becomes of a preempted sequence's KV, if there is a host tier."""
+    """What preemption does with KV, if there is a host tier."""
     max_swap_blocks: int = 256
-    """Most blocks that one step swaps in, and most that it demotes. What preemption swaps out is
-    not bounded: its room is needed at once."""
+    """Most blocks that one step swaps in, and most that it demotes. Swap-outs of preempted
+    sequences are not limited, because their room is needed at once."""
     long_prefill_threshold: int | None = None
-    """A sequence with more known tokens to compute is long: it leaves half of a step to others, and
-    others overtake it. 0: none is, so none is paced either. None: half of what keeps the device
-    busy: a shorter prompt is computed in one step, and delays others no further."""
+    """A sequence with more known tokens to compute counts as long: it leaves half of a step to
+    others, and short ones may overtake it. 0: no sequence counts as long. None: half of the tokens
+    that keep the device busy; a shorter prompt is computed in one step."""
     max_long_prefills: int = 1
     """Most long sequences that compute their known tokens at the same time."""
     claim_s: float = 10.0
-    """How long the sequences that a worker held for the scheduler before may be claimed."""
+    """How long a new scheduler reserves the sequences that the worker held, for requests that are
+    submitted again."""
     policy: str = "fcfs"
-    """The order of the sequences: what `policies.loading.make_policy` takes."""
+    """The scheduling policy, as a name or dotted path for `policies.loading.make_policy`."""
     policy_args: tuple[tuple[str, str], ...] = ()
-    """The policy's arguments, by name."""
+    """The policy's keyword arguments."""
 
     @property
     def busy_step_tokens(self) -> int:
-        """Tokens with which a step keeps the device busy."""
+        """Number of tokens in a step that keep the device busy."""
         return self.num_saturating_tokens or self.max_num_batched_tokens
 
     def __post_init__(self) -> None:
@@ -167,7 +168,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLoad:
-    """A snapshot of a core between two steps."""
+    """A snapshot of a core between two steps. Counters count from the core's start."""
 
     num_running: int
     num_waiting: int
@@ -175,62 +176,61 @@ class SchedulerLoad:
     """Waiting sequences with their KV on the host or the disk."""
     max_num_seqs: int
     num_blocks: int
-    """Device blocks, at present."""
+    """Device blocks at present."""
     num_free_blocks: int
-    """Blocks that hold nothing."""
+    """Device blocks without content."""
     num_cached_blocks: int
-    """Blocks that are not held and that the prefix cache can still find."""
+    """Device blocks without a holder that the prefix cache can find."""
     num_pinned_blocks: int
-    """Blocks that pins keep in the prefix cache; sequences may hold some of them, too."""
+    """Device blocks that pins hold; sequences may hold them, too."""
     block_size: int
     num_preemptions: int
     prefix_cache_queries: int
-    """Tokens looked up, since the start."""
+    """Tokens that admission looked up."""
     prefix_cache_hits: int
-    """Tokens found, since the start."""
+    """Tokens that admission found."""
     num_steps: int
-    """Steps scheduled, since the start."""
+    """Steps scheduled."""
     num_recomputed_tokens: int
-    """Tokens that sequences have to compute again, since the start: those that were preempted, and
-    those that were live at another worker or scheduler before."""
+    """Tokens that sequences compute again, after a preemption or after a move to this core."""
     num_adopted_tokens: int
-    """Tokens of resubmitted sequences with KV that the worker still had, since the start."""
+    """Tokens of resubmitted sequences whose KV the worker still held."""
     num_host_blocks: int
     num_free_host_blocks: int
-    """Host blocks that hold nothing."""
+    """Host blocks without content."""
     num_cached_host_blocks: int
-    """Host blocks that are not held and that the prefix cache can still find."""
+    """Host blocks without a holder that the prefix cache can find."""
     num_swapped_out_blocks: int
-    """Blocks copied from device to host, since the start, demoted ones included."""
+    """Blocks copied from device to host, including demoted ones."""
     num_swapped_in_blocks: int
-    """Blocks copied from host to device, since the start, promoted ones included."""
+    """Blocks copied from host to device, including promoted ones."""
     num_demoted_blocks: int
-    """Cached blocks copied to the host when the device needed their room, since the start."""
+    """Cached blocks that were copied to the host when the device evicted them."""
     num_promoted_blocks: int
-    """Blocks that admission found on the host, since the start."""
+    """Blocks that admission found on the host."""
     num_moved_blocks: int
-    """Blocks that defragmentation has moved, since the start; two that change places are two."""
+    """Blocks that defragmentation has moved; an exchange of two counts as two."""
     num_defragmentations: int
-    """Passes of defragmentation that have ended, since the start."""
+    """Completed passes of defragmentation."""
     num_disk_blocks: int
     num_free_disk_blocks: int
-    """Disk blocks that hold nothing."""
+    """Disk blocks without content."""
     num_cached_disk_blocks: int
-    """Disk blocks that are not held and that the prefix cache can still find."""
+    """Disk blocks without a holder that the prefix cache can find."""
     num_stored_blocks: int
-    """Blocks stored on the disk, since the start, spilled ones included."""
+    """Blocks stored on the disk, including spilled ones."""
     num_loaded_blocks: int
-    """Blocks loaded from the disk, since the start."""
+    """Blocks loaded from the disk."""
     num_failed_disk_moves: int
-    """Stores and loads that failed, since the start."""
+    """Stores and loads that failed."""
     num_spilled_blocks: int
-    """Blocks of swapped sequences moved to the disk, since the start."""
+    """Blocks of swapped sequences that were moved to the disk."""
     memory_level: MemoryLevel = MemoryLevel.OK
-    """How short the worker's memory is, by its last report."""
+    """How short the worker's memory is, as it last reported."""
     num_memory_preemptions: int = 0
-    """Preemptions because of that."""
+    """Preemptions because memory was short."""
 
     @property
     def is_memory_short(self) -> bool:
-        """Whether fewer sequences run than could if memory were not short."""
+        """Whether short memory limits how many sequences run."""
         return self.memory_level is not MemoryLevel.OK

@@ -1,10 +1,9 @@
-"""The sequences that decode: when each needs a block, and when it has reached its length.
+"""The decoding sequences: when each needs its next block, and when each reaches its length.
 
-This is why a steady step costs nothing for a steady sequence. Without guesses a decoding sequence
-gains one token in every step, so the steps at which it needs its next block, and at which it
-reaches its length, are known when it starts (`SteadyDecodes`). It is filed under
-these steps, and not looked at before them. If a step may bring several tokens, every sequence is
-looked at in every step, with array operations (`DraftedDecodes`).
+Without drafts a decoding sequence gains one token in every step. So the steps at which it needs a
+block, and at which it reaches its length, are known when it starts to decode. `SteadyDecodes` files
+the sequence under these steps and does no work for it in between. With drafts a step may bring
+several tokens; `DraftedDecodes` checks all sequences in every step, with array operations.
 """
 
 from typing import Protocol
@@ -21,32 +20,32 @@ from scheduler_svc.core.steps_in_flight import StepsInFlight
 
 
 class Decodes(Protocol):
-    """What `RunningSet` asks of those that decode."""
+    """The interface that `RunningSet` uses."""
 
     @property
     def num_next(self) -> int:
-        """How many compute in the next step."""
+        """Number of sequences that decode in the next step."""
 
     def start(self, seq: Sequence, step: StepId) -> None:
-        """Let `seq` decode after `step`, which computes its last known token."""
+        """Let `seq` decode from `step` + 1 on; `step` computes its last known token."""
 
     def stop(self, seq: Sequence) -> None:
-        """Forget a sequence, which still has its row."""
+        """Remove a sequence, which still has its row."""
 
     def num_due(self, step: StepId) -> int:
-        """Return how many need a block at `step`."""
+        """Return how many sequences need a block at `step`."""
 
     def num_due_soon(self, step: StepId) -> int:
-        """Return how many blocks the two steps after `step` may need, as far as is known."""
+        """Return how many blocks the two steps after `step` will need; an estimate with drafts."""
 
     def take_due(self, step: StepId) -> list[Sequence]:
-        """Return those that need a block at `step`, which each of them gets."""
+        """Return the sequences that need a block at `step`; the caller gives each of them one."""
 
     def send(self, step: StepId) -> None:
-        """Take a step that goes out."""
+        """Record that `step` has been sent."""
 
     def take_ended(self, step: StepId) -> list[Sequence]:
-        """Return those that have their last token, now that the result of `step` is applied."""
+        """Return the sequences that have their last token after the result of `step`."""
 
 
 class SteadyDecodes:
@@ -58,17 +57,15 @@ class SteadyDecodes:
         self._num_next = 0
         self._ends = StepWheel()
         self._crossing: list[dict[Sequence, StepId]] = [{} for _ in range(config.block_size)]
-        """Indexed by step modulo the block size: the sequences that cross a block border in that
-        step, each with its last step. A sequence is filed only once: it crosses its next border a
-        block size of steps later, unless it ends before."""
+        """Indexed by step modulo `block_size`: the sequences that cross a block border in that
+        step, each with its last step. Each sequence is filed once, because it crosses the next
+        border `block_size` steps later, unless it ends before."""
 
     @property
     def num_next(self) -> int:
-        """How many compute in the next step."""
         return self._num_next
 
     def start(self, seq: Sequence, step: StepId) -> None:
-        """Let `seq` decode after `step`, which computes its last known token."""
         num_known = len(seq.token_ids)
         seq.last_step = StepId(step + seq.max_total_tokens - num_known - 1)
         self._ends.add(seq.last_step, seq)
@@ -79,7 +76,6 @@ class SteadyDecodes:
             self._crossing[first % self._block_size][seq] = seq.last_step
 
     def stop(self, seq: Sequence) -> None:
-        """Forget a sequence, which still has its row."""
         assert seq.last_step is not None
         self._num_next -= seq.last_step > self._steps.last
         self._ends.discard(seq.last_step, seq)
@@ -88,15 +84,12 @@ class SteadyDecodes:
         self._crossing[border].pop(seq, None)
 
     def num_due(self, step: StepId) -> int:
-        """Return how many need a block at `step`."""
         return len(self._crossing[step % self._block_size])
 
     def num_due_soon(self, step: StepId) -> int:
-        """Return how many blocks the two steps after `step` need."""
         return self.num_due(StepId(step + 1)) + self.num_due(StepId(step + 2))
 
     def take_due(self, step: StepId) -> list[Sequence]:
-        """Return those that need a block at `step`, which each of them gets."""
         crossing = self._crossing[step % self._block_size]
         due, next_border = list(crossing), step + self._block_size
         for seq in [seq for seq, last_step in crossing.items() if last_step < next_border]:
@@ -104,29 +97,26 @@ class SteadyDecodes:
         return due
 
     def send(self, step: StepId) -> None:
-        """Take a step that goes out."""
         self._num_next -= self._ends.num_due(step)
 
     def take_ended(self, step: StepId) -> list[Sequence]:
-        """Return those that got their last token from `step`."""
         return self._ends.pop(step)
 
 
 class DraftedDecodes:
-    """Sequences that gain one token or several in every step.
+    """Sequences that gain one or more tokens in every step.
 
-    A worker that drafts verifies up to `K = num_draft_tokens` guesses with each sequence's next
-    token, and keeps those that were right: a step brings 1 to K + 1 tokens. The number is known
-    only with the step's result, so blocks are given for the most that the steps in flight may
-    bring. With `n` known tokens and `f` steps in flight, a block table needs room for::
+    A worker that drafts verifies up to `K = num_draft_tokens` draft tokens beside each sequence's
+    next token, and keeps the right ones: a step brings 1 to K + 1 tokens. Only the step's result
+    tells the number, so sequences get blocks for the most that the steps in flight may bring. With
+    `n` known tokens and `f` steps in flight, a block table needs room for::
 
         min(n + f * (K + 1) + K, length - 1)
 
-    tokens: the tokens that may be known when the step computes, the last of which it computes, and
-    its guesses. The last token of the sequence is never computed. A table without this room gets
-    one block in each step. Since K is less than a block, that is enough for at least one token per
-    step; a worker guesses no more than the table has room for. All sequences are looked at in each
-    step, with array operations.
+    tokens: all tokens that may be known when the step computes, and its draft tokens. The last
+    token of a sequence is never computed. A table without this room gets one block in each step.
+    Since K is less than a block, this is enough for at least one token per step; a worker drafts
+    no more tokens than the table has room for.
     """
 
     def __init__(self, config: SchedulerConfig, rows: Rows, steps: StepsInFlight) -> None:
@@ -134,20 +124,19 @@ class DraftedDecodes:
         self._num_draft_tokens = config.num_draft_tokens
         self._rows = rows
         self._steps = steps
-        # By row, valid for those that decode.
+        # Indexed by row; valid for rows that decode.
         self._decodes = np.zeros(config.max_num_seqs, np.bool_)
         self._num_slots = np.zeros(config.max_num_seqs, np.int64)
         self._length = np.zeros(config.max_num_seqs, np.int64)
         self._single = StepWheel()
-        """Sequences that get one token and end: they decode in no step."""
+        """Sequences that get only one token: they end without decoding."""
 
     @property
     def num_next(self) -> int:
-        """How many compute in the next step, those included that ended in a step in flight."""
+        """As in `Decodes`; includes sequences that may end in a step in flight."""
         return int(np.count_nonzero(self._decodes))
 
     def start(self, seq: Sequence, step: StepId) -> None:
-        """Let `seq` decode after `step`, which computes its last known token."""
         assert seq.row is not None
         seq.last_step = None
         if len(seq.token_ids) + 1 == seq.max_total_tokens:
@@ -159,36 +148,31 @@ class DraftedDecodes:
         self._length[seq.row] = seq.max_total_tokens
 
     def stop(self, seq: Sequence) -> None:
-        """Forget a sequence, which still has its row."""
         if seq.last_step is not None:
             self._single.discard(seq.last_step, seq)
         else:
             self._decodes[seq.row] = False
 
     def num_due(self, step: StepId) -> int:
-        """Return how many need a block at `step`."""
         return int(np.count_nonzero(self._is_due(step)))
 
     def num_due_soon(self, step: StepId) -> int:
-        """Return how many blocks the two steps after `step` may need, as far as is known."""
         return self.num_due(StepId(step + 2))
 
     def take_due(self, step: StepId) -> list[Sequence]:
-        """Return those that need a block at `step`, which each of them gets."""
         due = np.flatnonzero(self._is_due(step))
         self._num_slots[due] += self._block_size
         return self._owners(due)
 
     def send(self, step: StepId) -> None:
-        """Take a step that goes out."""
+        """Do nothing: the count comes from the rows."""
 
     def take_ended(self, step: StepId) -> list[Sequence]:
-        """Return those that have their last token, now that the result of `step` is applied."""
         has_ended = self._decodes & (self._rows.num_tokens_by_row >= self._length)
         return self._single.pop(step) + self._owners(np.flatnonzero(has_ended))
 
     def _is_due(self, step: StepId) -> npt.NDArray[np.bool_]:
-        """bool[max_num_seqs]."""
+        """Return bool[max_num_seqs]: whether each row needs a block at `step`."""
         num_unknown = step - 1 - self._steps.last_answered
         num_drafts = self._num_draft_tokens
         reach = self._rows.num_tokens_by_row + num_unknown * (num_drafts + 1) + num_drafts
@@ -200,24 +184,23 @@ class DraftedDecodes:
 
 
 class StepWheel:
-    """Sequences filed under the step at which something is due, in the order they were filed."""
+    """Sequences by the step at which something is due, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._due: dict[StepId, dict[SeqId, Sequence]] = {}
 
     def add(self, step: StepId, seq: Sequence) -> None:
-        """File `seq` under `step`."""
         self._due.setdefault(step, {})[seq.seq_id] = seq
 
     def discard(self, step: StepId, seq: Sequence) -> None:
-        """Take `seq` out from under `step`, if it is there."""
+        """Remove `seq` from `step` if it is there."""
         if (due := self._due.get(step)) is not None:
             due.pop(seq.seq_id, None)
 
     def num_due(self, step: StepId) -> int:
-        """Return how many are filed under `step`."""
+        """Return how many sequences are due at `step`."""
         return len(self._due.get(step, ()))
 
     def pop(self, step: StepId) -> list[Sequence]:
-        """Take out what is filed under `step`."""
+        """Remove and return the sequences that are due at `step`."""
         return list(self._due.pop(step, {}).values())

@@ -1,12 +1,16 @@
-"""What the core raises: refusals of a request, and broken invariants."""
+"""Errors of the core: refused requests, and broken invariants."""
 
 
 class RequestRefusedError(Exception):
-    """A request is not accepted; nothing changed."""
+    """The core did not accept a request; nothing changed."""
 
 
 class QueueFullError(RequestRefusedError):
-    """The queue is full; later there may be room."""
+    """The queue is full; a later retry may succeed."""
+
+
+class TooManySequencesError(RequestRefusedError):
+    """A request has more sequences than may ever wait in the queue."""
 
 
 class RequestTooLongError(RequestRefusedError):
@@ -14,20 +18,20 @@ class RequestTooLongError(RequestRefusedError):
 
 
 class NoPrefixCacheError(RequestRefusedError):
-    """A request that wants its prompt pinned, where prefix caching is off."""
+    """A request asks for its prompt to be pinned, but prefix caching is off."""
 
 
 class DeadlineError(RequestRefusedError):
-    """The deadline of a request has passed, or could not be met even if nothing else ran."""
+    """A request's deadline has passed, or could not be met even if nothing else ran."""
 
 
 class ResizeRefusedError(Exception):
-    """A pool size that is not possible now; nothing changed."""
+    """The pool cannot have this size now; nothing changed."""
 
 
 class MigrationRefusedError(Exception):
-    """A request cannot be moved between cores now; nothing changed."""
+    """A request cannot move between cores now; nothing changed."""
 
 
 class BrokenInvariantError(AssertionError):
-    """The core or its caller has a bug; going on could corrupt an output."""
+    """The core or its caller has a bug; continuing could corrupt an output."""

@@ -1,4 +1,4 @@
-"""What the core tells of its sequences: to their sources after a step, and to the trace."""
+"""Events of sequences, which the core reports to their sources after a step, and to traces."""
 
 from dataclasses import dataclass
 
@@ -6,20 +6,20 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.arrays import Int32Array
-from contract.step import TokenLogprob
+from contract.step import StepLogprob
 from scheduler_svc.core.request import FinishReason, SeqKey, SourceId
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A traced sequence got a row and device blocks, for the first time or again."""
+    """A traced sequence got a row and device blocks; this may happen again after a preemption."""
 
     source: SourceId
     seq_key: SeqKey
     num_computed_tokens: int
-    """Tokens whose KV it need not compute."""
+    """Tokens whose KV it does not have to compute."""
     num_swapped_in_blocks: int
-    """Host blocks copied to its device blocks for that, before it is announced."""
+    """Host blocks that are copied to its device blocks before it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Preempted:
     source: SourceId
     seq_key: SeqKey
     num_computed_tokens: int
-    """Tokens whose KV it had."""
+    """Tokens whose KV it had at that time."""
     num_swapped_out_blocks: int
-    """Blocks copied to the host with the next plan; 0: it computes again."""
+    """Blocks that the next plan copies to the host; 0: the sequence computes its tokens again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """A sequence's prompt is computed and stays in the prefix cache, as its request asked."""
+    """A sequence's prompt has been computed and pinned in the prefix cache, as requested."""
 
     source: SourceId
     seq_key: SeqKey
     num_tokens: int
-    """How many of its first tokens."""
+    """How many of its first tokens are pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +64,19 @@ class Finished:
     reason: FinishReason
     stop_token_id: int | None = None
     error: str | None = None
-    """For a person; set if the reason is ERROR."""
+    """The message, if the reason is ERROR."""
     token_ids: tuple[int, ...] = ()
-    """The output that a beam search found, whose tokens were not told before."""
+    """For a beam search: the output, whose tokens were not reported before."""
     cumulative_logprob: float | None = None
     """The sum of the log-probabilities of `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepEvents:
-    """What to tell the sources after a step's result was applied.
+    """The events for the sources after a step's result.
 
     `sources`, `seq_keys`, `token_ids` and `result_index` are parallel, one entry for each new
-    token. `result_index` is the token's place in `Result.sampled_rows`.
+    token. `result_index` is the token's index in `Result.sampled_rows`.
     """
 
     sources: npt.NDArray[np.int32]
@@ -84,10 +84,10 @@ class StepEvents:
     token_ids: Int32Array
     result_index: Int32Array
     admitted: tuple[Admitted, ...]
-    """Sequences that left the queue since the last news."""
+    """Sequences that left the queue since the last events."""
     finished: tuple[Finished, ...]
     pinned: tuple[Pinned, ...] = ()
-    """Sequences whose prompt was pinned since the last news."""
-    logprobs: tuple[tuple[int, TokenLogprob], ...] = ()
-    """The log-probabilities of tokens that no step has brought: `result_index`, and an entry of
-    `HeldRow.logprobs`."""
+    """Sequences whose prompt was pinned since the last events."""
+    logprobs: tuple[tuple[int, StepLogprob], ...] = ()
+    """For tokens that come from `HeldRow`, not from a step: pairs of `result_index` and
+    log-probability."""

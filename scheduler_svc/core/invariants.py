@@ -1,4 +1,4 @@
-"""What is always true of a scheduler core, counted the slow way."""
+"""Checks what must always hold in a scheduler core, by counting everything; for tests."""
 
 from collections import Counter
 
@@ -13,10 +13,10 @@ _ON_HOST = (SeqStatus.SWAPPED, SeqStatus.MIGRATING)
 
 
 def check(core: Scheduler) -> None:
-    """Check the books of `core`; it may be called between any two operations.
+    """Check a core; may be called between any two operations.
 
     Raises:
-        BrokenInvariantError: Naming what is wrong.
+        BrokenInvariantError: The message names what is wrong.
     """
     pool, rows = core.pool, core.rows
     live = list(core.live)
@@ -37,8 +37,10 @@ def check(core: Scheduler) -> None:
     _check_fetching(core, live)
 
     owned = [seq.row for seq in running if seq.row is not None]
-    places = owned + core.steps.held_rows + list(rows.free)
-    _expect(sorted(places) == list(range(rows.max_num_seqs)), "a row is nowhere, or twice")
+    all_rows = owned + core.steps.held_rows + list(rows.free)
+    _expect(
+        sorted(all_rows) == list(range(rows.max_num_seqs)), "a row is missing, or counted twice"
+    )
     for seq in running:
         assert seq.row is not None
         _expect(rows.owner(seq.row) is seq, f"row {seq.row} has another owner")
@@ -73,19 +75,19 @@ def check(core: Scheduler) -> None:
     )
     if waiting:
         first = min(waiting, key=core.queue.sort_key)
-        _expect(core.queue.first() is first, "the first in order is another")
+        _expect(core.queue.first() is first, "another sequence is the first in order")
     siblings = [sibling for seq in live for sibling in seq.siblings]
     _expect(
         {seq for seq in live if seq.status is SeqStatus.SIBLING} == set(siblings)
         and len(siblings) == core.live.num_siblings,
-        "a sibling has no leader, or two",
+        "a sibling has no leader, or two leaders",
     )
     groups = {id(seq.group): seq.group for seq in live if seq.group is not None}.values()
     _expect(
         rows.num_reserved
         == sum(len(group.spares) for group in groups if group.places) + num_unclaimed
         and rows.num_reserved <= len(rows.free),
-        "the rows that are kept for beams, or may be claimed, are miscounted",
+        "the rows reserved for beams or for unclaimed sequences are miscounted",
     )
     for group in groups:
         beams = [seq for seq in group.seqs if seq.status in RUNNING]
@@ -95,7 +97,7 @@ def check(core: Scheduler) -> None:
         )
         _expect(
             bool(group.places) == (group in list(core.beams)),
-            f"the search of sequence {group.leader.seq_id} runs and does not",
+            f"the search of sequence {group.leader.seq_id} is listed as running, or not, wrongly",
         )
     next_step = core.steps.last + 1
     decoding = [seq for seq in running if seq.status is SeqStatus.DECODE]
@@ -140,7 +142,7 @@ def _check_pool(pool: BlockPool[BlockIdT], holders: Counter[BlockIdT]) -> None:
     lowest = min(books.free_beyond, default=pool.num_blocks)
     _expect(highest < books.border <= lowest, "a free block is across the border")
     named = {block_hash: block for block, block_hash in enumerate(books.hashes) if block_hash}
-    _expect(named == books.hash_to_block, "blocks are not found by their hashes, or by others")
+    _expect(named == books.hash_to_block, "a hash finds no block, or the wrong block")
 
 
 def _check_pins(core: Scheduler) -> None:
@@ -148,16 +150,16 @@ def _check_pins(core: Scheduler) -> None:
     share = core.config.max_pinned_share
     most = share * core.pool.num_usable
     _expect(len(pins) <= most, f"{len(pins)} blocks are pinned")
-    _expect(set(pins.by_end) == set(pins.ends), "a pin never ends, or is none")
+    _expect(set(pins.by_end) == set(pins.ends), "a pin has no end, or an end has no pin")
     first = min(((end, place) for end, place in pins.ends.values()), default=None)
     head = pins.by_end.first()
     is_first = head is None or pins.ends[head[1]] == first
-    _expect(is_first, "the pin that ends first is another")
+    _expect(is_first, "another pin ends first")
 
 
 def _check_host(core: Scheduler, live: list[Sequence]) -> None:
     tier, books = core.tier, core.tier.books
-    moves = [*books.waiting.items(), *books.sent]
+    moves = [*books.unsent.items(), *books.sent]
     holders: Counter[HostBlockId] = Counter(source for _, source in moves)
     holders.update(list(tier.disk.books.loads))
     for seq in live:
@@ -167,9 +169,9 @@ def _check_host(core: Scheduler, live: list[Sequence]) -> None:
     _check_pool(tier.pool, holders)
     hashes = core.pool.books.hashes
     for source, target in books.targets.items():
-        _expect((target, source) in moves, f"host block {source} is not on its way to {target}")
-    for target in books.waiting:
-        _expect(hashes[target] is None, f"block {target} is found before it is there")
+        _expect((target, source) in moves, f"no swap-in of host block {source} to {target}")
+    for target in books.unsent:
+        _expect(hashes[target] is None, f"block {target} can be found before it is swapped in")
         _expect(
             any(target in seq.loading_block_ids for seq in live),
             f"no sequence waits for the swap-in to block {target}",
@@ -198,7 +200,7 @@ def _check_host(core: Scheduler, live: list[Sequence]) -> None:
             f"sequence {seq.seq_id} holds host blocks that it does not need",
         )
         for block in seq.loading_block_ids:
-            _expect(tier.is_loading(block), f"sequence {seq.seq_id} waits for {block} in vain")
+            _expect(tier.is_loading(block), f"sequence {seq.seq_id} waits for {block}, not loading")
 
 
 def _check_disk(core: Scheduler, live: list[Sequence]) -> None:
@@ -213,23 +215,23 @@ def _check_disk(core: Scheduler, live: list[Sequence]) -> None:
             f"sequence {seq.seq_id} holds disk blocks that it does not need",
         )
     _check_pool(pool, holders)
-    _expect(books.new_stores.keys() <= books.stores.keys(), "a store goes out that is not held")
+    _expect(books.new_stores.keys() <= books.stores.keys(), "a new store is not listed")
     for block, block_hash in books.stores.items():
-        _expect(hashes[block] is None, f"disk block {block} is found before its time")
+        _expect(hashes[block] is None, f"disk block {block} can be found before it is stored")
         storing = block_hash is None or books.storing.get(block_hash) == block
         _expect(storing, f"the content of disk block {block} is stored elsewhere")
     _expect(
         len(books.storing) == sum(h is not None for h in books.stores.values()),
-        "a content is marked as being stored, and is not",
+        "a content is marked as being stored, but is not",
     )
-    _expect(books.new_loads.keys() <= books.loads.keys(), "a load goes out that is not held")
+    _expect(books.new_loads.keys() <= books.loads.keys(), "a new load is not listed")
     _expect(
         books.targets == {load.source: target for target, load in books.loads.items()},
         "a disk block is loaded twice, or its load is lost",
     )
     for target, load in books.loads.items():
-        _expect(host_hashes[target] is None, f"host block {target} is found before its time")
-        _expect(load.source not in books.stores, f"disk block {load.source} is loaded too early")
+        _expect(host_hashes[target] is None, f"host block {target} can be found before its load")
+        _expect(load.source not in books.stores, f"disk block {load.source} is loaded while stored")
 
 
 def _check_fetching(core: Scheduler, live: list[Sequence]) -> None:
@@ -240,7 +242,7 @@ def _check_fetching(core: Scheduler, live: list[Sequence]) -> None:
     _expect(
         {(seq, block) for seq, blocks in awaited.items() for block in blocks}
         == {(seq, block) for block, seqs in waiters.items() for seq in seqs},
-        "who waits for a load is miscounted",
+        "the sequences that wait for a load are miscounted",
     )
     for seq, blocks in awaited.items():
         _expect(blocks, f"sequence {seq.seq_id} waits for nothing")
@@ -248,7 +250,8 @@ def _check_fetching(core: Scheduler, live: list[Sequence]) -> None:
         held = {*seq.host_block_ids, *seq.fetched_block_ids}
         _expect(blocks <= held, f"sequence {seq.seq_id} waits for loads that it does not hold")
         for block in blocks:
-            _expect(block in core.tier.disk.books.loads, f"sequence {seq.seq_id} waits in vain")
+            is_loading = block in core.tier.disk.books.loads
+            _expect(is_loading, f"sequence {seq.seq_id} waits for {block}, which is not loading")
     for seq in live:
         _expect(
             not seq.fetched_block_ids or seq.status in (SeqStatus.FETCHING, SeqStatus.WAITING),

@@ -1,4 +1,9 @@
-"""Which requests are taken on: limits of length, time and number, and what is switched off."""
+"""Decides which requests a core accepts: limits of length, deadline and queue size.
+
+Three places refuse requests under overload. `router/request/admission.py` limits the requests of
+one router. `router/schedulers/pool.py` refuses when every scheduler has reported a full queue.
+`check_queue` here limits the waiting sequences of one worker; it has the exact count.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,28 +14,29 @@ from scheduler_svc.core.errors import (
     NoPrefixCacheError,
     QueueFullError,
     RequestTooLongError,
+    TooManySequencesError,
 )
 from scheduler_svc.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """How fast a worker is, measured at its best; when busy it is slower. None: not known yet."""
+class WorkerRates:
+    """The best measured speed of a worker; a busy worker is slower. None: unknown."""
 
     prefill_tokens_per_s: float | None = None
-    """Prompt tokens computed in a second."""
+    """Prompt tokens computed per second."""
     step_s: float | None = None
     """Seconds of a step that computes one token for each sequence."""
 
     def least_s(self, num_prompt_tokens: int, num_steps: int) -> float | None:
-        """Return the seconds that these take at least, one after the other; None: not known."""
+        """Return the least seconds that the prompt and then the steps take; None: unknown."""
         if self.prefill_tokens_per_s is None or self.step_s is None:
             return None
         return num_prompt_tokens / self.prefill_tokens_per_s + num_steps * self.step_s
 
 
 def max_request_len(num_blocks: int, config: SchedulerConfig) -> int:
-    """Most tokens of one sequence: so many that it can finish with `num_blocks` to itself."""
+    """Return the most tokens of a sequence that can finish with `num_blocks` to itself."""
     return min(config.max_model_len, num_blocks * config.block_size)
 
 
@@ -40,10 +46,10 @@ def check_length(request: Request, num_blocks: int, config: SchedulerConfig) -> 
     Args:
         request: The request.
         num_blocks: Device blocks in the pool.
-        config: Of the core.
+        config: The core's configuration.
 
     Raises:
-        RequestTooLongError: Naming what is too long, and the limit.
+        RequestTooLongError: The message names what is too long, and the limit.
     """
     num_prompt_tokens = len(request.prompt_token_ids)
     if num_prompt_tokens + request.max_tokens > (most := max_request_len(num_blocks, config)):
@@ -62,10 +68,10 @@ def check_length(request: Request, num_blocks: int, config: SchedulerConfig) -> 
 
 
 def check_pin(request: Request, *, has_prefix_cache: bool) -> None:
-    """Check that a prompt that is to be pinned can be.
+    """Check that the core has a prefix cache if the request asks for a pin.
 
     Raises:
-        NoPrefixCacheError: There is nothing to pin it in.
+        NoPrefixCacheError: Prefix caching is off.
     """
     if request.cache_pin_s is not None and not has_prefix_cache:
         raise NoPrefixCacheError(
@@ -74,12 +80,19 @@ def check_pin(request: Request, *, has_prefix_cache: bool) -> None:
 
 
 def check_queue(request: Request, num_waiting: int, max_waiting: int) -> None:
-    """Check that there is room for a new request beside `num_waiting` sequences.
+    """Check that the queue has room for a new request beside `num_waiting` sequences.
 
     Raises:
-        QueueFullError: There is not. No request that was live before is refused for that.
+        TooManySequencesError: The request has more sequences than the queue may ever hold.
+        QueueFullError: The queue is full. Resubmitted requests are never refused for this.
     """
-    if not request.outputs and num_waiting + request.n > max_waiting:
+    if request.outputs:
+        return
+    if request.n > max_waiting:
+        raise TooManySequencesError(
+            f"it has {request.n} sequences; at most {max_waiting} may wait (--max-waiting)"
+        )
+    if num_waiting + request.n > max_waiting:
         raise QueueFullError(
             f"the queue is full: {num_waiting} sequences wait, and this request has "
             f"{request.n} more; the limit is {max_waiting}"
@@ -89,22 +102,22 @@ def check_queue(request: Request, num_waiting: int, max_waiting: int) -> None:
 def check_deadline(
     request: Request,
     now: float,
-    rates: Rates,
+    rates: WorkerRates,
     config: SchedulerConfig,
     count_cached_tokens: Callable[[Request], int],
 ) -> None:
-    """Check that a request could meet its deadline, if it has one, if it ran now and alone.
+    """Check that a request could meet its deadline if it ran now and alone.
 
     Args:
         request: The request.
-        now: On the clock of its deadline.
-        rates: The worker's.
-        config: The worker's: how many tokens a step may bring.
+        now: The time, on the clock of the deadline.
+        rates: The worker's rates.
+        config: The core's configuration, which has the number of draft tokens.
         count_cached_tokens: Returns how many of the prompt's tokens need not be computed; called
-            only if the answer depends on it.
+            only if the result depends on it.
 
     Raises:
-        DeadlineError: It could not; the message has the numbers.
+        DeadlineError: The request could not meet it; the message has the numbers.
     """
     if request.deadline is None:
         return
@@ -130,7 +143,7 @@ def _check_search(request: Request, width: int, num_blocks: int, config: Schedul
         raise RequestTooLongError(
             f"the beam width is {width}; at most {config.max_num_seqs} sequences run at once"
         )
-    # The last token is not computed. What beams have in common for certain is the prompt.
+    # The last token is not computed. Beams may share nothing but the prompt.
     num_needed = -(-(num_prompt_tokens + request.max_tokens - 1) // config.block_size)
     if request.max_tokens > 1:
         num_shared = num_prompt_tokens // config.block_size
@@ -142,6 +155,6 @@ def _check_search(request: Request, width: int, num_blocks: int, config: Schedul
         )
 
 
-def _can_do(rates: Rates, num_prompt_tokens: int, num_steps: int, left_s: float) -> bool:
+def _can_do(rates: WorkerRates, num_prompt_tokens: int, num_steps: int, left_s: float) -> bool:
     least_s = rates.least_s(num_prompt_tokens, num_steps)
     return least_s is None or least_s <= left_s

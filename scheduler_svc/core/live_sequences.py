@@ -1,4 +1,4 @@
-"""The live sequences by the names that their sources know, and which of them share a request."""
+"""The live sequences by source and key, and which of them share a request."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -15,11 +15,12 @@ from scheduler_svc.core.sequence import SeqStatus, Sequence
 
 
 class LiveSequences:
-    """Every sequence from its request's arrival to its end; the owner of the siblings' lists.
+    """Holds every sequence from its request's arrival to its end, and maintains sibling lists.
 
-    The first sequence of a new request leads: it computes the prompt, and the others, its siblings,
-    fork from it. Resubmitted sequences have diverged; what they share, the prefix cache finds. A
-    beam search has a sequence for each beam; the first `n` have the names of its outputs.
+    The first sequence of a new request is the leader: it computes the prompt, and the others, its
+    siblings, fork from it. The sequences of a resubmitted request have diverged and do not fork;
+    the prefix cache finds the blocks that they share. A beam search has a sequence for each beam;
+    the first `n` have the keys of its outputs.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class LiveSequences:
         self._num_created = 0
         self.num_siblings = 0
         """Sequences that wait for their leader."""
-        self._admitted: list[Admitted] = []  # their sources have not heard of it yet
+        self._admitted: list[Admitted] = []  # not reported to the sources yet
 
     def __iter__(self) -> Iterator[Sequence]:
         for by_key in self._by_source.values():
@@ -37,10 +38,10 @@ class LiveSequences:
                     yield from seq.group.seqs[seq.request.n :]
 
     def add(self, request: Request, rank: Rank, now: float) -> list[Sequence]:
-        """Create the sequences of a request that are not finished.
+        """Create the unfinished sequences of a request.
 
         Returns:
-            Those that can be queued; the others are siblings of the first.
+            The sequences to queue; the others are siblings of the first.
         """
         if request.beam is not None:
             return [self._add_search(request, request.beam.width, rank, now)]
@@ -55,28 +56,28 @@ class LiveSequences:
             return seqs
         leader, *siblings = seqs
         for sibling in siblings:
-            sibling.move(SeqStatus.SIBLING)
+            sibling.set_status(SeqStatus.SIBLING)
         leader.siblings = siblings
         self.num_siblings += len(siblings)
         return [leader]
 
     def find(self, source: SourceId, seq_keys: Iterable[int]) -> list[Sequence]:
-        """Return those of a source's sequences that are live; of a search its leader."""
+        """Return the live sequences with these keys; a search is represented by its leader."""
         by_key = self._by_source.get(source, {})
         return _leaders(by_key[key] for key in seq_keys if key in by_key)
 
     def of_source(self, source: SourceId) -> list[Sequence]:
-        """Return all sequences of a source; of a search its leader."""
+        """Return all sequences of a source; a search is represented by its leader."""
         return _leaders(self._by_source.get(source, {}).values())
 
     def take_siblings(self, leader: Sequence) -> list[Sequence]:
-        """Return the siblings, which no longer wait for `leader`; the caller moves them on."""
+        """Remove and return the siblings of `leader`; the caller changes their status."""
         siblings, leader.siblings = leader.siblings, []
         self.num_siblings -= len(siblings)
         return siblings
 
     def record_admitted(self, seq: Sequence, num_cached_tokens: int, now: float) -> None:
-        """Record that a sequence left the queue, if it is for the first time; for its source."""
+        """Record for the source that a sequence left the queue, the first time that it does."""
         if not seq.was_admitted:
             seq.was_admitted = True
             seq.num_cached_tokens = num_cached_tokens
@@ -86,15 +87,15 @@ class LiveSequences:
             )
 
     def take_admitted(self) -> tuple[Admitted, ...]:
-        """Return what was recorded since the last call."""
+        """Return the events recorded since the last call."""
         admitted, self._admitted = tuple(self._admitted), []
         return admitted
 
     def remove(self, seq: Sequence) -> Sequence | None:
-        """Forget a sequence that ends, and mark it as finished.
+        """Remove a sequence that ends, and mark it as finished.
 
         Returns:
-            The sibling that leads from now on, and must be queued; None: there is none.
+            The sibling that becomes the leader and must be queued; None if there is none.
         """
         if seq.status is SeqStatus.SIBLING:
             leader = next(
@@ -102,7 +103,7 @@ class LiveSequences:
             )
             leader.siblings.remove(seq)
             self.num_siblings -= 1
-        seq.move(SeqStatus.FINISHED)
+        seq.set_status(SeqStatus.FINISHED)
         by_key = self._by_source[seq.request.source]
         del by_key[seq.seq_key]
         if not by_key:
@@ -112,14 +113,14 @@ class LiveSequences:
         first, *first.siblings = seq.siblings
         seq.siblings = []
         self.num_siblings -= 1
-        first.move(SeqStatus.WAITING)
+        first.set_status(SeqStatus.WAITING)
         return first
 
     def requests(self, known_tokens: Callable[[Sequence], Int32Array]) -> tuple[Request, ...]:
-        """Return every live request as it can be submitted again, oldest first.
+        """Return every live request in a form that can be submitted again, oldest first.
 
         Args:
-            known_tokens: int32[N], a copy of a sequence's prompt and output so far.
+            known_tokens: Returns int32[N], a copy of a sequence's prompt and output so far.
         """
         by_request: dict[int, list[Sequence]] = {}
         for seq in chain.from_iterable(by_key.values() for by_key in self._by_source.values()):
@@ -128,7 +129,7 @@ class LiveSequences:
         return tuple(resubmittable(seqs, known_tokens) for seqs in groups)
 
     def _add_search(self, request: Request, width: int, rank: Rank, now: float) -> Sequence:
-        """Create the sequences of a beam search; return the one that can be queued."""
+        """Create the sequences of a beam search; return the one to queue."""
         bare = replace(request, outputs=())  # they are empty
         seqs = tuple(self._create(bare, index, rank, now) for index in range(width))
         group = BeamGroup(bare, seqs)
@@ -136,8 +137,8 @@ class LiveSequences:
             seq.group = group
             seq.max_total_tokens = len(bare.prompt_token_ids) + 1
         for seq in seqs[1:]:
-            seq.move(SeqStatus.SPARE)
-            seq.num_charged_tokens = len(bare.prompt_token_ids)  # to the first
+            seq.set_status(SeqStatus.SPARE)
+            seq.num_charged_tokens = len(bare.prompt_token_ids)  # the leader is charged for it
         by_key = self._by_source.setdefault(request.source, {})
         by_key.update((seq.seq_key, seq) for seq in group.outputs)
         return group.leader
@@ -161,21 +162,21 @@ class LiveSequences:
 
 
 def _leaders(seqs: Iterable[Sequence]) -> list[Sequence]:
-    """Return what ends on its own: sequences that are no beams, and each search's leader, once."""
+    """Replace the beams of each search by its leader, which occurs once."""
     return list(dict.fromkeys(s if s.group is None else s.group.leader for s in seqs))
 
 
 def resubmittable(seqs: list[Sequence], known_tokens: Callable[[Sequence], Int32Array]) -> Request:
-    """Return a request as it can be submitted again.
+    """Return a request in a form that can be submitted again.
 
     Args:
         seqs: Its live sequences; at least one.
-        known_tokens: int32[N], a copy of a sequence's prompt and output so far.
+        known_tokens: Returns int32[N], a copy of a sequence's prompt and output so far.
     """
     request = seqs[0].request
     outputs = [OutputSoFar(np.empty(0, np.int32), finished=True)] * request.n
     for seq in seqs:
-        if request.beam is not None:  # what its beams have is no output yet
+        if request.beam is not None:  # beams are not outputs yet
             new = np.empty(0, np.int32)
         else:
             new = known_tokens(seq)[len(request.prompt_token_ids) :]

@@ -1,18 +1,17 @@
-"""Learns how long a worker's steps take, and bounds the prompts of the next step by it.
+"""Learns how long a worker's steps take, and limits the prompt tokens of the next step.
 
-A step is answered as a whole, so a prompt in it delays every stream that decodes beside it. The
-bound is therefore the number of prompt tokens that fit in the time allowed. Three durations are
-learned from the steps themselves: how long a step takes that only decodes, by the number of
-sequences; how much each prompt token adds, when there are many; and the fixed cost of having any
-prompt tokens at all, seen in steps with a few, such as for reading the KV of all tokens before
-them. But the bound is never so low that a prompt spends most of its time on the fixed cost, nor so
-low that prompts queue up (`least_tokens`).
+A step has one result, so a prompt in it delays every sequence that decodes beside it. The limit is
+the number of prompt tokens that fit in the allowed time. The pacer learns three durations from the
+steps: the time of a step that only decodes, by the number of sequences; the time that each prompt
+token adds in steps with many; and the fixed cost of any prompt tokens, from steps with few, such as
+reading the KV of all tokens before them. The limit is never so low that a prompt spends most of its
+time on the fixed cost, nor so low that prompts queue up (`least_tokens`).
 
-The same numbers say when the next step should go out, and when a step is so late that its worker
+The same numbers determine when to send the next step, and when a step is so late that its worker
 may hang.
 
-Each constant names what it rests on; "chosen" means that no measurement of it is known. All that
-were measured were measured on a CPU (docs/performance.md).
+Each constant names its reason; "chosen" means that there is no measurement. All measurements were
+made on a CPU (docs/performance.md).
 """
 
 import math
@@ -24,92 +23,88 @@ from contract.heartbeat import SILENT_AFTER_S
 from contract.step import Plan
 from scheduler_svc.core.config import SchedulerConfig
 
-# --- how many tokens of prompts a step may have -------------------------------------------------
+# --- how many prompt tokens a step may have -----------------------------------------------------
 
 _MIN_TOKENS = 4
-"""Fewest tokens of prompts in a step. Measured: beside eight decodes four are almost free, and
+"""Fewest prompt tokens in a step. Measured: beside eight decodes four are almost free, and
 sixteen cost nine tenths of a step ("Long prompts beside streams")."""
 _WORTH_TOKENS = 128
-"""Fewest tokens in a step without decodes, however slow. Derived: reading the weights takes as long
-as computing some 16 tokens, so that an eighth is lost."""
+"""Fewest tokens in a step without decodes, on any device. Derived: reading the weights takes as
+long as computing some 16 tokens, so such a step loses an eighth of its time."""
 _MAX_PAYING = 2.0
-"""The most time that prompts may add to a step to make their fixed cost worthwhile, as a multiple
-of the spare time. Measured, p99 of the time between tokens beside a long prompt: 1.41 times that
-without it; 2.28 times before the fixed cost counted towards this bound ("Long prompts beside
-streams")."""
+"""A step may exceed the spare time up to this multiple of it, to make the fixed cost of prompts
+worthwhile. Measured: a long prompt raises the p99 of the time between tokens to 1.41 times; it was
+2.28 times when the fixed cost did not count towards this limit ("Long prompts beside streams")."""
 _LONG_STEPS = 256
-"""All prompts would be done in this many steps if each step computed an equal share of them. A step
-may always compute that share, even if it then takes longer than the pace allows. Chosen: it keeps
-queues of prompts from growing."""
+"""A step may always compute this fraction, 1 / 256, of all queued prompt tokens, even if it then
+takes longer than the pace allows. Chosen, to keep queues of prompts from growing."""
 _MANY_DECODES = 16
-"""From so many streams on, short prompts are spread over steps. Measured: spread, eight streams had
-0.87 of the throughput, and 32 had 0.96, 0.89 and 0.96 of it but 0.63 to 0.73 of the time to the
-first token."""
+"""Beside at least this many decodes, short prompts are spread over several steps. Measured,
+relative to one step: eight streams had 0.87 of the throughput; 32 streams had 0.96, 0.89 and 0.96
+of the throughput and 0.63 to 0.73 of the time to the first token."""
 _SHORT_STEPS = 16
-"""Steps over which short prompts are spread, beside many decodes. Chosen: fewer make longer gaps
-between tokens."""
+"""Number of steps over which short prompts are spread beside many decodes. Chosen: fewer steps make
+longer gaps between tokens."""
 _WORTHWHILE_PART = 8
-"""Beside many decodes a step has at least this part of what keeps the device busy. Measured at 32
-streams, where that is 64 tokens: 32 tokens made first tokens later; 128 had 1.02 times the
-throughput, and 1.53 times the p99 between tokens."""
+"""Beside many decodes a step computes at least 1 / 8 of the tokens that keep the device busy.
+Measured at 32 streams, where that is 64 tokens: with 32 tokens first tokens came later; with 128
+the throughput was 1.02 times, and the p99 between tokens 1.53 times."""
 _FIRST_SHARE = 3 / 8
-"""Beside a few decodes, a burst of prompts is computed in two steps. This share of the streams gets
-its first token in the first step, and then waits while the other prompts are computed. Measured at
-8 streams, relative to one step: time to the first token 0.84, throughput 1.00, p99 between tokens
-1.08."""
+"""Beside few decodes, a burst of prompts is computed in two steps. This share of the streams gets
+its first token from the first step, and waits for the second. Measured at 8 streams, relative to
+one step: time to the first token 0.84, throughput 1.00, p99 between tokens 1.08."""
 
-# --- what the steps tell ------------------------------------------------------------------------
+# --- how observed steps count -------------------------------------------------------------------
 
 _FEW_TOKENS = 64
-"""Steps with more prompt tokens than this show what each token costs when there are many; steps
-with fewer show what it costs to have any. Chosen."""
+"""Steps with more prompt tokens measure the cost per token; steps with fewer measure the fixed
+cost. Chosen."""
 _WEIGHT = 1 / 8
-"""Weight of a new observation against all before it. Chosen."""
+"""Weight of a new observation in the moving average. Chosen."""
 _MAX_JUMP = 2.0
-"""An observation counts as at most this many times the average. Chosen; other work on the machine
-can make a single step slow."""
+"""An observation counts as at most this multiple of the average. Chosen, since other work on the
+machine can make a single step slow."""
 _MIN_SLOPE = 0.5
-"""The least time that one more token is assumed to add, as a share of what each of many adds.
-Chosen; noise can make the measured value smaller."""
+"""Lower bound of the time per additional token, as a share of the average time per token. Chosen,
+since noise can make the measured slope too small."""
 _MIN_ADDED_PART = 0.05
-"""The least time that prompts are assumed to add, as a part of their step. Chosen; noise can even
-make the measured value negative."""
+"""Lower bound of the time that prompts add, as a share of their step. Chosen, since noise can make
+the measured time negative."""
 
-# --- when steps go out, and when they are late --------------------------------------------------
+# --- when steps are sent, and when they are late ------------------------------------------------
 
 _LEAD_S = 0.02
-"""How long before the step in flight ends the next one goes out: time to plan and send it, and for
-a step that ends sooner than expected. Measured with `_LEAD_PART`, against sending at once: time to
-the first token 0.98 at 8 streams and 0.90 at 32, throughput 1.01 and 1.00. The two values
-themselves were chosen."""
+"""The next step is sent this long before the step in flight is expected to end. This leaves time to
+plan and send it, and allows for a step that ends early. Measured with `_LEAD_PART`, relative to
+sending at once: time to the first token 0.98 at 8 streams and 0.90 at 32, throughput 1.01 and 1.00.
+The two values themselves were chosen."""
 _LEAD_PART = 4
-"""The lead is at least this part of what the steps in flight take: a long step is harder to
-foresee."""
+"""The lead is at least 1 / 4 of the expected time, because long steps are harder to predict."""
 _LATE_FACTOR = 10
-"""A step is late after so many times what it should take. Chosen: neither a busy machine nor a
-prompt longer than all before it makes a step take as long."""
+"""A step is late after this multiple of its expected time. Chosen, not measured: a busy
+machine or a very long prompt does not make a step take so long."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptQueue:
-    """What is left to compute of prompts, and beside how many decodes."""
+    """The prompt tokens left to compute, and the number of decodes beside them."""
 
     num_decoding: int
-    """Sequences that decode in the next step, as far as is known."""
+    """Sequences expected to decode in the next step."""
     num_tokens: int
-    """Tokens of prompts that are being computed, or could be admitted."""
+    """Uncomputed tokens of prompts that run or could be admitted."""
     num_short_tokens: int
-    """Those of them that are of short prompts."""
+    """The part of `num_tokens` that belongs to short prompts."""
     num_short: int
-    """The number of short prompts."""
+    """Number of short prompts."""
 
 
 def least_tokens(queue: PromptQueue, config: SchedulerConfig) -> int:
-    """Return how many tokens of prompts a step may have, however long its decodes take.
+    """Return how many prompt tokens a step may always have, whatever its decodes take.
 
-    Beside many decodes short prompts are spread over some steps: each stream feels them a little,
-    and those that come first begin to stream before the last are done. Beside a few decodes they
-    are computed at once, or a burst of them in two steps.
+    Beside many decodes, short prompts are spread over several steps: each step delays the streams a
+    little, and the first prompts stream before the last are computed. Beside few decodes, short
+    prompts are computed in one step, or a burst of them in two.
     """
     share = -(-queue.num_tokens // _LONG_STEPS)
     num_short = queue.num_short_tokens
@@ -125,46 +120,46 @@ def least_tokens(queue: PromptQueue, config: SchedulerConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How much longer prompts may make steps; infinity: there is no bound."""
+    """How much longer prompts may make steps; infinity: no limit."""
 
     max_decode_slowdown: float = math.inf
-    """Most that a step with decodes may take, in times what it takes without prompts."""
+    """Longest time of a step with decodes, as a multiple of its time without prompts."""
     max_prompt_step_s: float = math.inf
-    """Most that any step may take, in seconds."""
+    """Longest time of any step, in seconds."""
 
 
 class StepPacer:
-    """Bounds the prompts of the steps of one worker."""
+    """Limits the prompt tokens of one worker's steps."""
 
     def __init__(self, pace: Pace, config: SchedulerConfig) -> None:
         self._pace = pace
         self._config = config
         self._first_tokens = config.busy_step_tokens
-        """Tokens of prompts that a step may have before it is known how long they take."""
+        """Most prompt tokens of a step before any measurement."""
         self._decode_s: dict[int, _Average] = {}
-        """Seconds of a step; the key is the bit length of the number of decoding sequences."""
+        """Seconds of a step that only decodes, by the bit length of the number of decodes."""
         self._token_s = _Average()
-        """Seconds that a prompt's token adds."""
+        """Seconds that a prompt token adds to a step."""
         self._prompt_token_s = _Fastest()
-        """Seconds that each token takes of a step that has many of prompts."""
+        """Seconds per token in steps with many prompt tokens."""
         self._many = _Added()
-        """What many tokens of prompts add to a step."""
+        """Time that many prompt tokens add to a step."""
         self._few = _Added()
-        """What a few tokens of prompts add to a step that decodes, too."""
+        """Time that a few prompt tokens add to a step with decodes."""
         self._in_flight: deque[Plan] = deque()
         self._began_s = 0.0
-        """When the oldest step in flight began, as far as is known."""
+        """When the oldest step in flight began, as an estimate."""
         self._share_alone = _Average()
-        """The share of a step's seconds in which it runs alone, after the step before it was
-        answered. On a GPU a step's seconds also include its wait for that step."""
+        """The share of a step's reported time that lies after the previous result. On a GPU the
+        reported time includes the wait for the previous step."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The most tokens of prompts that the next step may compute, decodes beside them or not.
+        """The most prompt tokens that the next step may compute, with or without decodes.
 
-        None: as many as a step may have.
+        None: no limit but the step's token budget.
         """
-        # A few tokens say less of what a step can do than many, but err on the cautious side.
+        # A rate from few prompt tokens is less exact, but errs on the cautious side.
         token_s = self._prompt_token_s.value or self._token_s.value
         if token_s is None:
             num_in_time = float(self._first_tokens)
@@ -178,13 +173,13 @@ class StepPacer:
 
     @property
     def knows_prompts(self) -> bool:
-        """Whether a step with many tokens of prompts has been seen."""
+        """Whether a step with many prompt tokens has been observed."""
         return self._prompt_token_s.value is not None
 
     def max_paced_tokens(self, queue: PromptQueue) -> int | None:
-        """Return the most tokens of prompts that the next step may compute beside decodes.
+        """Return the most prompt tokens that the next step may compute beside decodes.
 
-        None: there is no bound, or nothing is known yet.
+        None: no limit, or no measurements yet.
         """
         decode_s, token_s = self._decode_step_s(queue.num_decoding), self._token_s.value
         if decode_s is None or token_s is None or self._pace.max_decode_slowdown == math.inf:
@@ -195,7 +190,7 @@ class StepPacer:
             if (many := self._many.means()) is not None:
                 slope = (many.seconds - few.seconds) / (many.num_tokens - few.num_tokens)
                 token_s = max(slope, _MIN_SLOPE * many.seconds / many.num_tokens)
-            fixed_s = few.seconds - few.num_tokens * token_s  # less than 0, if the first are cheap
+            fixed_s = few.seconds - few.num_tokens * token_s  # negative if the first are cheap
         spare_s = (self._pace.max_decode_slowdown - 1) * decode_s
         paying_s = min(_MAX_PAYING * spare_s - fixed_s, fixed_s)
         num_in_time = max(spare_s - fixed_s, paying_s) / token_s
@@ -203,8 +198,8 @@ class StepPacer:
 
     @property
     def is_late_after_s(self) -> float | None:
-        """Seconds after which the steps in flight are late; None: that cannot be told."""
-        # A step that computes nothing may wait for the disk.
+        """Seconds after which the steps in flight are late; None: unknown."""
+        # A step without tokens may wait for the disk.
         if not any(plan.num_scheduled_tokens for plan in self._in_flight):
             return None
         expected_s = self._expected_s()
@@ -212,10 +207,10 @@ class StepPacer:
 
     @property
     def next_due_s(self) -> float:
-        """When the next step should go out, by the clock of `sent` and `answered`; -inf: at once.
+        """When to send the next step, on the clock of `on_sent` and `on_result`; -inf: at once.
 
-        This is shortly before the step can begin, so that what arrives until then still becomes
-        part of it, and need not wait for the step after it.
+        This is shortly before the step can begin, so that requests which arrive until then become
+        part of it instead of waiting for the step after it.
         """
         expected_s = self._expected_s()
         if not self._in_flight or expected_s is None:
@@ -224,7 +219,7 @@ class StepPacer:
         return self._began_s + expected_s - max(_LEAD_S, expected_s / _LEAD_PART)
 
     def _expected_s(self) -> float | None:
-        """Return the seconds that the steps in flight take together; None: that cannot be told."""
+        """Return the seconds that the steps in flight take together; None: unknown."""
         expected_s = 0.0
         for plan in self._in_flight:
             num_prompt_tokens = plan.num_scheduled_tokens - plan.num_decodes
@@ -232,23 +227,24 @@ class StepPacer:
             if (
                 (plan.num_decodes and decode_s is None)
                 or (num_prompt_tokens and token_s is None)
-                or len(plan.swap_in_src_block_ids)  # takes what the bus takes
+                or len(plan.swap_in_src_block_ids)  # depends on the bus, which is not measured
             ):
                 return None
             if num_prompt_tokens > _FEW_TOKENS and self._prompt_token_s.value is not None:
-                token_s = min(token_s or 0.0, self._prompt_token_s.value)  # a few pay for the step
+                # In large steps a token costs less, without a share of the fixed cost.
+                token_s = min(token_s or 0.0, self._prompt_token_s.value)
             expected_s += decode_s or 0.0 if plan.num_decodes else 0.0
             expected_s += num_prompt_tokens * (token_s or 0.0)
         return expected_s
 
-    def sent(self, plan: Plan, now_s: float) -> None:
-        """Take a step that goes out."""
+    def on_sent(self, plan: Plan, now_s: float) -> None:
+        """Record that a plan was sent."""
         if not self._in_flight:
             self._began_s = now_s
         self._in_flight.append(plan)
 
-    def answered(self, execute_s: float, now_s: float) -> None:
-        """Learn from how long the worker took for the oldest step in flight."""
+    def on_result(self, execute_s: float, now_s: float) -> None:
+        """Learn from the time that the worker took for the oldest step in flight."""
         plan = self._in_flight.popleft()
         alone_s, self._began_s = now_s - self._began_s, now_s
         if execute_s <= 0:
@@ -265,14 +261,14 @@ class StepPacer:
         self._token_s.add(added_s / num_prompt_tokens)
         if num_prompt_tokens > _FEW_TOKENS:
             self._many.add(num_prompt_tokens, added_s)
-            # A decode's token is as much arithmetic as a prompt's. What decodes take by themselves
-            # is not subtracted: where it is wrong, a step could become far too long.
+            # A decode's token costs as much arithmetic as a prompt's. The time of the decodes is
+            # not subtracted, because an error in it could make steps far too long.
             self._prompt_token_s.add(execute_s / plan.num_scheduled_tokens)
         elif plan.num_decodes:
             self._few.add(num_prompt_tokens, added_s)
 
     def _decode_step_s(self, num_decodes: int) -> float | None:
-        """Seconds of a step with so many decodes, or with what is nearest to it; None: unknown."""
+        """Return the seconds of a step with about so many decodes; None: unknown."""
         if not self._decode_s:
             return None
         size = num_decodes.bit_length()
@@ -280,7 +276,7 @@ class StepPacer:
 
 
 class _Average:
-    """A moving average of what was seen."""
+    """A moving average of observations."""
 
     def __init__(self) -> None:
         self.value: float | None = None
@@ -296,7 +292,7 @@ class _Average:
 
 
 class _Fastest:
-    """The least that was seen lately: much makes a step slower than it can be, nothing faster."""
+    """A moving minimum of recent observations: noise makes steps slower, never faster."""
 
     def __init__(self) -> None:
         self.value: float | None = None
@@ -314,7 +310,7 @@ class _Means(NamedTuple):
 
 
 class _Added:
-    """What prompts add to steps of a kind, on average."""
+    """Averages of prompt tokens, and of the seconds that they add, over steps of one kind."""
 
     def __init__(self) -> None:
         self._num_tokens = _Average()

@@ -1,4 +1,4 @@
-"""The plan of a step while the scheduler fills it in."""
+"""Builds the plan of a step."""
 
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ from scheduler_svc.core.events import Preempted, Started
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """The lists behind the arrays of a `Plan`."""
+    """Collects the lists that become the arrays of a `Plan`."""
 
     step_id: StepId
     now: float
@@ -33,27 +33,26 @@ class PlanBuilder:
     copy_src: list[DeviceBlockId] = field(default_factory=list)
     copy_dst: list[DeviceBlockId] = field(default_factory=list)
     copied: list[DeviceBlockId] = field(default_factory=list)
-    """Those of `copy_src` to which the step takes over a reference, until it is answered."""
+    """Blocks of `copy_src` to which the step holds a reference until its result."""
     renamed_src: list[DeviceBlockId] = field(default_factory=list)
     renamed_dst: list[DeviceBlockId] = field(default_factory=list)
     chunk_lens: dict[int, int] = field(default_factory=dict)
-    """By row."""
+    """Maps a row to the number of tokens that it computes."""
     pins: tuple[tuple[BlockHash, float], ...] = ()
     turns: tuple[Started | Preempted, ...] = ()
 
     def copy(self, src: DeviceBlockId, dst: DeviceBlockId) -> None:
-        """Copy a block before the step computes; all copies read before any writes."""
+        """Copy a block before the step computes; all reads come before all writes."""
         self.copy_src.append(src)
         self.copy_dst.append(dst)
 
     def add_chunk(self, row: int, num_tokens: int) -> None:
-        """Compute `num_tokens` (more) known tokens of a running sequence."""
+        """Compute `num_tokens` known tokens of a running sequence, besides those added before."""
         self.chunk_lens[row] = self.chunk_lens.get(row, 0) + num_tokens
 
     def finish(
         self, released_rows: list[int], labels: tuple[Int32Array, npt.NDArray[np.uint8]]
     ) -> Plan:
-        """Return the plan."""
         return Plan(
             step_id=self.step_id,
             released_rows=ints(released_rows),

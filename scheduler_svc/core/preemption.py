@@ -1,16 +1,16 @@
-"""Preempts running sequences: when, which, and how.
+"""Preempts running sequences, and decides when, which, and how.
 
-When and which, at the start of each step (`make_room`). First, if more run than the worker's memory
-allows (`pressure.py`); then, as long as the decoding sequences need more blocks in this step than
-are available. Each time it is the running sequence that is last in order. A sequence that runs
-alone gives up pinned blocks first, and is preempted only when none is left. A swap-in that fails
-preempts the sequences that depend on it; so does a request's move to another core.
+When and which: at the start of each step, `make_room` preempts the running sequence that is last in
+order, first while more run than the worker's memory allows (`pressure.py`), then while the decoding
+sequences need more blocks than are available. If only one sequence runs, pins give up blocks first,
+and the sequence is preempted when no pins are left. A failed swap-in preempts the sequences that
+depend on it, and a move to another core preempts the sequences of its request.
 
-How: a *swap* copies its computed blocks to the host and keeps them until it runs again; a
-*recompute* drops them. A swap is chosen if it takes less time and the host has, or can make, room
-(`tiers/costs.py`, `tiers/host_room.py`). A sequence whose blocks are still being swapped in keeps
-its host blocks, and nothing is copied. Tokens of steps in flight are dropped, and drawn again, the
-same.
+How: a *swap* copies the sequence's computed blocks to the host and keeps them until it runs again;
+a *recompute* drops them. A swap is chosen if it takes less time and the host has, or can make, room
+(`tiers/costs.py`, `tiers/host_room.py`). If the blocks are still being swapped in, the sequence
+keeps its host blocks and nothing is copied. Tokens of steps in flight are dropped; when they are
+drawn again they are the same.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from scheduler_svc.core.tiers.host_room import HostRoom
 
 
 class Preemption:
-    """Takes device blocks from running sequences, and puts these back into the queue."""
+    """Takes rows and device blocks from running sequences and queues the sequences again."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class Preemption:
         self.num_for_memory = 0
         """Preemptions because the worker's memory was critical."""
         self.observer: Callable[[Sequence, bool], Callable[[], None]] | None = None
-        """Called before each preemption with the sequence and whether it may swap; what it returns
-        is called after. For replays."""
+        """For replays: called before each preemption with the sequence and whether it may swap; the
+        function that it returns is called after the preemption."""
         self._block_size = config.block_size
         self._can_swap_for_memory = not config.host_is_device_memory
         self._pool = pool
@@ -67,12 +67,12 @@ class Preemption:
     # --- when and which -------------------------------------------------------------------------
 
     def make_room(self, step: StepId) -> bool:
-        """Preempt until every decoding sequence can have the block it needs at `step`.
+        """Preempt until every decoding sequence can get the block that it needs at `step`.
 
-        Blocks that a shrinking pool still has to empty do not count as available.
+        While the pool shrinks, fewer blocks are available: see `BlockPool.num_available`.
 
         Returns:
-            False if only answers to steps in flight will free enough blocks.
+            False if only results of steps in flight can free enough blocks.
         """
         while self._pressure.max_running is not None and self.has_too_many:
             self.num_for_memory += 1
@@ -80,9 +80,11 @@ class Preemption:
         while self.num_blocks_due(step) > self._pool.num_available:
             if self._steps.hold_blocks:
                 return False
-            if not self._running:  # pins, or rows that may be claimed, hold the blocks
+            if not self._running:  # pins or unclaimed rows hold the blocks
                 if not self._pins.give_up(1):
-                    break  # a shrinking pool still has to empty blocks: no running sequence can
+                    # Nothing runs, so nothing needs a block. `num_available` is negative, since the
+                    # pool shrinks and unclaimed rows hold blocks beyond its new end.
+                    break
             elif not self._running.is_alone or not self._pins.give_up(1):
                 self.preempt(self._last())
         return True
@@ -96,7 +98,7 @@ class Preemption:
         return bool(self._running) and not self._running.is_alone
 
     def num_blocks_due(self, step: StepId) -> int:
-        """Return how many blocks the decoding sequences and beams need at `step`."""
+        """Return how many blocks decoding sequences and beams need at `step`."""
         return self._running.num_blocks_due(step) + self._beams.num_blocks_due
 
     def _last(self) -> Sequence:
@@ -105,12 +107,12 @@ class Preemption:
     # --- how ------------------------------------------------------------------------------------
 
     def preempt(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
-        """Take a running sequence's device blocks and queue it. A search is preempted as a whole.
+        """Take a running sequence's device blocks and queue it; preempt a search as a whole.
 
         Args:
             seq: The sequence, or a beam of the search.
             can_swap: Whether its KV may go to the host; else it is recomputed.
-            must_swap: Swap whatever it costs; the caller has checked that the host has room.
+            must_swap: Swap regardless of the cost; the caller has checked that the host has room.
         """
         self.num_preemptions += 1
         done = None if self.observer is None else self.observer(seq, can_swap)
@@ -126,14 +128,14 @@ class Preemption:
         seq.token_ids = self._rows.tokens(seq.row).copy()
         num_computed = self._running.num_computed_tokens(seq)
         blocks = seq.block_ids[: -(-num_computed // self._block_size)]
-        if seq.copy_from is not None:  # its own copy has not been made
+        if seq.copy_from is not None:  # the copy has not been made yet
             blocks[-1] = seq.copy_from
         is_loading = bool(seq.loading_block_ids)
         num_swapped_out = 0
         self._running.stop(seq)
         if not can_swap:
             self._host_room.release(seq)
-        elif is_loading:  # as before: it comes from its own host blocks, or from cached ones
+        elif is_loading:  # its KV is in its own host blocks, or in cached ones
             num_computed = num_computed if seq.host_block_ids else 0
         elif num_computed and (
             must_swap or self._host_room.make_for_swap(len(blocks), num_computed)
@@ -142,5 +144,5 @@ class Preemption:
             num_swapped_out = len(blocks)
         self._running.trace_preempted(seq, num_computed, num_swapped_out)
         seq.num_computed_tokens = num_computed
-        seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
+        seq.set_status(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
         self._queue.push(seq)

@@ -1,7 +1,7 @@
-"""The prefix cache: finds KV that a sequence need not compute, and publishes what it has computed.
+"""The prefix cache: finds KV that a sequence can reuse, and publishes the KV that it computes.
 
-A full block is found by its hash, which chains from the beginning of its prompt: on the device,
-then on the host, then on the disk.
+A full block is found by its hash, which covers all tokens up to its end. Lookups search the device,
+then the host, then the disk.
 """
 
 from collections.abc import Sequence as Seq
@@ -18,20 +18,20 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 @dataclass(frozen=True, slots=True)
 class FoundKv:
-    """KV that a sequence need not compute: the blocks of its table's beginning, tier by tier."""
+    """KV that a sequence can reuse: the first blocks of its table, tier by tier."""
 
     ready: list[DeviceBlockId]
-    """Blocks that it shares."""
+    """Device blocks to share."""
     loading: list[DeviceBlockId]
-    """Blocks that it shares and that are being swapped in."""
+    """Device blocks to share that are still being swapped in."""
     sources: list[HostBlockId]
-    """Blocks to be swapped in for it."""
+    """Host blocks to swap in."""
     num_tokens: int
-    """Tokens with KV in them; the last source may be partly filled."""
+    """Tokens with KV in these blocks; the last source may be partly filled."""
 
 
 class KvLookup:
-    """Looks blocks up; changes nothing but the hashes that a sequence remembers."""
+    """Looks up blocks; changes nothing except `Sequence.block_hashes`."""
 
     def __init__(
         self, config: SchedulerConfig, pool: BlockPool[DeviceBlockId], tier: HostTier
@@ -42,9 +42,9 @@ class KvLookup:
         self._tier = tier
 
     def find(self, seq: Sequence) -> FoundKv:
-        """Look up what a queued sequence need not compute.
+        """Look up the KV that a queued sequence can reuse.
 
-        At least one token is left to compute: its logits are needed.
+        At least one token stays to be computed, because its logits are needed.
         """
         is_swapped = seq.status is SeqStatus.SWAPPED
         num_known = seq.num_computed_tokens if is_swapped else len(seq.token_ids) - 1
@@ -57,12 +57,12 @@ class KvLookup:
         return FoundKv(ready, loading, sources, num_found * self._block_size)
 
     def past_device(self, seq: Sequence) -> list[BlockHash]:
-        """Return the hashes of what a waiting sequence needs and the device does not have."""
+        """Return the hashes of the blocks that a waiting sequence needs and the device lacks."""
         hashes = self._hashes(seq, len(seq.token_ids) - 1)
         return hashes[len(self._pool.find(hashes)) :]
 
     def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:
-        """Return the hashes of the full blocks of the first tokens, if they may be found at all."""
+        """Return the hashes of the full blocks of the first tokens; empty without a cache."""
         may_find = seq.status is SeqStatus.SWAPPED or seq.request.reads_prefix_cache
         if not (self._is_enabled and may_find):
             return []
@@ -71,7 +71,7 @@ class KvLookup:
         return seq.block_hashes[: num_tokens // self._block_size]
 
     def find_beyond(self, seq: Sequence, shared: list[DeviceBlockId]) -> FoundKv:
-        """Look up what follows the full blocks that a sequence will share in any case."""
+        """Look up KV beyond the full blocks `shared`, which a sequence shares in any case."""
         found = self.find(seq)
         if len(found.ready) < len(shared):
             return FoundKv(shared, [], [], len(shared) * self._block_size)
@@ -79,7 +79,7 @@ class KvLookup:
         return FoundKv(ready, found.loading, found.sources, found.num_tokens)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Return how many of a prompt's tokens, except the last, are in the prefix cache."""
+        """Return how many prompt tokens, without the last, are in the prefix cache."""
         if not (self._is_enabled and request.reads_prefix_cache):
             return 0
         hashes: list[BlockHash] = []
@@ -88,7 +88,7 @@ class KvLookup:
         return self.num_cached_blocks(hashes) * self._block_size
 
     def num_cached_blocks(self, hashes: Seq[BlockHash]) -> int:
-        """Return how many blocks of a prompt the prefix cache has, of those with `hashes`."""
+        """Return the length of the prefix of `hashes` that is in the prefix cache, in any tier."""
         num_found = len(self._pool.find(hashes))
         loading, sources = self._tier.find(hashes[num_found:])
         num_found += len(loading) + len(sources)
@@ -96,7 +96,7 @@ class KvLookup:
 
 
 class Publisher:
-    """Publishes the full blocks of running sequences, each once; without a prefix cache, none."""
+    """Publishes the full blocks of running sequences, each once, if there is a prefix cache."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool[DeviceBlockId], rows: Rows) -> None:
         self._block_size = config.block_size
@@ -105,20 +105,20 @@ class Publisher:
         self._rows = rows
 
     def publish(self, seq: Sequence, num_computed_tokens: int) -> None:
-        """Publish the full blocks among the first `num_computed_tokens`."""
+        """Publish the full blocks of the first `num_computed_tokens` tokens."""
         if self._is_enabled:
             self._pool.publish(*self._name(seq, num_computed_tokens // self._block_size))
 
     def publish_last(self, seqs: list[Sequence], rows: list[int]) -> None:
-        """Publish the last block of each table; it is full.
+        """Publish the last block of each table, which is full.
 
-        Its last token is the input of the step before the one being planned, so it was sampled by a
-        step that is answered. This is most of what a steady step costs, so the tokens of all are
-        read at once, and all are published at once.
+        The block's last token is the input of the step before the one being planned, so its value
+        is known. This call is most of the cost of a steady step, so it reads and publishes the
+        blocks of all sequences at once.
 
         Args:
             seqs: Sequences that decode.
-            rows: Their rows, parallel.
+            rows: Their rows, parallel to `seqs`.
         """
         if not self._is_enabled:
             return
@@ -134,14 +134,14 @@ class Publisher:
                 seq.num_published_blocks = last + 1
                 blocks.append(seq.block_ids[last])
                 names.append(name)
-            else:  # more than this one, or none for now
+            else:  # the sequence has more blocks to publish, or none yet
                 some_blocks, some_names = self._name(seq, last + 1)
                 blocks += some_blocks
                 names += some_names
         self._pool.publish(blocks, names)
 
     def _name(self, seq: Sequence, num_full: int) -> tuple[list[DeviceBlockId], list[BlockHash]]:
-        """Return those of its first blocks that are to be published now, and their hashes."""
+        """Mark the first `num_full` blocks as published; return the new ones and their hashes."""
         first = seq.num_published_blocks
         if first >= num_full or seq.loading_block_ids:
             return [], []

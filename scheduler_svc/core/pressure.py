@@ -1,32 +1,35 @@
-"""How many sequences may run while the memory of a worker's device is short.
+"""Limits how many sequences run while the memory of a worker's device is short.
 
-Nothing is refused or lost. A sequence that may not start waits in its place; one that is preempted
-draws the same tokens later. How much of prompts a step may have then, `budget.py` decides.
+No request is refused or lost: a sequence that may not start keeps its place in the queue, and a
+preempted one draws the same tokens later. `budget.py` limits the prompt tokens of a step.
 """
 
 from contract.info import MemoryLevel
 
 _HALVE_AGAIN_S = 10.0
-"""Longer than a worker's level takes to follow its memory. Chosen, not measured."""
+"""Seconds between two halvings; longer than a change of memory takes to show in the level. Chosen,
+not measured."""
 
 
 class Pressure:
-    """The level, and the bound of sequences that follows from it. One, or one search, may run.
+    """The memory level, and the bound on running sequences that follows from it.
 
-    WARNING     no more run than when it came; one that ends makes room for the next.
-    CRITICAL    half of those that run, and half of these again for each ten seconds that it lasts.
-    OK          no bound, at once. On the way there, at WARNING, the bound stays where it was; if it
-                becomes CRITICAL again, the ten seconds are not up sooner.
+    WARNING     as many sequences as ran when the level rose; one that ends makes room for another
+    CRITICAL    half as many as run; halved again after each ten seconds at this level
+    OK          no bound
+
+    One sequence, or one search, may always run. When the level falls from CRITICAL to WARNING the
+    bound stays; if the level rises again, the next halving still waits for the ten seconds.
     """
 
     def __init__(self) -> None:
         self.level = MemoryLevel.OK
         self.max_running: int | None = None
-        """Most sequences that may run; None: no bound."""
+        """Most running sequences; None: no bound."""
         self._halved_at: float | None = None
 
     def set_level(self, level: MemoryLevel, num_running: int) -> None:
-        """Take the level, which may be the same, and how many run at that moment."""
+        """Set the level; `num_running` is the number of sequences that run now."""
         if level is MemoryLevel.OK:
             self.max_running = self._halved_at = None
         elif self.max_running is None:
@@ -34,7 +37,7 @@ class Pressure:
         self.level = level
 
     def lower_bound(self, now: float, num_running: int) -> None:
-        """Halve the bound of sequences if the level is CRITICAL and it is time to."""
+        """Halve the bound if the level is CRITICAL and the last halving is long enough ago."""
         if self.level is not MemoryLevel.CRITICAL or self.max_running is None:
             return
         if self._halved_at is None or now >= self._halved_at + _HALVE_AGAIN_S:

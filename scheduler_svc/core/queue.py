@@ -1,7 +1,7 @@
-"""The sequences that wait for admission: which goes first, and which have missed their deadline.
+"""The sequences that wait for admission, in the policy's order, and their deadlines.
 
-They stand in lines: one for each lane, level and account. Within a line the order is fixed, and the
-first of all is the first of some line of the first level, so that finding it costs O(accounts).
+There is one line for each lane, level and account. Within a line the order is fixed. The first
+sequence overall is the first of some line at the first level, so finding it costs O(accounts).
 """
 
 from bisect import bisect_left, insort
@@ -17,7 +17,7 @@ class WaitingQueue:
     """Two lanes, so that short prompts can overtake long ones when these may not start."""
 
     def __init__(self, policy: Policy, long_prefill_threshold: int) -> None:
-        """A prompt of more than `long_prefill_threshold` tokens is long; 0: none is."""
+        """A prompt of more than `long_prefill_threshold` tokens counts as long; 0: none does."""
         self._policy = policy
         self._threshold = long_prefill_threshold
         self._short = _Lane(policy)
@@ -27,9 +27,9 @@ class WaitingQueue:
         """Sequences that have KV on the host or the disk."""
         self._seq_id_to_tokens: dict[SeqId, int] = {}
         self.num_tokens = 0
-        """Known tokens that they have to compute, as far as the cache was looked up."""
+        """Uncomputed tokens, without those that the prefix cache had at the last lookup."""
         self.num_short_tokens = 0
-        """Those of them that are of short prompts."""
+        """The part of `num_tokens` that belongs to short prompts."""
         self.num_short = 0
         """Sequences with a short prompt."""
         self._num_waiting: dict[str, int] = {}  # by account
@@ -42,7 +42,6 @@ class WaitingQueue:
         return seq.seq_id in self._seq_id_to_lane
 
     def push(self, seq: Sequence) -> None:
-        """Add a sequence."""
         num_computed = seq.num_computed_tokens if seq.status is SeqStatus.SWAPPED else 0
         num_tokens = len(seq.token_ids) - num_computed
         self._seq_id_to_tokens[seq.seq_id] = num_tokens
@@ -62,12 +61,12 @@ class WaitingQueue:
             self._deadlines.push((seq.request.deadline,), seq, seq.seq_id)
 
     def discount_cached(self, seq: Sequence, num_cached_tokens: int) -> None:
-        """Do not count tokens of a waiting sequence that the prefix cache has at present."""
+        """Subtract the tokens of a waiting sequence that the prefix cache has now."""
         self._seq_id_to_tokens[seq.seq_id] -= num_cached_tokens
         self._count(self._seq_id_to_lane[seq.seq_id], -num_cached_tokens)
 
     def remove(self, seq: Sequence) -> None:
-        """Take a waiting sequence out, wherever it is, before its status changes."""
+        """Remove a sequence; the caller changes its status afterwards."""
         self.num_swapped -= seq.status is SeqStatus.SWAPPED
         lane = self._seq_id_to_lane.pop(seq.seq_id)
         lane.remove(seq)
@@ -93,15 +92,15 @@ class WaitingQueue:
 
     @property
     def num_waiting_by_account(self) -> Mapping[str, int]:
-        """How many sequences of each account wait."""
+        """Number of waiting sequences of each account."""
         return self._num_waiting
 
     def sort_key(self, seq: Sequence) -> SortKey:
-        """Return the order of a sequence now, whether it waits or not; smaller goes first."""
+        """Return a sequence's current sort key, whether it waits or not; smaller goes first."""
         return sort_key(self._policy, seq.rank, seq.seq_id)
 
     def first_expired(self, now: float) -> Sequence | None:
-        """Return the sequence whose deadline passed first, if any has; it stays."""
+        """Return the sequence whose deadline passed first, or None, without removing it."""
         head = self._deadlines.first()
         return head[1] if head is not None and head[0][0] <= now else None
 
@@ -111,11 +110,11 @@ class WaitingQueue:
 
 
 class _Lane:
-    """The lines of one lane."""
+    """The lines of one lane: short prompts or long ones."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._levels: list[Key] = []  # sorted: those that have lines
+        self._levels: list[Key] = []  # the levels that have lines, sorted
         self._lines: dict[Key, dict[str, MarkedHeap[Sequence]]] = {}
 
     def push(self, seq: Sequence) -> None:
@@ -137,7 +136,7 @@ class _Lane:
             del self._levels[bisect_left(self._levels, rank.level)]
 
     def first(self) -> tuple[SortKey, Sequence] | None:
-        """Return the first in order, with its sort key."""
+        """Return the first sequence in order, with its sort key."""
         if not self._levels:
             return None
         seqs = [head[1] for line in self._lines[self._levels[0]].values() if (head := line.first())]

@@ -1,4 +1,4 @@
-"""The sequences that run: their rows and block tables, from start to stop."""
+"""The running sequences: their rows and block tables, from start to stop."""
 
 from bisect import insort
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 
 class RunningSet:
-    """Starts, advances and stops sequences; the one owner of what a running sequence holds."""
+    """Starts, advances and stops sequences. It alone changes what a running sequence holds."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class RunningSet:
         self._publisher = Publisher(config, pool, rows)
         self._seqs: dict[SeqId, Sequence] = {}
         self._loading: dict[SeqId, Sequence] = {}  # those with `loading_block_ids`
-        self._prefilling: list[Sequence] = []  # by order
+        self._prefilling: list[Sequence] = []  # sorted by `Sequence.order`
         self._decodes: Decodes = (
             DraftedDecodes(config, rows, steps)
             if config.num_draft_tokens
             else SteadyDecodes(config, steps)
         )
-        self._released_rows: list[int] = []  # the worker does not know yet
+        self._released_rows: list[int] = []  # for the next plan
         self._turns: list[Started | Preempted] = []  # for the next plan
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class RunningSet:
 
     @property
     def is_alone(self) -> bool:
-        """Whether one sequence runs, or one search."""
+        """Whether only one sequence, or one search, runs."""
         first = next(iter(self._seqs.values()))
         return all(
             seq is first or (seq.group is not None and seq.group is first.group)
@@ -78,12 +78,12 @@ class RunningSet:
 
     @property
     def num_decoding(self) -> int:
-        """Sequences that compute their last token in the next step, without being named."""
+        """Number of sequences that decode in the next step."""
         return self._decodes.num_next
 
     @property
     def prefilling(self) -> tuple[Sequence, ...]:
-        """Sequences with known tokens to compute, by order."""
+        """Sequences with known tokens to compute, in order."""
         return tuple(self._prefilling)
 
     @property
@@ -93,31 +93,32 @@ class RunningSet:
 
     @property
     def must_send(self) -> bool:
-        """Whether a plan must go out, even if it computes nothing.
+        """Whether a plan must be sent even if it computes nothing.
 
-        This is so if the worker must be told of released rows or block moves, or if only the
-        worker's answer can tell what the disk has done.
+        True if the worker must learn of released rows or block moves, or if only the worker's next
+        result can report what the disk has done.
         """
         waits_for_disk = self._tier.disk.is_busy and not self._steps
         return bool(self._released_rows) or self._tier.has_moves or waits_for_disk
 
     def num_blocks_due(self, step: StepId) -> int:
-        """Return how many blocks the decoding sequences need at `step`."""
+        """Return how many blocks decoding sequences need at `step`."""
         return self._decodes.num_due(step)
 
     def start(self, seq: Sequence, found: FoundKv, num_new_blocks: int) -> None:
-        """Give a sequence a row and a block table, and put it among those with tokens to compute.
+        """Give a sequence a row and a block table, and let it prefill.
 
         Args:
-            seq: Holds no device block yet.
-            found: What its table begins with; it becomes a holder of the shared blocks.
-            num_new_blocks: Blocks of its own; the first are for `found.sources`. As many are
-                available, besides the shared ones.
+            seq: A sequence without device blocks.
+            found: The first blocks of its table; it becomes a holder of the shared ones.
+            num_new_blocks: Number of blocks to allocate for it; the first ones are for
+                `found.sources`. That many must be available besides the shared ones.
         """
-        seq.move(SeqStatus.PREFILL)
+        seq.set_status(SeqStatus.PREFILL)
         shared = found.ready + found.loading
         self._pool.share(shared)
-        self._tier.pool.share(found.sources)  # now: the allocation may evict host blocks, too
+        # Hold the host blocks first, because the allocation may evict host blocks, too.
+        self._tier.pool.share(found.sources)
         own = self._pool.allocate(num_new_blocks)
         targets = own[: len(found.sources)]
         self._tier.swap_in(found.sources, targets)
@@ -136,10 +137,10 @@ class RunningSet:
         insort(self._prefilling, seq, key=lambda other: other.order)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Start `child`; the parent has computed all its tokens but the last.
+        """Start `child` with the blocks of `parent`, which has computed all tokens but the last.
 
-        That token's slot, and those after it in its block, are the child's own to write: it starts
-        with a copy of that block, made in the first step that computes for it.
+        The child writes the slot of that token and the slots after it. So it gets a copy of that
+        block, made in the first step in which it computes.
         """
         num_computed = len(child.token_ids) - 1
         num_shared, offset = divmod(num_computed, self._config.block_size)
@@ -148,18 +149,18 @@ class RunningSet:
             child.copy_from = parent.block_ids[num_shared]
             self._pool.share([child.copy_from])
         self.start(child, FoundKv(parent.block_ids[:num_shared], [], [], num_computed), 1)
-        # What fails to be swapped in for the parent fails for the child.
+        # If a swap-in fails for the parent, it fails for the child, too.
         self._wait_for(child, parent.loading_block_ids)
 
-    def go_on(self, beam: Sequence, token_ids: Int32Array) -> None:
-        """Let a beam, which has computed all its tokens, compute one more in its row and blocks.
+    def extend(self, beam: Sequence, token_ids: Int32Array) -> None:
+        """Let a beam that has computed all its tokens compute one more, in its row and blocks.
 
         Args:
-            beam: No step in flight names it.
-            token_ids: Its tokens and one more, for which a block is free if it needs one.
+            beam: A running beam that no step in flight names.
+            token_ids: Its tokens and one more. If that needs another block, one must be available.
         """
         assert beam.row is not None
-        beam.move(SeqStatus.PREFILL)
+        beam.set_status(SeqStatus.PREFILL)
         beam.token_ids, beam.max_total_tokens = token_ids, len(token_ids) + 1
         beam.num_computed_tokens = len(token_ids) - 1
         if beam.num_computed_tokens == len(beam.block_ids) * self._config.block_size:
@@ -170,24 +171,25 @@ class RunningSet:
         insort(self._prefilling, beam, key=lambda other: other.order)
 
     def is_loaded(self, seq: Sequence) -> bool:
-        """Whether a sequence may compute in the step being planned: its swap-ins have gone out."""
-        return not any(map(self._tier.is_waiting, seq.loading_block_ids))
+        """Whether a sequence may compute in the step being planned: its swap-ins were sent."""
+        return not any(map(self._tier.is_unsent, seq.loading_block_ids))
 
-    def compute_chunk(self, seq: Sequence, draft: PlanBuilder) -> bool:
-        """Compute as many of its known tokens as the budget grants; its account is charged.
+    def compute_chunk(self, seq: Sequence, builder: PlanBuilder) -> bool:
+        """Compute as many known tokens as the budget grants; charge the account for them.
 
-        It may be called several times for one step.
+        May be called several times for one step.
 
         Returns:
-            Whether these were the last: then the step samples a token, and it decodes from now on.
+            Whether these were its last known tokens. Then the step samples a token, and the
+            sequence decodes from now on.
         """
         assert seq.row is not None
         if not seq.announced:
-            self._announce(seq, draft)
-        num_granted = self._budget.grant(seq, draft.chunk_lens.get(seq.row, 0))
+            self._announce(seq, builder)
+        num_granted = self._budget.grant(seq, builder.chunk_lens.get(seq.row, 0))
         if num_granted == 0:
             return False
-        draft.add_chunk(seq.row, num_granted)
+        builder.add_chunk(seq.row, num_granted)
         num_charged = max(seq.num_computed_tokens, seq.num_charged_tokens)
         seq.num_computed_tokens += num_granted
         if self._policy.has_accounts:
@@ -195,37 +197,37 @@ class RunningSet:
             if num_new > 0:
                 seq.num_charged_tokens = num_charged + num_new
                 self._policy.charge(seq.rank.account, num_new, 0)
-        # Findable from now on: a sequence that finds it computes in this step or a later one, and
-        # in each layer a step stores all its KV before it reads any.
+        # Publish blocks that this step only begins to compute: a sequence that finds them computes
+        # in this step or later, and in each layer a step stores all its KV before it reads any.
         self._publisher.publish(seq, seq.num_computed_tokens)
         if seq.num_tokens_left:
             return False
         self._prefilling.remove(seq)
-        seq.move(SeqStatus.DECODE)
-        self._decodes.start(seq, draft.step_id)
+        seq.set_status(SeqStatus.DECODE)
+        self._decodes.start(seq, builder.step_id)
         return True
 
-    def grow_tables(self, draft: PlanBuilder) -> None:
+    def grow_tables(self, builder: PlanBuilder) -> None:
         """Give a block to each sequence that crosses a block border in this step."""
         self._labels.begin_step()
-        due = self._decodes.take_due(draft.step_id)
+        due = self._decodes.take_due(builder.step_id)
         if not due:
             return
-        draft.appended_blocks = self._pool.allocate(len(due))
-        draft.appended_rows = [seq.row for seq in due if seq.row is not None]
-        if self._config.num_draft_tokens:  # the last block may not be full yet
+        builder.appended_blocks = self._pool.allocate(len(due))
+        builder.appended_rows = [seq.row for seq in due if seq.row is not None]
+        if self._config.num_draft_tokens:  # then the last block may not be full yet
             for seq in due:
                 self._publisher.publish(seq, self.num_computed_tokens(seq))
         else:
-            self._publisher.publish_last(due, draft.appended_rows)
-        for seq, block in zip(due, draft.appended_blocks, strict=True):
+            self._publisher.publish_last(due, builder.appended_rows)
+        for seq, block in zip(due, builder.appended_blocks, strict=True):
             seq.block_ids.append(block)
 
     def evict_ahead(self, step: StepId) -> None:
-        """Free blocks for what grows in the two steps after `step`.
+        """Evict blocks now that sequences will need in the two steps after `step`.
 
-        Those steps may swap in, and a block that they evict is then lost, together with all blocks
-        that continue its prefix. A block that is evicted now is demoted instead.
+        A step that swaps in cannot demote, so a block evicted in it is lost, and with it all blocks
+        that continue its prefix. A block that is evicted now is demoted to the host instead.
         """
         num_lacking = self._decodes.num_due_soon(step) - self._pool.num_free
         if num_lacking <= 0:
@@ -234,28 +236,28 @@ class RunningSet:
         if num_evicted:
             self._pool.drop(self._pool.allocate(self._pool.num_free + num_evicted))
 
-    def send(self, draft: PlanBuilder) -> Plan:
-        """Complete a plan, which goes out."""
-        self._tier.send(draft)
-        self._steps.send(draft.step_id)
-        self._steps.hold(draft.copied)
-        self._decodes.send(draft.step_id)
-        draft.turns, self._turns = tuple(self._turns), []
+    def send(self, builder: PlanBuilder) -> Plan:
+        """Complete a plan and record that it is sent."""
+        self._tier.send(builder)
+        self._steps.send(builder.step_id)
+        self._steps.hold(builder.copied)
+        self._decodes.send(builder.step_id)
+        builder.turns, self._turns = tuple(self._turns), []
         released, self._released_rows = self._released_rows, []
-        return draft.finish(released, self._labels.take())
+        return builder.finish(released, self._labels.take())
 
     def pop_ended(self, step: StepId) -> list[Sequence]:
-        """Take out the sequences whose last token `step` sampled; they still run."""
+        """Return the sequences whose last token `step` sampled; the caller must stop them."""
         return self._decodes.take_ended(step)
 
     def confirm_loads(self, failed: Int32Array) -> list[Sequence]:
-        """Take the answer to a step with swap-ins.
+        """Record the result of a step with swap-ins.
 
         Args:
-            failed: Device blocks with content that is not to be trusted.
+            failed: Device blocks whose content is corrupt.
 
         Returns:
-            The sequences that depend on them, which must be stopped.
+            The sequences that depend on these blocks; the caller must stop them.
         """
         bad = set(failed.tolist())
         broken = []
@@ -272,16 +274,16 @@ class RunningSet:
         return broken
 
     def num_computed_tokens(self, seq: Sequence) -> int:
-        """Return how many known tokens have valid KV when the steps sent so far are done."""
+        """Return how many known tokens have valid KV after the steps sent so far."""
         if seq.status is SeqStatus.PREFILL:
             return seq.num_computed_tokens
         assert seq.row is not None
         return self._rows.num_tokens(seq.row) - 1
 
     def stop(self, seq: Sequence, *, is_idle: bool = False) -> None:
-        """Take row and device blocks from a running sequence; the caller changes its status.
+        """Take the row and device blocks of a running sequence; the caller changes its status.
 
-        If it `is_idle`, no step in flight names it, and what it held is dropped at once.
+        With `is_idle`, no step in flight names the sequence, and its blocks are dropped at once.
         """
         assert seq.row is not None
         del self._seqs[seq.seq_id]
@@ -309,17 +311,16 @@ class RunningSet:
     def trace_preempted(
         self, seq: Sequence, num_computed: int, num_swapped_out_blocks: int
     ) -> None:
-        """Have the next plan say that a sequence was preempted, if it is traced."""
+        """Add a `Preempted` event to the next plan if the sequence is traced."""
         if seq.traceparent:
             source = seq.request.source
-            told = Preempted(source, seq.seq_key, num_computed, num_swapped_out_blocks)
-            self._turns.append(told)
+            self._turns.append(Preempted(source, seq.seq_key, num_computed, num_swapped_out_blocks))
 
     def swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> None:
-        """Copy the KV of a sequence that was just stopped to the host, a partial tail included.
+        """Copy the KV of a sequence that was just stopped to the host, including a partial block.
 
-        A later scheduler finds the tail by its label. Without a prefix cache the full blocks have
-        no names either, so they get labels, too.
+        A later scheduler finds the partial block by its label. Without a prefix cache the full
+        blocks have no hashes yet, so they get labels here, too.
         """
         size, has_cache = self._config.block_size, self._config.enable_prefix_caching
         num_full, num_in_tail = divmod(num_computed, size)
@@ -334,13 +335,13 @@ class RunningSet:
         seq.host_block_ids = tuple(self._tier.swap_out(blocks, seq.block_hashes[:num_full]))
 
     def distrust(self, seq: Sequence) -> None:
-        """Make the blocks of a running sequence unfindable: its KV is broken."""
+        """Remove the hashes of a running sequence's blocks, because its KV is wrong."""
         self._pool.forget(seq.block_ids)
         self._tier.forget(seq.block_hashes)
         seq.num_published_blocks = len(seq.block_ids)
 
     def _wait_for(self, seq: Sequence, blocks: tuple[DeviceBlockId, ...]) -> None:
-        """Let a sequence that just started depend on swap-ins; if on none, drop the host's copy."""
+        """Let a started sequence depend on swap-ins; without any, drop its copy on the host."""
         if blocks:
             seq.loading_block_ids = blocks
             self._loading[seq.seq_id] = seq
@@ -348,15 +349,15 @@ class RunningSet:
             self._tier.pool.drop(seq.host_block_ids)
             seq.host_block_ids = ()
 
-    def _announce(self, seq: Sequence, draft: PlanBuilder) -> None:
-        """Put a sequence, in full, into the plan."""
+    def _announce(self, seq: Sequence, builder: PlanBuilder) -> None:
+        """Add a sequence with all its data to the plan."""
         assert seq.row is not None
         seq.announced = True
         search = None if seq.group is None else seq.group.state_with(seq)
         name = b""
         if seq.group is None or search is not None:
             name = identity(seq.request, 0 if search else seq.output_index)
-        draft.new_sequences.append(
+        builder.new_sequences.append(
             NewSequence(
                 seq_id=seq.seq_id,
                 row=seq.row,
@@ -373,6 +374,6 @@ class RunningSet:
             )
         )
         if seq.copy_from is not None:
-            draft.copy(seq.copy_from, seq.block_ids[-1])
-            draft.copied.append(seq.copy_from)
+            builder.copy(seq.copy_from, seq.block_ids[-1])
+            builder.copied.append(seq.copy_from)
             seq.copy_from = None

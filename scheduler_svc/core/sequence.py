@@ -1,4 +1,4 @@
-"""One token stream with its own block table, and the states it goes through."""
+"""A sequence: one stream of tokens with its own block table, and its states."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,7 +14,7 @@ from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.policies.policy import Key, Rank
 from scheduler_svc.core.request import Request, SeqId, SeqKey
 
-if TYPE_CHECKING:  # it is made of sequences
+if TYPE_CHECKING:  # `BeamGroup` imports this module
     from scheduler_svc.core.beams.group import BeamGroup
 
 
@@ -22,24 +22,24 @@ class SeqStatus(Enum):
     """The states of a sequence."""
 
     WAITING = "waiting"
-    """In the queue; holds no row, no device block, and no KV of its own."""
+    """In the queue, without row, device blocks or KV of its own."""
     SWAPPED = "swapped"
-    """In the queue, preempted; its computed tokens' KV is in host and disk blocks; holds no row."""
+    """Preempted and in the queue, without row; its KV is in host and disk blocks."""
     FETCHING = "fetching"
-    """Waits for loads from the disk, to go back to the queue as WAITING or as SWAPPED."""
+    """Waits for loads from the disk; then it is queued as WAITING or SWAPPED."""
     SIBLING = "sibling"
-    """Waits for the sequence that computes its request's prompt, to fork from it."""
+    """Waits to fork from the sequence that computes the request's prompt."""
     SPARE = "spare"
-    """Not a beam of its request's search now, but may become one; holds nothing."""
+    """Belongs to a search but is no beam at present; holds nothing."""
     PREFILL = "prefill"
-    """Running: holds a row and blocks for all its known tokens, computes them chunk by chunk."""
+    """Running: has a row and blocks for all known tokens, and computes them chunk by chunk."""
     DECODE = "decode"
-    """Running: gains a token in every step, and accepted drafts. A beam gains none here: when all
-    beams of a search have been computed, the search picks which continue."""
+    """Running: gains a token in every step, and accepted draft tokens. A beam gains none: when all
+    beams have been computed, the search chooses the next beams."""
     MIGRATING = "migrating"
-    """On its way to another core, KV in host blocks or none; in no queue, holds no row."""
+    """Moving to another core, with its KV in host blocks or without KV; not in the queue."""
     FINISHED = "finished"
-    """Ended; what it held is free as soon as no step in flight can touch it."""
+    """Ended; its blocks become free when no step in flight can touch them."""
 
 
 TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
@@ -49,7 +49,7 @@ TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
             SeqStatus.SIBLING,
             SeqStatus.SPARE,
             SeqStatus.FETCHING,
-            SeqStatus.SWAPPED,  # it comes with KV: from another core, or from the scheduler before
+            SeqStatus.SWAPPED,  # it arrives with KV, from another core or an earlier scheduler
             SeqStatus.MIGRATING,
             SeqStatus.FINISHED,
         }
@@ -60,7 +60,7 @@ TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
         {
             SeqStatus.PREFILL,
             SeqStatus.FETCHING,
-            SeqStatus.WAITING,  # its KV is lost, or given up for another's
+            SeqStatus.WAITING,  # its KV was lost, or dropped to make room
             SeqStatus.MIGRATING,
             SeqStatus.FINISHED,
         }
@@ -87,7 +87,7 @@ TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
     SeqStatus.MIGRATING: frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED, SeqStatus.FINISHED}),
     SeqStatus.FINISHED: frozenset(),
 }
-"""The transitions that the core makes, and no other: `tests/property` compares."""
+"""All transitions that the core makes. `tests/property` checks that each of them occurs."""
 
 QUEUED = frozenset({SeqStatus.WAITING, SeqStatus.SWAPPED})
 """The states in which a sequence is in the queue."""
@@ -98,7 +98,7 @@ RUNNING = frozenset({SeqStatus.PREFILL, SeqStatus.DECODE})
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sequence. Only parts of the core change it."""
+    """The state of one sequence. Only parts of the core change it."""
 
     seq_id: SeqId
     request: Request
@@ -106,91 +106,93 @@ class Sequence:
     arrived: float
     """When its request was submitted, in the caller's seconds."""
     rank: Rank
-    """Its place in the policy's order."""
+    """Its rank in the policy's order."""
     token_ids: npt.NDArray[np.int32]
-    """Its known tokens, while it does not run. A running one's are in its row (`Rows`)."""
+    """The known tokens, when the sequence last started or stopped. While it runs, `Rows` has the
+    current ones."""
     max_total_tokens: int
-    """The length at which it ends."""
+    """The length, prompt and output together, at which it ends."""
     status: SeqStatus = SeqStatus.WAITING
     was_admitted: bool = False
-    """Whether it has left the queue at least once, and its source was told."""
+    """Whether it has left the queue once; its source gets an event the first time."""
     row: int | None = None
     block_ids: list[DeviceBlockId] = field(default_factory=list)
-    """Its block table. While the sequence runs, blocks are only appended to the table, except that
-    the defragmenter may replace some."""
+    """Its block table. While the sequence runs, the table only grows, except that the defragmenter
+    may replace blocks."""
     block_hashes: list[BlockHash] = field(default_factory=list)
-    """Hashes of its first full blocks, as far as they were needed; empty without prefix cache."""
+    """Hashes of its first full blocks, computed when needed; empty without a prefix cache."""
     num_published_blocks: int = 0
-    """How many of its first blocks have been published, or were found."""
+    """How many of its first blocks were published, or found in the prefix cache."""
     num_computed_tokens: int = 0
-    """In PREFILL: tokens whose KV is valid once the steps scheduled so far are done. With KV on the
-    host or disk: tokens that are there. In WAITING: those it had computed when it was preempted, or
-    was live elsewhere."""
+    """In PREFILL: tokens with valid KV after the steps scheduled so far. With KV on host or disk:
+    tokens with KV there. In WAITING: tokens that it had computed before it was preempted or came
+    from another core."""
     num_cached_tokens: int = 0
-    """Tokens of its prompt that it found in the prefix cache when it was first admitted."""
+    """Prompt tokens found in the prefix cache at its first admission."""
     num_charged_tokens: int = 0
-    """First tokens of its prompt that the policy has charged; kept through preemption."""
+    """First prompt tokens that the policy has charged for; kept when it is preempted."""
     announced: bool = False
-    """Whether the worker has been sent it since it got its row."""
+    """Whether a plan has named it as a new sequence since it got its row."""
     copy_from: DeviceBlockId | None = None
-    """Until it is announced: the block of which its last block starts as a copy. The sequence holds
-    a reference to it."""
+    """The block that the worker will copy to the sequence's last block; None once it is announced.
+    The sequence holds a reference to this block."""
     host_block_ids: tuple[HostBlockId, ...] = ()
-    """Where its computed tokens' KV is on the host, or will be when its loads have ended: from its
-    swap-out until its swap-in is known to have succeeded."""
+    """Host blocks with its KV, or loading it from the disk; from its swap-out until the result that
+    confirms its swap-in."""
     disk_block_ids: tuple[DiskBlockId, ...] = ()
-    """In SWAPPED: where the rest of it is, past `host_block_ids`. In FETCHING: its copies there."""
+    """In SWAPPED: disk blocks with the KV that follows `host_block_ids`. In FETCHING: the disk
+    copies of blocks that are being loaded."""
     fetched_block_ids: tuple[HostBlockId, ...] = ()
-    """In FETCHING and WAITING: blocks of the host's prefix cache that it will find when its turn
-    comes; some were loaded for it. In no particular order. Another sequence that needs the room may
-    take them."""
+    """In FETCHING and WAITING: host blocks that it holds so that its prefix lookup finds them; some
+    were loaded from the disk for it. In no particular order. Another sequence that needs the room
+    may take them."""
     loading_block_ids: tuple[DeviceBlockId, ...] = ()
-    """Blocks with its KV that are still being swapped in, as far as is known. Until then nothing of
-    its own is published."""
+    """Blocks of its table whose swap-in is not confirmed yet. Until then it publishes no blocks."""
     last_step: StepId | None = None
-    """In DECODE: the step that samples its last token, unless a stop token comes first. None: this
-    cannot be known, because it depends on the drafts."""
+    """In DECODE: the step that samples its last token unless a stop token comes first. None: it
+    depends on draft tokens."""
     siblings: list["Sequence"] = field(default_factory=list)
-    """Sequences of its request that fork from it when its prompt is computed."""
+    """Sequences of its request that will fork from it when its prompt is computed."""
     group: "BeamGroup | None" = None
-    """The search that it may be a beam of."""
+    """The search that it belongs to."""
 
     @property
     def seq_key(self) -> SeqKey:
-        """Its name at its source."""
         return SeqKey(self.request.first_seq_key + self.output_index)
 
     @property
     def outputs(self) -> "tuple[Sequence, ...]":
-        """The sequences that end with it: itself, or those that bear its search's outputs."""
+        """The sequences that end with it: only itself, or in a search those with output keys."""
         return (self,) if self.group is None else self.group.outputs
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of its prompt."""
         return len(self.request.prompt_token_ids)
 
     @property
     def num_tokens_left(self) -> int:
-        """In PREFILL: known tokens to compute."""
+        """In PREFILL: number of known tokens to compute."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def traceparent(self) -> str:
-        """Its request's. Not of a beam's steps: to the worker each is a sequence, with spans."""
+        """The request's traceparent; empty for later steps of a beam.
+
+        The worker sees each step of a beam as a new sequence, and would record a span for each.
+        """
         is_one_step = self.group is not None and len(self.token_ids) > self.num_prompt_tokens
         return "" if is_one_step else self.request.traceparent
 
     @property
     def order(self) -> tuple[Key, Key, SeqId]:
-        """Its order without regard to accounts: smaller goes first. Kept through preemption."""
+        """Its sort key without regard to accounts; smaller goes first. Kept when preempted."""
         return (self.rank.level, self.rank.key, self.seq_id)
 
-    def move(self, status: SeqStatus) -> None:
+    def set_status(self, status: SeqStatus) -> None:
         """Change the status.
 
         Raises:
-            BrokenInvariantError: The life of a sequence has no such transition.
+            BrokenInvariantError: `TRANSITIONS` has no such transition.
         """
         if status not in TRANSITIONS[self.status]:
             raise BrokenInvariantError(f"sequence {self.seq_id}: {self.status} to {status}")

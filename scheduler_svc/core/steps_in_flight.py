@@ -1,7 +1,7 @@
-"""The steps that were sent and not answered, and the blocks and rows that they may still touch.
+"""The steps without a result, and the blocks and rows that they may still touch.
 
-When a sequence ends, steps that were sent before may still write its blocks and name its row. Its
-references pass to the last of those steps, and are dropped when that step is answered.
+When a sequence stops, steps that were sent before may still write its blocks and name its row. So
+the last of those steps takes over its references, and drops them when its result arrives.
 """
 
 from collections import deque
@@ -14,11 +14,11 @@ from scheduler_svc.core.rows import Rows
 
 
 class StepsInFlight:
-    """Steps in the order sent; references to blocks, and abandoned rows, that they hold."""
+    """The steps in the order in which they were sent, and the blocks and rows that they hold."""
 
     def __init__(self, pool: BlockPool[DeviceBlockId], rows: Rows) -> None:
         self.last = StepId(0)
-        """The last step sent."""
+        """The step sent last."""
         self._pool = pool
         self._rows = rows
         self._unanswered: deque[StepId] = deque()
@@ -29,43 +29,42 @@ class StepsInFlight:
 
     @property
     def last_answered(self) -> StepId:
-        """The last step answered; 0 before any."""
+        """The last step with a result; 0 before the first."""
         return StepId(self.last - len(self._unanswered))
 
     @property
     def held_blocks(self) -> list[DeviceBlockId]:
-        """The blocks held, each as often as it is held."""
+        """The blocks that steps hold; a block occurs once per reference."""
         return [block for _, blocks, _ in self._held for block in blocks]
 
     @property
     def held_rows(self) -> list[int]:
-        """The rows held."""
         return [row for _, _, row in self._held if row is not None]
 
     @property
     def hold_blocks(self) -> bool:
-        """Whether an answer may make blocks free."""
+        """Whether a result may free blocks."""
         return bool(self._held)
 
     def send(self, step: StepId) -> None:
-        """Take a step that goes out."""
+        """Record that `step` has been sent."""
         self.last = step
         self._unanswered.append(step)
 
     def hold(self, blocks: Sequence[DeviceBlockId], row: int | None = None) -> None:
-        """Take over one reference to each of `blocks`, and `row`.
+        """Take over one reference to each of `blocks`, and the abandoned `row`.
 
-        They become free when nothing in flight can touch them, which may be at once.
+        They are dropped when no step in flight can touch them, which may be at once.
         """
         self._held.append((self.last, blocks, row))
         if not self._unanswered:
             self._release(self.last)
 
     def answer(self, step: StepId) -> None:
-        """Take the answer of the oldest step; free what no later one can touch.
+        """Record the result of the oldest step; drop what later steps cannot touch.
 
         Raises:
-            BrokenInvariantError: `step` is not the oldest.
+            BrokenInvariantError: `step` is not the oldest step in flight.
         """
         if not self._unanswered or step != self._unanswered[0]:
             raise BrokenInvariantError(

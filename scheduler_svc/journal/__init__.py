@@ -1,1 +1,1 @@
-"""Records what a core was told and planned, and replays it."""
+"""Records the calls and plans of a core, and replays them."""

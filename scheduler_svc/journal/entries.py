@@ -1,10 +1,10 @@
-"""What a journal holds: the calls of one scheduler core, in order, and what each answered.
+"""The format of recordings: the calls of one scheduler core, in order, with their results.
 
-A file begins with `MAGIC`; then come frames: length and CRC-32 of the payload, u32 and
-little-endian, then the payload. The first payload is an `Origin`, each other one an `Entry`, in
-MessagePack, with the core's own classes as they are: an object is a map by field, an array of numpy
-is `[dtype, bytes]`. So there is no schema besides the core's own methods and classes, and a new
-input of the core is recorded once its name stands in `CALLS`.
+A file begins with `MAGIC`. Frames follow: length and CRC-32 of the payload, both u32 and
+little-endian, then the payload. The first payload is an `Origin`, each later one an `Entry`, in
+MessagePack. The core's own classes are encoded directly: an object as a map by field, a numpy array
+as `[dtype, bytes]`. So there is no schema besides the core's methods and classes, and a new method
+of the core is recorded when its name is added to `CALLS`.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
 
 FORMAT_VERSION: Final = 2
-"""Raised with every change that an older reader would misread."""
+"""Incremented with every change that an older reader would misread."""
 MAGIC: Final = b"QUIREREC"
 
 CALLS: Final = (
@@ -42,30 +42,30 @@ CALLS: Final = (
     "begin_import",
     "end_import",
 )
-"""The methods of `Scheduler` that change it, and so are recorded."""
+"""The methods of `Scheduler` that change it; calls of these are recorded."""
 
 _HEAD: Final = struct.Struct("<II")
 _MAX_PIECE_BYTES: Final = 2**20
 _FOLLOWS: Final = {"labelled_block_ids", "labels", "pins", "turns", "serialize"}
-"""Fields of a plan that are not recorded, since they follow from the calls and the others."""
+"""Fields of a plan that are not recorded, since they follow from the calls and other fields."""
 
 _T = TypeVar("_T")
 
 
 class RecordingError(Exception):
-    """A file that is not a recording, or cannot be read as one. The message says where and why."""
+    """A file cannot be read as a recording. The message says where and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The core that was recorded."""
+    """Describes the recorded core."""
 
     format_version: int
     quire_version: str
     worker_id: str
     epoch: int
     started_at_s: float
-    """Wall clock."""
+    """When the recording began, on the wall clock."""
     config: dict[str, Any]
     """A `SchedulerConfig`, field by field."""
 
@@ -75,23 +75,23 @@ class Entry:
     """One call, or the end of the recording."""
 
     call: str
-    """The method's name; empty: nothing more was recorded, and `raised` says why."""
+    """The method's name; empty: the recording ends here, and `raised` has the reason."""
     arguments: msgspec.Raw
-    """By name; `decode_arguments` reads them."""
+    """The arguments by name; `decode_arguments` decodes them."""
     at: float
-    """When it was made, in the seconds of the core's `now`."""
+    """When the call was made, in the seconds of the core's `now`."""
     plan: dict[str, Any] | None = None
-    """The plan that `schedule` returned, as `describe_plan` gives it."""
+    """The plan that `schedule` returned, as made by `describe_plan`."""
     raised: str = ""
-    """The class of the exception that the core raised; empty: none."""
+    """The class of the exception that the core raised; empty: no exception."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutOff:
-    """The file ends within a frame: its process was killed while it wrote."""
+    """The file ends within a frame, because the process was killed while it wrote."""
 
     num_bytes: int
-    """How much of the frame was written."""
+    """Number of bytes of the incomplete frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +118,16 @@ def encode_entry(
     plan: Plan | None = None,
     raised: str = "",
 ) -> bytes:
-    """Return the frame of one call, or of the end; fields as in `Entry`."""
+    """Return the frame of one call, or of the end; the arguments are the fields of `Entry`."""
     raw = msgspec.Raw(_ENCODER.encode({k: _without_defaults(v) for k, v in arguments.items()}))
     kept = None if plan is None else describe_plan(plan)
     return _frame(_ENCODER.encode(Entry(call, raw, at, kept, raised)))
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
-    """Return the plan's fields as plain values that can be compared, and read by a person.
+    """Return the plan's fields as plain values, which can be compared and read by people.
 
-    Of a new sequence, tokens are given by number and checksum: its request has them already.
+    The tokens of a new sequence are replaced by number and checksum, since its request has them.
     """
     described: dict[str, Any] = {"num_scheduled_tokens": plan.num_scheduled_tokens}
     for each in fields(plan):
@@ -150,7 +150,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _without_defaults(value: object) -> object:
-    """Return a map of a dataclass's fields that differ from their defaults; most are empty."""
+    """Return the dataclass fields that differ from their defaults; most do not."""
     if not is_dataclass(value) or isinstance(value, type):
         return value
     return {
@@ -175,7 +175,7 @@ def _encode_value(value: object) -> object:
         return [value.dtype.str, value.tobytes()]
     if isinstance(value, np.generic):
         return value.item()
-    raise NotImplementedError(f"{type(value).__name__} has no place in a recording")
+    raise NotImplementedError(f"{type(value).__name__} cannot be recorded")
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_encode_value)
@@ -184,16 +184,16 @@ _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_encode_value)
 
 
 def read_recording(file: BinaryIO) -> Recording:
-    """Read the origin; the entries are read as the iterator goes.
+    """Read the origin; the iterator reads the entries one by one.
 
     Raises:
-        RecordingError: It is not a recording, it is damaged, or it has another format. The iterator
-            raises it, too.
+        RecordingError: The file is not a recording, is damaged, or has another format. The iterator
+            may raise it, too.
     """
     frames = _read_frames(file)
     first = next(frames, None)
     if not isinstance(first, bytes):
-        raise RecordingError("it ends before its header does")
+        raise RecordingError("the file ends within its header")
     origin = _decode(first, Origin)
     if origin.format_version != FORMAT_VERSION:
         raise RecordingError(
@@ -202,7 +202,7 @@ def read_recording(file: BinaryIO) -> Recording:
         )
     unknown = origin.config.keys() - {each.name for each in fields(SchedulerConfig)}
     if unknown:
-        raise RecordingError(f"this release's core has no setting {', '.join(sorted(unknown))}")
+        raise RecordingError(f"this version's core has no setting {', '.join(sorted(unknown))}")
     return Recording(origin, _convert(origin.config, SchedulerConfig), map(_entry, frames))
 
 
@@ -210,7 +210,7 @@ def decode_arguments(entry: Entry) -> dict[str, Any]:
     """Return the arguments of a call, by name.
 
     Raises:
-        RecordingError: They are not what the core's method takes.
+        RecordingError: They do not match the signature of the core's method.
     """
     arguments = _decode(bytes(entry.arguments), _ARGUMENTS[entry.call])
     return {name: getattr(arguments, name) for name in arguments.__struct_fields__}
@@ -221,7 +221,7 @@ def _entry(frame: bytes | CutOff) -> Entry | CutOff:
         return frame
     entry = _decode(frame, Entry)
     if entry.call and entry.call not in CALLS:
-        raise RecordingError(f"it has a call {entry.call!r}, which this release does not know")
+        raise RecordingError(f"it has a call {entry.call!r}, which this version does not know")
     return entry
 
 
@@ -248,7 +248,7 @@ def _read_frames(file: BinaryIO) -> Iterator[bytes | CutOff]:
 
 
 def _read(file: BinaryIO, length: int) -> bytes:
-    """Read up to `length` bytes. Memory grows with the file, not with what it announces."""
+    """Read up to `length` bytes in pieces, so that a wrong length cannot exhaust memory."""
     pieces: list[bytes] = []
     while length and (piece := file.read(min(length, _MAX_PIECE_BYTES))):
         pieces.append(piece)
@@ -267,7 +267,7 @@ def _convert(value: dict[str, Any], kind: type[_T]) -> _T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise RecordingError(f"this release's core cannot take its settings: {error}") from None
+        raise RecordingError(f"this version's core cannot use its settings: {error}") from None
 
 
 def _decode_value(kind: type, value: Any) -> object:
@@ -283,14 +283,14 @@ def _decode_value(kind: type, value: Any) -> object:
 
 
 def _arguments_of(name: str) -> type[msgspec.Struct]:
-    """Make the class that a method's arguments are read into."""
+    """Make the class that a method's arguments are decoded into."""
     method = getattr(Scheduler, name)
     hints = get_type_hints(method)
     members: list[Any] = []
     for parameter in list(inspect.signature(method).parameters.values())[1:]:
         hint: Any = hints[parameter.name]
         if get_origin(hint) in (Iterable, Collection):
-            hint = tuple.__class_getitem__((*get_args(hint), ...))  # a recording has a tuple
+            hint = tuple.__class_getitem__((*get_args(hint), ...))  # recordings have tuples
         if parameter.default is parameter.empty:
             members.append((parameter.name, hint))
         else:

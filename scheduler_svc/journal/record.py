@@ -1,8 +1,8 @@
-"""Records scheduler cores: one file for each attachment of a worker.
+"""Records scheduler cores, in one file for each attachment of a worker.
 
-A call costs the event loop a tuple and an append. A thread encodes and writes the gathered calls a
-few times a second; plans, results and requests are immutable, so it can do that later. A killed
-process loses the last quarter of a second; one that fails or ends loses nothing.
+A call costs the event loop a tuple and an append. A thread encodes and writes the pending calls a
+few times a second; it can do so later because plans, results and requests are immutable. A killed
+process loses the last quarter of a second; a process that fails or ends loses nothing.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ from scheduler_svc.journal.entries import (
 SUFFIX: Final = ".quirerec"
 _FLUSH_S: Final = 0.25
 _MAX_PENDING_CALLS: Final = 100_000
-"""A disk that is further behind would cost too much memory."""
+"""Most pending calls. If the disk is further behind, recording stops, to limit memory."""
 _FULL: Final = "--record-max-mb is reached"
 
 log = structlog.get_logger()
 
 
-class Call(NamedTuple):
-    """A call that was made; `arguments` as `inspect` binds them."""
+class RecordedCall(NamedTuple):
+    """A call of the core; `arguments` as `inspect` binds them."""
 
     name: str
     arguments: dict[str, object]
@@ -52,53 +52,55 @@ class Call(NamedTuple):
     raised: str = ""
 
 
-def record_calls(
-    core: Scheduler, record: Callable[[Call], None], clock: Callable[[], float]
-) -> None:
-    """Tell `record` of each later call that changes `core`, and of its answer.
+class RecordedScheduler(Scheduler):
+    """A core that reports each call that changes it, also one that raises."""
 
-    Args:
-        core: Its methods are replaced, for this object alone.
-        record: Called after each call, also after one that raised.
-        clock: The time of a call, in the seconds of the core's `now`.
-    """
-    for name in CALLS:
-        setattr(core, name, _recorded(name, getattr(core, name), record, clock))
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        record: Callable[[RecordedCall], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock` returns the time in the seconds of the core's `now`."""
+        super().__init__(config)
+        self.record: Final = record
+        self.clock: Final = clock
 
 
-def _recorded(
-    name: str,
-    method: Callable[..., Any],
-    record: Callable[[Call], None],
-    clock: Callable[[], float],
-) -> Callable[..., Any]:
+def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(method)
 
-    def call(*args: object, **kwargs: object) -> object:
+    def call(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         for key, value in arguments.items():
-            if isinstance(value, Iterable):  # which may be read only once
+            if isinstance(value, Iterable):  # it may be an iterator, which can be read only once
                 arguments[key] = tuple(value)
-        at = clock()
+        core: RecordedScheduler = arguments["self"]
+        told = {key: value for key, value in arguments.items() if key != "self"}
+        at = core.clock()
         try:
             answer = method(**arguments)
         except Exception as error:
-            record(Call(name, arguments, at, raised=type(error).__name__))
+            core.record(RecordedCall(name, told, at, raised=type(error).__name__))
             raise
-        record(Call(name, arguments, at, answer if isinstance(answer, Plan) else None))
+        core.record(RecordedCall(name, told, at, answer if isinstance(answer, Plan) else None))
         return answer
 
     return call
 
 
+for _name in CALLS:
+    setattr(RecordedScheduler, _name, _recorded(_name, getattr(Scheduler, _name)))
+
+
 class Recordings:
-    """The recordings of one process, and the thread that writes them, until the `with` ends."""
+    """The recordings of one process, written by a thread until the `with` ends."""
 
     def __init__(self, directory: Path, max_bytes: int, epoch: int) -> None:
-        """Make `directory` if it is missing; all recordings together take at most `max_bytes`.
+        """Create `directory` if it is missing. All recordings together use at most `max_bytes`.
 
         Raises:
-            RecordingError: Nothing can be written there.
+            RecordingError: The directory cannot be created.
         """
         self._directory = directory
         self._max_bytes = max_bytes
@@ -112,7 +114,7 @@ class Recordings:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RecordingError(
-                f"--record: {directory}: cannot be made: {error.strerror}"
+                f"--record: {directory}: cannot be created: {error.strerror}"
             ) from None
 
     def __enter__(self) -> Self:
@@ -130,13 +132,12 @@ class Recordings:
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> Iterator[Scheduler]:
-        """Make the core for a worker; it is recorded until the `with` ends, if there is room."""
-        core = Scheduler(config)
+        """Make the core for a worker and record it until the `with` ends, if there is space."""
         journal = self._begin(info, config)
         if journal is None:
-            yield core
+            yield Scheduler(config)
             return
-        record_calls(core, journal.add, clock)
+        core = RecordedScheduler(config, journal.add, clock)
         reason = "the worker is lost"
         try:
             yield core
@@ -179,44 +180,44 @@ class Recordings:
             for journal in list(self._open):
                 if is_last:
                     journal.end("the scheduler has ended")
-                self._num_bytes += journal.write_gathered(self._max_bytes - self._num_bytes)
+                self._num_bytes += journal.write_pending(self._max_bytes - self._num_bytes)
                 if journal.is_closed:
                     self._open.remove(journal)
 
 
 class _Journal:
-    """One file. The event loop calls `add` and `end`, the writing thread the rest."""
+    """One file. The event loop calls `add` and `end`; the thread calls the other methods."""
 
     def __init__(self, path: Path, file: BinaryIO, origin: Origin) -> None:
         self.is_closed = False
         self._path = path
         self._file = file
         self._is_over = False
-        """Whether the end is written, or gathered: nothing may follow it."""
-        self._gathered: deque[Call] = deque()
+        """Whether the end is written or pending, so that no call may follow."""
+        self._pending: deque[RecordedCall] = deque()
         self._begin = encode_origin(origin)
 
-    def add(self, call: Call) -> None:
-        """Write a call, soon."""
+    def add(self, call: RecordedCall) -> None:
+        """Append a call to the pending ones."""
         if self._is_over:
             return
-        self._gathered.append(call)
-        if len(self._gathered) > _MAX_PENDING_CALLS:
+        self._pending.append(call)
+        if len(self._pending) > _MAX_PENDING_CALLS:
             self._give_up(f"the disk is {_MAX_PENDING_CALLS} calls behind")
 
     def end(self, reason: str) -> None:
-        """End the file, soon, unless it has ended."""
+        """Append the end to the pending calls, unless the file has ended."""
         if not self._is_over:
             self._is_over = True
-            self._gathered.append(Call("", {}, 0.0, raised=reason))
+            self._pending.append(RecordedCall("", {}, 0.0, raised=reason))
 
-    def write_gathered(self, max_bytes: int) -> int:
-        """Write what has gathered, up to `max_bytes`; return how many bytes it was."""
+    def write_pending(self, max_bytes: int) -> int:
+        """Write the pending calls, up to `max_bytes`; return the number of bytes written."""
         frames, self._begin = ([self._begin] if self._begin else []), b""
         num_bytes = sum(map(len, frames))
         is_full = is_ended = False
-        while self._gathered and not is_ended:
-            call = self._gathered.popleft()
+        while self._pending and not is_ended:
+            call = self._pending.popleft()
             if is_full and call.name:
                 continue
             if not call.name and is_full:
@@ -238,11 +239,11 @@ class _Journal:
             is_ended = True
         if is_ended:
             self.is_closed = True
-            with contextlib.suppress(OSError):  # what it could not write is lost either way
+            with contextlib.suppress(OSError):  # unwritten data is lost either way
                 self._file.close()
         return num_bytes
 
     def _give_up(self, reason: str) -> None:
-        """Record no more, but serve on."""
+        """Stop recording; serving continues."""
         log.error("recording has stopped", path=str(self._path), reason=reason)
         self.end(reason)

@@ -1,4 +1,4 @@
-"""Feeds a recording to a new core, checks that it plans the same, and describes preemptions."""
+"""Replays a recording with a new core, compares the plans, and describes preemptions."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,65 +22,65 @@ from scheduler_svc.journal.entries import (
 
 
 @dataclass(slots=True)
-class Preemption:
-    """A preemption: which sequence, at which step, why, and what it cost.
+class ReplayedPreemption:
+    """A preemption: which sequence, at which step, its reason and its cost.
 
-    A beam search counts as a whole, under its leading sequence; tokens are those of the best beam.
+    A beam search counts as one preemption of its leader, with the tokens of the best beam.
     """
 
     step_id: int
     """The step that was planned."""
     num_beams: int
-    """Running beams, if it was a beam search; else 0."""
+    """Number of running beams; 0 if it was no beam search."""
     seq_id: int
     request_id: str
     output_index: int
     arrived: float
-    """In the recorder's seconds."""
+    """When the sequence was submitted, on the recorded clock."""
     num_running: int
-    """Running sequences, this one included."""
+    """Running sequences, including this one."""
     num_later: int
-    """Those submitted after it."""
+    """Running sequences that were submitted after it."""
     num_blocks_due: int
-    """Blocks that the decoding sequences and the beams needed for the step."""
+    """Blocks that decoding sequences and beams needed for the step."""
     num_free_blocks: int
     num_held_blocks: int
     """Blocks of ended sequences that steps in flight still held."""
     num_own_blocks: int
-    """The length of its block table, and the block that it would have copied as a fork."""
+    """Blocks of its table, and the block that a fork would have copied."""
     num_freed_blocks: int
-    """Those that became free; the others are shared."""
+    """How many of its own blocks became free; the others are shared."""
     num_known_tokens: int
     has_failed_swap_in: bool
-    """Whether the reason was a block that came back corrupt."""
+    """Whether the reason was a corrupt block from the host."""
     is_for_memory: bool
-    """Whether the reason was the worker's memory, which allowed fewer sequences."""
+    """Whether the reason was short memory at the worker."""
     num_host_blocks: int
-    """Host blocks that keep its KV; 0: it was dropped."""
+    """Host blocks that keep its KV; 0: the KV was dropped."""
     resumed_step_id: int | None = None
-    """The step in which it ran again; None: it did not within the recording."""
+    """The step in which it ran again; None: it did not run again in the recording."""
     num_recomputed_tokens: int | None = None
-    """Known tokens that were computed again; the others were still cached or swapped out."""
+    """Known tokens that were computed again; the others were cached or swapped out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first call with another answer than was recorded."""
+    """The first call whose result differs from the recorded one."""
 
     number: int
-    """From 1, in the order of the recording."""
+    """The number of the call in the recording, from 1."""
     entry: Entry
     arguments: dict[str, Any]
     fields: dict[str, tuple[object, object]]
-    """What differs, by the name of the plan's field: recorded, replayed."""
+    """The fields of the plan that differ, each with the recorded and the replayed value."""
     replayed_plan: dict[str, Any] | None
     error: Exception | None
-    """What the core raised now."""
+    """The exception that the core raised in the replay."""
 
 
 @dataclass(slots=True)
 class Replay:
-    """What a replay has found."""
+    """The result of a replay."""
 
     recording: Recording
     num_calls: int = 0
@@ -91,19 +91,19 @@ class Replay:
     num_sampled_tokens: int = 0
     max_running: int = 0
     first_now: float | None = None
-    """The first `now` that the core was given."""
+    """The first `now` in the recording."""
     last_now: float = 0.0
     finish_reasons: Counter[FinishReason] = field(default_factory=Counter)
     queue_times_s: list[float] = field(default_factory=list)
-    preemptions: list[Preemption] = field(default_factory=list)
+    preemptions: list[ReplayedPreemption] = field(default_factory=list)
     kept_plan: dict[str, Any] | None = None
-    """The plan of the step asked for."""
+    """The plan of the requested step."""
     load: SchedulerLoad | None = None
-    """The core's after the last call."""
+    """The load of the core after the last call."""
     difference: Difference | None = None
-    """The first; nothing after it was replayed."""
+    """The first difference; later calls were not replayed."""
     ending: str | CutOff | None = None
-    """Why the recording ended; None: its process was killed between two frames."""
+    """Why the recording ended; None: the process was killed between two frames."""
 
 
 def replay(file: BinaryIO, keep_step: int | None = None) -> Replay:
@@ -111,10 +111,10 @@ def replay(file: BinaryIO, keep_step: int | None = None) -> Replay:
 
     Args:
         file: The recording.
-        keep_step: The step whose plan is wanted.
+        keep_step: The step whose plan to keep.
 
     Raises:
-        RecordingError: It is not a recording, it is damaged, or it has another format.
+        RecordingError: The file is not a recording, is damaged, or has another format.
     """
     return _Replayer(read_recording(file), keep_step).run()
 
@@ -125,11 +125,11 @@ class _Replayer:
         self._keep_step = keep_step
         self._core = Scheduler(recording.config)
         _PreemptionWatch(self._core, self._result.preemptions)
-        self._preempted: dict[int, Preemption] = {}  # not resumed yet, by sequence
-        self._num_seen = 0  # preemptions
+        self._preempted: dict[int, ReplayedPreemption] = {}  # by sequence, until it runs again
+        self._num_seen = 0  # preemptions that `_count` has processed
 
     def run(self) -> Replay:
-        """Make the calls until they end, or one has another answer."""
+        """Make the calls until they end or a result differs."""
         result = self._result
         for entry in result.recording.entries:
             if isinstance(entry, CutOff) or not entry.call:
@@ -216,15 +216,15 @@ class _Replayer:
 
 
 class _PreemptionWatch:
-    """Describes each preemption of a core, from before and after it."""
+    """Describes each preemption of a core by its states before and after."""
 
-    def __init__(self, core: Scheduler, preemptions: list[Preemption]) -> None:
+    def __init__(self, core: Scheduler, preemptions: list[ReplayedPreemption]) -> None:
         self._core = core
         self._preemptions = preemptions
-        core.preemption.observer = self._note
+        core.preemption.observer = self._describe
 
-    def _note(self, seq: Sequence, can_swap: bool) -> Callable[[], None]:
-        """Describe the moment before; the returned function adds the outcome."""
+    def _describe(self, seq: Sequence, can_swap: bool) -> Callable[[], None]:
+        """Describe the state before a preemption; the returned function adds the result."""
         core = self._core
         assert seq.row is not None
         step = StepId(core.steps.last + 1)
@@ -234,7 +234,7 @@ class _PreemptionWatch:
         leader, own = (seq, [seq]) if seq.group is None else (seq.group.leader, seq.group.places)
         own = list(own)
         later = [other for other in running if other.seq_id > seq.seq_id and other not in own]
-        preemption = Preemption(
+        preemption = ReplayedPreemption(
             step_id=step,
             num_beams=0 if seq.group is None else len(own),
             seq_id=leader.seq_id,

@@ -1,4 +1,4 @@
-"""A replay in words: the first difference, totals, each preemption, a plan in full."""
+"""Describes a replay in words: the first difference, totals, each preemption, and plans."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -6,11 +6,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from scheduler_svc.journal.entries import CutOff
-from scheduler_svc.journal.replay import Difference, Preemption, Replay
+from scheduler_svc.journal.replay import Difference, Replay, ReplayedPreemption
 
 
 def describe(replay: Replay) -> Iterator[str]:
-    """Yield the lines of the whole report."""
     yield from _describe_origin(replay)
     if replay.difference is not None:
         yield from _describe_difference(replay.difference)
@@ -85,16 +84,16 @@ def _describe_call(difference: Difference) -> str:
 def _describe_ending(replay: Replay) -> str:
     match replay.ending:
         case _ if replay.difference is not None:
-            return "what follows was not replayed; below is what led there"
+            return "later calls were not replayed; the totals cover the calls before"
         case str() as reason:
-            return f"it ends there: {reason}"
+            return f"the recording ends because: {reason}"
         case CutOff(num_bytes):
             return (
-                f"it is cut off: its last frame has {num_bytes} bytes and not all, "
-                "since its process was killed"
+                f"the recording is cut off: its last frame has only {num_bytes} bytes, "
+                "because its process was killed"
             )
         case None:
-            return "it has no end, since its process was killed"
+            return "the recording has no end, because its process was killed"
 
 
 def _describe_totals(replay: Replay) -> Iterator[str]:
@@ -135,19 +134,19 @@ def _describe_times(times_s: Sequence[float]) -> str:
     )
 
 
-def _reason(it: Preemption) -> str:
+def _reason(it: ReplayedPreemption) -> str:
     if it.is_for_memory:
-        return "the worker's memory was critical, and too many ran"
+        return "the worker's memory was critical and too many sequences ran"
     if it.has_failed_swap_in:
-        return "a block that was swapped in for it is not what was swapped out"
+        return "a block that was swapped in for it was corrupt"
     missing = it.num_blocks_due - it.num_free_blocks
     return (
-        f"the running sequences needed {_blocks(it.num_blocks_due)}, {it.num_free_blocks} were "
-        f"free, {it.num_held_blocks} more held by steps in flight: {missing} too few"
+        f"the running sequences needed {_blocks(it.num_blocks_due)}, but only {it.num_free_blocks} "
+        f"were free ({missing} too few); steps in flight held {it.num_held_blocks}"
     )
 
 
-def _describe_preemption(number: int, it: Preemption, replay: Replay) -> Iterator[str]:
+def _describe_preemption(number: int, it: ReplayedPreemption, replay: Replay) -> Iterator[str]:
     what = f"a search, with {it.num_beams} beams," if it.num_beams else f"output {it.output_index}"
     yield (
         f"preemption {number}, planning step {it.step_id}: sequence {it.seq_id}, "
@@ -155,8 +154,10 @@ def _describe_preemption(number: int, it: Preemption, replay: Replay) -> Iterato
     )
     yield f"  why:   {_reason(it)}"
     arrived = it.arrived - (replay.first_now or 0.0)
-    came = f"{it.num_later} came later, but rank before it" if it.num_later else "it came last"
-    yield f"  who:   of {it.num_running} running {came}; it arrived at {arrived:.3f} s"
+    order = (
+        f"{it.num_later} arrived later but rank before it" if it.num_later else "it arrived last"
+    )
+    yield f"  who:   of {it.num_running} running sequences {order}; it arrived at {arrived:.3f} s"
     yield (
         f"  gain:  {it.num_freed_blocks} of its {_blocks(it.num_own_blocks)} became free; "
         "the others are shared"

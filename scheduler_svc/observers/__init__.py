@@ -1,1 +1,1 @@
-"""What follows the workers' steps and sequences: metrics, spans, the step log, watches."""
+"""Observers of the workers' steps and sequences: metrics, spans, the step log and watches."""

@@ -10,20 +10,26 @@ from scheduler_svc.core.compact.fragmentation import Fragmentation, Fragmentatio
 from scheduler_svc.core.config import SchedulerLoad
 
 MAX_TENANTS = 20
-"""Tenants with a series of their own at a time: clients choose the names, so there may be many."""
+"""Most tenants with a metric series of their own: clients choose the names, so there may be many.
+"""
 OTHER_TENANTS = "other"
 _LEVELS = tuple(FragmentationLevel)
 
 
 class LoadCollector(Collector):
-    """The load of each worker."""
+    """Collects the load of each worker."""
 
     def __init__(
         self,
         loads: Callable[[], Mapping[str, SchedulerLoad | None]],
         unloaded: Callable[[], Collection[str]],
     ) -> None:
-        """`loads` is by worker; None: not attached. `unloaded` lists those without a model."""
+        """Read these at each scrape.
+
+        Args:
+            loads: Returns the load of each worker; None: not attached.
+            unloaded: Returns the workers whose model is unloaded.
+        """
         self._loads = loads
         self._unloaded = unloaded
 
@@ -51,10 +57,10 @@ class LoadCollector(Collector):
 
 
 class SpaceCollector(Collector):
-    """How well each attached worker uses its blocks; counting takes time in proportion to them."""
+    """Collects how well each attached worker uses its blocks; takes time in proportion to them."""
 
     def __init__(self, spaces: Callable[[], Mapping[str, SpaceReport]]) -> None:
-        """`spaces` reports on each attached worker."""
+        """`spaces` returns a report for each attached worker."""
         self._spaces = spaces
 
     def collect(self) -> Iterable[Metric]:
@@ -76,7 +82,7 @@ class SpaceCollector(Collector):
 
 
 class QueueCollector(Collector):
-    """Who waits, and how long the oldest steps have been in flight."""
+    """Collects waiting sequences by tenant, and the ages of the oldest steps in flight."""
 
     def __init__(
         self,
@@ -129,7 +135,7 @@ _Read = Callable[[SchedulerLoad], float]
 _GAUGES: tuple[tuple[str, str, _Read], ...] = (
     (
         "quire_num_requests_running",
-        "Sequences that hold device blocks.",
+        "Running sequences, which hold device blocks.",
         lambda load: load.num_running,
     ),
     (
@@ -144,11 +150,11 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
     ),
     (
         "quire_memory_level",
-        "Memory pressure at the worker: 0 none; 1 warning: no more run; 2 critical: fewer run.",
+        "Memory pressure: 0 none; 1 warning, no more sequences start; 2 critical, fewer run.",
         lambda load: load.memory_level.value,
     ),
     ("quire_kv_blocks", "Device blocks.", lambda load: load.num_blocks),
-    ("quire_kv_free_blocks", "Device blocks that hold nothing.", lambda load: load.num_free_blocks),
+    ("quire_kv_free_blocks", "Device blocks without content.", lambda load: load.num_free_blocks),
     (
         "quire_kv_cached_blocks",
         "Device blocks that only the prefix cache holds.",
@@ -167,7 +173,7 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
     ("quire_kv_host_blocks", "Host blocks.", lambda load: load.num_host_blocks),
     (
         "quire_kv_free_host_blocks",
-        "Host blocks that hold nothing.",
+        "Host blocks without content.",
         lambda load: load.num_free_host_blocks,
     ),
     (
@@ -178,7 +184,7 @@ _GAUGES: tuple[tuple[str, str, _Read], ...] = (
     ("quire_kv_disk_blocks", "Disk blocks.", lambda load: load.num_disk_blocks),
     (
         "quire_kv_free_disk_blocks",
-        "Disk blocks that hold nothing.",
+        "Disk blocks without content.",
         lambda load: load.num_free_disk_blocks,
     ),
     (
@@ -202,47 +208,47 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
     ("quire_num_preemptions", "Sequences preempted.", lambda load: load.num_preemptions),
     (
         "quire_recomputed_tokens",
-        "Tokens recomputed, of sequences preempted, or live at another worker or scheduler before.",
+        "Tokens computed again after a preemption, or after a move to another worker or scheduler.",
         lambda load: load.num_recomputed_tokens,
     ),
     (
         "quire_adopted_tokens",
-        "Tokens of an earlier scheduler's sequences whose KV the worker still had.",
+        "Tokens of an earlier scheduler's sequences whose KV the worker still held.",
         lambda load: load.num_adopted_tokens,
     ),
     (
         "quire_kv_swapped_out_blocks",
-        "Blocks copied from device to host, demoted ones included.",
+        "Blocks copied from device to host, including demoted ones.",
         lambda load: load.num_swapped_out_blocks,
     ),
     (
         "quire_kv_swapped_in_blocks",
-        "Blocks copied from host to device, promoted ones included.",
+        "Blocks copied from host to device, including promoted ones.",
         lambda load: load.num_swapped_in_blocks,
     ),
     (
         "quire_kv_demoted_blocks",
-        "Cached blocks copied to the host when the device needed their room.",
+        "Cached blocks copied to the host when the device evicted them.",
         lambda load: load.num_demoted_blocks,
     ),
     (
         "quire_kv_promoted_blocks",
-        "Blocks that prompts found in the host's part of the prefix cache.",
+        "Blocks that admission found on the host.",
         lambda load: load.num_promoted_blocks,
     ),
     (
         "quire_kv_moved_blocks",
-        "Device blocks moved by defragmentation; two that change places count twice.",
+        "Device blocks moved by defragmentation; an exchange of two counts as two.",
         lambda load: load.num_moved_blocks,
     ),
     (
         "quire_kv_defragmentations",
-        "Passes of defragmentation that have ended.",
+        "Completed passes of defragmentation.",
         lambda load: load.num_defragmentations,
     ),
     (
         "quire_kv_stored_blocks",
-        "Blocks stored on the disk, spilled ones included.",
+        "Blocks stored on the disk, including spilled ones.",
         lambda load: load.num_stored_blocks,
     ),
     (
@@ -271,12 +277,12 @@ _COUNTERS: tuple[tuple[str, str, _Read], ...] = (
 _SPACE_GAUGES: tuple[tuple[str, str, Callable[[Fragmentation], float]], ...] = (
     (
         "quire_kv_fragmentation_rate",
-        "1 - longest run of free blocks / free blocks; unheld cached blocks count as free.",
+        "1 - longest run of free blocks / free blocks; cached blocks count as free.",
         lambda fragmentation: fragmentation.rate,
     ),
     (
         "quire_kv_longest_free_run_blocks",
-        "The longest run of neighbouring blocks that are all free.",
+        "The longest run of adjacent free blocks.",
         lambda fragmentation: fragmentation.longest_free_run,
     ),
     (

@@ -1,6 +1,6 @@
-"""Prometheus metrics observed as events happen: a few histograms for each step.
+"""Prometheus metrics that are updated at each event: a few histograms per step.
 
-What a core counts anyway is read at each scrape instead (`collectors.py`).
+Counters that a core keeps anyway are read at each scrape instead (`collectors.py`).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _QUEUE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 30.
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """One worker's; a `StepObserver`."""
+    """The metrics of one worker; a `StepObserver`."""
 
     schedule: Histogram
     update: Histogram
@@ -92,7 +92,7 @@ class SchedulerMetrics:
         )
 
     def of(self, worker: str) -> EngineMetrics:
-        """Return one worker's."""
+        """Return the metrics of one worker."""
         return EngineMetrics(
             schedule=self._schedule.labels(worker),
             update=self._update.labels(worker),
@@ -105,7 +105,7 @@ class SchedulerMetrics:
         )
 
     def forget(self, worker: str) -> None:
-        """Stop exporting a worker that is gone: in a cluster no other gets its address."""
+        """Stop exporting the metrics of a worker that is gone."""
         for histogram in self._histograms:
             histogram.remove(worker)
         for stage in ("waiting", "refused"):

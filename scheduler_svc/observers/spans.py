@@ -1,11 +1,11 @@
-"""Spans of the traced sequences at the scheduler, each in its request's trace.
+"""Records spans of traced sequences at the scheduler, in the traces of their requests.
 
     queue        from its arrival until it first leaves the queue
     admission    planning, encoding and sending the step that announces it to a worker
-    preempted    from losing its device blocks until it has some again, or ends
-    kv_transfer  its blocks move between tiers: out, until the step that copies them is answered;
-                 in, from the request for them until the step before which they are there
-    finish       applying the result that ends it, and telling its router
+    preempted    from losing its device blocks until it gets blocks again, or ends
+    kv_transfer  its blocks move between tiers: out, until the result of the step that copies them;
+                 in, from the request until the step in which it computes again
+    finish       applying the result that ends it, and sending the end to its router
 
 The worker adds the steps that it computes (`gpu_worker/step/spans.py`); `quire.step_id` joins
 the two.
@@ -53,12 +53,12 @@ class TracedSequence:
         telemetry.record_span(name, self._context, start_s, end_s, attributes)
 
     def begin(self, what: str, start_s: float, attributes: Attributes) -> None:
-        """Begin a lasting span; an open one of its kind ends."""
+        """Begin a span that lasts for several steps; an open one of its kind ends."""
         self.end(what, start_s)
         self._open[what] = _Open(start_s, attributes)
 
     def end(self, what: str, end_s: float) -> None:
-        """End and record a lasting span, if it is open."""
+        """End and record an open span."""
         if (span := self._open.pop(what, None)) is not None:
             self.record(_NAMES[what], span.start_s, end_s, span.attributes)
 
@@ -69,7 +69,7 @@ class TracedSequence:
 
 
 class SequenceSpans:
-    """The live sequences whose trace is recorded, at all workers. The others cost nothing."""
+    """The live sequences of all workers whose trace is recorded; others cost nothing."""
 
     def __init__(self) -> None:
         self._traced: dict[SourceId, dict[SeqKey, TracedSequence]] = {}
@@ -82,25 +82,25 @@ class SequenceSpans:
         return self._traced.get(source, {}).get(seq_key)
 
     def on_submitted(self, request: Request) -> None:
-        """A core has taken a request; again, if its worker was lost."""
+        """Called when a core has accepted a request; again after the loss of its worker."""
         if (context := telemetry.sampled_context(request.traceparent)) is None:
             return
         now_s = time.time()
         of_source = self._traced.setdefault(request.source, {})
         for key in live_seq_keys(request):
-            if (before := of_source.get(key)) is not None:  # at a lost worker
+            if (before := of_source.get(key)) is not None:  # it ran at a lost worker
                 before.end_all(now_s)
             of_source[key] = TracedSequence(request.request_id, key, context, now_s)
 
     def on_admitted(self, admitted: Admitted) -> None:
-        """A sequence has left the queue, one step ago."""
+        """Called when a sequence has left the queue, one step ago."""
         if (traced := self.find((admitted.source, admitted.seq_key))) is not None:
             attributes = {"quire.num_cached_tokens": admitted.num_cached_tokens}
             end_s = traced.arrived_s + admitted.queue_s
             traced.record("queue", traced.arrived_s, end_s, attributes)
 
     def on_finished(self, finished: Finished, took_s: float = 0.0) -> None:
-        """A sequence has ended; applying that took `took_s`."""
+        """Called when a sequence has ended; applying the result took `took_s`."""
         if not self._traced:
             return
         traced = self._traced.get(finished.source, {}).pop(finished.seq_key, None)
@@ -117,7 +117,7 @@ class SequenceSpans:
 
 
 class WorkerSpans:
-    """What one worker's steps do with traced sequences; a `StepObserver`."""
+    """Records what one worker's steps do with traced sequences; a `StepObserver`."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class WorkerSpans:
         self._block_bytes = block_bytes
         self._owner = owner
         self._leaving: list[tuple[int, TracedSequence]] = []
-        """Sequences whose blocks are being copied to the host, and the step that does it."""
+        """Sequences whose blocks are being copied to the host, each with the step that copies."""
 
     def on_sent(self, sent: SentStep) -> None:
         plan, step_id = sent.plan, sent.step_id

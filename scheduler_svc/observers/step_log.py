@@ -11,12 +11,12 @@ from contract.step import StepId
 from scheduler_svc.observers.steps import AnsweredStep, SentStep
 
 MAX_STEPS: Final = 1024
-"""How many are kept: some seconds of a busy worker."""
+"""Number of steps to keep: some seconds of a busy worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """An answered step."""
+    """A step with its result."""
 
     step_id: StepId
     answered_at_s: float
@@ -35,7 +35,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class StepTotals:
-    """Sums over all answered steps."""
+    """Sums over all steps with a result."""
 
     num_steps: int = 0
     num_prefill_tokens: int = 0
@@ -50,7 +50,7 @@ class StepLog:
         self.attached_at_s = time.time()
         self.totals = StepTotals()
         self._in_flight: deque[tuple[SentStep, int]] = deque()
-        """With the number of preemptions that each step made."""
+        """The steps, each with the number of its preemptions."""
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._num_preemptions = 0
 

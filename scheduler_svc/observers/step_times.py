@@ -1,6 +1,6 @@
-"""How long a worker's steps take, from the times at which its results were taken in.
+"""Estimates how long a worker's steps take, from the times at which its results arrived.
 
-While a worker is never idle, one result follows the other by the time that a step takes.
+While a worker is never idle, the time between two results is the time of a step.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from scheduler_svc.core.config import SchedulerConfig
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step: a part of its own, and a part for each token."""
+    """The time of a step: a fixed part, and a part for each token."""
 
     step_s: float
     token_s: float
     num_samples: int = 0
-    """Recorded steps that this was learned from."""
+    """Number of recorded steps behind the estimate."""
 
     def seconds(self, plan: Plan, config: SchedulerConfig) -> float:
-        """Return how long a plan takes; moves between device and host come on top of it."""
+        """Return the estimated time of a plan, including moves between device and host."""
         num_moves = len(plan.swap_out_src_block_ids) + len(plan.swap_in_src_block_ids)
         move_s = 0.0
         if config.swap_bytes_per_s:
@@ -30,30 +30,29 @@ class StepTimes:
 
 
 class StepTimeSamples:
-    """Gathers steps of a recording."""
+    """Collects the steps of a recording."""
 
     def __init__(self) -> None:
         self._num_tokens: dict[int, int] = {}
-        """Tokens of the steps in flight, by step."""
+        """Number of tokens of each step in flight."""
         self._busy_since: float | None = None
-        """When the last result came, if the worker had another step then."""
+        """When the last result arrived, if the worker had another step then."""
         self._samples: list[tuple[int, float]] = []
 
     def sent(self, plan: Plan) -> None:
-        """Take a step that goes out."""
         self._num_tokens[plan.step_id] = plan.num_scheduled_tokens
 
     def answered(self, step_id: int, now: float) -> None:
-        """Take when the result of the oldest step came."""
+        """Record that the result of the oldest step arrived at `now`."""
         num_tokens = self._num_tokens.pop(step_id)
         if self._busy_since is not None:
             self._samples.append((num_tokens, now - self._busy_since))
         self._busy_since = now if self._num_tokens else None
 
     def fit(self) -> StepTimes | None:
-        """Fit a line through the samples, by least squares; None: there are too few.
+        """Fit a line to the samples by least squares; None: there are too few.
 
-        The longest hundredth is left out: there the process slept.
+        The slowest 1 % are left out, because the process may have been stopped then.
         """
         samples = sorted(self._samples, key=lambda sample: sample[1])
         samples = samples[: max(2, -(-len(samples) * 99 // 100))]
@@ -65,6 +64,6 @@ class StepTimeSamples:
         slope = 0.0
         if spread:
             covariance = ((num_tokens - mean_tokens) * (seconds - mean_s)).mean()
-            # neither part is negative: no step takes less time for having more tokens
+            # Neither part may be negative, since more tokens never make a step faster.
             slope = min(max(float(covariance) / spread, 0.0), mean_s / mean_tokens)
         return StepTimes(mean_s - slope * mean_tokens, slope, len(samples))

@@ -1,7 +1,7 @@
-"""The two events of a worker's step, and what observes them.
+"""The two events of a worker's step, and the interface of their observers.
 
-A session tells each of its observers, in order, that a step was sent and that it was answered.
-Steps are answered in the order in which they were sent.
+A session calls each of its observers, in order, when it has sent a step and when it has applied the
+result. Results come in the order of the steps.
 """
 
 import time
@@ -21,9 +21,9 @@ class SentStep:
 
     plan: Plan
     step_id: int
-    """As on the wire."""
+    """The step's id on the wire."""
     queues: Queues
-    """The core's, right after planning."""
+    """The queues of the core right after planning."""
     took_s: float
     """How long planning, encoding and sending took."""
 
@@ -33,40 +33,40 @@ class AnsweredStep:
     """The oldest step in flight, whose result was just applied."""
 
     step_id: int
-    """As on the wire."""
+    """The step's id on the wire."""
     execute_s: float
-    """As the worker measured it."""
+    """The time of the step as the worker measured it."""
     rpc_s: float
-    """From sending the step to receiving its result."""
+    """The time from sending the step to receiving its result."""
     update_s: float
     """How long applying the result and writing the routers' messages took."""
     at_s: float
-    """When that was done, by the wall clock."""
+    """When the result had been applied, on the wall clock."""
 
 
 class StepObserver(Protocol):
-    """Follows the steps of one attachment of a worker. Costs constant work for a step."""
+    """Observes the steps of one attachment of a worker; does constant work per step."""
 
     def on_sent(self, step: SentStep) -> None:
-        """A step was sent."""
+        """Called when a step was sent."""
 
     def on_answered(self, step: AnsweredStep) -> None:
-        """The oldest step in flight was answered, and its result applied."""
+        """Called when the result of the oldest step in flight was applied."""
 
 
 class PacingObserver:
-    """Teaches the pacer and the rate meter how long steps take."""
+    """Reports the times of steps to the pacer and the rate meter."""
 
     def __init__(self, config: SchedulerConfig, pace: Pace) -> None:
         self.meter = RateMeter(config.busy_step_tokens)
         self.pacer = StepPacer(pace, config)
 
     def on_sent(self, step: SentStep) -> None:
-        # Until the pacer has seen prompts, its bound is a guess, below what there is time for.
+        # Before the pacer has seen prompts, its bound is a guess, which is too low.
         bound = self.pacer.max_prompt_tokens if self.pacer.knows_prompts else None
-        self.meter.sent(step.plan, bound)
-        self.pacer.sent(step.plan, time.monotonic())
+        self.meter.on_sent(step.plan, bound)
+        self.pacer.on_sent(step.plan, time.monotonic())
 
     def on_answered(self, step: AnsweredStep) -> None:
-        self.meter.answered(step.execute_s)
-        self.pacer.answered(step.execute_s, time.monotonic())
+        self.meter.on_result(step.execute_s)
+        self.pacer.on_result(step.execute_s, time.monotonic())

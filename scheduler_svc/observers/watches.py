@@ -1,4 +1,4 @@
-"""Logs when a worker runs short of memory or of connected block space, and when it recovers."""
+"""Logs when a worker runs short of memory or of contiguous blocks, and when it recovers."""
 
 from asyncio import Future
 from collections.abc import Iterable
@@ -17,11 +17,11 @@ log = structlog.get_logger()
 def log_memory_level(
     worker: str, level: MemoryLevel, before: MemoryLevel, load: SchedulerLoad
 ) -> None:
-    """Log a change of how short a worker's memory is; `load` is from after it."""
+    """Log a change of a worker's memory level; `load` is the load after the change."""
     is_ok = level is MemoryLevel.OK
     write = log.info if is_ok else log.warning
     write(
-        "a worker's memory is enough again" if is_ok else "a worker's memory is short",
+        "a worker has enough memory again" if is_ok else "a worker's memory is short",
         worker=worker,
         level=level.name,
         before=before.name,
@@ -31,7 +31,7 @@ def log_memory_level(
 
 
 class SpaceWatch:
-    """Receives one core's defragmentation reports; logs them, and answers operators who wait."""
+    """Logs one core's defragmentation reports, and answers operators who wait for them."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
@@ -43,7 +43,7 @@ class SpaceWatch:
         self._waiting.append(done)
 
     def on_reports(self, reports: Iterable[DefragmentationReport]) -> None:
-        """Log passes that have ended, and fragmentation that has become high."""
+        """Log completed passes, and high fragmentation when it begins."""
         for report in reports:
             if report.has_moved:
                 log.info(

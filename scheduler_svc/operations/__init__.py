@@ -1,1 +1,1 @@
-"""Operators' calls: adapters, models, moves, pool sizes, drains."""
+"""Calls of operators: adapters, models, moves, pool sizes and drains."""

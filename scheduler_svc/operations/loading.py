@@ -1,8 +1,8 @@
-"""Operators' calls that the scheduler passes on: unload and load models, drain workers.
+"""Calls of operators that the scheduler forwards to workers: unload and load models, and drain.
 
-Before its model goes, a worker is emptied so that no request is lost: it gets no new requests,
-requests that can be moved with their KV are, and no more steps are sent. The others then continue
-elsewhere as after a loss, or wait until a worker is attached.
+Before a worker unloads its model, the scheduler empties it so that no request is lost: the worker
+gets no new requests, live requests move with their KV if they can, and no more steps are sent. The
+remaining requests continue elsewhere as after a loss, or wait until a worker is attached.
 """
 
 import asyncio
@@ -25,18 +25,19 @@ from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.stream import ADAPTER_TIMEOUT_S
 
 _UNLOAD_TIMEOUT_S = ADAPTER_TIMEOUT_S + 60.0
-"""Longer than the worker waits for an adapter that it is loading; otherwise a model would be
-reported as staying that then goes."""
+"""Longer than the worker waits for an adapter that it is loading. A shorter timeout could report a
+failure although the model is unloaded afterwards."""
 _NOTICE_S = 15.0
-"""How long an engine may take to notice what its worker has done, apart from settling."""
+"""How long an engine may take to notice a change of its worker, without the time of settling."""
 
 log = structlog.get_logger()
 
 
 class WorkerCalls:
-    """Calls the operators' services of workers, under one epoch; raises the workers' QuireErrors.
+    """Calls the operators' services of workers with this scheduler's epoch.
 
-    It opens a channel for each call, because the link's is closed when the model goes.
+    Calls raise the QuireErrors of the workers. Each call opens a channel of its own, because the
+    channel of the link is closed when the model is unloaded.
     """
 
     def __init__(self, epoch: int, tls: ClientTls | None) -> None:
@@ -44,7 +45,7 @@ class WorkerCalls:
         self._tls = tls
 
     async def unload(self, target: str) -> bool:
-        """Have a worker release its device, and wait for it; return whether it had before."""
+        """Unload a worker's model and wait for the end; return whether it was unloaded before."""
         request = loading_pb2.UnloadRequest(epoch=self._epoch)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -53,17 +54,17 @@ class WorkerCalls:
         return all(each.was_unloaded for each in answer.workers)
 
     async def load(self, target: str, directory: str) -> AsyncGenerator[loading_pb2.LoadResponse]:
-        """Have a worker load a model; yield its progress, and end when it is loaded."""
+        """Load a model at a worker; yield the progress until it is loaded."""
         request = loading_pb2.LoadRequest(directory=directory, epoch=self._epoch)
         async with open_channel(target, tls=self._tls) as channel:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
             async with contextlib.aclosing(responses(stub.Load(request))) as loading:
                 async for progress in loading:
-                    progress.worker = target  # it says its own name
+                    progress.worker = target  # the worker fills in its own name
                     yield progress
 
     async def drain(self, target: str) -> AsyncIterator[int]:
-        """Have a worker drain; yield how many of its sequences are live until it has drained."""
+        """Drain a worker; yield the number of its live sequences until it has drained."""
         has_begun = False
         async with open_channel(target, tls=self._tls) as channel:
             stub = admin_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -74,12 +75,12 @@ class WorkerCalls:
                         has_begun = True
                         yield answer.num_live
             except UnavailableError:
-                if not has_begun:  # otherwise it ended before it could report the last one
+                if not has_begun:  # otherwise the worker has drained and ended
                     raise
 
 
 class Loading:
-    """Loads and unloads the model of one worker, or of all; one call at a time at each worker."""
+    """Loads and unloads the models of one or all workers; one call at a time per worker."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Loading:
         *,
         on_stay: Callable[[], None],
     ) -> None:
-        """`on_stay` is called when a model stays after all: its worker takes requests again."""
+        """`on_stay` is called when an unload has failed and the worker accepts requests again."""
         self._roster = roster
         self._drainer = drainer
         self._calls = calls
@@ -97,16 +98,16 @@ class Loading:
         self._unloads: dict[str, asyncio.Task[bool]] = {}
 
     async def unload(self, worker: str) -> Mapping[str, bool]:
-        """Unload the model of a worker, or of all. Continues if the caller is cancelled.
+        """Unload the model of one worker or of all. Continues if the caller is cancelled.
 
         Returns:
-            For each worker whether it was unloaded before.
+            For each worker, whether its model was unloaded before.
 
         Raises:
             NotFoundError: There is no such worker.
-            UnimplementedError: A worker cannot unload its model; then none does.
+            UnimplementedError: A worker cannot unload its model; then no worker does.
             FailedPreconditionError: A worker is loading its model.
-            UnavailableError: A worker cannot be reached, or is lost before it is done.
+            UnavailableError: A worker cannot be reached, or is lost before the end.
             QuireError: Another error of a worker. After any of the last three, other workers may
                 be unloaded.
         """
@@ -116,7 +117,7 @@ class Loading:
         }
         for session in sessions.values():
             if session is not None:
-                session.leave()  # all of them first: none may be emptied into another
+                session.leave()  # first for all, so that no worker is emptied into another
         for engine, session in sessions.items():
             task = asyncio.create_task(self._unload(engine, session), name="unloading a worker")
             task.add_done_callback(retrieve)
@@ -128,15 +129,15 @@ class Loading:
         return was_unloaded
 
     async def load(self, worker: str, directory: str) -> AsyncGenerator[loading_pb2.LoadResponse]:
-        """Load the model of a worker, or of all; yield their progress.
+        """Load the model of one worker or of all; yield their progress.
 
-        The workers continue if the caller is cancelled. The last progress of a worker `is_done`: it
-        is attached then. A worker that is unloading its model loads it afterwards.
+        The workers continue if the caller is cancelled. The last progress of a worker `is_done`;
+        then it is attached. A worker that is unloading its model loads it afterwards.
 
         Raises:
             NotFoundError: There is no such worker.
-            UnavailableError: A worker is not attached, or is lost before it is done.
-            QuireError: A worker's error, once all others are done.
+            UnavailableError: A worker is not attached, or is lost before the end.
+            QuireError: A worker's error, after all others have ended.
         """
         engines = self._roster.chosen(worker)
         for engine in engines:
@@ -149,16 +150,16 @@ class Loading:
                 yield progress
 
     def drain_worker(self, worker: str) -> AsyncIterator[int]:
-        """Drain a worker as if it had been asked itself; yields how many sequences are live there.
+        """Drain a worker, as its own `AdminService.Drain` does; yields its live sequences.
 
         Raises:
             NotFoundError: There is no such worker.
-            QuireError: The worker's error, such as that it does not obey this scheduler.
+            QuireError: The worker's error, such as a stale epoch.
         """
         return self._calls.drain(self._roster.engine(worker).target)
 
     def stop(self) -> None:
-        """Cancel calls in progress; the sessions end."""
+        """Cancel calls in progress, when the sessions end."""
         for task in self._unloads.values():
             task.cancel()
 
@@ -168,7 +169,7 @@ class Loading:
 
     async def _unload(self, engine: Engine, session: Session | None) -> bool:
         """Unload one worker's model; return whether it was unloaded before."""
-        log.info("a worker's model is to be unloaded", worker=engine.target)
+        log.info("unloading a worker's model", worker=engine.target)
         try:
             if session is not None:
                 await self._drainer.move_away(engine, session)
@@ -179,10 +180,12 @@ class Loading:
             if session is not None:
                 session.stay()
                 self._on_stay()
-            log.warning("a model stays", worker=engine.target, reason=str(error))
+            log.warning(
+                "a worker's model was not unloaded", worker=engine.target, reason=str(error)
+            )
             raise
         await _wait_noticed(engine, lambda: engine.is_unloaded, "is unloaded, not attached")
-        log.info("a worker's model is unloaded", worker=engine.target)
+        log.info("a worker's model was unloaded", worker=engine.target)
         return was_unloaded
 
     async def _load(
@@ -221,7 +224,7 @@ def _session_of(engine: Engine) -> Session | None:
 
 
 async def _wait_noticed(engine: Engine, condition: Callable[[], bool], what: str) -> None:
-    """Wait until an engine, which keeps trying to attach, notices what its worker has done."""
+    """Wait until an engine, which keeps trying to attach, notices a change of its worker."""
     left_s = _NOTICE_S
     while not condition():
         started = time.monotonic()
@@ -231,5 +234,5 @@ async def _wait_noticed(engine: Engine, condition: Callable[[], bool], what: str
         except TimeoutError:
             raise UnavailableError(f"it {what}: {engine.loss}") from None
         left_s -= time.monotonic() - started
-        # Settling has no limit here: each adapter that it loads has its own.
+        # Settling has no limit here, because each adapter that it loads has a timeout of its own.
         await engine.wait_until(lambda: condition() or not engine.is_settling)

@@ -1,8 +1,8 @@
-"""Moves live requests with their KV between workers: for an operator, for balance, for a drain.
+"""Moves live requests with their KV between workers, for operators, balance and drains.
 
-A request is always live at exactly one core: once its KV has been copied, it leaves one core and
-joins the other in a single turn of the event loop. If anything fails before that, it continues
-where it was; and if that worker is lost, elsewhere, like every request of a lost worker.
+A request is always live at exactly one core: when its KV has been copied, it leaves one core and
+joins the other in a single turn of the event loop. If anything fails before that, it continues at
+its worker; if that worker is lost, the request continues elsewhere, like all its requests.
 """
 
 import asyncio
@@ -26,18 +26,18 @@ from contract.step import StepId
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import MigrationRefusedError
-from scheduler_svc.core.handover.moved_request import Export, Import, LiveRequest
+from scheduler_svc.core.handover.moved_request import Export, Import, MovableRequest
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Condition, Session
 
 _REBALANCE_S: Final = 0.25
-"""How often it is checked whether a worker has room for a request that waits at another."""
+"""How often to check whether a worker has room for a request that waits at another."""
 _PAUSE_S: Final = 5.0
 """How long rebalancing pauses after a failed move."""
 _MAX_MOVES: Final = 4
-"""Concurrent moves from a draining worker; each is a copy over the network, with room in two host
+"""Concurrent moves from a draining worker; each copies over the network and needs room in two host
 tiers."""
 
 log = structlog.get_logger()
@@ -45,22 +45,22 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """A request that has moved."""
+    """The result of a move."""
 
     from_worker: str
     num_seqs: int
-    """Sequences that arrived; the others ended on the way."""
+    """Sequences that arrived; the others ended during the move."""
     num_blocks: int
     """Blocks whose contents were copied."""
     was_there: bool = False
-    """Whether it was at the target already."""
+    """Whether the request was at the target already."""
 
 
 class Migrator:
     """Moves requests from one session to another."""
 
     def __init__(self, roster: Roster, migrations: Counter) -> None:
-        """`migrations` counts by source, target and end."""
+        """`migrations` counts moves by source, target and end."""
         self._roster = roster
         self._migrations = migrations
         self._moves = BackgroundTasks()
@@ -70,8 +70,8 @@ class Migrator:
 
         Raises:
             NotFoundError: There is no such request, or no such worker.
-            InvalidArgumentError: There are several such requests.
-            FailedPreconditionError: It cannot be moved.
+            InvalidArgumentError: Several live requests have this id.
+            FailedPreconditionError: The request cannot be moved.
             UnavailableError: A worker is lost.
         """
         target = self._roster.engine(worker)
@@ -85,15 +85,15 @@ class Migrator:
             raise NotFoundError(f"request {request_id!r} is not live at any worker")
         if len(found) > 1:
             raise InvalidArgumentError(
-                "request_id", f"is {request_id!r}, as {len(found)} live requests are called"
+                "request_id", f"is {request_id!r}, which {len(found)} live requests have"
             )
         ((source, live),) = found
         if source is target:
             return Migration(source.target, live.num_seqs, 0, was_there=True)
         return await self.move(live, source, target)
 
-    async def move(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
-        """Move a live request of `source`; otherwise like `migrate`."""
+    async def move(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
+        """Move a live request of `source`; raises the same errors as `migrate`."""
         return await self._moves.run(self._run(live, source, target))
 
     async def rebalance(self) -> None:
@@ -103,17 +103,17 @@ class Migrator:
             if not self._moves.is_busy and (choice := self._find_imbalance()) is not None:
                 try:
                     await self.move(*choice)
-                except QuireError:  # logged
+                except QuireError:  # `_run` has logged it
                     await asyncio.sleep(_PAUSE_S)
 
     def stop(self) -> None:
-        """Cancel moves in progress; the sessions end."""
+        """Cancel moves in progress, when the sessions end."""
         self._moves.stop()
 
     # --- one move -------------------------------------------------------------------------------
 
-    async def _run(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
-        """Move a request; log and count the outcome."""
+    async def _run(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
+        """Move a request; log and count the result."""
         who = {"request_id": live.request_id, "source": source.target, "target": target.target}
         started = time.perf_counter()
         try:
@@ -127,7 +127,7 @@ class Migrator:
         log.info("a request has moved", **who, num_blocks=moved.num_blocks, seconds=seconds)
         return moved
 
-    async def _move(self, live: LiveRequest, source: Engine, target: Engine) -> Migration:
+    async def _move(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
         giving, taking = source.attached_session(), target.attached_session()
         _check_exchange(giving, taking)
         with _refusals(live):
@@ -160,7 +160,7 @@ class Migrator:
 
     # --- balance --------------------------------------------------------------------------------
 
-    def _find_imbalance(self) -> tuple[LiveRequest, Engine, Engine] | None:
+    def _find_imbalance(self) -> tuple[MovableRequest, Engine, Engine] | None:
         """Find a request that waits with its KV on the host, and a worker with room for it."""
         loads = [
             (engine, session, session.load())
@@ -179,18 +179,18 @@ class Migrator:
                 continue
             if (live := session.call(lambda core: core.moves.first_swapped())) is None:
                 continue
-            for target, room in sorted(targets, key=lambda each: -_num_free_blocks(each[1])):
+            for target, room in sorted(targets, key=lambda pair: -_num_free_blocks(pair[1])):
                 if _has_room(room, live):
                     return live, source, target
         return None
 
 
 class Drainer:
-    """Empties workers that are about to end or to give up their model.
+    """Empties workers that are about to end or to unload their model.
 
-    Requests are moved with their KV. Those that cannot be (a worker has no host memory for KV, or
-    too little) stay until the others are gone, and then continue elsewhere as after a loss: their
-    tokens are computed again.
+    Requests move with their KV. Some cannot move, because a worker has no host memory for KV or too
+    little. Those requests stay until the others have moved. Then other workers compute their
+    tokens again, as after the loss of a worker.
     """
 
     def __init__(self, fleet: Fleet, migrator: Migrator) -> None:
@@ -206,13 +206,13 @@ class Drainer:
                     tasks.create_task(self._empty(engine, engine.session))
 
     async def _empty(self, engine: Engine, session: Session) -> None:
-        with contextlib.suppress(UnavailableError):  # the worker did not wait
+        with contextlib.suppress(UnavailableError):  # the worker ended without waiting
             await self.move_away(engine, session)
             await session.let_go()
-            log.info("worker is let go", worker=engine.target)
+            log.info("a draining worker was released", worker=engine.target)
 
     async def move_away(self, engine: Engine, session: Session) -> None:
-        """Move all requests that can be moved away from a worker that gets no new ones.
+        """Move all requests that can move away from a worker that gets no new requests.
 
         Raises:
             UnavailableError: The worker is lost.
@@ -222,26 +222,26 @@ class Drainer:
         room = asyncio.Semaphore(_MAX_MOVES)
         are_moved = await asyncio.gather(*(self._move(live, engine, room) for live in lives))
         log.info(
-            "a worker is emptied",
+            "a worker was emptied",
             worker=engine.target,
             num_requests=len(lives),
             num_moved=sum(are_moved),
             seconds=round(time.perf_counter() - started, 3),
         )
 
-    async def _move(self, live: LiveRequest, source: Engine, room: asyncio.Semaphore) -> bool:
+    async def _move(self, live: MovableRequest, source: Engine, room: asyncio.Semaphore) -> bool:
         async with room:
             target = self._find_target(source)
             if target is None:
                 return False
             try:
                 await self._migrator.move(live, source, target)
-            except QuireError:  # logged
+            except QuireError:  # the migrator has logged it
                 return False
             return True
 
     def _find_target(self, source: Engine) -> Engine | None:
-        """Find the worker with the most room among those that can take this one's KV."""
+        """Find the worker with the most room among those that can receive the source's KV."""
         if source.session is None or not _keeps_kv(source.session):
             return None
         loads = [
@@ -260,7 +260,7 @@ def _num_free_blocks(load: SchedulerLoad) -> int:
     return load.num_free_blocks + load.num_cached_blocks
 
 
-def _has_room(load: SchedulerLoad, live: LiveRequest) -> bool:
+def _has_room(load: SchedulerLoad, live: MovableRequest) -> bool:
     """Whether a request can run at once and to its end, with a spare block per running sequence."""
     num_host_blocks = load.num_free_host_blocks + load.num_cached_host_blocks
     return (
@@ -275,7 +275,7 @@ def _has_answered(step: StepId) -> Condition:
 
 
 def _check_exchange(giving: Session, taking: Session) -> None:
-    """Check what the cores do not know about their workers."""
+    """Check properties of the workers that their cores do not know."""
     if taking.is_draining:
         raise FailedPreconditionError(f"worker {taking.info.worker_id} is draining")
     for session, verb in ((giving, "give"), (taking, "take")):
@@ -290,7 +290,7 @@ def _check_exchange(giving: Session, taking: Session) -> None:
 
 
 @contextlib.contextmanager
-def _refusals(live: LiveRequest) -> Iterator[None]:
+def _refusals(live: MovableRequest) -> Iterator[None]:
     try:
         yield
     except MigrationRefusedError as error:
@@ -300,7 +300,7 @@ def _refusals(live: LiveRequest) -> Iterator[None]:
 
 
 def _go_back(giving: Session, export: Export, taking: Session, room: Import | None) -> None:
-    """Let a request continue where it was. Lost workers are handled elsewhere."""
+    """Let a request continue at its source. Lost workers are handled elsewhere."""
     with contextlib.suppress(UnavailableError):
         giving.call(lambda core: core.end_export(export.export_id, leaves=False))
     if room is not None:

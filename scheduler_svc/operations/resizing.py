@@ -1,8 +1,8 @@
-"""Resizes workers' KV pools, one resize at a time at each worker.
+"""Resizes the KV pools of workers, one resize at a time per worker.
 
-To grow, the worker maps memory first; to shrink, the core first empties the blocks that will go.
-If the worker refuses, the pool keeps its size. A worker that is lost during a resize reports its
-size when it is attached again.
+To grow a pool, the worker first maps memory; to shrink it, the core first empties the blocks beyond
+the new end. If the worker refuses, the pool keeps its size. A worker that is lost during a resize
+reports its size when it is attached again.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ log = structlog.get_logger()
 
 
 class OngoingResize:
-    """The resize of one pool; it continues even if nothing waits for it."""
+    """The resize of one pool; it continues even if the caller stops waiting."""
 
     def __init__(self, worker: str, session: Session, num_blocks: int) -> None:
-        """Start it.
+        """Start a resize.
 
         Raises:
-            FailedPreconditionError: The pool cannot have that size.
+            FailedPreconditionError: The pool cannot have this size.
         """
         self._worker = worker
         self._session = session
@@ -43,7 +43,7 @@ class OngoingResize:
         self.task = asyncio.create_task(self._run(), name=f"resize of {worker}")
 
     def progress(self) -> scheduler_pb2.ResizeKvResponse:
-        """Return how far it is; `is_done` also if it has failed, as `task` says."""
+        """Return the progress; `is_done` is also set if `task` has failed."""
         is_done = self.task.done()
         return scheduler_pb2.ResizeKvResponse(
             num_blocks_before=self._num_before,
@@ -78,7 +78,7 @@ class OngoingResize:
 
 
 class Resizer:
-    """Starts resizes, at most one at a time at each worker."""
+    """Starts resizes, at most one at a time per worker."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -89,10 +89,10 @@ class Resizer:
 
         Raises:
             NotFoundError: There is no such worker.
-            UnavailableError: It is not attached.
-            InvalidArgumentError: The worker or the size is not given, or its block size is not
-                known.
-            FailedPreconditionError: The pool cannot have that size, or is being resized.
+            UnavailableError: The worker is not attached.
+            InvalidArgumentError: The worker or the size is missing, or a size in bytes is given and
+                the block size is unknown.
+            FailedPreconditionError: The pool cannot have this size, or is being resized.
         """
         if request.WhichOneof("size") is None:
             raise InvalidArgumentError("size", "is not set; it must be num_blocks or num_bytes")
@@ -107,7 +107,7 @@ class Resizer:
         return resize
 
     def stop(self) -> None:
-        """Cancel resizes in progress; the sessions end."""
+        """Cancel resizes in progress, when the sessions end."""
         for resize in self._resizes.values():
             resize.task.cancel()
 

@@ -24,7 +24,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         request: adapters_pb2.LoadAdapterRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.LoadAdapterResponse:
-        """Have every worker load an adapter."""
+        """Load an adapter at every worker."""
         refuse_epoch(request.epoch)
         for field in ("name", "directory"):
             if not getattr(request, field):
@@ -39,7 +39,7 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         request: adapters_pb2.UnloadAdapterRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]  # noqa: ARG002
     ) -> adapters_pb2.UnloadAdapterResponse:
-        """Have every worker unload an adapter once no request has it."""
+        """Unload an adapter at every worker once no request uses it."""
         refuse_epoch(request.epoch)
         await self._adapters.unload(request.name, request.digest)
         return adapters_pb2.UnloadAdapterResponse()

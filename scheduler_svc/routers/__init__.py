@@ -1,1 +1,1 @@
-"""The streams to routers, and the requests that clients may resume."""
+"""Streams to routers, and requests that clients may resume."""

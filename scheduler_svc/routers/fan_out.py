@@ -1,4 +1,4 @@
-"""Fans out to the routers: each sequence's outputs to its router's stream, service news to all."""
+"""Sends each sequence's outputs to its router's stream, and changes of the service to all."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ _ROOM_INTERVAL_S: Final = 0.02
 
 
 class RouterStreams:
-    """All open streams by source, and the requests that may move from one to another."""
+    """All open streams by source, and the resumable requests, which may change their stream."""
 
     def __init__(self, max_backlog_bytes: int, resumables: ResumableRequests | None = None) -> None:
         """Without `resumables`, no request outlives its stream."""
@@ -34,7 +34,7 @@ class RouterStreams:
     def open(self, router_id: str, max_model_len: int | None = None) -> RouterStream:
         """Open a stream under a new source id; the id is never used again.
 
-        `max_model_len` is the one in the router's welcome.
+        `max_model_len` is the value in the router's welcome.
         """
         self._num_opened += 1
         source = SourceId(self._num_opened)
@@ -47,7 +47,7 @@ class RouterStreams:
         del self._streams[stream.source]
 
     def deliver(self, outputs: Mapping[SourceId, scheduler_pb2.StepOutput]) -> None:
-        """Send each source its outputs; those of resumed requests go to the resuming stream, too.
+        """Send each source its outputs; outputs of resumed requests go to the resuming stream.
 
         Outputs of a source that is gone only update its resumable requests.
         """
@@ -69,18 +69,18 @@ class RouterStreams:
             stream.send_heartbeat()
 
     def publish_room(self, num_seqs: int | None) -> None:
-        """Send each router how many sequences may be submitted; None: it need not count."""
+        """Send each router how many sequences may be submitted; None: no limit."""
         room = scheduler_pb2.QueueRoom(num_sequences=num_seqs)
         for stream in self._streams.values():
             stream.deliver(scheduler_pb2.StepOutput(room=room))
 
     def publish_max_model_len(self, max_model_len: int) -> None:
-        """Send each router the most tokens that a request may have, unless it knows."""
+        """Send each router the most tokens of a request, if that has changed."""
         for stream in self._streams.values():
             stream.publish_max_model_len(max_model_len)
 
     def publish_unloaded(self, *, is_unloaded: bool) -> None:
-        """Send each router whether no worker has its model, unless it knows."""
+        """Send each router whether the model is unloaded at all workers, if that has changed."""
         for stream in self._streams.values():
             stream.publish_unloaded(is_unloaded=is_unloaded)
 
@@ -95,20 +95,23 @@ class RouterStreams:
             stream.end(error)
 
 
-class QueueRoom:
+class QueueRoomReporter:
     """While queues are nearly full, reports remaining capacity to routers.
 
-    So an overloaded router refuses by itself, before it has tokenized anything, what would be
-    refused here. Its information is slightly old: this scheduler decides. Reports begin after a
-    refusal, and end when half of the queues is free.
+    So an overloaded router can refuse requests early, before it tokenizes them. Its information is
+    slightly old; this scheduler has the final decision. Reports begin after a refusal, and end when
+    half of the queues is free.
     """
 
     def __init__(
         self, room: Callable[[], int], publish: Callable[[int | None], None], max_waiting: int
     ) -> None:
-        """`room` returns how many sequences may be submitted, at most `max_waiting`.
+        """Make a reporter.
 
-        `publish` receives that, or None when routers need not count any more.
+        Args:
+            room: Returns how many sequences may be submitted, at most `max_waiting`.
+            publish: Receives this number, or None when routers may stop counting.
+            max_waiting: Most waiting sequences at a worker.
         """
         self._room = room
         self._publish = publish
@@ -116,7 +119,7 @@ class QueueRoom:
         self._refused = asyncio.Event()
 
     def on_refusal(self) -> None:
-        """A request was refused because too many wait."""
+        """Start to report, because a request was refused for a full queue."""
         self._refused.set()
 
     async def run(self) -> None:
@@ -125,7 +128,7 @@ class QueueRoom:
             await self._refused.wait()
             last: int | None = None
             while (room := self._room()) < self._enough:
-                # Repeated even if unchanged: routers count what they have submitted since.
+                # Repeat an unchanged number, because routers subtract what they submit.
                 if room or last != room:
                     self._publish(room)
                 last = room

@@ -1,8 +1,7 @@
-"""Resumable requests: their outputs so far, which stream owns each, and when each is given up.
+"""Resumable requests: their outputs so far, the stream that owns each, and when each expires.
 
-To the core, a sequence belongs to the stream on which it was submitted, for life. When a request is
-resumed through another stream, only its outputs are redirected: nothing is computed again, and
-nothing pauses.
+In the core a sequence always belongs to the stream on which it was submitted. When another stream
+resumes a request, only its outputs are redirected: nothing is computed again, and nothing pauses.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,21 +26,21 @@ from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.router import merge_step_outputs, refused_to_proto, renamed_part
 
 _MAX_UNREAD = 16
-"""Steps whose outputs are sorted together, which costs little more than sorting one step's."""
+"""Most steps whose outputs are sorted together, which costs little more than sorting one step's."""
 _MAX_UNREAD_BYTES = 1 << 20
 _MAX_FIRST_SEQ_KEY = 2**64 - 64
 
 
 class _Output:
-    """What one sequence has produced."""
+    """The tokens, log-probabilities and end of one sequence so far."""
 
     def __init__(self, so_far: scheduler_pb2.OutputSoFar | None) -> None:
-        """`so_far` is what it had produced when its router submitted it again."""
+        """`so_far` has the output of a resubmitted sequence."""
         self.token_ids = bytearray(b"" if so_far is None else so_far.token_ids)
         """int32, little-endian, as in `quire.v1.StepOutput`."""
         self.end: scheduler_pb2.SequenceFinished | None = None
         self.logprobs: list[common_pb2.TokenLogprob] = []
-        """For the tokens from `first_logprob` on, if any are wanted."""
+        """One entry for each token from `first_logprob` on, if log-probabilities are requested."""
         self.first_logprob = len(self.token_ids) // 4
         if so_far is not None and so_far.finished:
             self.end = so_far.end
@@ -52,17 +51,17 @@ class ResumableRequest:
 
     def __init__(self, request: Request, submit: scheduler_pb2.Submit, owner: RouterStream) -> None:
         self.source = request.source
-        """Its source in the core, whichever stream owns it."""
+        """Its source in the core, which does not change with the owner."""
         self.first_seq_key = request.first_seq_key
         self.deadline = request.deadline
         self.router_id = owner.router_id
-        """The last owner's."""
+        """The router of the last owner."""
         self.owner: RouterStream | None = owner
-        """The stream that receives its outputs; None: no stream does, until one resumes it."""
+        """The stream that receives its outputs; None until a stream resumes it."""
         self.owner_seq_key = int(request.first_seq_key)
-        """The owner's key of output 0."""
+        """The key of output 0 at the owner."""
         self.until: float | None = None
-        """When it is given up; None: not while it has an owner and has not ended."""
+        """When it expires; None: it has an owner and has not ended."""
         so_fars = submit.outputs or [None] * submit.n
         self.outputs = tuple(_Output(so_far) for so_far in so_fars)
         self.prompt_logprobs: list[scheduler_pb2.SequencePromptLogprobs] = []
@@ -86,7 +85,7 @@ class ResumableRequest:
 
     @property
     def live_seq_keys(self) -> list[SeqKey]:
-        """The keys, at its source, of the sequences that have not ended."""
+        """The keys of the unfinished sequences at its source."""
         return [
             SeqKey(self.first_seq_key + index)
             for index, output in enumerate(self.outputs)
@@ -95,21 +94,21 @@ class ResumableRequest:
 
     @property
     def num_bytes(self) -> int:
-        """Roughly the memory that it takes."""
+        """Estimate of the memory that it uses."""
         return self._num_other_bytes + sum(len(output.token_ids) for output in self.outputs)
 
     def add_logprob(self, index: int, logprob: common_pb2.TokenLogprob) -> None:
-        """Keep the log-probability of the next token of an output."""
+        """Store the log-probability of the next token of an output."""
         self.outputs[index].logprobs.append(logprob)
         self._num_other_bytes += logprob.ByteSize()
 
     def add_prompt_logprobs(self, part: scheduler_pb2.SequencePromptLogprobs) -> None:
-        """Keep the log-probabilities of a part of the prompt."""
+        """Store the log-probabilities of a part of the prompt."""
         self.prompt_logprobs.append(part)
         self._num_other_bytes += part.ByteSize()
 
     def to_proto(self, first_seq_key: int) -> scheduler_pb2.Resumed:
-        """Return everything, for a router whose key of output 0 is `first_seq_key`."""
+        """Return the request and all outputs, for a router that calls output 0 `first_seq_key`."""
         so_far = scheduler_pb2.StepOutput(
             seq_keys=b"".join(
                 pack_uint64([first_seq_key + index]) * (len(output.token_ids) // 4)
@@ -140,40 +139,40 @@ class ResumableRequest:
 
 @dataclass(slots=True)
 class _Source:
-    """A stream, open or gone, on which resumable requests were submitted."""
+    """An open or closed stream on which resumable requests were submitted."""
 
     key_to_output: dict[int, tuple[ResumableRequest, int]] = field(default_factory=dict)
-    """By sequence key: its request and output index."""
+    """Maps a sequence key to the request and the output index."""
     unread: list[scheduler_pb2.StepOutput] = field(default_factory=list)
     """Outputs that are not sorted by sequence yet."""
     num_unread_bytes: int = 0
     redirects: dict[RouterStream, dict[int, int]] = field(default_factory=dict)
-    """Which sequences other streams have resumed, and their keys there."""
+    """For each stream that has resumed sequences: their keys here to their keys there."""
 
 
 class ResumableRequests:
-    """Every request that was submitted with a `resume_record`, until its grace period is over.
+    """The requests that were submitted with a `resume_record`, until their grace periods end.
 
     The owner of a request is the stream that submitted or last resumed it, if that is still open.
-    A request is given up `grace_s` after it has lost its owner or has ended. `now` is always by the
+    A request expires `grace_s` after it has lost its owner or has ended. `now` is always on the
     clock of the deadlines.
     """
 
     def __init__(self, *, grace_s: float, max_bytes: int) -> None:
-        """With a grace period of 0 no request is resumable.
+        """Make an empty collection; with a grace period of 0 no request is resumable.
 
-        Beyond `max_bytes`, requests that have ended, and then those without an owner, are given up
-        early, oldest first. If the others still take more, new ones are refused.
+        Beyond `max_bytes`, ended requests and then requests without an owner expire early, oldest
+        first. If the others still use more, new ones are refused.
         """
         self.grace_s = grace_s
         self._max_bytes = max_bytes
         self._requests: dict[tuple[str, str], ResumableRequest] = {}
         """By tenant and id, oldest first."""
         self._num_bytes = 0
-        """Their size as of the last `give_up`, plus that of requests added since."""
+        """Their size at the last `expire`, plus the size of requests added since."""
         self._sources: dict[SourceId, _Source] = {}
         self._resumed: dict[RouterStream, dict[int, tuple[SourceId, SeqKey]]] = {}
-        """For the streams that have resumed some: their key to source and key in the core."""
+        """For each stream that has resumed requests: its keys to source and key in the core."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -186,18 +185,18 @@ class ResumableRequests:
         """Add a request that is about to be submitted.
 
         Returns:
-            The sequences that it replaces, to be cancelled: those of the same request from before
-            its router lost its stream.
+            The sequences to cancel, because this request replaces them: the router submitted it
+            before on a stream that was lost.
 
         Raises:
-            AlreadyExistsError: It is live at another router.
-            TooBusyError: Resumable requests take as much memory as they may.
+            AlreadyExistsError: The request is live at another router.
+            TooBusyError: The memory for resumable requests is used up.
         """
         if not self.grace_s:
             return None
         if self._num_bytes > self._max_bytes:
             raise TooBusyError(
-                f"the resumable requests take {self._num_bytes} bytes; the limit is "
+                f"resumable requests use {self._num_bytes} bytes; the limit is "
                 f"{self._max_bytes} (--resume-max-mb)"
             )
         kept = ResumableRequest(request, submit, stream)
@@ -219,17 +218,17 @@ class ResumableRequests:
         return stale
 
     def resume(self, message: scheduler_pb2.Resume, stream: RouterStream, now: float) -> None:
-        """Make `stream` the owner of a request, send it all outputs, and end the former owner's.
+        """Make `stream` the owner of a request and send it all outputs; refuse it to the old owner.
 
         Raises:
-            NotFoundError: The tenant has no such request, or it was given up.
-            InvalidArgumentError: The keys are taken.
+            NotFoundError: The tenant has no such request, or it has expired.
+            InvalidArgumentError: The keys are in use.
         """
         kept = self._requests.get((message.tenant, message.request_id))
         if kept is None:
             raise NotFoundError(
-                f"request {message.request_id!r} cannot be resumed: it is not known, was not "
-                f"resumable, or its grace period of {self.grace_s:g} s is over"
+                f"request {message.request_id!r} cannot be resumed: it is unknown, was not "
+                f"resumable, or its grace period of {self.grace_s:g} s has ended"
             )
         if message.first_seq_key > _MAX_FIRST_SEQ_KEY:
             raise InvalidArgumentError(
@@ -255,13 +254,13 @@ class ResumableRequests:
         stream.send_resumed(kept.to_proto(message.first_seq_key))
 
     def leave(self, stream: RouterStream, seq_key: int, now: float) -> bool:
-        """Take a request from its owner, whose client has left; False if it is not resumable.
+        """Remove the owner of a request whose client has left; return False if not resumable.
 
-        Nothing changes if another call has resumed it by now.
+        Nothing changes if another call has resumed the request by now.
 
         Args:
             stream: The owner.
-            seq_key: The owner's key of one of its sequences.
+            seq_key: The key of one of its sequences at the owner.
             now: The time.
         """
         if (name := self._in_core(stream, seq_key)) is None:
@@ -274,10 +273,10 @@ class ResumableRequests:
         return True
 
     def leave_all(self, stream: RouterStream, now: float) -> frozenset[SeqKey] | None:
-        """Take all requests from a stream that has ended.
+        """Remove a stream that has ended as the owner of its requests.
 
         Returns:
-            The keys of the stream's own source that must be cancelled; None: the whole source.
+            The keys to cancel at the stream's own source; None: cancel the whole source.
         """
         for kept in list(self._requests.values()):
             if kept.owner is stream:
@@ -291,7 +290,7 @@ class ResumableRequests:
     def by_source(
         self, stream: RouterStream, seq_keys: Iterable[int]
     ) -> Mapping[SourceId, list[SeqKey]]:
-        """Return a stream's sequences as the core names them, except those resumed elsewhere."""
+        """Return sources and keys of a stream's sequences in the core, if it still owns them."""
         named: dict[SourceId, list[SeqKey]] = {}
         for seq_key in seq_keys:
             if (name := self._in_core(stream, seq_key)) is not None:
@@ -301,7 +300,7 @@ class ResumableRequests:
     # --- outputs and ends -----------------------------------------------------------------------
 
     def on_output(self, source_id: SourceId, output: scheduler_pb2.StepOutput) -> None:
-        """Keep the outputs of a source, and pass on those of requests resumed elsewhere."""
+        """Store the outputs of a source, and forward those of requests that others have resumed."""
         source = self._sources.get(source_id)
         if source is None:
             return
@@ -314,7 +313,7 @@ class ResumableRequests:
             self._read(source_id)
 
     def refuse(self, request: Request, error: QuireError) -> None:
-        """Forget a request that the core has refused; refuse it to a stream that has resumed it."""
+        """Forget a refused request; send the refusal to a stream that has resumed it."""
         kept = self._find(request.source, request.first_seq_key)
         if kept is None:
             return
@@ -324,10 +323,10 @@ class ResumableRequests:
             owner.release(self._keys_from(kept, seq_key))
             owner.refuse(refused_to_proto(seq_key, error))
 
-    def give_up(self, now: float) -> Iterator[tuple[SourceId, list[SeqKey]]]:
-        """Give up requests that are due; yield their sequences that must be cancelled.
+    def expire(self, now: float) -> Iterator[tuple[SourceId, list[SeqKey]]]:
+        """Remove the requests whose time is over; yield the sequences that must be cancelled.
 
-        Call it about every second: only here is it noticed that a request has ended.
+        Call this about every second, because only this call notices that a request has ended.
         """
         for source_id in list(self._sources):
             self._read(source_id)
@@ -346,7 +345,7 @@ class ResumableRequests:
             yield from self._drop(kept)
 
     def forget_all(self) -> None:
-        """Forget every request: their tokens belong to a model that is no longer served."""
+        """Forget all requests, because their model is no longer served."""
         for kept in list(self._requests.values()):
             self._forget(kept)
         self._num_bytes = 0
@@ -354,11 +353,11 @@ class ResumableRequests:
     # --- parts ----------------------------------------------------------------------------------
 
     def _read(self, source_id: SourceId) -> None:
-        """Sort the unread outputs of a source by sequence; work per sequence, not per token."""
+        """Sort the unread outputs of a source by sequence, with array operations."""
         source = self._sources[source_id]
         if not source.unread:
             return
-        # Parts are copied, because a part of a message keeps the whole message alive.
+        # Copy parts of messages, because a part keeps the memory of its whole message alive.
         merged = merge_step_outputs(source.unread)
         source.unread, source.num_unread_bytes = [], 0
         find = source.key_to_output.get
@@ -388,9 +387,9 @@ class ResumableRequests:
                 found[0].outputs[found[1]].end = deepcopy(finished)
 
     def _in_core(self, stream: RouterStream, seq_key: int) -> tuple[SourceId, SeqKey] | None:
-        """Return a stream's sequence as the core names it; None: another call has resumed it.
+        """Return source and key of a stream's sequence in the core; None: another call resumed it.
 
-        The former owner may not know yet; its messages about the request must end nothing.
+        The former owner may not know that yet; its messages must not end the request.
         """
         if (name := self._resumed.get(stream, {}).get(seq_key)) is not None:
             return name
@@ -405,7 +404,7 @@ class ResumableRequests:
         return None if found is None else found[0]
 
     def _keys_from(self, kept: ResumableRequest, first_seq_key: int) -> list[SeqKey]:
-        """Return the keys of the live sequences for a stream whose key of output 0 is given."""
+        """Return the keys of the live sequences at a stream that calls output 0 `first_seq_key`."""
         return [SeqKey(key - kept.first_seq_key + first_seq_key) for key in kept.live_seq_keys]
 
     def _orphan(self, kept: ResumableRequest, now: float) -> None:
@@ -426,7 +425,7 @@ class ResumableRequests:
             del source.redirects[owner]
 
     def _drop(self, kept: ResumableRequest) -> Iterator[tuple[SourceId, list[SeqKey]]]:
-        """Forget a request that has ended or has no owner; yield what must be cancelled."""
+        """Forget a request that has ended or has no owner; yield the sequences to cancel."""
         self._forget(kept)
         if not kept.has_ended:
             yield kept.source, kept.live_seq_keys

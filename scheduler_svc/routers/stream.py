@@ -10,15 +10,14 @@ from scheduler_svc.core.request import SeqKey, SourceId
 from scheduler_svc.wire.router import merge_step_outputs
 
 _MESSAGE_OVERHEAD_BYTES = 256
-"""Counted for each pending message beyond its own bytes, so that many tiny ones count as well."""
+"""Added to the size of each pending message, so that many tiny messages count, too."""
 
 
 class RouterStream:
-    """The messages that one router has not been sent yet, and the keys of its live sequences.
+    """The pending messages to one router, and the keys of its live sequences.
 
-    A router that reads at the pace of the steps gets one message per step. For a slower one the
-    outputs of several steps are merged into one message. A router with a backlog of more than
-    `max_backlog_bytes` loses its stream.
+    A router that reads as fast as steps end gets one message per step. For a slower one the outputs
+    of several steps are merged. If the backlog exceeds `max_backlog_bytes`, the stream ends.
     """
 
     def __init__(
@@ -52,10 +51,10 @@ class RouterStream:
         return frozenset(self._live_seq_keys)
 
     def claim(self, seq_keys: Iterable[SeqKey]) -> None:
-        """Reserve keys for sequences, each until it is finished or released.
+        """Reserve keys for sequences until they finish or are released.
 
         Raises:
-            InvalidArgumentError: A live sequence has such a key; the core would mix them up.
+            InvalidArgumentError: A live sequence already has one of the keys.
         """
         keys = set(seq_keys)
         for key in keys & self._live_seq_keys:
@@ -66,7 +65,7 @@ class RouterStream:
         self._live_seq_keys |= keys
 
     def release(self, seq_keys: Iterable[SeqKey]) -> None:
-        """Free the keys of a request that was refused, or that another stream has resumed."""
+        """Free the keys of a request that was refused or resumed by another stream."""
         self._live_seq_keys.difference_update(seq_keys)
 
     def deliver(self, output: scheduler_pb2.StepOutput) -> None:
@@ -76,13 +75,13 @@ class RouterStream:
             self._outputs.append(output)
 
     def publish_max_model_len(self, max_model_len: int) -> None:
-        """Send the most tokens that a request may have, if that has changed."""
+        """Send the most tokens of a request, if that has changed."""
         if max_model_len != self._max_model_len:
             self._max_model_len = max_model_len
             self.deliver(scheduler_pb2.StepOutput(max_model_len=max_model_len))
 
     def publish_unloaded(self, *, is_unloaded: bool) -> None:
-        """Send whether no worker has its model, if that has changed."""
+        """Send whether the model is unloaded at all workers, if that has changed."""
         if is_unloaded != self._is_unloaded:
             self._is_unloaded = is_unloaded
             self.deliver(scheduler_pb2.StepOutput(is_unloaded=is_unloaded))
@@ -93,7 +92,6 @@ class RouterStream:
             self.deliver(scheduler_pb2.StepOutput())
 
     def refuse(self, refused: scheduler_pb2.Refused) -> None:
-        """Send a refusal."""
         self._reply(scheduler_pb2.ConnectResponse(refused=refused))
 
     def send_resumed(self, resumed: scheduler_pb2.Resumed) -> None:
@@ -110,7 +108,7 @@ class RouterStream:
         """Wait for the next message to send; None: the stream ends normally.
 
         Raises:
-            Exception: The stream ends with this error. One that is no QuireError comes from a bug.
+            Exception: The stream ends with this error. An error other than QuireError is a bug.
         """
         while not (self._replies or self._outputs or self._ended):
             self._wake.clear()

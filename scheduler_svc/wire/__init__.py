@@ -1,1 +1,1 @@
-"""Between the messages of `quire.v1` and our own types; only here protobuf is taken apart."""
+"""Converts messages of `quire.v1` to the scheduler's types and back."""

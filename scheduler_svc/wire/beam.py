@@ -1,4 +1,4 @@
-"""A beam search: as a router asks for it, as a worker is told, and the candidates it reports."""
+"""Converts beam searches: the router's parameters, the worker's parameters, and candidates."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -18,16 +18,16 @@ _NO_LOGPROB = common_pb2.TokenLogprob()
 
 
 def beam_params_from_proto(message: scheduler_pb2.Submit, model: ModelInfo) -> BeamParams:
-    """Take the search that a request asks for.
+    """Parse the search parameters of a request.
 
     Raises:
-        InvalidArgumentError: A field breaks the contract; the message names value and limit.
+        InvalidArgumentError: A field is invalid; the message names value and limit.
     """
     beam, sampling = beam_from_proto(message.beam), message.sampling
     beam.check(message.n)
     if any(output.finished or output.token_ids for output in message.outputs):
         raise InvalidArgumentError(
-            "outputs", "has tokens or an end; a beam search has neither before it is over"
+            "outputs", "has tokens or an end; a beam search has neither before it ends"
         )
     ends = () if sampling.ignore_eos else model.eos_token_ids
     params = BeamParams(
@@ -39,8 +39,8 @@ def beam_params_from_proto(message: scheduler_pb2.Submit, model: ModelInfo) -> B
     if params.num_kept > model.vocab_size:
         raise InvalidArgumentError(
             "beam.width",
-            f"is {beam.width}: with {len(params.end_token_ids)} tokens that end an output, the"
-            f" search looks at {params.num_kept} at once; the model has {model.vocab_size}",
+            f"is {beam.width}; with {len(params.end_token_ids)} tokens that end an output, the"
+            f" search needs {params.num_kept} tokens at once; the model has {model.vocab_size}",
         )
     return params
 
@@ -48,13 +48,13 @@ def beam_params_from_proto(message: scheduler_pb2.Submit, model: ModelInfo) -> B
 def beam_sampling(
     params: BeamParams, sampling: common_pb2.SamplingParams
 ) -> common_pb2.SamplingParams:
-    """Make what a worker is told: to report candidates, and to end nothing by itself."""
-    num_ruled_out = len(params.end_token_ids) if sampling.min_tokens else 0
+    """Make the worker's parameters: it reports candidates and does not end sequences itself."""
+    num_excluded = len(params.end_token_ids) if sampling.min_tokens else 0
     return common_pb2.SamplingParams(
         temperature=0,
         seed=sampling.seed,
         ignore_eos=True,
-        logprobs=params.num_kept + num_ruled_out,
+        logprobs=params.num_kept + num_excluded,
         adapter=sampling.adapter if sampling.HasField("adapter") else None,
     )
 
@@ -62,9 +62,9 @@ def beam_sampling(
 def with_candidates(
     result: Result, logprobs: Iterable[worker_pb2.SampledLogprob], beam_rows: Collection[int]
 ) -> Result:
-    """Return the result with the likeliest tokens of the rows that are beams, if there are any.
+    """Add the candidates of rows that are beams to a result.
 
-    A beam that sampled and has no log-probabilities has no candidates.
+    A beam that sampled without log-probabilities gets no candidates.
     """
     if not beam_rows:
         return result

@@ -1,6 +1,6 @@
-"""What operators ask about the workers: load, activity, and who holds which blocks.
+"""Converts reports about workers: load, activity, and which sequence holds which blocks.
 
-Fields of the same name are copied without naming each.
+Fields with the same name are copied by name.
 """
 
 from collections.abc import Collection, Sequence
@@ -36,7 +36,7 @@ _SUMMED: Final = {
     for field in common_pb2.Load.DESCRIPTOR.fields
     if field.name in SchedulerLoad.__slots__ and field.name != "block_size"
 }
-"""Fields of `Load`, and those of `SchedulerLoad` that they are the sums of."""
+"""Maps a field of `Load` to the field of `SchedulerLoad` that it sums."""
 _STEP_FIELDS: Final = [field.name for field in fields(StepRecord)]
 _SEQUENCE_FIELDS: Final = [
     field.name
@@ -51,12 +51,12 @@ def load_to_proto(
     spaces: Collection[SpaceReport],
     num_unloaded_workers: int = 0,
 ) -> common_pb2.Load:
-    """Add up the loads of the workers.
+    """Sum the loads of the workers.
 
     Args:
-        loads: One for each worker that is attached.
+        loads: One for each attached worker.
         num_unplaced_seqs: Sequences that wait for a worker to be attached.
-        spaces: As `loads`.
+        spaces: One for each attached worker.
         num_unloaded_workers: Workers that have no model.
     """
     message = common_pb2.Load(
@@ -80,7 +80,7 @@ def activity_to_proto(
     space: SpaceReport,
     query: common_pb2.ActivityQuery,
 ) -> common_pb2.WorkerActivity:
-    """Describe what a worker is doing; `query` has been checked."""
+    """Describe the activity of a worker; the caller has checked `query`."""
     max_steps = query.max_steps if query.HasField("max_steps") else _DEFAULT_STEPS
     return common_pb2.WorkerActivity(
         worker=worker,
@@ -100,7 +100,7 @@ def activity_to_proto(
 
 
 def check_activity_query(query: common_pb2.ActivityQuery) -> None:
-    """Raise InvalidArgumentError if a number is beyond its limit, or means nothing."""
+    """Raise InvalidArgumentError if a field exceeds its limit or needs another one."""
     if query.max_steps > MAX_STEPS:
         raise InvalidArgumentError(
             "query.max_steps", f"is {query.max_steps}; it must be in [0, {MAX_STEPS}]"
@@ -108,15 +108,15 @@ def check_activity_query(query: common_pb2.ActivityQuery) -> None:
     if query.after_step_id and not query.worker:
         raise InvalidArgumentError(
             "query.after_step_id",
-            f"is {query.after_step_id}, but query.worker is empty: each worker counts its own",
+            f"is {query.after_step_id}, but query.worker is empty; step ids differ per worker",
         )
 
 
 def kv_query_from_proto(message: kv_pb2.KvQuery) -> Query:
-    """Parse what part of the blocks is wanted; the caller looks at `worker`.
+    """Parse a query, without its field `worker`.
 
     Raises:
-        InvalidArgumentError: A number is beyond its limit.
+        InvalidArgumentError: A number exceeds its limit.
     """
     default = Query()
     has_sequences = message.HasField("max_sequences")

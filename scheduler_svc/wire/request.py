@@ -1,33 +1,45 @@
-"""A router's `Submit` to a request of the core."""
+"""Converts a router's `Submit` to a request of the core."""
 
 from math import isfinite
 
 from contract.arrays import Int32Array
 from contract.codec.message_checks import check_values
+from contract.codec.sampling import sampling_from_proto
 from contract.errors import InvalidArgumentError, NotFoundError
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from contract.packing import unpack_int32
-from contract.request import MAX_CACHE_PIN_S, MAX_N
-from quire.v1 import scheduler_pb2
+from contract.request import (
+    MAX_CACHE_PIN_S,
+    MAX_CACHE_SALT_CHARS,
+    MAX_N,
+    MAX_PRIORITY,
+    MAX_REQUEST_ID_CHARS,
+)
+from contract.value_checks import check_chars, check_range
+from quire.v1 import common_pb2, scheduler_pb2
 from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import ADAPTERS_SALT, adapter_salt
 from scheduler_svc.wire.beam import beam_params_from_proto, beam_sampling
 
 _MAX_SEQ_KEY = 2**64 - 1
 _MAX_TENANT_BYTES = 128
+_MAX_TRACEPARENT_CHARS = 128
+_MAX_MODEL_LEN = 2**31 - 1
+"""Limit for all models, because token counts are int32."""
 
 
 def request_from_proto(
     message: scheduler_pb2.Submit, source: SourceId, model: ModelInfo, now: float
 ) -> Request:
-    """Read a router's request, received at `now` on the core's clock.
+    """Parse a router's request, received at `now` on the core's clock.
 
     Raises:
-        InvalidArgumentError: A field breaks the contract; the message names value and limit.
+        InvalidArgumentError: A field is invalid; the message names value and limit.
         NotFoundError: The workers have no such adapter.
     """
     _check(message)
+    _check_sampling(message.sampling, model)
     prompt_token_ids = _token_ids_from_proto(
         message.prompt_token_ids, "prompt_token_ids", model.vocab_size
     )
@@ -81,25 +93,47 @@ def _prefix_salt(message: scheduler_pb2.Submit, model: ModelInfo) -> str:
     return adapter_salt(adapter) + message.cache_salt
 
 
+def check_keys(first_seq_key: int, n: int) -> None:
+    """Check that `n` keys from `first_seq_key` on fit 64 bits; raises InvalidArgumentError."""
+    if first_seq_key + n - 1 > _MAX_SEQ_KEY:
+        raise InvalidArgumentError(
+            "first_seq_key",
+            f"is {first_seq_key}; with n = {n} it must be at most {_MAX_SEQ_KEY - n + 1}",
+        )
+
+
+def _check_sampling(message: common_pb2.SamplingParams, model: ModelInfo) -> None:
+    """Check everything that a worker checks, because a worker's refusal would end all its requests.
+
+    The core checks lengths later, against its number of blocks.
+    """
+    if not message.HasField("seed"):
+        raise InvalidArgumentError("sampling.seed", "is not set; the router must choose one")
+    if not message.HasField("max_tokens"):
+        raise InvalidArgumentError("sampling.max_tokens", "is not set; it must be at least 1")
+    sampling = sampling_from_proto(message)
+    sampling.check("sampling", vocab_size=model.vocab_size, max_model_len=_MAX_MODEL_LEN)
+    if sampling.structured is not None:
+        sampling.structured.check_grammar("sampling.structured")
+        if not model.structured_output:
+            raise InvalidArgumentError(
+                "sampling.structured", "is set; this model's outputs cannot be given a form"
+            )
+
+
 def _check(message: scheduler_pb2.Submit) -> None:
     """Check the fields that need no parsing."""
+    check_chars("request_id", message.request_id, MAX_REQUEST_ID_CHARS)
+    check_chars("cache_salt", message.cache_salt, MAX_CACHE_SALT_CHARS)
+    check_chars("traceparent", message.traceparent, _MAX_TRACEPARENT_CHARS)
+    check_range("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if message.cache_salt.startswith(ADAPTERS_SALT):
         raise InvalidArgumentError(
             "cache_salt", f"is {message.cache_salt!r}; it must not begin with U+0000"
         )
     if not 1 <= message.n <= MAX_N:
         raise InvalidArgumentError("n", f"is {message.n}; it must be in [1, {MAX_N}]")
-    if message.first_seq_key + message.n - 1 > _MAX_SEQ_KEY:
-        raise InvalidArgumentError(
-            "first_seq_key",
-            f"is {message.first_seq_key}; with n = {message.n} it must be at most "
-            f"{_MAX_SEQ_KEY - message.n + 1}",
-        )
-    if not message.sampling.HasField("seed"):
-        raise InvalidArgumentError("sampling.seed", "is not set; the router must choose one")
-    if (max_tokens := message.sampling.max_tokens) < 1:
-        given = f"is {max_tokens}" if message.sampling.HasField("max_tokens") else "is not set"
-        raise InvalidArgumentError("sampling.max_tokens", f"{given}; it must be at least 1")
+    check_keys(message.first_seq_key, message.n)
     if len(message.tenant.encode()) > _MAX_TENANT_BYTES:
         raise InvalidArgumentError(
             "tenant",

@@ -1,7 +1,7 @@
-"""What routers are told: what there is to serve them, and the core's news.
+"""Makes the messages to routers: the welcome, changes of the service, and the core's events.
 
-A step costs work per array, not per sequence; only log-probabilities, admissions and ends are
-looked at one by one.
+The work for a step grows with the number of arrays, not of sequences; only log-probabilities,
+admissions and ends are converted one by one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,11 @@ from scheduler_svc.core.request import SeqKey, SourceId
 
 
 def welcome_to_proto(
-    epoch: int, model: ModelInfo, resume_grace_s: float
+    epoch: int,
+    model: ModelInfo,
+    resume_grace_s: float,
+    superseded_epochs: Iterable[int],
+    max_waiting: int,
 ) -> scheduler_pb2.ConnectResponse:
     """Make the answer to a router's hello."""
     return scheduler_pb2.ConnectResponse(
@@ -31,19 +35,21 @@ def welcome_to_proto(
             epoch=epoch,
             resume_grace_s=resume_grace_s,
             model=model_info_to_proto(model),
+            superseded_epochs=superseded_epochs,
+            max_waiting=max_waiting,
         )
     )
 
 
 def adapters_to_proto(adapters: Iterable[LoraAdapter]) -> scheduler_pb2.StepOutput:
-    """Make the news that these are what requests may have from now on."""
+    """Make the message that lists the adapters that requests may use from now on."""
     return scheduler_pb2.StepOutput(
         adapters=scheduler_pb2.ServedAdapters(adapters=map(adapter_to_proto, adapters))
     )
 
 
 def refused_to_proto(first_seq_key: int, error: QuireError) -> scheduler_pb2.Refused:
-    """Make the refusal of the request whose output 0 is `first_seq_key`."""
+    """Make the refusal of the request with the key `first_seq_key`."""
     refused = scheduler_pb2.Refused(
         first_seq_key=first_seq_key, code=error.code.value[0], message=str(error)
     )
@@ -53,30 +59,30 @@ def refused_to_proto(first_seq_key: int, error: QuireError) -> scheduler_pb2.Ref
 
 
 def events_to_proto(
-    step_id: int, news: StepEvents, logprobs: Sequence[worker_pb2.SampledLogprob]
+    step_id: int, events: StepEvents, logprobs: Sequence[worker_pb2.SampledLogprob]
 ) -> dict[SourceId, scheduler_pb2.StepOutput]:
-    """Make one message for each source that `news` concerns."""
+    """Make one message for each source that has events."""
     outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
-    for source, where in _by_source(news.sources):
+    for source, where in _by_source(events.sources):
         output = scheduler_pb2.StepOutput(
             step_id=step_id,
-            seq_keys=pack_uint64(news.seq_keys[where]),
-            token_ids=pack_int32(news.token_ids[where]),
+            seq_keys=pack_uint64(events.seq_keys[where]),
+            token_ids=pack_int32(events.token_ids[where]),
         )
         if logprobs:
-            output.logprobs.extend(_logprobs_to_proto(logprobs, news.result_index[where]))
+            output.logprobs.extend(_logprobs_to_proto(logprobs, events.result_index[where]))
         outputs[source] = output
-    for admitted in news.admitted:
+    for admitted in events.admitted:
         _output_of(outputs, admitted.source, step_id).admitted.add(
             seq_key=admitted.seq_key,
             num_cached_tokens=admitted.num_cached_tokens,
             queue_s=admitted.queue_s,
         )
-    for pinned in news.pinned:
+    for pinned in events.pinned:
         _output_of(outputs, pinned.source, step_id).pinned.add(
             seq_key=pinned.seq_key, num_pinned_tokens=pinned.num_tokens
         )
-    for finished in news.finished:
+    for finished in events.finished:
         output = _output_of(outputs, finished.source, step_id)
         output.finished.append(_finished_to_proto(finished))
         if finished.token_ids:
@@ -90,7 +96,7 @@ def prompt_logprobs_to_proto(
     prompt_logprobs: Sequence[worker_pb2.PromptLogprobs],
     owner: Callable[[int], tuple[SourceId, SeqKey] | None],
 ) -> dict[SourceId, scheduler_pb2.StepOutput]:
-    """Make the messages that tell of prompts; `owner` says whose a row is."""
+    """Make the messages with prompt log-probabilities; `owner` names the sequence of a row."""
     outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
     for scores in prompt_logprobs:
         if (found := owner(scores.row)) is not None:
@@ -102,7 +108,7 @@ def prompt_logprobs_to_proto(
 
 
 def finished_to_proto(finished: Iterable[Finished]) -> dict[SourceId, scheduler_pb2.StepOutput]:
-    """Make messages that tell of ends which no step brought about, such as cancellations."""
+    """Make messages for ends outside of a step, such as cancellations."""
     outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
     for item in finished:
         _output_of(outputs, item.source, 0).finished.append(_finished_to_proto(item))
@@ -110,7 +116,7 @@ def finished_to_proto(finished: Iterable[Finished]) -> dict[SourceId, scheduler_
 
 
 def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler_pb2.StepOutput:
-    """Make one message of several to one source, in order; at least one."""
+    """Merge one or more messages to one source, in their order."""
     if len(outputs) == 1:
         return outputs[0]
     merged = scheduler_pb2.StepOutput(
@@ -141,9 +147,9 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
 def renamed_part(
     output: scheduler_pb2.StepOutput, names: Mapping[int, int]
 ) -> scheduler_pb2.StepOutput | None:
-    """Make a message of what `output` says of some sequences, under other names; None: nothing.
+    """Copy the parts of `output` about some sequences, with other keys; None: there are none.
 
-    `names` maps a sequence's key in `output` to the one in the result.
+    `names` maps a sequence's key in `output` to its key in the result.
     """
     seq_keys = unpack_uint64(output.seq_keys, "seq_keys").tolist()
     places = [place for place, key in enumerate(seq_keys) if key in names]
@@ -157,15 +163,15 @@ def renamed_part(
         for item in output.logprobs:
             if (index := place_to_index.get(item.index)) is not None:
                 part.logprobs.add(index=index, logprob=item.logprob)
-    says_more = bool(places)
+    has_parts = bool(places)
     for field in ("admitted", "finished", "prompt_logprobs", "pinned"):
         for item in getattr(output, field):
             if item.seq_key in names:
-                says_more = True
+                has_parts = True
                 copy = getattr(part, field).add()
                 copy.CopyFrom(item)
                 copy.seq_key = names[item.seq_key]
-    return part if says_more else None
+    return part if has_parts else None
 
 
 def _output_of(
@@ -189,20 +195,20 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
     return message
 
 
-def held_logprobs_to_proto(news: StepEvents) -> list[worker_pb2.SampledLogprob]:
-    """Make the messages for log-probabilities that a worker has kept, as in a step's result."""
+def held_logprobs_to_proto(events: StepEvents) -> list[worker_pb2.SampledLogprob]:
+    """Convert log-probabilities that a worker has kept to those of a step's result."""
     return [
         worker_pb2.SampledLogprob(index=index, logprob=token_logprob_to_proto(logprob))
-        for index, logprob in news.logprobs
+        for index, logprob in events.logprobs
     ]
 
 
 def _logprobs_to_proto(
     logprobs: Iterable[worker_pb2.SampledLogprob], result_index: Int32Array
 ) -> Iterator[scheduler_pb2.IndexedLogprob]:
-    """Re-number the worker's log-probabilities from its `sampled_rows` to our `token_ids`.
+    """Change the indexes of log-probabilities from `sampled_rows` to the message's `token_ids`.
 
-    Those of tokens that are nobody's any more, such as a cancelled sequence's, are left out.
+    Log-probabilities of tokens without a live sequence are left out.
     """
     sampled_to_token = {sampled: token for token, sampled in enumerate(result_index.tolist())}
     for item in logprobs:
@@ -214,10 +220,10 @@ def _logprobs_to_proto(
 def _by_source(
     sources: npt.NDArray[np.int32],
 ) -> Iterator[tuple[SourceId, slice | npt.NDArray[np.intp]]]:
-    """Yield each source and where its entries are, in order."""
+    """Yield each source and the indexes of its entries, in order."""
     if not sources.size:
         return
-    if (sources == sources[0]).all():  # one router: nothing to sort or copy
+    if (sources == sources[0]).all():  # with one router there is nothing to sort or copy
         yield SourceId(int(sources[0])), slice(None)
         return
     for source in np.unique(sources).tolist():

@@ -1,1 +1,1 @@
-"""The workers: attaching them, one session of steps with each, and placing requests at them."""
+"""The workers: attaches them, runs a session of steps with each, and places requests."""

@@ -4,9 +4,8 @@ An adapter is *held* once every attached worker has it, and *offered* to new req
 operator unloads it. From then on it is *leaving* until no live request has it: a request that is
 preempted, moved, or submitted again after a loss must find it at any worker.
 
-The service holds the adapters that operators loaded, and those that a worker held when it was
-attached if the other workers could load them, too. It does not hold those that were unloaded here
-or were lost.
+The service holds the adapters that operators loaded. It also holds adapters that a worker had when
+it was attached, if the other workers could load them, too, and no operator has unloaded them here.
 """
 
 import asyncio
@@ -32,13 +31,13 @@ from scheduler_svc.workers.roster import Roster, ask_all
 from scheduler_svc.workers.session import Session
 
 _POLL_S = 0.1
-"""How often it is checked whether requests still have a leaving adapter."""
+"""How often to check whether requests still use a leaving adapter."""
 
 log = structlog.get_logger()
 
 
 class AdapterHolder(Protocol):
-    """A worker: a `WorkerLink` that is being attached, or a `Session`."""
+    """A worker that can load adapters: a `WorkerLink` that is being attached, or a `Session`."""
 
     async def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
         """Load an adapter; raises QuireError."""
@@ -48,7 +47,7 @@ class AdapterHolder(Protocol):
 
 
 class AdapterUse:
-    """Tells whether requests have an adapter, including requests that may soon come again."""
+    """Knows whether requests use an adapter, including requests that may soon be resubmitted."""
 
     def __init__(self, roster: Roster, unplaced: UnplacedRequests) -> None:
         self._roster = roster
@@ -56,14 +55,14 @@ class AdapterUse:
         self._expected_since: float | None = None
 
     def expect(self) -> None:
-        """Requests unknown here may be submitted again soon, since a router was lost or is new."""
+        """Expect unknown requests to be submitted again, because a router was lost or is new."""
         self._expected_since = asyncio.get_running_loop().time()
 
     def is_used(self, adapter: LoraAdapter) -> bool:
-        """Return whether a request has an adapter, or may have it.
+        """Return whether a request uses an adapter, or may use it.
 
-        Expected requests may have any adapter. So may requests that a worker kept for an earlier
-        scheduler and no router has claimed yet.
+        Expected requests may use any adapter, and so may unclaimed requests of an earlier scheduler
+        that a worker still holds.
         """
         now, since = asyncio.get_running_loop().time(), self._expected_since
         if since is not None and now < since + REUNION_S:
@@ -97,7 +96,7 @@ class Adapters:
         is_used: Callable[[LoraAdapter], bool],
         on_change: Callable[[Sequence[LoraAdapter]], None],
     ) -> None:
-        """`is_used` tells whether a live request has it; `on_change` receives what is offered."""
+        """`is_used` returns whether requests use an adapter; `on_change` gets the offered ones."""
         self._roster = roster
         self._is_used = is_used
         self._on_change = on_change
@@ -119,24 +118,24 @@ class Adapters:
         return self._held.get(adapter.name) == adapter and adapter.name in self._leaving
 
     async def load(self, name: str, directory: str) -> LoadedAdapter:
-        """Have every worker load an adapter, then offer it. Continues if the caller is cancelled.
+        """Load an adapter at every worker, then offer it. Continues if the caller is cancelled.
 
         Raises:
-            UnavailableError: No worker is attached that stays, or one is lost.
+            UnavailableError: No worker is attached, or a worker is lost.
             FailedPreconditionError: An adapter of this name is leaving, or the workers found
-                different ones.
-            QuireError: A worker's error. Workers that did not have it before do not have it now.
+                different contents.
+            QuireError: A worker's error. The adapter was unloaded again where it was new.
         """
         return await self._background.run(self._load(name, directory))
 
     async def unload(self, name: str, digest: bytes = b"") -> None:
-        """Stop offering an adapter; when no request has it, have every worker unload it.
+        """Stop offering an adapter; unload it at every worker once no request uses it.
 
         Continues if the caller is cancelled.
 
         Raises:
-            NotFoundError: There is none of this name, or of this digest unless that is empty.
-            FailedPreconditionError: It is leaving already.
+            NotFoundError: No adapter has this name, and this digest unless that is empty.
+            FailedPreconditionError: The adapter is leaving already.
             QuireError: A worker's error.
         """
         adapter = self._held.get(name)
@@ -149,7 +148,7 @@ class Adapters:
         await self._background.run(self._unload(adapter))
 
     async def settle(self, target: str, worker: AdapterHolder, has: Iterable[LoraAdapter]) -> None:
-        """Let a worker that is being attached and the attached ones hold the same adapters.
+        """Make a worker that is being attached and the attached ones hold the same adapters.
 
         Args:
             target: The worker's address.
@@ -157,13 +156,13 @@ class Adapters:
             has: The adapters that it holds.
 
         Raises:
-            UnavailableError: They cannot, so the worker is of no use.
+            UnavailableError: They cannot hold the same adapters, so the worker cannot be used.
         """
         try:
             async with self._lock:
                 await self._settle(target, worker, has)
         except QuireError as error:
-            raise UnavailableError(f"worker {target} does not fit: {error}") from error
+            raise UnavailableError(f"worker {target} cannot join: {error}") from error
         finally:
             self._publish()
 
@@ -178,7 +177,7 @@ class Adapters:
         self._publish()
 
     def stop(self) -> None:
-        """Cancel calls in progress; the sessions end."""
+        """Cancel calls in progress, when the sessions end."""
         self._background.stop()
 
     async def _load(self, name: str, directory: str) -> LoadedAdapter:
@@ -202,7 +201,7 @@ class Adapters:
             await asyncio.sleep(_POLL_S)
 
     async def _unload_unused(self, adapter: LoraAdapter) -> bool:
-        """Unload it if no request has it; return whether it is gone."""
+        """Unload an adapter if no request uses it; return whether it is gone."""
         async with self._lock:
             if not self.is_leaving(adapter):
                 return True  # it was dropped; another may have its name now
@@ -250,7 +249,7 @@ class Adapters:
             self._check_same(held)
 
     async def _share(self, target: str, worker: AdapterHolder, adapter: LoraAdapter) -> None:
-        """Have the others load what only `worker` has; if one refuses, no worker keeps it."""
+        """Load an adapter that only `worker` has at all others; if one refuses, unload it there."""
         held = self._held
         try:
             loaded = await self._load_at_all(adapter.name, adapter.directory)
@@ -279,7 +278,7 @@ class Adapters:
             )
 
     async def _load_at_all(self, name: str, directory: str) -> LoadedAdapter | None:
-        """Load at every attached worker that stays, or at none; None: there is no such worker."""
+        """Load at all attached workers that stay, or at none; None if there are no workers."""
         sessions = self._staying
         loaded, errors = await ask_all(sessions, lambda each: each.load_adapter(name, directory))
         error = next(iter(errors.values()), None)

@@ -1,19 +1,16 @@
-"""How a scheduler takes over workers: it picks an epoch, waits its turn, and attaches each worker.
-
-A worker obeys only the newest epoch that it has seen.
-"""
+"""How a scheduler attaches a worker, which obeys only the newest epoch that it has seen."""
 
 import asyncio
-import time
-from dataclasses import dataclass
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Final
 
 import grpc.aio
-import structlog
 
 from contract.codec.info import worker_info_from_proto
 from contract.codec.state import check_holdings, holdings_from_proto
 from contract.errors import InvalidArgumentError, StaleEpochError, UnavailableError
+from contract.heartbeat import BEAT_S
 from contract.info import WorkerInfo
 from contract.state import Holdings
 from quire.v1 import worker_pb2, worker_pb2_grpc
@@ -23,69 +20,24 @@ from rpc.security.tls import ClientTls
 from scheduler_svc.workers.stream import WorkerClientConfig, WorkerLink, unavailable
 
 _POLL_TIMEOUT_S: Final = 1.0
-_POLL_INTERVAL_S: Final = 0.2
 _ATTACH_TIMEOUT_S: Final = 10.0
 
-log = structlog.get_logger()
 
+async def newest_epoch(workers: Discovery, tls: ClientTls | None = None) -> int:
+    """Return the newest epoch that the workers which answer have seen; 0: none."""
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """What a worker reports about its scheduler."""
+    async def ask(target: str) -> int:
+        async with open_channel(target, tls=tls) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                state = await stub.DescribeDevice(
+                    worker_pb2.DescribeDeviceRequest(), timeout=_POLL_TIMEOUT_S
+                )
+            except grpc.aio.AioRpcError:
+                return 0
+            return int(state.epoch)
 
-    epoch: int
-    has_scheduler: bool
-
-
-async def next_epoch(workers: Discovery, tls: ClientTls | None = None) -> int:
-    """Return an epoch newer than any that the reachable workers have seen.
-
-    The wall clock in milliseconds, unless an earlier scheduler's clock was ahead of this one.
-    """
-    newest = max((claim.epoch for claim in await _poll(workers, tls)), default=0)
-    return max(time.time_ns() // 1_000_000, newest + 1)
-
-
-async def wait_for_vacancy(
-    workers: Discovery, absence_s: float, tls: ClientTls | None = None
-) -> None:
-    """Wait until workers can be reached and none has had a scheduler for `absence_s`.
-
-    Several standbys may return at once: the workers obey the newest epoch, and the other standbys
-    then find theirs stale.
-    """
-    log.info("standing by", workers=await workers.targets())
-    loop = asyncio.get_running_loop()
-    vacant_since_s: float | None = None
-    while True:
-        claims = await _poll(workers, tls)
-        # A worker too busy to answer neither confirms nor disproves the vacancy.
-        if any(claim.has_scheduler for claim in claims):
-            vacant_since_s = None
-        elif claims and vacant_since_s is None:
-            vacant_since_s = loop.time()
-        elif claims and vacant_since_s is not None and loop.time() - vacant_since_s >= absence_s:
-            log.warning("no worker has a scheduler: taking over", absent_for_s=absence_s)
-            return
-        await asyncio.sleep(_POLL_INTERVAL_S)
-
-
-async def _poll(workers: Discovery, tls: ClientTls | None) -> list[_Claim]:
-    """Ask all workers; leaves out those that do not answer."""
-    claims = await asyncio.gather(*(_poll_one(target, tls) for target in await workers.targets()))
-    return [claim for claim in claims if claim is not None]
-
-
-async def _poll_one(target: str, tls: ClientTls | None) -> _Claim | None:
-    async with open_channel(target, tls=tls) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
-        try:
-            state = await stub.DescribeDevice(
-                worker_pb2.DescribeDeviceRequest(), timeout=_POLL_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError:
-            return None
-        return _Claim(state.epoch, state.has_scheduler)
+    return max(await asyncio.gather(*map(ask, await workers.targets())), default=0)
 
 
 class WorkerUnloadedError(UnavailableError):
@@ -108,15 +60,36 @@ async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: 
     """
     channel = open_channel(config.target, config.max_message_mb, config.tls)
     try:
-        info = await _claim(channel, config)
-        holdings = await _read_holdings(channel, config, info)
+        async with _beating(channel, config.epoch):
+            info, former_epoch = await _claim(channel, config)
+            holdings = await _read_holdings(channel, config, info)
     except BaseException:
         await channel.close(None)
         raise
-    return WorkerLink(config, channel, info, holdings, wake, step_id_base)
+    return WorkerLink(config, channel, info, holdings, wake, step_id_base, former_epoch)
 
 
-async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> WorkerInfo:
+@contextlib.asynccontextmanager
+async def _beating(channel: grpc.aio.Channel, epoch: int) -> AsyncIterator[None]:
+    """Send heartbeats within the block: the worker may have to finish long steps first."""
+
+    async def beat() -> None:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+        while True:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await stub.DescribeDevice(worker_pb2.DescribeDeviceRequest(epoch=epoch))
+            await asyncio.sleep(BEAT_S)
+
+    beating = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beating.cancel()
+        await asyncio.wait((beating,))
+
+
+async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> tuple[WorkerInfo, int]:
+    """Return the worker, and the epoch that had it before, which may be ours."""
     try:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
         response = await stub.Attach(
@@ -125,7 +98,7 @@ async def _claim(channel: grpc.aio.Channel, config: WorkerClientConfig) -> Worke
         )
         if response.is_unloaded:
             raise WorkerUnloadedError("its model is unloaded")
-        return worker_info_from_proto(response.worker)
+        return worker_info_from_proto(response.worker), response.former_epoch
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
             raise StaleEpochError(error.details() or "the worker has a newer scheduler") from error

@@ -40,7 +40,7 @@ class PostedCommands:
         self.num_seqs = 0
         """Sequences of requests that are not applied yet."""
         self.num_tokens = 0
-        """Tokens to compute for them, as far as is known."""
+        """Estimated number of tokens to compute for these sequences."""
         self._core = core
         self._meter = meter
         self._events = events
@@ -56,7 +56,7 @@ class PostedCommands:
         self._commands.append(command)
 
     def apply(self) -> None:
-        """Apply all, and publish what follows."""
+        """Apply all commands and publish the resulting events."""
         self.num_seqs = self.num_tokens = 0
         while self._commands:
             match self._commands.popleft():
@@ -69,7 +69,7 @@ class PostedCommands:
                     self._space_watch.answer_next(done)
                 case DropSource(source):
                     self._core.cancel_source(source)
-                    # Only now: a request of it may have been posted just before this command.
+                    # A request of this source may have been posted just before this command.
                     self._events.drop_source(source)
 
     def _submit(self, command: SubmitRequest) -> None:
@@ -82,7 +82,7 @@ class PostedCommands:
         except RequestRefusedError as error:
             if isinstance(error, DeadlineError):
                 self._metrics.refused_late.inc()
-            if command.was_accepted:  # its worker was lost, and this one has less room
+            if command.was_accepted:  # its former worker was lost, and this worker is smaller
                 self._events.on_ended(end_with_error(request, str(error)))
             else:
                 self._events.on_refused(request, _refusal_from_core(error))
@@ -93,7 +93,7 @@ class PostedCommands:
 
 
 def _refusal_from_core(error: RequestRefusedError) -> QuireError:
-    """Give a refusal the status that tells the client what to do."""
+    """Convert a core's refusal to an error with the right status."""
     match error:
         case QueueFullError():
             return TooBusyError(str(error))

@@ -1,7 +1,7 @@
 """Counts, per live request, consecutive worker losses without progress.
 
-A request that ran at several lost workers in a row, and gained no token at any, may be what
-crashes them.
+A request that ran at several lost workers in a row, and gained no token at any of them, may be the
+cause of the crashes.
 """
 
 from scheduler_svc.core.events import Finished
@@ -15,20 +15,20 @@ class CrashCounter:
 
     def __init__(self) -> None:
         self._key_to_count: dict[tuple[SourceId, SeqKey], int] = {}
-        """Only of live sequences with a count above 0."""
+        """Holds only live sequences with a count above 0."""
 
     def set(self, request: Request, num_crashes: int) -> None:
-        """Set the count that a live request brings from the worker before."""
+        """Set the count of a request that comes from another worker."""
         for key in live_seq_keys(request) if num_crashes else ():
             self._key_to_count[request.source, key] = num_crashes
 
     def take(self, request: Request) -> int:
-        """Return a request's count, and forget it: it leaves this worker."""
+        """Remove and return the count of a request that leaves this worker."""
         keys = live_seq_keys(request)
         return max(self._key_to_count.pop((request.source, key), 0) for key in keys)
 
     def take_after_loss(self, request: Request, progress: Progress) -> int:
-        """Return a request's count now that this worker is lost, and forget it."""
+        """Remove a request's count and return the new one, after this worker was lost."""
         num_crashes = self.take(request)
         match progress:
             case Progress.SOME:
@@ -39,7 +39,7 @@ class CrashCounter:
                 return num_crashes
 
     def on_finished(self, finished: tuple[Finished, ...]) -> None:
-        """Forget sequences that have ended."""
+        """Forget the finished sequences."""
         for item in finished:
             self._key_to_count.pop((item.source, item.seq_key), None)
 

@@ -1,4 +1,4 @@
-"""One worker's engine: attaches it, runs a session, and attaches it again after a loss."""
+"""The engine of one worker: attaches it, runs a session, and attaches it again after a loss."""
 
 import asyncio
 import time
@@ -32,39 +32,39 @@ OpenCore = Callable[[WorkerInfo], AbstractContextManager[Scheduler]]
 
 
 class EngineOwner(Protocol):
-    """Owns the engines. Called from an engine's task; only `settle` may wait."""
+    """The owner of the engines, as an engine calls it from its task; only `settle` may wait."""
 
     def accept(self, engine: "Engine", info: WorkerInfo) -> None:
         """Check a worker before it is used.
 
         Raises:
-            UnavailableError: It does not fit the others.
+            UnavailableError: The worker's model differs from that of the others.
         """
 
     async def settle(self, engine: "Engine", link: WorkerLink) -> None:
-        """Let the worker hold the same adapters as the others, before it is used.
+        """Make the worker hold the same adapters as the others, before it is used.
 
         When it returns, the engine starts a session before any other task runs.
 
         Raises:
-            UnavailableError: It cannot hold them.
+            UnavailableError: The worker cannot hold them.
         """
 
     def on_attached(self, engine: "Engine") -> None:
-        """The engine has a session, which takes commands."""
+        """Called when the engine has a session, which accepts commands."""
 
     def on_draining(self, engine: "Engine") -> None:
-        """The engine's worker is about to end; it waits for `Session.let_go`."""
+        """Called when the engine's worker is about to end; it waits for `Session.let_go`."""
 
     def on_unavailable(self, engine: "Engine") -> None:
-        """`engine.loss` has changed."""
+        """Called when `engine.loss` has changed."""
 
     def on_lost(self, engine: "Engine", commands: tuple[SubmitRequest, ...]) -> None:
-        """A session has ended; the commands continue its live requests elsewhere."""
+        """Called when a session has ended; `commands` continue its live requests elsewhere."""
 
 
 class Engine:
-    """Keeps one worker attached and busy; while it is away, tries to attach it."""
+    """Keeps one worker attached and busy; while it is lost, tries to attach it."""
 
     def __init__(
         self,
@@ -77,18 +77,19 @@ class Engine:
     ) -> None:
         self.target = target
         self.session: Session | None = None
-        """Takes commands; None: the worker is not attached."""
+        """Accepts commands; None: the worker is not attached."""
         self.loss: str | None = "not attached yet"
-        """Why the worker is not attached; None: it is."""
+        """Why the worker is not attached; None: it is attached."""
         self.is_unloaded = False
-        """Whether that is because its model is unloaded, or being loaded."""
+        """Whether it is not attached because its model is unloaded, or being loaded."""
         self.was_unloaded = False
-        """Whether `is_unloaded` has been true at any time since the worker was last attached: then
-        it may return with another model."""
+        """Whether `is_unloaded` was true at any time since the worker was last attached; then it
+        may return with another model."""
         self.is_settling = False
-        """Whether the worker is being given the others' adapters, which may take long."""
+        """Whether the worker is loading the adapters of the others, which may take long."""
         self.lost_at_s: float | None = None
-        """When its session ended, by the monotonic clock; None: it has one, or had none yet."""
+        """When its last session ended, on the monotonic clock; None: it is attached, or never was.
+        """
         self._changed = asyncio.Event()
         self._attach = attach
         self._open_core = open_core
@@ -101,7 +102,7 @@ class Engine:
 
         Raises:
             StaleEpochError: A newer scheduler has the worker; this one must exit.
-            BrokenInvariantError: A bug; going on could corrupt an output.
+            BrokenInvariantError: The core has a bug; continuing could corrupt an output.
         """
         backoff_s = _FIRST_BACKOFF_S
         while True:
@@ -111,13 +112,13 @@ class Engine:
                 has_progressed = False
                 self._publish_loss(error)
                 self._changed.set()
-            # A worker that is lost before its first step may be lost again at once.
+            # Keep backing off if the worker was lost before its first result.
             backoff_s = _FIRST_BACKOFF_S if has_progressed else backoff_s
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something is true of the engine; checked at each stage of attaching."""
+        """Wait until a condition holds; it is checked at each stage of attaching."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()
@@ -136,10 +137,10 @@ class Engine:
         """Attach the worker, and work until it is lost.
 
         Returns:
-            Whether it has answered a step.
+            Whether the worker has returned a result.
 
         Raises:
-            UnavailableError: It cannot be attached.
+            UnavailableError: The worker cannot be attached.
         """
         wake = asyncio.Event()
         try:
@@ -210,7 +211,7 @@ class Engine:
         self._owner.on_lost(self, commands)
 
     def _publish_loss(self, why: UnavailableError) -> None:
-        """Log and pass on, once for each reason, why the worker is not attached."""
+        """Log and report why the worker is not attached, once for each reason."""
         if self.loss != str(why):
             self.loss = str(why)
             log.warning("worker is not available", worker=self.target, reason=self.loss)

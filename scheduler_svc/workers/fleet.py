@@ -1,4 +1,4 @@
-"""All workers as one: places requests, takes back those of lost workers, hands over at the end."""
+"""All workers together: places requests, and places them again when a worker is lost."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import structlog
 
-from contract.errors import QuireError, TooBusyError, UnavailableError
+from contract.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
 from contract.heartbeat import TICK_S
 from contract.info import ModelInfo, WorkerInfo
 from rpc.health import Health
@@ -34,18 +34,18 @@ from scheduler_svc.workers.stream import WorkerLink
 
 _STALL_MARGIN_S = 5.0
 _HAND_OVER_S = 2.0
-"""Longest wait for the steps in flight at the end; every live request stands still meanwhile."""
+"""Longest wait for the steps in flight at shutdown; live requests pause during this time."""
 _REUNION_S = 2.0
-"""How long requests from before this scheduler's start wait for every worker to be attached, since
-one of the workers has their KV."""
+"""How long requests of an earlier scheduler wait for all workers to be attached, since one of the
+workers has their KV."""
 _MAX_CRASHES = 3
-"""After so many consecutive crashes, a request is taken to be their cause."""
+"""After this many consecutive crashes, the request counts as their cause."""
 
 log = structlog.get_logger()
 
 
 class Fleet:
-    """Hides from routers how many workers there are, and which are lost."""
+    """Hides from routers how many workers there are and which of them are lost."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Fleet:
         self._streams = streams
         self._spans = spans
         self._health = health
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._step_timeout_s = step_timeout_s
         self._placer = placer
         self._unplaced = UnplacedRequests()
@@ -71,6 +71,8 @@ class Fleet:
             self.roster, is_used=self._adapter_use.is_used, on_change=streams.publish_adapters
         )
         """The LoRA adapters that the workers hold."""
+        self.superseded_epochs: set[int] = set()
+        """Epochs of the schedulers whose workers this one has taken over, perhaps its own too."""
         self._served = ServedModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
@@ -83,47 +85,58 @@ class Fleet:
     # --- requests -------------------------------------------------------------------------------
 
     async def model(self) -> ModelInfo:
-        """Wait until a worker is attached; return the model, with the least of their lengths."""
+        """Wait until a worker is attached; return the model, with the smallest length limit.
+
+        Raises:
+            UnavailableError: The scheduler ends first.
+        """
         while (model := self.model_now()) is None:
+            if self._is_draining:
+                raise _shutting_down()
             self._attached.clear()
             await self._attached.wait()
         return model
 
     def model_now(self) -> ModelInfo | None:
-        """Return the same, as of now; None: no worker is attached."""
+        """Return the model without waiting; None: no worker is attached."""
         models = [session.model() for session in self._sessions()]
         model = min(models, key=lambda model: model.max_model_len, default=None)
         return None if model is None else replace(model, adapters=self.adapters.offered)
 
     def submit(self, request: Request) -> None:
-        """Accept a request. Its worker's core may still refuse it; then its source gets a refusal.
+        """Place a request. The worker's core may still refuse it; then the source gets a refusal.
 
         Raises:
-            TooBusyError: As many sequences wait as may.
+            InvalidArgumentError: It has more sequences than may ever wait.
+            TooBusyError: The queues are full.
         """
+        if not request.outputs and request.n > self.max_waiting:
+            raise InvalidArgumentError(
+                "n", f"is {request.n}; it must be at most {self.max_waiting} (--max-waiting)"
+            )
         self._place(SubmitRequest(request))
 
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> None:
-        """End sequences early, wherever they are."""
+        """Cancel sequences at any worker, or without a worker."""
         self._post_to_all(CancelSequences(source, seq_keys))
         finished = self._unplaced.cancel(source, seq_keys)
         self._streams.deliver(finished_to_proto(finished))
 
     def drop_source(self, source: SourceId) -> None:
-        """End all sequences of a router's stream that is gone."""
+        """Cancel all sequences of a router's stream that is gone."""
         self._post_to_all(DropSource(source))
         self._unplaced.drop_source(source)
         self._spans.drop_source(source)  # for unplaced ones; the sessions drop theirs
 
     def on_router_left(self) -> None:
-        """A router's stream has ended; the router may submit its requests again."""
+        """Called when a router's stream has ended; the router may submit its requests again."""
         self._adapter_use.expect()
 
     async def defragment(self) -> Mapping[str, DefragmentationReport]:
-        """Move the held blocks together at each attached worker, and wait for it.
+        """Defragment each attached worker, and wait for the reports.
 
         Raises:
-            UnavailableError: No worker is attached, or one is lost before it is done.
+            UnavailableError: No worker is attached, or a worker is lost before the end.
         """
 
         def defragment(session: Session) -> asyncio.Future[DefragmentationReport]:
@@ -142,28 +155,28 @@ class Fleet:
 
     @property
     def num_unplaced_seqs(self) -> int:
-        """Sequences that wait for a worker to be attached."""
+        """Number of sequences that wait for a worker to be attached."""
         return self._unplaced.num_seqs
 
     @property
     def queue_room(self) -> int:
-        """How many sequences may be submitted to the worker with the most room, or wait for one."""
+        """Room for waiting sequences, at the worker with the most room or without a worker."""
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
-            return max(0, self._max_waiting - self._unplaced.num_seqs)
+            return max(0, self.max_waiting - self._unplaced.num_seqs)
         loads = [session.placement_load() for session in sessions]
         return max(0, *(load.max_waiting - load.num_waiting for load in loads))
 
     @property
     def num_live_seqs(self) -> int:
-        """Running and waiting sequences, placed or not."""
+        """Number of running and waiting sequences, including those without a worker."""
         loads = [session.load() for session in self._sessions()]
         return self._unplaced.num_seqs + sum(load.num_running + load.num_waiting for load in loads)
 
     def describe_stall(self) -> str | None:
-        """Describe a step that takes longer than any may; None: there is none."""
+        """Describe a step in flight that exceeds the timeout; None: there is none."""
         for worker, age_s in self.roster.oldest_step_ages_s().items():
-            # Its link gives a worker up sooner; if it has not, its engine does not run any more.
+            # The link drops a worker before this age, unless its engine has stopped running.
             if age_s > self._step_timeout_s + _STALL_MARGIN_S:
                 return f"worker {worker}: a step has been in flight for {age_s:.0f} s"
         return None
@@ -178,8 +191,8 @@ class Fleet:
     ) -> None:
         """Run an engine for each worker until cancelled.
 
-        A worker is gone when it is neither discovered nor attached any more: one that only DNS has
-        lost keeps working, and one that has only died is waited for.
+        A worker is gone when it is neither discovered nor attached any more. A worker that DNS no
+        longer lists keeps working while it is attached; a listed worker that died is awaited.
 
         Args:
             discovery: Finds the workers.
@@ -217,7 +230,7 @@ class Fleet:
             raise
 
     async def watch(self) -> None:
-        """Publish when workers begin to hang and when they recover, until cancelled."""
+        """Log workers that begin to hang, and update the health, until cancelled."""
         hanging: set[str] = set()
         while True:
             await asyncio.sleep(TICK_S)
@@ -231,23 +244,24 @@ class Fleet:
                 self._update_health()
 
     async def drain(self) -> None:
-        """Wait for the steps in flight, plan no more, and end the routers' streams.
+        """Plan no more steps, wait for those in flight, and end the routers' streams.
 
-        The routers submit their live requests to the next scheduler. Finishing them here would
-        make the workers, and that scheduler, wait for the longest request.
+        The routers submit their live requests to the next scheduler. If this scheduler finished
+        them, the workers and the next scheduler would wait for the longest one.
         """
         self._is_draining = True
-        sessions = [] if self._has_failed else self._sessions()  # a failed one answers no step
+        self._attached.set()  # end the calls that wait for a worker
+        sessions = [] if self._has_failed else self._sessions()  # a failed one handles no results
         try:
             async with asyncio.timeout(_HAND_OVER_S):
                 await asyncio.gather(*(session.hand_over() for session in sessions))
         except TimeoutError:
-            log.warning("steps in flight are not waited for any longer", waited_s=_HAND_OVER_S)
+            log.warning("shutting down with steps in flight", waited_s=_HAND_OVER_S)
         finally:
-            self._streams.end_all(UnavailableError("the scheduler is shutting down"))
+            self._streams.end_all(_shutting_down())
 
     def place_unplaced(self) -> None:
-        """Place the requests that waited for a worker, now that one takes requests."""
+        """Place the requests that waited for a worker."""
         for command in self._unplaced.take_all():
             try:
                 check_adapter(command.request, self.adapters.held)
@@ -262,15 +276,16 @@ class Fleet:
     # --- for the engines (EngineOwner) ----------------------------------------------------------
 
     def accept(self, engine: Engine, info: WorkerInfo) -> None:
-        """See `EngineOwner`. Switches to another model if no worker has the former one."""
+        """See `EngineOwner`. Switches the served model if no worker has the former one."""
         if self._served.accept(engine, info):
             self._switch_model(f"the service now has another model, {info.model.id!r}")
 
     async def settle(self, engine: Engine, link: WorkerLink) -> None:
         await self.adapters.settle(engine.target, link, link.info.model.adapters)
-        self.accept(engine, link.info)  # again: another may have joined with another model
+        self.accept(engine, link.info)  # another worker may have joined with another model
 
     def on_attached(self, engine: Engine) -> None:
+        self.superseded_epochs.add(engine.attached_session().link.former_epoch)
         if len(self._sessions()) == 1:  # routers that waited for a worker submit now
             self._adapter_use.expect()
         self._attached.set()
@@ -285,10 +300,10 @@ class Fleet:
         self._update_health()
 
     def on_lost(self, engine: Engine, commands: tuple[SubmitRequest, ...]) -> None:
-        """See `EngineOwner`. Places the requests again, or keeps them until a worker is attached.
+        """See `EngineOwner`. Places the requests at other workers, or keeps them until one comes.
 
-        A request with too many crashes ends with an error: it may be what crashes the workers, and
-        would harm the requests beside it again and again.
+        A request with too many crashes ends with an error, because it may be their cause and would
+        harm the requests beside it again.
         """
         for command in commands:
             if command.num_crashes < _MAX_CRASHES:
@@ -304,10 +319,10 @@ class Fleet:
         self.place_unplaced()
 
     def _place(self, command: SubmitRequest) -> None:
-        """Post a request to the best worker, or keep it if there is none.
+        """Post a request to the best worker, or keep it if no worker is attached.
 
         Raises:
-            TooBusyError: There is no room; never raised for a request that was accepted before.
+            TooBusyError: The queues are full; never raised for a request that was accepted before.
         """
         if self._is_draining:
             return  # its router submits it to the next scheduler
@@ -315,12 +330,12 @@ class Fleet:
         n = num_live_seqs(command.request)
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
-            if can_refuse and self._unplaced.num_seqs + n > self._max_waiting:
+            if can_refuse and self._unplaced.num_seqs + n > self.max_waiting:
                 raise self._too_busy(self._unplaced.num_seqs, n)
             self._unplaced.add(command)
             return
         num_held_tokens = [session.num_held_tokens(command.request) for session in sessions]
-        if most := max(num_held_tokens):  # several may have some, if it was moved
+        if most := max(num_held_tokens):  # several workers may hold tokens of a moved request
             sessions[num_held_tokens.index(most)].post(command)
             return
         if self._awaited and command.request.outputs:
@@ -344,11 +359,13 @@ class Fleet:
     def _fail(self, command: SubmitRequest, engine: Engine) -> None:
         request = command.request
         error = (
-            f"its worker was lost {command.num_crashes} times in a row while it ran, "
-            f"and it gained no token in between: {engine.loss}"
+            f"its worker was lost {command.num_crashes} times in a row while the request ran, "
+            f"and the request gained no token in between: {engine.loss}"
         )
         log.error(
-            "a request is given up", request_id=request.request_id, num_losses=command.num_crashes
+            "a request may crash workers and was ended",
+            request_id=request.request_id,
+            num_losses=command.num_crashes,
         )
         self._end_with_error(request, error)
 
@@ -361,7 +378,7 @@ class Fleet:
     def _too_busy(self, num_waiting: int, n: int) -> TooBusyError:
         return TooBusyError(
             f"the queue is full: {num_waiting} sequences wait, and this request has {n} more; "
-            f"the limit is {self._max_waiting} (--max-waiting)"
+            f"the limit is {self.max_waiting} (--max-waiting)"
         )
 
     def _post_to_all(self, command: Command) -> None:
@@ -383,3 +400,7 @@ class Fleet:
             self._health.set_not_ready(f"every worker hangs or is lost: {missing}")
         else:
             self._health.set_not_ready(f"no worker is attached: {missing or 'none is found'}")
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the scheduler is shutting down")

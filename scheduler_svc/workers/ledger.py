@@ -1,9 +1,8 @@
-"""Checks a worker's results against the plans that it was sent.
+"""Checks a worker's results against the plans sent to it.
 
-The core trusts results: a row that should not be there, or is there twice, would corrupt its books,
-and with them the requests at every worker. Only the worker knows which tokens a row samples and, if
-it drafts, how many tokens a decoding row gains. The plans determine which rows sample and which
-blocks move.
+The core trusts results: an unexpected or repeated row would corrupt its state. The plans determine
+which rows sample and which blocks move, so these are checked here. Only the worker knows which
+tokens a row samples and, with drafts, how many tokens a decoding row gains.
 """
 
 import numpy as np
@@ -19,7 +18,7 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class WorkerLedger:
-    """Records the plans sent on one link, and checks their outcomes. Work per array, not row."""
+    """Records the plans sent on one link and checks their results, with array operations."""
 
     def __init__(self, info: WorkerInfo) -> None:
         self._vocab_size = info.limits.vocab_size
@@ -30,7 +29,7 @@ class WorkerLedger:
         self._num_left = np.zeros(info.limits.max_num_seqs, np.int32)
         """Known tokens that a row must compute before it samples."""
         self._num_samples = np.zeros(info.limits.max_num_seqs, np.int32)
-        """Tokens that a row samples; with drafts, those that are left."""
+        """Tokens that a row samples in all; with drafts, the tokens left to sample."""
         self._swap_ins: dict[StepId, set[int]] = {}
         """Device blocks by the step that swaps them in."""
         self._stores: set[int] = set()
@@ -39,7 +38,7 @@ class WorkerLedger:
         """Host blocks being loaded from the disk."""
 
     def on_sent(self, plan: Plan) -> None:
-        """A plan was sent; plans come in the order of their steps."""
+        """Record a plan; plans come in the order of their steps."""
         step, released = plan.step_id, plan.released_rows
         if released.size:
             self._last[released] = np.minimum(self._last[released], step - 1)
@@ -62,7 +61,7 @@ class WorkerLedger:
         """Check the result of the oldest unanswered plan.
 
         Raises:
-            InvalidArgumentError: It does not fit that plan. The worker must not be used any more.
+            InvalidArgumentError: The result contradicts the plan. Stop using the worker.
         """
         check_values("sampled_token_ids", result.sampled_token_ids, 0, self._vocab_size - 1)
         ended = (result.failed_rows, result.stuck_rows)
@@ -80,11 +79,11 @@ class WorkerLedger:
                 self._last[rows] = result.step_id
         self._check_logprobs(message, result.sampled_rows.size)
         swapped_in = self._swap_ins.pop(result.step_id, set())
-        _take(swapped_in, result.failed_swap_in_block_ids, "failed_swap_in_block_ids")
-        _take(self._stores, result.stored_disk_block_ids, "stored_disk_block_ids")
-        _take(self._stores, result.failed_disk_block_ids, "failed_disk_block_ids")
-        _take(self._loads, result.loaded_host_block_ids, "loaded_host_block_ids")
-        _take(self._loads, result.failed_host_block_ids, "failed_host_block_ids")
+        _remove(swapped_in, result.failed_swap_in_block_ids, "failed_swap_in_block_ids")
+        _remove(self._stores, result.stored_disk_block_ids, "stored_disk_block_ids")
+        _remove(self._stores, result.failed_disk_block_ids, "failed_disk_block_ids")
+        _remove(self._loads, result.loaded_host_block_ids, "loaded_host_block_ids")
+        _remove(self._loads, result.failed_host_block_ids, "failed_host_block_ids")
 
     def _check_logprobs(self, message: worker_pb2.StepResult, num_sampled: int) -> None:
         for item in message.logprobs:
@@ -115,7 +114,7 @@ class WorkerLedger:
             bound = f"{least}" if most[row] == least else f"in [{least}, {most[row]}]"
             raise InvalidArgumentError(
                 "sampled_rows",
-                f"and those that could not sample have row {row} {counts[row]} times; it must be"
+                f"with failed_rows and stuck_rows has row {row} {counts[row]} times; it must be"
                 f" {bound}, by the steps sent",
             )
         if self._num_draft_tokens:
@@ -128,9 +127,9 @@ def _is_part(rows: Int32Array, of_rows: Int32Array) -> bool:
     return bool(found.all()) and np.unique(rows).size == rows.size
 
 
-def _take(expected: set[int], block_ids: Int32Array, field: str) -> None:
-    """Remove blocks from a set that must have them."""
+def _remove(expected: set[int], block_ids: Int32Array, field: str) -> None:
+    """Remove blocks from `expected`; raises InvalidArgumentError if one is missing."""
     for block in block_ids.tolist():
         if block not in expected:
-            raise InvalidArgumentError(field, f"has block {block}; no such move is under way")
+            raise InvalidArgumentError(field, f"has block {block}; no such move is in progress")
         expected.remove(block)

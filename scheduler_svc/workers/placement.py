@@ -1,18 +1,18 @@
-"""Chooses the worker for a request, and keeps requests for which there is none.
+"""Chooses the worker for a request, and keeps requests while no worker is attached.
 
-By prefix, the default, a request goes where it costs least, in tokens to be computed::
+By default ("prefix") a request goes to the worker with the lowest cost, in tokens to compute::
 
-    cost(worker) =   tokens of its prompt that the worker's prefix cache lacks
-                   + tokens of prompts that the worker has to compute before it
-                   + SEQUENCE_TOKENS * sequences that the worker has
+    cost(worker) =   tokens of the request's prompt that the worker's prefix cache lacks
+                   + prompt tokens that the worker must compute before this request
+                   + SEQUENCE_TOKENS * sequences at the worker
 
-The first two terms stand between the request and its first token. They are the time that
-Mooncake's Conductor estimates (queue + prefill; Qin et al., FAST 2025), in tokens because the
-workers are alike. The third is what decoding sequences cost each other. Without it all requests
-that share a prefix would crowd one worker as long as its queue is short (the load term of Preble,
-Srivatsa et al., ICLR 2025). With nothing cached and nothing queued, the least loaded worker wins.
+The first two terms delay the request's first token. They are the time that Mooncake's Conductor
+estimates (queue + prefill; Qin et al., FAST 2025), in tokens because the workers are alike. The
+third term is the cost of decoding sequences to each other. Without it all requests that share a
+prefix would crowd one worker as long as its queue is short (the load term of Preble, Srivatsa et
+al., ICLR 2025). With nothing cached and nothing queued, the least loaded worker wins.
 
-With every method, a worker whose memory is short comes last.
+With every method, workers with short memory come last.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,15 +29,15 @@ from scheduler_svc.domain import SubmitRequest, live_outputs, num_live_seqs
 
 SEQUENCE_TOKENS: Final = 64
 """Prompt tokens that weigh as much as one sequence: a cached prefix of 2,048 tokens outweighs 32
-sequences. `bench/placement.py --sweep` shows that 16 to 256 do about as well."""
+sequences. `bench/placement.py --sweep` shows that values from 16 to 256 do about as well."""
 _NOTHING_YET = OutputSoFar(token_ids=np.empty(0, dtype=np.int32), finished=False)
 
 
-class Placement(StrEnum):
-    """How a worker is chosen."""
+class PlacementMethod(StrEnum):
+    """The method of choosing a worker."""
 
     PREFIX = "prefix"
-    """Where it costs least; see above."""
+    """The worker with the lowest cost, as above."""
     LEAST_LOADED = "least-loaded"
     """The worker with the fewest sequences."""
     ROUND_ROBIN = "round-robin"
@@ -50,14 +50,14 @@ class WorkerLoad:
 
     num_running: int
     num_waiting: int
-    """Waiting sequences, including those posted and not yet applied."""
+    """Waiting sequences, including those in commands that are not applied yet."""
     max_waiting: int
     max_request_len: int
     """Most tokens of one sequence."""
     num_queued_tokens: int = 0
-    """Known tokens to compute, likewise."""
+    """Known tokens to compute, including those in commands that are not applied yet."""
     is_memory_short: bool = False
-    """Whether it runs fewer sequences than it could, for lack of memory."""
+    """Whether short memory limits how many sequences it runs."""
 
     @property
     def num_seqs(self) -> int:
@@ -76,15 +76,15 @@ class Worker(Protocol):
         """Token slots of a block."""
 
     def placement_load(self) -> WorkerLoad:
-        """Return how busy it is."""
+        """Return how busy the worker is."""
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many leading blocks of a prompt its prefix cache has; `hashes` names them."""
+        """Return how many leading blocks of `hashes` its prefix cache has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The worker for a request."""
+    """A worker for a request."""
 
     index: int
     num_tokens: int
@@ -92,10 +92,12 @@ class Choice:
 
 
 class Placer:
-    """Chooses workers. Its only state is the turn of round-robin."""
+    """Chooses workers. Its only state is the position of round-robin."""
 
     def __init__(
-        self, placement: Placement = Placement.PREFIX, sequence_tokens: int = SEQUENCE_TOKENS
+        self,
+        placement: PlacementMethod = PlacementMethod.PREFIX,
+        sequence_tokens: int = SEQUENCE_TOKENS,
     ) -> None:
         self._placement = placement
         self._sequence_tokens = sequence_tokens
@@ -107,13 +109,13 @@ class Placer:
         """Choose the worker for a request.
 
         Args:
-            request: One that is too long for every worker goes to one of those that take the
-                longest, which will refuse it and name the limit.
-            workers: At least one.
-            can_refuse: Whether a worker without room in its queue is out of the question.
+            request: The request. If it is too long for every worker, it goes to one with the
+                largest limit, which will refuse it and name the limit.
+            workers: At least one worker.
+            can_refuse: Whether workers without room in their queues are excluded.
 
         Returns:
-            The first among equals; None: no worker has room.
+            The best worker, the first among equals; None: no worker has room.
         """
         loads = [worker.placement_load() for worker in workers]
         candidates = _candidates(request, loads, can_refuse=can_refuse)
@@ -123,13 +125,13 @@ class Placer:
         if len(candidates) == 1:
             return Choice(candidates[0], num_tokens)
         match self._placement:
-            case Placement.PREFIX:
+            case PlacementMethod.PREFIX:
                 num_left = _num_tokens_left(request, num_tokens, workers)
                 index = min(candidates, key=lambda i: self._cost(num_left[i], loads[i]))
                 return Choice(index, num_left[index])
-            case Placement.LEAST_LOADED:
+            case PlacementMethod.LEAST_LOADED:
                 return Choice(min(candidates, key=lambda i: loads[i].num_seqs), num_tokens)
-            case Placement.ROUND_ROBIN:
+            case PlacementMethod.ROUND_ROBIN:
                 self._num_placed += 1
                 return Choice(candidates[self._num_placed % len(candidates)], num_tokens)
 
@@ -145,23 +147,23 @@ class UnplacedRequests:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences of these requests that have not ended."""
+        """Number of live sequences of these requests."""
         return sum(num_live_seqs(command.request) for command in self._commands)
 
     def has_with(self, salt: str) -> bool:
-        """Return whether one of them has a cache salt that begins with `salt`."""
+        """Return whether a request has a cache salt that begins with `salt`."""
         return any(command.request.cache_salt.startswith(salt) for command in self._commands)
 
     def add(self, command: SubmitRequest) -> None:
         self._commands.append(command)
 
     def take_all(self) -> list[SubmitRequest]:
-        """Remove and return all."""
+        """Remove and return all commands."""
         commands, self._commands = self._commands, []
         return commands
 
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> tuple[Finished, ...]:
-        """End the sequences `seq_keys` if they wait here; others are ignored."""
+        """Cancel the sequences that wait here; other keys are ignored."""
         keys = frozenset(seq_keys)
         finished: list[Finished] = []
         for command in self.take_all():
@@ -194,16 +196,16 @@ def _num_tokens_left(request: Request, num_tokens: int, workers: Sequence[Worker
 
 
 def num_known_tokens(request: Request) -> int:
-    """Return how many tokens there are to compute before the request's next one, at most."""
+    """Return the most tokens to compute before the request's next token."""
     num_prompt_tokens = len(request.prompt_token_ids)
     outputs = [output for output in request.outputs if not output.finished]
     if not outputs:
-        return num_prompt_tokens  # the siblings fork
+        return num_prompt_tokens  # siblings fork from the first sequence
     return sum(num_prompt_tokens + len(output.token_ids) for output in outputs)
 
 
 def _hash(request: Request, block_size: int) -> list[BlockHash]:
-    """Hash the part of the prompt that admission looks up: all but its last token, or nothing."""
+    """Hash the part of the prompt that admission looks up, which excludes its last token."""
     hashes: list[BlockHash] = []
     if not request.reads_prefix_cache:
         return hashes
@@ -223,7 +225,7 @@ def _candidates(request: Request, loads: Sequence[WorkerLoad], *, can_refuse: bo
     ]
     short = {i for i in found if loads[i].is_memory_short}
     if all(loads[i].num_waiting for i in found if i not in short):
-        short = {i for i in short if loads[i].num_waiting}  # else the others would idle
+        short = {i for i in short if loads[i].num_waiting}  # an idle one helps, even if short
     return [i for i in found if i not in short] or found
 
 

@@ -1,4 +1,4 @@
-"""Fans out one worker's request events to routers, spans, metrics and crash counter, in order."""
+"""Distributes request events to routers, spans, metrics and the crash counter, in order."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,7 +19,7 @@ from scheduler_svc.workers.crash_counter import CrashCounter
 
 
 class RequestEvents:
-    """One session's."""
+    """The request events of one session."""
 
     def __init__(
         self,
@@ -34,21 +34,21 @@ class RequestEvents:
         self._crashes = crashes
 
     def on_submitted(self, request: Request, num_crashes: int) -> None:
-        """The core has taken a request."""
+        """Called when the core has accepted a request."""
         self._spans.on_submitted(request)
         self._crashes.set(request, num_crashes)
 
     def on_refused(self, request: Request, error: QuireError) -> None:
-        """The core has refused a request."""
+        """Called when the core has refused a request."""
         self._streams.refuse(request, error)
 
     def on_ended(self, finished: tuple[Finished, ...]) -> None:
-        """Sequences have ended without a step, such as by cancellation."""
+        """Called when sequences have ended without a step, such as by cancellation."""
         self._streams.deliver(finished_to_proto(finished))
         self._record_ends(finished)
 
     def on_adopted(self, events: StepEvents) -> None:
-        """A request has tokens that the worker sampled for an earlier scheduler."""
+        """Called when a request has tokens that the worker sampled for an earlier scheduler."""
         self._streams.deliver(events_to_proto(0, events, held_logprobs_to_proto(events)))
         for admitted in events.admitted:
             self._spans.on_admitted(admitted)
@@ -70,7 +70,7 @@ class RequestEvents:
         self._streams.deliver(events_to_proto(step_id, events, logprobs))
 
     def record(self, events: StepEvents, took_s: float) -> None:
-        """Record a step's events, once published; applying the step took `took_s`."""
+        """Record a step's events after they are published; applying the step took `took_s`."""
         for admitted in events.admitted:
             self._metrics.queue_time.observe(admitted.queue_s)
             self._spans.on_admitted(admitted)

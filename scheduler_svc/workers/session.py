@@ -1,7 +1,7 @@
-"""One attachment of a worker: the only caller of its core, which plans a step ahead of the worker.
+"""One attachment of a worker: plans its steps with a core, which only this module calls.
 
-Others `post` commands, which are applied between two steps. The session sleeps until there is a
-command, a result or a loss, or until a step is due; an idle session costs nothing.
+Other modules `post` commands, which are applied between two steps. The session sleeps until there
+is a command, a result or a loss, or until a step is due; an idle session costs nothing.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ _TICK_S = 0.001
 _T = TypeVar("_T")
 
 Condition: TypeAlias = Callable[[Scheduler], bool]
-"""Something that may become true of a core; it changes nothing."""
+"""A condition on a core; it changes nothing."""
 
 
 class Session:
@@ -69,12 +69,12 @@ class Session:
         metrics: EngineMetrics,
         pace: Pace,
     ) -> None:
-        """`wake` is the one that `link` sets."""
+        """`wake` is the event that `link` sets."""
         self.link = link
         self.step_log = StepLog()
         self.crashes = CrashCounter()
         self.has_progressed = False
-        """Whether the worker has answered a step."""
+        """Whether the worker has returned a result."""
         self._core = core
         self._wake = wake
         self._metrics = metrics
@@ -93,10 +93,10 @@ class Session:
             core, self._pacing.meter, self._events, self._space_watch, metrics
         )
         self._placement_load: WorkerLoad | None = None
-        """As last computed; None: it may have changed."""
+        """The last computed load; None: it may have changed."""
         self._is_leaving = self._is_handing_over = self._has_ended = False
         self._settled = asyncio.Event()
-        """Set when a hand-over has no step in flight any more."""
+        """Set when a hand-over has no more steps in flight."""
         self._bug: BrokenInvariantError | None = None
         """A bug that `call` found outside the engine's task; `work` raises it."""
         self._waits: list[tuple[Condition, asyncio.Future[None]]] = []
@@ -104,7 +104,7 @@ class Session:
         """Wakes the session when the next step is due."""
         if core.takeover.unclaimed:  # unclaimed blocks are freed even if nothing else happens
             for after_s in (REUNION_S, core.config.claim_s):
-                # Slightly later, because a loop's timer counts from when its turn began.
+                # Slightly later, because a timer counts from the beginning of the loop's turn.
                 asyncio.get_running_loop().call_later(after_s + 0.1, wake.set)
 
     # --- commands and calls ---------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Session:
     def post(self, command: Command, num_tokens: int = 0) -> None:
         """Apply a command before the next step; commands apply in the order posted.
 
-        `num_tokens` is how many tokens it has to compute, as far as is known.
+        `num_tokens` is an estimate of the tokens to compute for it.
         """
         if isinstance(command, SubmitRequest):
             self._placement_load = None
@@ -145,10 +145,10 @@ class Session:
             raise UnavailableError(f"worker {self.info.worker_id} is lost: {self.link.lost}")
 
     async def wait_until(self, condition: Condition) -> None:
-        """Wait until something is true of the core; checked between two steps.
+        """Wait until a condition holds; it is checked between two steps.
 
         Raises:
-            UnavailableError: The worker is lost before that.
+            UnavailableError: The worker is lost before the condition holds.
         """
         self.check_alive()
         if not condition(self._core):
@@ -173,15 +173,15 @@ class Session:
 
     @property
     def info(self) -> WorkerInfo:
-        """How the worker describes itself."""
+        """The worker's description of itself."""
         return self.link.info
 
     def load(self) -> SchedulerLoad:
-        """Snapshot the core."""
+        """Return a snapshot of the core's load."""
         return self._core.load()
 
     def space(self) -> SpaceReport:
-        """Inspect the core's blocks; takes time in proportion to them."""
+        """Measure the use of the core's blocks; takes time in proportion to them."""
         return read_space(self._core)
 
     def queued_by_tenant(self) -> Counter[str]:
@@ -208,11 +208,11 @@ class Session:
         return self._core.config.block_size
 
     def num_held_tokens(self, request: Request) -> int:
-        """Return for how many tokens of a request the worker kept KV from an earlier scheduler."""
+        """Return how many tokens of a request have KV from an earlier scheduler at the worker."""
         return self._core.takeover.num_held_tokens(request)
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many blocks of a prompt the prefix cache has."""
+        """Return how many leading blocks of `hashes` the prefix cache has."""
         return self._core.lookup.num_cached_blocks(hashes)
 
     def model(self) -> ModelInfo:
@@ -224,26 +224,28 @@ class Session:
         return self.link.oldest_step_age_s()
 
     def trouble(self) -> str | None:
-        """Describe how the worker hangs, if it seems to; it may recover."""
+        """Describe why the worker seems to hang; None: it does not. It may recover."""
         heartbeat = self.link.heartbeat
         if heartbeat.is_hanging:
-            return f"it has said nothing for {heartbeat.silent_s:g} s"
+            return f"it has been silent for {heartbeat.silent_s:g} s"
         runs_s, limit_s = self.link.oldest_step_runs_s(), self._pacing.pacer.is_late_after_s
         if limit_s is not None and runs_s > limit_s:
-            return f"a step takes {runs_s:.1f} s so far; {limit_s:.1f} s would be very long for it"
+            return (
+                f"a step has been running for {runs_s:.1f} s; the limit for it is {limit_s:.1f} s"
+            )
         return None
 
     # --- leaving --------------------------------------------------------------------------------
 
     async def hand_over(self) -> None:
-        """Send no more steps; return when those in flight are answered, or the worker is lost."""
+        """Send no more steps; return after the results of those in flight, or a loss."""
         self._is_handing_over = True
         self._wake.set()
         await self._settled.wait()
 
     @property
     def is_draining(self) -> bool:
-        """Whether the worker or its model is about to go: it gets no new requests."""
+        """Whether the worker or its model is about to leave, so that it gets no new requests."""
         return self._is_leaving or self.is_ending
 
     @property
@@ -252,11 +254,11 @@ class Session:
         return self.link.draining.done()
 
     def leave(self) -> None:
-        """Take no new requests: the model is about to go."""
+        """Accept no new requests, because the model is about to be unloaded."""
         self._is_leaving = True
 
     def stay(self) -> None:
-        """Undo `leave` and `hand_over`: the model stays."""
+        """Undo `leave` and `hand_over`, because the model stays."""
         self._is_leaving = self._is_handing_over = False
         self._settled.clear()
         self._wake.set()
@@ -266,7 +268,7 @@ class Session:
         await asyncio.shield(self.link.draining)
 
     async def let_go(self) -> None:
-        """Release the worker once the steps in flight are answered."""
+        """Release the worker after the results of the steps in flight."""
         await self.hand_over()
         self.link.let_go()
 
@@ -280,8 +282,8 @@ class Session:
         pacer says that the next one is due; then it sleeps until `wake` is set.
 
         Raises:
-            UnavailableError: It is lost; call `end`.
-            BrokenInvariantError: A bug; going on could corrupt an output.
+            UnavailableError: The worker is lost; call `end`.
+            BrokenInvariantError: The core has a bug; continuing could corrupt an output.
         """
         while True:
             self._commands.apply()
@@ -311,7 +313,7 @@ class Session:
         self._has_ended = True
         for _, holds in self._waits:
             if not holds.done():
-                holds.set_exception(UnavailableError(f"it is lost: {lost}"))
+                holds.set_exception(UnavailableError(f"the worker is lost: {lost}"))
         return tuple(self._resubmit(request) for request in self._core.drain())
 
     # --- parts of work --------------------------------------------------------------------------
@@ -348,13 +350,13 @@ class Session:
     def _apply_result(self, timed: TimedResult) -> None:
         result, message = timed.result, timed.message
         started = time.perf_counter()
-        if message.prompt_logprobs:  # before the update: sequences that it ends lose their rows
+        if message.prompt_logprobs:  # before the update, in which ended sequences lose their rows
             scores = message.prompt_logprobs
             self._events.publish_prompt_logprobs(timed.step_id, scores, self._core.owner)
         with timeline.span("update"):
             beam_rows = self._core.beam_rows
             events = self._core.update(with_candidates(result, message.logprobs, beam_rows))
-        with timeline.span("tell the routers"):
+        with timeline.span("publish to the routers"):
             self._events.publish(timed.step_id, events, message.logprobs)
         update_s = time.perf_counter() - started
         self.has_progressed = True
@@ -383,7 +385,7 @@ class Session:
 
     def _resubmit(self, request: Request) -> SubmitRequest:
         """Make the command that continues a request elsewhere, and count the crash."""
-        if self.is_draining:  # its end is no crash
+        if self.is_draining:  # the end of a draining worker does not count as a crash
             num_crashes = self.crashes.take(request)
         else:
             progress = read_progress(self._core, request)

@@ -1,4 +1,4 @@
-"""The link to one attached worker: sends steps, receives results, notices when it is lost."""
+"""The link to one attached worker: sends steps, receives results, and notices its loss."""
 
 import asyncio
 import contextlib
@@ -24,12 +24,12 @@ from rpc.status import calling
 from scheduler_svc.workers.ledger import WorkerLedger
 
 ADAPTER_TIMEOUT_S = 300.0
-"""For loading an adapter from a slow disk."""
+"""Timeout of loading an adapter, which may come from a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerClientConfig:
-    """What all attachments of one worker have in common."""
+    """Parameters that all attachments of one worker share."""
 
     target: str
     """A gRPC target such as "127.0.0.1:50053" or "unix:/run/worker.sock"."""
@@ -39,14 +39,16 @@ class WorkerClientConfig:
     """How long a step may be in flight before the worker counts as lost."""
     max_message_mb: int
     tls: ClientTls | None = None
+    lost_after_s: float | None = None
+    """How long the worker may be silent before it counts as lost; None: the default for peers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedResult:
-    """A step's result."""
+    """A step's result, with the time that it took."""
 
     step_id: int
-    """As on the wire."""
+    """The step's id on the wire."""
     result: Result
     message: worker_pb2.StepResult
     """The result as received; its log-probabilities pass through to the routers."""
@@ -75,17 +77,20 @@ class WorkerLink:
         holdings: Holdings,
         wake: asyncio.Event,
         step_id_base: int,
+        former_epoch: int = 0,
     ) -> None:
         """Open the Execute stream on `channel`, which the link then owns; see `attach`."""
         self.info = info
         self.holdings = holdings
         """What the worker held when it was attached."""
+        self.former_epoch = former_epoch
+        """Epoch of the worker's former scheduler, perhaps of this one; 0: none."""
         self.lost: UnavailableError | None = None
         """Why the worker is lost; None: it is not."""
-        self.heartbeat = Heartbeat()
+        self.heartbeat = Heartbeat(config.lost_after_s)
         """How long the worker has been silent."""
         self.memory_level = MemoryLevel.OK
-        """How short its memory is, as of its last heartbeat."""
+        """The worker's memory level, as of its last heartbeat."""
         self.draining = asyncio.create_task(self._await_drain(), name=f"drain of {config.target}")
         """Done when the worker is about to end; its sequences should move elsewhere."""
         self._config = config
@@ -119,7 +124,7 @@ class WorkerLink:
             The step's id on the wire.
         """
         if not self._in_flight:
-            self._since_result.on_message()  # there was nothing to answer before
+            self._since_result.on_message()  # an idle worker owes no results
         batch = plan_to_proto(plan, self._config.epoch, self._step_id_base)
         self._in_flight.append(_SentStep(batch.step_id, self._loop.time()))
         self._ledger.on_sent(plan)
@@ -139,9 +144,9 @@ class WorkerLink:
         return self._loop.time() - self._in_flight[0].sent_at if self._in_flight else 0.0
 
     def oldest_step_runs_s(self) -> float:
-        """Return how long the oldest step may have been computing; it waits for those before it.
+        """Return how long the oldest step may have been computing.
 
-        Leaves out the time for which this process was stopped, as `Heartbeat` does.
+        Counts from the previous result, and excludes time in which this process was stopped.
         """
         return self._since_result.silent_s if self._in_flight else 0.0
 
@@ -152,18 +157,18 @@ class WorkerLink:
         sources: Sequence[int],
         targets: Sequence[int],
     ) -> None:
-        """Have the worker fill host blocks with the contents of another worker's; wait for it.
+        """Make the worker copy host blocks of another worker to its own; wait for the end.
 
         Args:
             source_target: The other worker's address, as this scheduler knows it.
-            source_instance_id: The instance that must answer there: at the worker, the same
-                address may lead elsewhere.
-            sources: Host blocks there.
+            source_instance_id: The expected instance: at this worker the same address may lead to
+                another worker.
+            sources: Host blocks of the other worker.
             targets: As many host blocks of this worker.
 
         Raises:
-            QuireError: It failed. Then nothing writes the blocks any more, or the worker is lost;
-                hence no deadline except the worker's own.
+            QuireError: The copy failed. Then nothing writes the blocks any more, or the worker is
+                lost. There is no deadline except the worker's own, so that this holds.
         """
         request = worker_pb2.PullKvRequest(
             epoch=self._config.epoch,
@@ -179,17 +184,17 @@ class WorkerLink:
         """Resize the worker's device pool; see `WorkerService.ResizePool`.
 
         Raises:
-            QuireError: The pool has its former size, or the worker is lost.
+            QuireError: The resize failed: the pool keeps its size, or the worker is lost.
         """
         request = worker_pb2.ResizePoolRequest(epoch=self._config.epoch, num_blocks=num_blocks)
         with calling():
             await self._stub.ResizePool(request)
 
     async def load_adapter(self, name: str, directory: str) -> LoadedAdapter:
-        """Have the worker load a LoRA adapter; see `AdapterService.LoadAdapter`.
+        """Load a LoRA adapter at the worker; see `AdapterService.LoadAdapter`.
 
         Raises:
-            QuireError: It refused, or is lost.
+            QuireError: The worker refused, or is lost.
         """
         request = adapters_pb2.LoadAdapterRequest(
             name=name, directory=directory, epoch=self._config.epoch
@@ -199,10 +204,10 @@ class WorkerLink:
         return LoadedAdapter(adapter_from_worker(loaded.adapter, "adapter"), loaded.was_there)
 
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
-        """Have the worker unload an adapter; see `AdapterService.UnloadAdapter`.
+        """Unload an adapter at the worker; see `AdapterService.UnloadAdapter`.
 
         Raises:
-            QuireError: It refused, or is lost.
+            QuireError: The worker refused, or is lost.
         """
         request = adapters_pb2.UnloadAdapterRequest(
             name=adapter.name, digest=adapter.digest, epoch=self._config.epoch
@@ -211,7 +216,7 @@ class WorkerLink:
             await self._adapters.UnloadAdapter(request, timeout=ADAPTER_TIMEOUT_S)
 
     def let_go(self) -> None:
-        """Treat the worker as lost: it is about to end."""
+        """Treat the worker as lost, because it is about to end."""
         self._lose(UnavailableError("it is draining"))
 
     async def close(self) -> None:
@@ -235,17 +240,17 @@ class WorkerLink:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._stub.AwaitDrain(worker_pb2.AwaitDrainRequest())
             return
-        await asyncio.Event().wait()  # no drain to wait for: it cannot tell, or it is lost
+        await asyncio.Event().wait()  # wait for ever: the call failed, so no drain is known
 
     async def _poll(self) -> None:
-        """Poll the worker's state: its heartbeat for us, and the poll is ours for the worker."""
+        """Poll the worker's state; polls and answers serve as heartbeats."""
         request = worker_pb2.DescribeDeviceRequest(epoch=self._config.epoch)
         while True:
             try:
                 state = await self._stub.DescribeDevice(request)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    self.heartbeat.on_message()  # an error is an answer, too
+                    self.heartbeat.on_message()  # an error also proves that the worker is alive
             else:
                 self.heartbeat.on_message()
                 level = memory_level_from_proto(state.memory_level)
@@ -259,7 +264,7 @@ class WorkerLink:
             await asyncio.sleep(TICK_S)
             self.heartbeat.on_tick()
             self._since_result.on_tick()
-        self._lose(UnavailableError(f"it has said nothing for {self.heartbeat.silent_s:g} s"))
+        self._lose(UnavailableError(f"it has been silent for {self.heartbeat.silent_s:g} s"))
 
     async def _read(self) -> None:
         try:
@@ -269,14 +274,14 @@ class WorkerLink:
         except InvalidArgumentError as error:
             self._lose(UnavailableError(f"it sent a wrong result: {error}"))
         except grpc.aio.AioRpcError as error:
-            # Even if it says that our epoch is stale: so may a worker that has restarted since it
-            # was attached. Attaching again shows which it is.
+            # This includes "stale epoch", which a worker that has restarted may report, too. The
+            # next attempt to attach shows whether the epoch is really stale.
             self._lose(unavailable(error))
         finally:
             self._lose(UnavailableError("it ended the Execute stream"))
 
     def _receive(self, message: worker_pb2.StepResult | None) -> None:
-        if message is None:  # gRPC's way to say that the bytes are no message
+        if message is None:  # gRPC yields None for bytes that it cannot parse
             raise InvalidArgumentError("result", "cannot be parsed")
         expected = self._in_flight[0].step_id if self._in_flight else None
         if message.epoch != self._config.epoch:
@@ -325,7 +330,7 @@ class WorkerLink:
         )
 
     def _lose(self, why: UnavailableError) -> None:
-        """Keep the first reason of the loss; later ones follow from it."""
+        """Record the first reason of the loss; later reasons are consequences."""
         if self.lost is None:
             self.lost = why
             self._wake.set()

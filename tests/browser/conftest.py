@@ -1,4 +1,4 @@
-"""A service with API keys, and a browser that looks at its page; skipped where no browser is."""
+"""A service with API keys, and a browser on its page; tests are skipped without a browser."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,13 +45,13 @@ def service(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def refusals() -> tuple[int, ...]:
-    """The status of calls that may be refused at any time: here for lack of a key."""
+    """Statuses of calls that may be refused at any time; here calls without a key."""
     return (401,)
 
 
 @pytest.fixture
 def problems() -> list[str]:
-    """What the browser complains of; a test that expects something takes it out."""
+    """The browser's errors and warnings; a test removes those that it expects."""
     return []
 
 
@@ -59,7 +59,7 @@ def problems() -> list[str]:
 def locked(
     browser: Browser, service: Service, problems: list[str], refusals: tuple[int, ...]
 ) -> Iterator[Page]:
-    """The page before anybody has given it a key."""
+    """The page before it has a key."""
     context = browser.new_context(viewport={"width": 1200, "height": 1000})
     page = context.new_page()
     page.set_default_timeout(20_000)
@@ -71,7 +71,7 @@ def locked(
     page.goto(f"{service.url}/ui")
     yield page
     context.close()
-    # The browser itself says so of each call that is refused.
+    # The browser itself logs each refused call.
     known = [f"status of {status}" for status in refusals]
     assert [text for text in problems if not any(each in text for each in known)] == []
 

@@ -20,14 +20,14 @@ EVIL = "<img/src=x/onerror=document.title='run'>"
 
 @contextlib.contextmanager
 def held(service: Service, request_id: str) -> Iterator[None]:
-    """Have a sequence run for the time of the block, or for thousands of tokens."""
+    """Run a sequence during the block; it ends after thousands of tokens at the latest."""
     connection = http.client.HTTPConnection(service.router.http, timeout=10)
     body = {"prompt": "hold on to these blocks, please", "max_tokens": 4000, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {OPERATOR}", "X-Request-Id": request_id}
     connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
     response = connection.getresponse()
     assert response.status == 200
-    assert response.readline().startswith(b"data: ")  # it runs
+    assert response.readline().startswith(b"data: ")  # the sequence runs
     try:
         yield
     finally:
@@ -57,7 +57,7 @@ def test_what_is_served_is_not_asked_for_with_every_frame(page: Page):
     assert asked.count("models") < 4
 
 
-def test_the_map_says_who_holds_a_block(page: Page, service: Service):
+def test_the_map_shows_the_holder_of_a_block(page: Page, service: Service):
     with held(service, "job-1"):
         row = page.locator("#sequences tr", has_text="job-1")
         expect(row).to_contain_text("decode")
@@ -79,7 +79,7 @@ def test_the_map_says_who_holds_a_block(page: Page, service: Service):
     expect(row).to_have_count(0)
 
 
-def test_what_clients_choose_is_text(page: Page, service: Service):
+def test_text_from_clients_is_escaped(page: Page, service: Service):
     with held(service, EVIL):
         cell = page.locator("#sequences td", has_text="onerror")
         expect(cell).to_have_text(EVIL)
@@ -192,7 +192,7 @@ def pixels(page: Page, canvas: str) -> str:
 
 
 def service_is_idle(page: Page, service: Service) -> None:
-    """Waits until the cancellation has reached the worker, and the page says so."""
+    """Waits until the cancellation has reached the worker, and the page shows it."""
     page.click("#tab-service")
     expect(page.locator("#running")).to_have_text("0")
     expect(page.locator("#num-sequences")).to_have_text("0")

@@ -1,4 +1,4 @@
-"""The web page over workers that come and go."""
+"""The web page while workers start and stop."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def service(
     models: tuple[Path, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[TwoWorkers]:
-    """One for each test: what a test does to the workers goes with it."""
+    """A service for each test, because tests change its workers."""
     with TwoWorkers(
         tmp_path_factory.mktemp("q"), models[0], worker=("--num-blocks=128",)
     ) as service:
@@ -35,13 +35,13 @@ def service(
 
 @pytest.fixture
 def refusals() -> tuple[int, ...]:
-    """What is lost or unloaded, or loads another model, may be asked for just then."""
+    """Statuses that are allowed, because the page may call while a worker is lost or unloaded."""
     return (503,)
 
 
 @pytest.fixture
 def page(locked: Page) -> Page:
-    """The page as anybody sees it: this service has no keys."""
+    """The page of a service without keys."""
     expect(locked.locator("#status")).to_have_text("live")
     return locked
 
@@ -64,7 +64,7 @@ def test_an_unloaded_worker_is_called_so_until_it_is_back(
     note, chosen = page.locator("#map-note"), page.locator("#worker option:checked")
     choose(page, first)
     at_rest = pixels(page, "#timeline")
-    # Where nothing runs, the first worker gets it.
+    # If nothing runs, the first worker gets the request.
     read(service.stub.Generate(generate_request([5] * 9, max_tokens=20, ignore_eos=True)))
     expect(page.locator("#rates")).to_contain_text("steps/s")
 

@@ -1,23 +1,23 @@
-"""A short run of `bench/chaos.py`: processes of each kind are killed under live streams."""
+"""Short runs of `bench/chaos.py` and `bench/exactness.py`: no fault changes a token."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-@pytest.mark.e2e
-@pytest.mark.timeout(300)
-def test_no_token_is_lost_repeated_or_changed_whatever_is_killed(tmp_path: Path):
-    report = tmp_path / "chaos.json"
-    flags = ["--quick", "--kills=6", "--scheduler-kills=1", "--streams=16", "--seed=3"]
+
+def run(script: str, *flags: str, report: Path) -> tuple[int, str, Mapping[str, int]]:
+    """Run a script of bench/; return its exit code, its output and its numbers."""
     result = subprocess.run(
-        [sys.executable, ROOT / "bench" / "chaos.py", *flags, f"--json={report}"],
+        [sys.executable, ROOT / "bench" / script, *flags, f"--json={report}"],
         check=False,
         capture_output=True,
         text=True,
@@ -25,7 +25,26 @@ def test_no_token_is_lost_repeated_or_changed_whatever_is_killed(tmp_path: Path)
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    assert result.returncode == 0, result.stdout + result.stderr
-    numbers = json.loads(report.read_text())
+    output = result.stdout + result.stderr
+    assert report.exists(), output
+    return result.returncode, output, json.loads(report.read_text())
+
+
+def test_no_token_is_lost_repeated_or_changed_whatever_is_killed(tmp_path: Path):
+    flags = ["--quick", "--kills=6", "--scheduler-kills=1", "--streams=16", "--seed=3"]
+    code, output, numbers = run("chaos.py", *flags, report=tmp_path / "chaos.json")
+    assert code == 0, output
     assert numbers["kills"] == 7
     assert numbers["tokens"] > 0
+
+
+@pytest.mark.parametrize("kv_format", ["bfloat16", "bfloat16+int8", "bfloat16+fp8"])
+def test_streams_are_exact_in_each_kv_format(kv_format: str, tmp_path: Path):
+    flags = [f"--formats={kv_format}", "--streams=100", "--cases=12", "--every=3"]
+    _, output, numbers = run("exactness.py", *flags, report=tmp_path / "exactness.json")
+    assert numbers["differ"] == 0, output
+    assert numbers["streams"] >= 100
+    # So short a run need not see each disturbance, as the long one must.
+    key = kv_format.replace("+", "_")
+    for disturbance in ("preempted", "recomputed_tokens", "swapped_out"):
+        assert numbers[f"{key}_{disturbance}"] > 0, output

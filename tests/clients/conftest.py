@@ -1,4 +1,4 @@
-"""The service that clients in other languages are run against: all of it, on TCP."""
+"""A whole service on TCP, for the clients in other languages."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where the shipped model is served: host:port, because that is what every language knows."""
+    """The service's address as host:port, which clients in every language accept."""
     port = ports.require_free("127.0.0.1", 0, "--grpc-port")
     log = tmp_path_factory.mktemp("service") / "log"
     flags = ("--http-port=0", "--scheduler-http-port=0", "--worker-http-port=0", "--device=cpu")

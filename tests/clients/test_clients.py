@@ -1,4 +1,4 @@
-"""The clients of `clients/`, built from the protos alone, all do the same: what ours does."""
+"""The clients in `clients/`, built from the protos alone, all do the same as our own."""
 
 import os
 import shutil
@@ -24,19 +24,19 @@ LANGUAGES = {
     ),
     "cpp": (("c++", "protoc", "grpc_cpp_plugin", "pkg-config"), [OUT / "cpp" / "client"]),
 }
-"""What each is built with, and how it is run."""
+"""By language: the needed tools, and the command of the client."""
 
 
 LIBRARIES = {
-    "node": ["make", "-s", "-C", ROOT / "clients", "node"],  # npm can get them from somewhere
+    "node": ["make", "-s", "-C", ROOT / "clients", "node"],  # npm may be able to install them
     "go": ["test", "-d", "/usr/share/gocode/src/google.golang.org/grpc"],
     "cpp": ["pkg-config", "--exists", "grpc++", "protobuf"],
 }
-"""What succeeds if a language's libraries are there."""
+"""By language: a command that succeeds if its libraries are installed."""
 
 
 def build(language):
-    """Build a client, and give its command; skip if this machine lacks what that needs."""
+    """Build a client, and return its command; skip if the machine lacks a tool."""
     tools, command = LANGUAGES[language]
     missing = [tool for tool in ("make", *tools) if shutil.which(tool) is None]
     if not missing and language in LIBRARIES and run(LIBRARIES[language]).returncode:
@@ -65,7 +65,7 @@ def run(command):
 
 @pytest.fixture(scope="module")
 def expected(target):
-    """What every client must print."""
+    """The expected output of every client."""
     with Client(target) as client:
         completion = client.generate_once(
             "def add(a, b):\n    return", SamplingParams(temperature=0, max_tokens=16), stop=("\n",)
@@ -89,7 +89,7 @@ def test_it_streams_cancels_sets_a_deadline_and_reads_an_error(language, target,
     ran = run([*build(language), target])
     assert ran.returncode == 0, ran.stderr
     assert set(ran.stdout.splitlines()) == expected
-    with Client(target) as client:  # what was cancelled, or ran out of time, holds nothing
+    with Client(target) as client:  # cancelled and timed-out requests hold no blocks
 
         def idle():
             load = client.load()

@@ -1,4 +1,4 @@
-"""The deployment that all tests share, and streams that are under way."""
+"""The deployment that all tests share, and running streams."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tests.compose.engine import why_no_engine
 
 @pytest.fixture(scope="session")
 def built() -> Iterator[Deployment]:
-    """All images, and in the end nothing of them."""
+    """Builds all images, and removes them at the end."""
     if (reason := why_no_engine()) is not None:
         pytest.skip(reason)
     deployment = Deployment()
@@ -23,6 +23,6 @@ def built() -> Iterator[Deployment]:
 
 @pytest.fixture
 def deployment(built: Deployment) -> Deployment:
-    """Up and healthy, whatever the test before it has done."""
+    """The deployment, up and healthy again for each test."""
     built.up()
     return built

@@ -1,4 +1,4 @@
-"""What compose.yaml describes, built, brought up and taken down as a project of its own."""
+"""Builds, starts and removes the deployment of compose.yaml, as a project of its own."""
 
 import json
 import os
@@ -17,9 +17,9 @@ _KILL = "import os, sys; os.kill(int(sys.argv[1]), 9)"
 
 
 class Deployment:
-    """One compose project with names, tags and ports that no other has.
+    """One compose project with its own names, tags and ports.
 
-    BASE_IMAGE, PIP_CONFIG_FILE, TORCH and the other variables of compose.yaml are the caller's.
+    BASE_IMAGE, PIP_CONFIG_FILE, TORCH and the other variables of compose.yaml come from the caller.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Deployment:
         self._compose("build", within_s=_BUILD_S)
 
     def up(self) -> None:
-        """Starts what does not run; returns when all are healthy."""
+        """Starts all containers, and returns when they are healthy."""
         self._compose("up", "--detach", "--no-build", "--wait", within_s=_HEALTHY_S)
 
     def down(self) -> None:
@@ -40,7 +40,7 @@ class Deployment:
 
     @property
     def http(self) -> str:
-        """Where the router answers HTTP, "host:port"; another one after each of its starts."""
+        """The router's HTTP address, "host:port"; it changes with each start."""
         return self._compose("port", "router", "8000").strip()
 
     @property
@@ -51,7 +51,7 @@ class Deployment:
         return f"quire-{service}:{self._project}"
 
     def python(self, service: str, program: str) -> str:
-        """What `program` prints in a running container."""
+        """The output of `program` in a running container."""
         return self._compose("exec", "-T", service, "python", "-c", program).strip()
 
     def logs(self, service: str) -> str:
@@ -66,10 +66,11 @@ class Deployment:
         return code
 
     def kill(self, service: str) -> None:
-        """Kills the process, behind the engine's back: after its own `kill` it restarts nothing.
+        """Kills the process without the engine's `kill`, after which the engine would not restart
+        it.
 
-        Returns when the engine has seen it. The signal comes from a container that sees the host's
-        processes, because a container's first process is immune to those of its own.
+        Returns when the engine has noticed. The signal comes from a container in the host's process
+        namespace, because a container's first process ignores signals from inside.
         """
         before = self.num_restarts(service)
         pid = str(self._inspect(service)["State"]["Pid"])
@@ -82,7 +83,7 @@ class Deployment:
         )
 
     def stop(self, service: str) -> None:
-        """Sends SIGTERM, and returns when the process has ended, or the grace period has."""
+        """Sends SIGTERM, and returns when the process or its grace period has ended."""
         self._compose("stop", service)
 
     def _inspect(self, service: str) -> dict:

@@ -1,4 +1,4 @@
-"""Runs `docker`, and says why there is no engine to test with; run as a program, only that."""
+"""Runs `docker`; as a program, it only prints why there is no engine to test with."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ _ANSWER_S = 30
 
 
 def why_no_compose() -> str | None:
-    """Why `docker compose` cannot be run here; None if it can."""
+    """Why `docker compose` cannot run here; None if it can."""
     if shutil.which("docker") is None:
         return "there is no `docker` command on this machine"
     if _fails("compose", "version"):
@@ -31,7 +31,7 @@ def why_no_engine() -> str | None:
 
 
 def docker(*arguments: str, env: Mapping[str, str] | None = None, within_s: float = 300) -> str:
-    """Runs `docker` with `env` over this process's; its output. Fails with what it has written."""
+    """Runs `docker` with `env` added, and returns its output; an error contains the output."""
     done = subprocess.run(
         ["docker", *arguments],
         env={**os.environ, **(env or {})},

@@ -1,4 +1,4 @@
-"""Streams over gRPC that are read in threads while something happens to the deployment."""
+"""Streams over gRPC, read in threads while a test disturbs the deployment."""
 
 import contextlib
 import threading
@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from quire.client import Client, OutputDelta, SamplingParams
 
 NUM_TOKENS = 900
-"""Nearly all that the shipped model's context has room for."""
+"""Nearly the shipped model's whole context."""
 PROMPTS = tuple(f"def function_{i}(x):" for i in range(24))
-"""Many at once: so they last until the engine, which is in no hurry, has done what it is told."""
+"""Many at once, so that they last until the slow engine has executed a command."""
 
 _SAMPLING = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 _NUM_BEFORE = 10
@@ -50,7 +50,7 @@ class Streams:
         return sum(not text.done() for text in self._texts)
 
     def texts(self) -> Sequence[str]:
-        """All of them, when they are complete; raises what a stream has ended with."""
+        """The texts of all streams, when they are complete; raises a stream's error."""
         wait(self._texts, timeout=_DEADLINE_S)
         return [text.result(timeout=0) for text in self._texts]
 
@@ -61,7 +61,7 @@ class Streams:
 
 @contextlib.contextmanager
 def open_streams(target: str) -> Iterator[Streams]:
-    """Streams that have all got some tokens."""
+    """Streams that all have some tokens."""
     streams = Streams(target)
     try:
         streams.wait_until_under_way()

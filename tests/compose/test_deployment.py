@@ -1,4 +1,4 @@
-"""compose.yaml on a real engine: images, both faces, and containers that are killed and stopped."""
+"""compose.yaml on a real engine: images, both APIs, and containers that are killed and stopped."""
 
 import json
 import urllib.request
@@ -19,7 +19,7 @@ MAX_TOKENS = 48
 
 @pytest.fixture(scope="module")
 def undisturbed(built: Deployment) -> Sequence[str]:
-    """What the streams give when nothing happens."""
+    """The streams' outputs without a failure."""
     built.up()
     with open_streams(built.grpc) as streams:
         return streams.texts()

@@ -1,4 +1,4 @@
-"""What deploy/ and compose.yaml say agrees with itself and with the processes' settings."""
+"""deploy/ and compose.yaml agree with each other and with the processes' settings."""
 
 import json
 import re
@@ -31,11 +31,11 @@ FILES = {
 
 
 def _default(value: str) -> str:
-    """The value of a variable of compose.yaml for somebody who has set none."""
+    """The default of a variable of compose.yaml."""
     return re.sub(r"\$\{\w+:-(.*?)\}", r"\1", value)
 
 
-def test_services_are_the_processes_and_those_who_watch():
+def test_services_are_the_processes_and_the_observers():
     assert SERVICES.keys() == SETTINGS.keys() | OBSERVERS
     assert {name for name, service in SERVICES.items() if "profiles" in service} == OBSERVERS
 
@@ -86,10 +86,34 @@ def test_engine_waits_longer_than_a_process_drains(name):
     assert grace_s > float(SERVICES[name]["environment"]["QUIRE_DRAIN_S"])
 
 
-def test_ports_are_published_on_the_loopback_unless_told_otherwise():
+def test_ports_are_published_on_the_loopback_by_default():
     ports = [port for service in SERVICES.values() for port in service.get("ports", ())]
     assert ports
     assert all(_default(port).startswith("127.0.0.1:") for port in ports)
+
+
+def test_of_the_processes_only_the_router_publishes_its_ports():
+    published = {name for name, service in SERVICES.items() if "ports" in service}
+    assert published & SETTINGS.keys() == {"router"}
+
+
+def test_a_network_connects_only_those_that_call_each_other():
+    members = {
+        network: {name for name, service in SERVICES.items() if network in service["networks"]}
+        for network in COMPOSE["networks"]
+    }
+    reporting = {"prometheus", "collector"}
+    assert members == {
+        "routing": {"router", "scheduler"} | reporting,
+        "working": {"scheduler", "worker"} | reporting,
+        "watching": OBSERVERS,
+    }
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values())
+def test_without_a_flag_a_process_listens_on_the_loopback(settings):
+    addresses = {"host", "master_addr"} & settings.model_fields.keys()
+    assert {settings.model_fields[name].default for name in addresses} == {"127.0.0.1"}
 
 
 def test_build_arguments_exist_in_the_dockerfile():

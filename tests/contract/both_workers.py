@@ -1,4 +1,4 @@
-"""The two workers of the contract, each served on a socket: the real one and the simulated one."""
+"""Serves the real and the simulated worker, each on a socket."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ FAKE_MODEL = Path(__file__).parents[1] / "unit" / "gpu_worker"
 
 @contextlib.asynccontextmanager
 async def real_steps():
-    """The worker's own step loop and executor; the model is the unit tests' fake one."""
+    """The real step loop and executor, with the unit tests' fake model."""
     sys.path.insert(0, str(FAKE_MODEL))
     try:
         from fake_model import FakeModel, FakePool  # noqa: PLC0415 - they need torch
@@ -60,7 +60,7 @@ async def simulated_steps():
 
 @contextlib.asynccontextmanager
 async def served_steps(open_steps, folder):
-    """Give a stub of a worker whose steps `open_steps` runs."""
+    """Yield a stub of a worker whose steps `open_steps` runs."""
     async with open_steps() as steps:
         service = WorkerService()
         service.open(INFO, steps)

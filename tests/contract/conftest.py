@@ -1,4 +1,4 @@
-"""What contract tests look at: the protos as `protoc` understands them, and running workers."""
+"""Fixtures of the contract tests: compiled protos, and running workers."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ PROTOS = ROOT / "protos"
 
 
 def compile_protos(*options):
-    """Run `protoc` as `make protos` does, on every proto there is."""
+    """Run `protoc` on every proto, as `make protos` does."""
     files = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     assert files
     subprocess.run(

@@ -1,14 +1,14 @@
-"""The protos keep the rules of their style: comments, zero values, names."""
+"""The protos follow their style rules: comments, zero values, names."""
 
 import pytest
 from google.protobuf import descriptor_pb2
 
 STREAM_MESSAGES = {
-    # Not a request and its response: two streams whose messages have names of their own.
+    # Two streams whose messages have other names than request and response.
     "WorkerService.Execute": ("StepBatch", "StepResult"),
-    # The rest of that stream, which clients read with the same code.
+    # It returns the rest of that stream, which clients read with the same code.
     "InferenceService.Resume": ("ResumeRequest", "GenerateResponse"),
-    # Not ours to name: Triton's.
+    # Triton's names.
     "GRPCInferenceService.ModelStreamInfer": ("ModelInferRequest", "ModelStreamInferResponse"),
 }
 
@@ -33,7 +33,7 @@ def elements(file):
 
 def message_elements(message, path, scope):
     name = f"{scope}.{message.name}"
-    if message.options.map_entry:  # made by protoc for a map field, which has the comment
+    if message.options.map_entry:  # protoc makes it for a map field, which has the comment
         return
     yield path, name
     for i, field in enumerate(message.field):
@@ -75,7 +75,7 @@ def all_enums(scope):
 
 
 def meaningful_zeros(files):
-    """Name the enums whose value 0 means something."""
+    """Name the enums whose value 0 has a meaning."""
     return [
         enum.name
         for file in files
@@ -85,7 +85,7 @@ def meaningful_zeros(files):
 
 
 def misnamed(files):
-    """Name the services not called …Service and the RPCs whose messages are not theirs alone."""
+    """Name the services not called …Service, and the RPCs without messages of their own."""
     wrong = []
     for file in files:
         for service in file.service:

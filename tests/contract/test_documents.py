@@ -1,4 +1,4 @@
-"""The documents lead somewhere: their links, and the files and folders that they name."""
+"""Links in the documents work, and the named files and folders exist."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ PLACE = re.compile(rf"(?<![\w/.<-])(?:{'|'.join(FOLDERS)})/[\w./-]+")
 
 
 def anchors(page: Path) -> set[str]:
-    """What links may name in `page`: its headings, as GitHub writes them."""
+    """The anchors of `page`: its headings, in GitHub's form."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

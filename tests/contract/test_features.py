@@ -1,4 +1,4 @@
-"""The commands of docs/features.md can be typed: files, subcommands, flags, targets exist."""
+"""The commands in docs/features.md work: their files, subcommands, flags and targets exist."""
 
 import re
 import subprocess

@@ -10,7 +10,7 @@ FORBIDDEN = ("torch", "transformers", "triton")
     "module", ["router.app", "scheduler_svc.app", "quire", "quire.llm", "rpc.server"]
 )
 def test_it_imports_without_torch(module):
-    # A fresh interpreter: in this one another test may have imported torch long ago.
+    # A new interpreter, because another test may have imported torch in this one.
     program = f"import sys, {module}; print([m for m in {FORBIDDEN} if m in sys.modules])"
     ran = subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True

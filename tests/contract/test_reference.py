@@ -1,4 +1,4 @@
-"""The reference in docs/reference is what the code says, and has all of it."""
+"""The reference in docs/reference equals the generated one, and is complete."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def test_the_committed_reference_is_what_the_code_says():
     assert stale() == [], "run `make docs`"
 
 
-def test_every_entry_point_s_flags_are_told_of():
+def test_every_entry_points_flags_are_listed():
     told = PROCESSES.keys() | commands().keys()
     for script in ("router", "scheduler", "worker", "sim-worker"):
         assert f"quire-{script}" in told
@@ -26,7 +26,7 @@ def test_every_entry_point_s_flags_are_told_of():
     assert {name.removeprefix("quire ").replace("-", "_") for name in commands()} == parsing
 
 
-def test_every_metric_that_the_code_names_is_told_of():
+def test_every_metric_of_the_code_is_listed():
     told = {name.removesuffix("_total") for name in metrics.names()}
     for package in ("rpc", "router", "scheduler_svc", "gpu_worker"):
         for path in (ROOT / package).rglob("*metrics.py"):

@@ -1,7 +1,8 @@
-"""What every worker does that speaks worker.proto, the real one and the simulated one alike."""
+"""The behaviour of every worker by worker.proto, tested with the real and the simulated one."""
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 from worker_calls import (
     PROMPT,
@@ -17,13 +18,14 @@ from worker_calls import (
     with_moves,
 )
 
+from contract.epoch import MAX_EPOCH, MAX_LEAD_MS, clock_epoch, epoch_after
 from contract.packing import unpack_int32
 from quire.v1 import worker_pb2
 from tests.served_worker import failure
 
 
 async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
-    """The KV stays in its blocks, under their labels; the tokens come out as they would have."""
+    """The KV stays in its labelled blocks, and the tokens are the same as without a change."""
     expected = await run_alone(worker, 1, num_steps=6)
     await attach(worker, 2)
     call = worker.Execute()
@@ -59,17 +61,46 @@ async def test_the_next_scheduler_goes_on_where_the_one_before_was(worker):
     assert sampled(result) == {0: expected[3]}
 
 
-async def test_attach_tells_the_worker(worker):
+async def test_attach_returns_the_worker(worker):
     info = (await attach(worker)).worker
     assert (info.worker_id, info.model.id, info.model.vocab_size) == ("w0", "fake", VOCAB_SIZE)
     assert (info.num_blocks, info.block_size, info.max_num_seqs) == (12, 4, 4)
     assert info.model.eos_token_ids == [96]
 
 
-async def test_epoch_zero_may_not_attach(worker):
+@pytest.mark.parametrize("epoch", [0, clock_epoch() + 2 * MAX_LEAD_MS, MAX_EPOCH])
+async def test_an_epoch_after_which_none_may_come_may_not_attach(worker, epoch):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await attach(worker, 0)
+        await attach(worker, epoch)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"epoch is {epoch}; it must be in [1, " in caught.value.details()
+    await attach(worker, epoch_after(0))
+
+
+async def test_there_is_always_a_newer_epoch(worker):
+    ahead = clock_epoch() + MAX_LEAD_MS
+    await attach(worker, ahead)
+    state = await worker.DescribeDevice(worker_pb2.DescribeDeviceRequest())
+    assert (await attach(worker, epoch_after(state.epoch))).former_epoch == ahead
+
+
+async def test_a_worker_reports_whether_it_has_a_live_scheduler(worker):
+    async def state(epoch=0):
+        return await worker.DescribeDevice(worker_pb2.DescribeDeviceRequest(epoch=epoch))
+
+    assert not (await state()).has_scheduler
+    assert (await attach(worker, 2)).former_epoch == 0
+    attached = await state()
+    assert attached.has_scheduler, "its stream will come"
+    call = worker.Execute()
+    await ask(call, first_batch(epoch=2))
+    beats = [attached.num_beats] + [(await state(epoch)).num_beats for epoch in (0, 2, 3, 1)]
+    assert np.diff(beats).tolist() == [1, 1, 0, 0], "a batch and a call of its own epoch"
+    call.cancel()
+    while (await state()).has_scheduler:
+        pass
+    assert (await attach(worker, 3)).former_epoch == 2
+    assert (await state()).has_scheduler
 
 
 async def test_an_older_epoch_may_neither_attach_nor_send(worker):
@@ -119,7 +150,7 @@ async def test_a_wrong_number_of_decodes_ends_the_stream_as_internal(worker):
     code, message = await failure(call)
     assert code is grpc.StatusCode.INTERNAL
     assert "num_decodes is 2, but 1 rows decode in step 2" in message
-    # It goes on for a scheduler that starts over.
+    # It works for a scheduler that attaches again.
     await attach(worker)
     assert (await ask(worker.Execute(), first_batch())).step_id == 1
 
@@ -179,7 +210,7 @@ async def test_a_table_that_is_too_short_ends_the_stream(worker):
     await attach(worker)
     call = worker.Execute()
     await ask(call, first_batch())
-    await ask(call, batch(2, 1))  # the last slot of its block
+    await ask(call, batch(2, 1))  # computes the last slot of its block
     await call.write(batch(3, 1))
     code, details = await failure(call)
     assert code is grpc.StatusCode.INVALID_ARGUMENT

@@ -1,4 +1,4 @@
-"""What only a worker honours, the processes before it refuse by name: `epoch`."""
+"""Fields that only a worker honours are refused by name at router and scheduler: `epoch`."""
 
 import contextlib
 import tempfile
@@ -22,7 +22,7 @@ METHODS = [
     for method in service.methods
     if "epoch" in method.input_type.fields_by_name
 ]
-# What stands behind a servicer is not reached.
+# The call is refused before the servicer uses its dependencies.
 SERVICES = {
     "router": router.grpc.operations.operator_services(None),
     "scheduler": (

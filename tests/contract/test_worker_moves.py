@@ -1,4 +1,4 @@
-"""What every worker does when KV moves: between tiers, and within the device."""
+"""The behaviour of every worker when KV moves between tiers and within the device."""
 
 from worker_calls import (
     TWO_BLOCKS,
@@ -16,7 +16,7 @@ from worker_calls import (
 async def start_and_swap_out(worker):
     """Run a sequence for two tokens and swap it out of blocks 3 and 1, to 0 and 1.
 
-    Another one gets its blocks in the very step. Gives the call and the two tokens.
+    Another sequence gets its blocks in the same step. Returns the call and the two tokens.
     """
     await attach(worker)
     call = worker.Execute()
@@ -32,7 +32,7 @@ async def start_and_swap_out(worker):
 
 
 async def resume(call, step_id, tokens, blocks):
-    """Announce the sequence with all of its tokens but one computed; give the next token."""
+    """Announce the sequence with all tokens but one computed; return its next token."""
     new = sequence(2, tokens=TWO_BLOCKS + tokens, blocks=blocks, computed=7, temperature=1.0)
     new.num_prompt_tokens = len(TWO_BLOCKS)
     message = batch(step_id, new=[new], chunk_rows=[2], chunk_lens=[1])
@@ -40,7 +40,7 @@ async def resume(call, step_id, tokens, blocks):
 
 
 async def third_token(worker, epoch):
-    """What the sequence draws if nothing moves."""
+    """The sequence's third token if nothing moves."""
     await attach(worker, epoch)
     call = worker.Execute()
     new = sequence(tokens=TWO_BLOCKS, blocks=(0, 2, 4), temperature=1.0)
@@ -60,7 +60,7 @@ async def test_a_swapped_sequence_goes_on_as_it_would_have(worker):
 
 async def test_a_sequence_comes_back_from_the_disk_as_it_would_have(worker):
     call, tokens = await start_and_swap_out(worker)
-    # The very step that stores its host blocks gives them to another's.
+    # The same step stores its host blocks and reuses them for another sequence.
     storing = with_moves(batch(4), swap_out=([1, 3], [0, 1]), disk_store=([0, 1], [4, 2]))
     ends, step_id = await ask_until_ended(call, storing, 2)
     assert ends == [[2, 4], [], [], []]
@@ -88,7 +88,7 @@ async def test_steps_that_compute_do_not_wait_for_the_disk(worker):
     assert [sorted(ends[0]), *ends[1:]] == [[0, 1, 2], [], [], []]
 
 
-async def test_a_new_scheduler_hears_nothing_of_the_moves_before(worker):
+async def test_a_new_scheduler_gets_no_reports_of_earlier_moves(worker):
     call, _ = await start_and_swap_out(worker)
     await call.write(with_moves(batch(4), disk_store=([0, 1], [0, 1])))
     await attach(worker, 2)
@@ -101,7 +101,7 @@ async def test_a_block_that_moves_is_renamed_in_all_tables(worker):
     call = worker.Execute()
     first = sequence(tokens=TWO_BLOCKS, blocks=(3, 1), temperature=1.0)
     await ask(call, batch(1, new=[first], chunk_rows=[0], chunk_lens=[6]))
-    # Block 1 goes to 4 and 3 to 1; a sequence that comes in this step names the old places too.
+    # Block 1 moves to 4, and 3 to 1. A sequence that is new in this step also names the old blocks.
     sharing = sequence(1, tokens=[*TWO_BLOCKS[:4], 30], blocks=(3, 7), computed=4)
     message = batch(
         2,
@@ -113,7 +113,7 @@ async def test_a_block_that_moves_is_renamed_in_all_tables(worker):
         renamed_dst_block_ids=[4, 1],
     )
     await ask(call, with_moves(message, copy=([1, 3], [4, 1])))
-    # Were a table wrong, this one would overwrite what the first still reads.
+    # With a wrong table, this sequence would overwrite KV that the first one still reads.
     other = sequence(2, tokens=[9] * 4, blocks=(3,))
     message = batch(3, 2, new=[other], chunk_rows=[2], chunk_lens=[4])
     token = sampled(await ask(call, message))[0]

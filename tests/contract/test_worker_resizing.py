@@ -1,4 +1,4 @@
-"""What every worker does whose pool may have another size."""
+"""The behaviour of every worker whose pool can be resized."""
 
 import grpc
 import grpc.aio
@@ -75,4 +75,4 @@ async def test_a_pool_is_resized_by_its_scheduler_and_within_its_bounds(worker):
         code, details = await refusal(resize(worker, num_blocks, epoch=5))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert details == f"num_blocks is {num_blocks}; it must be in [1, 20]"
-    await resize(worker, 12, epoch=5)  # as it is
+    await resize(worker, 12, epoch=5)  # the present size

@@ -1,4 +1,4 @@
-"""What the contract tests say to a worker, and how they read what it answers."""
+"""Calls of the contract tests to a worker, and readers of its results."""
 
 import grpc
 import grpc.aio
@@ -22,7 +22,7 @@ LIMITS = Limits(
 MAX_BLOCKS = 20
 PROMPT = [5, 6, 7]
 TWO_BLOCKS = [5, 6, 7, 8, 9, 10]
-"""A prompt with a block and a partial one."""
+"""A prompt with a full block and a partial one."""
 
 
 async def attach(worker, epoch=1):
@@ -35,7 +35,7 @@ async def resize(worker, num_blocks, epoch=1):
 
 
 async def held(worker, epoch):
-    """All parts of what the worker holds, as one."""
+    """All parts of the worker's holdings, merged."""
     whole = worker_pb2.ReadHoldingsResponse()
     async for part in worker.ReadHoldings(worker_pb2.ReadHoldingsRequest(epoch=epoch)):
         whole.MergeFrom(part)
@@ -81,15 +81,16 @@ def first_batch(step_id=1, *, epoch=1, **changes):
 
 
 async def ask(call, message):
-    """Send a batch and take its result."""
+    """Send a batch and return its result."""
     await call.write(message)
     return await call.read()
 
 
 async def ask_until_ended(call, message, num_moves):
-    """Send a batch that computes nothing and, while its disk moves go on, empty ones.
+    """Send a batch that computes nothing and, while its disk moves continue, empty ones.
 
-    Gives all ends, and the next step. Each result tells of an end: none comes before there is one.
+    Returns all ended moves, and the next step. Each result has an ended move, because it waits for
+    one.
     """
     ends, step_id = [[], [], [], []], message.step_id
     while True:
@@ -103,7 +104,7 @@ async def ask_until_ended(call, message, num_moves):
 
 
 async def run_alone(worker, epoch, num_steps=8, **changes):
-    """Give the tokens of one sequence that runs alone, with blocks as it grows."""
+    """Return the tokens of one sequence that runs alone and gets blocks as it grows."""
     await attach(worker, epoch)
     call = worker.Execute()
     tokens = list(sampled(await ask(call, first_batch(epoch=epoch, **changes))).values())
@@ -122,7 +123,7 @@ async def run_alone(worker, epoch, num_steps=8, **changes):
 
 
 def sampled(result):
-    """Row to token."""
+    """The sampled token of each row."""
     rows = unpack_int32(result.sampled_rows, "sampled_rows").tolist()
     tokens = unpack_int32(result.sampled_token_ids, "sampled_token_ids").tolist()
     return dict(zip(rows, tokens, strict=True))
@@ -133,7 +134,7 @@ def stopped(result):
 
 
 def disk_ends(result):
-    """What a result says has ended: stored, not stored, loaded, not loaded."""
+    """A result's ended disk moves: stored, failed stores, loaded, failed loads."""
     fields = (
         "stored_disk_block_ids",
         "failed_disk_block_ids",

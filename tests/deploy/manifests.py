@@ -1,4 +1,4 @@
-"""Reads the Kubernetes manifests: as they lie there, and as kustomize renders them."""
+"""Reads the Kubernetes manifests, as files and as kustomize renders them."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ Manifest = dict[str, Any]
 
 
 def base_manifests() -> list[Manifest]:
-    """Return what the base holds, without what kustomize generates."""
+    """Return the base's manifests, without those that kustomize generates."""
     return [
         manifest
         for file in sorted((KUBERNETES / "base").glob("*.yaml"))
@@ -29,7 +29,7 @@ def base_manifests() -> list[Manifest]:
 
 @cache
 def render(overlay: str) -> list[Manifest]:
-    """Return what `kubectl apply -k` would apply; skips where there is no kustomize."""
+    """Return the manifests that `kubectl apply -k` would apply; skips without kustomize."""
     if kubectl := shutil.which("kubectl"):
         command = [kubectl, "kustomize"]
     elif kustomize := shutil.which("kustomize"):

@@ -1,12 +1,14 @@
-"""The Kubernetes manifests: valid by the published schemas, and true of what they start."""
+"""The Kubernetes manifests are valid by the published schemas, and match the processes."""
 
 import re
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
+import yaml
 from manifests import (
     CUSTOM_KINDS,
+    KUBERNETES,
     OVERLAYS,
     base_manifests,
     pod_templates,
@@ -61,7 +63,7 @@ def test_pods_of_other_projects_workloads_are_valid(overlay):
 def test_each_variable_is_a_setting_of_the_process_that_gets_it(overlay):
     manifests = render(overlay)
     for template in pod_templates(manifests).values():
-        # A map that all read may hold what only some are told.
+        # The common map may contain variables that only some processes read.
         fields = {name for cls in SETTINGS.values() for name in cls.model_fields}
         for name in variables(manifests, template):
             assert name.startswith("QUIRE_")
@@ -114,7 +116,7 @@ def test_a_pod_has_time_to_drain(overlay):
         drain = int(variables(manifests, template)["QUIRE_DRAIN_S"])
         needed = (
             2 if name == "scheduler" else drain
-        )  # it hands its requests over within two seconds
+        )  # a scheduler hands its requests over within two seconds
         assert template["spec"]["terminationGracePeriodSeconds"] > pause + needed, name
 
 
@@ -145,6 +147,62 @@ def test_targets_name_services_of_the_overlay(overlay):
         for name in ("QUIRE_SCHEDULER", "QUIRE_WORKERS"):
             for target in re.findall(r"([a-z0-9.-]+):\d+", told.get(name, "")):
                 assert target.rpartition(".")[2] in services, target
+
+
+def callers(policies, component):
+    """Who may call which port of a component, by these policies: components or namespaces."""
+    labels = {"app.kubernetes.io/name": "quire", "app.kubernetes.io/component": component}
+    found = set()
+    for policy in policies:
+        spec = policy["spec"]
+        assert spec["policyTypes"] == ["Ingress"]
+        if not spec["podSelector"]["matchLabels"].items() <= labels.items():
+            continue
+        for rule in spec.get("ingress", ()):
+            ports = [port["port"] for port in rule.get("ports", ({"port": "any"},))]
+            callers = [caller(peer) for peer in rule.get("from", ("anyone",))]
+            found |= {(port, each) for port in ports for each in callers}
+    return found
+
+
+def caller(peer):
+    if peer == "anyone":
+        return peer
+    ((kind, selector),) = peer.items()
+    labels = selector["matchLabels"]
+    if kind == "namespaceSelector":
+        return f"namespace {labels['kubernetes.io/metadata.name']}"
+    assert labels["app.kubernetes.io/name"] == "quire"
+    return labels["app.kubernetes.io/component"]
+
+
+def policies_in(path):
+    manifests = yaml.safe_load_all((KUBERNETES / path).read_text())
+    return [each for each in manifests if each["kind"] == "NetworkPolicy"]
+
+
+def test_only_the_routers_ports_are_open_and_each_other_port_to_its_callers():
+    """Probes come from the node, which no policy stops."""
+    base = policies_in("base/network-policies.yaml")
+    assert {"app.kubernetes.io/name": "quire"} in [
+        each["spec"]["podSelector"]["matchLabels"] for each in base if "ingress" not in each["spec"]
+    ], "what no policy names is closed"
+    assert callers(base, "router") == {("http", "anyone"), ("grpc", "anyone")}
+    assert callers(base, "scheduler") == {("grpc", "router")}
+    assert callers(base, "worker") == {("grpc", "scheduler"), ("grpc", "worker")}
+
+
+def test_components_and_overlays_open_no_more_than_they_need():
+    metrics = policies_in("components/monitoring/network-policy.yaml")
+    for component in SETTINGS:
+        assert callers(metrics, component) == {("http", "namespace monitoring")}
+    ranks = policies_in("overlays/worker-group/worker-group.yaml")
+    assert callers(ranks, "worker") == {("any", "worker")}
+    assert callers(ranks, "router") | callers(ranks, "scheduler") == set()
+    others = {path for path in KUBERNETES.rglob("*.yaml") if "NetworkPolicy" in path.read_text()}
+    assert {path.name for path in others} == {
+        *("network-policies.yaml", "network-policy.yaml", "worker-group.yaml")
+    }
 
 
 def test_images_are_targets_of_the_dockerfile():

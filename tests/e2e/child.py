@@ -1,4 +1,4 @@
-"""One process of the service under test: its flags, its log, its life."""
+"""One process of the service under test, with its flags and its log."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 START_S = 120.0
-"""Two workers have taken 60 on a machine of two cores on which eight others were busy."""
+"""Two workers have taken 60 s on two cores beside eight busy processes."""
 STOP_S = 60.0
 
 _POLL_S = 0.02
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def eventually(look: Callable[[], T | None], what: str, within_s: float = START_S) -> T:
-    """Looks until there is something to return; fails, saying what was waited for."""
+    """Calls `look` until it returns something; after `within_s` fails and names `what`."""
     deadline = time.monotonic() + within_s
     while True:
         if (seen := look()) is not None:
@@ -31,7 +31,7 @@ def eventually(look: Callable[[], T | None], what: str, within_s: float = START_
 
 
 class Child:
-    """A Quire process, in a process group of its own; it can be started again after its end."""
+    """A Quire process in a process group of its own; it can be started again after its end."""
 
     def __init__(self, module: str, log: Path, env: Mapping[str, str]) -> None:
         self.module = module
@@ -66,18 +66,18 @@ class Child:
 
     @property
     def log(self) -> str:
-        """What it has written since it was last started."""
+        """Its log since the last start."""
         with self._log.open("rb") as log:
             log.seek(self._log_start)
             return log.read().decode(errors="replace")
 
     @property
     def http(self) -> str:
-        """Where it answers HTTP, "host:port"; waits until it has a port."""
+        """Its HTTP address, "host:port"; waits until it has a port."""
         return eventually(self._find_http, f"{self.module} listens", START_S)
 
     def poll(self) -> int | None:
-        """With what it has ended by itself; None if it has not."""
+        """Its exit code, if it has ended by itself; else None."""
         assert self._process is not None, f"{self.module} does not run"
         return self._process.poll()
 
@@ -96,7 +96,7 @@ class Child:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Ends it as a crash would."""
+        """Kills it, as in a crash."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -104,7 +104,7 @@ class Child:
             self._process = None
 
     def stop(self) -> None:
-        """Asks it to end; fails unless it does so in time, with 0, and leaves no process."""
+        """Sends SIGTERM; fails unless it ends in time, with 0, and leaves no process."""
         if self._process is None:
             return
         self.check_alive()
@@ -112,7 +112,7 @@ class Child:
         self.wait()
 
     def wait(self, within_s: float = STOP_S) -> None:
-        """Waits for the end that `signal` asked for; the same must hold as after `stop`."""
+        """Waits for the end after `signal`; checks the same as `stop`."""
         pid = self.pid
         assert self._process is not None
         try:
@@ -134,7 +134,7 @@ class Child:
 
 
 def _environment() -> dict[str, str]:
-    """The tests' own, without what would configure a process of the service or lead it astray."""
+    """The tests' environment, without variables that would configure a process of the service."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
     return {**ours, "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 

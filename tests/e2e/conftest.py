@@ -1,4 +1,4 @@
-"""Fixtures of the tests that start real processes; each of them carries the marker `e2e`."""
+"""Fixtures of the tests that start real processes; all have the marker `e2e`."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_proxy() -> Iterator[None]:
-    """What listens here is not reached through a proxy, wherever the tests run."""
+    """Disables proxies, because all servers are on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_PROXY", "127.0.0.1")
         patch.setenv("no_proxy", "127.0.0.1")
@@ -35,7 +35,7 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> ModelDirs:
 
 @pytest.fixture(scope="session")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
-    """Makes a directory for one service, with a name short enough for sockets."""
+    """Makes directories for services, with names short enough for sockets."""
     root = tmp_path_factory.mktemp("q")
     numbers = itertools.count()
     return lambda: root / str(next(numbers))
@@ -49,7 +49,7 @@ def long_llama(model_dirs: ModelDirs) -> Path:
 
 @pytest.fixture(scope="session")
 def service(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
-    """The service that tests share which do not break, stop or configure it."""
+    """The service shared by tests that do not break, stop or configure it."""
     with Service(run_dir(), long_llama, worker=["--num-blocks=1024"]) as service:
         yield service
 

@@ -1,4 +1,4 @@
-"""Requests, and what comes back: streams read to their end and checked against the contract."""
+"""Makes requests, reads their streams to the end, and checks them against the contract."""
 
 from collections.abc import AsyncIterable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ class Result:
     usage: inference_pb2.Usage | None = None
 
     def add(self, response: inference_pb2.GenerateResponse) -> None:
-        """Takes an event, and fails if it breaks what the contract promises."""
+        """Adds an event; fails if it breaks the contract."""
         assert self.usage is None, "an event after the usage"
         match response.WhichOneof("event"):
             case "delta":

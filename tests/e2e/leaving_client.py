@@ -1,4 +1,4 @@
-"""A client process for the tests to kill: reads one delta, says so, and then waits for ever."""
+"""A client process for tests to kill: it reads one delta, reports it, and then waits forever."""
 
 import sys
 import threading

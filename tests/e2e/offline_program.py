@@ -1,6 +1,6 @@
-"""What a user of `LLM` runs in tests that end it. Usage: offline_program.py MODEL
+"""A program that uses `LLM`, for tests that end it. Usage: offline_program.py MODEL
 
-A simulated worker serves, so that it starts soon and works on a long list for as long as it takes.
+A simulated worker serves, so that the program starts soon and works long on its list.
 """
 
 import sys

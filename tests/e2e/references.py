@@ -1,4 +1,4 @@
-"""What `transformers` generates, in fp32 and greedily: what the service must equal."""
+"""Reference outputs of `transformers`, in fp32 and greedy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ NUM_TOKENS = 128
 
 @dataclass(frozen=True)
 class Search:
-    """A beam search, in the words of `transformers`."""
+    """A beam search, with the parameters of `transformers`."""
 
     prompt: tuple[int, ...]
     width: int
@@ -75,7 +75,7 @@ def greedy_tokens(
     longest = max(map(len, prompts))
     padded = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-    model.generation_config.eos_token_id = None  # or it would end there
+    model.generation_config.eos_token_id = None  # otherwise outputs would end there
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

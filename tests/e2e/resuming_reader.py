@@ -7,15 +7,15 @@ from typing import Any
 from quire.client import Client, OutputDelta, Usage
 
 NUM_BEFORE = 20
-"""So many tokens a stream has got when something breaks."""
+"""Tokens that a stream has when something breaks."""
 
 
 class ResumingReader:
-    """Reads a stream in a thread, and says when it has got some tokens."""
+    """Reads a stream in a thread, and signals when it has `NUM_BEFORE` tokens."""
 
     def __init__(self, targets: list[str], prompt, sampling, options) -> None:
         self.is_under_way = threading.Event()
-        if "beam" in options:  # nothing comes before all does
+        if "beam" in options:  # all output comes at the end
             self.is_under_way.set()
         self.num_tokens = 0
         self._pool = ThreadPoolExecutor(1)
@@ -39,7 +39,7 @@ class ResumingReader:
 
 
 def merged(events: list[Any]) -> list[Any]:
-    """What the events come to, however the tokens were cut into deltas; fails on gap or repeat."""
+    """The events merged, so that the cut into deltas does not matter; fails on a gap or repeat."""
     outputs: dict[int, list[Any]] = {}
     others = []
     for event in events:
@@ -49,7 +49,9 @@ def merged(events: list[Any]) -> list[Any]:
             token_ids.extend(event.token_ids)
             texts.append(event.text)
             logprobs.extend(event.logprobs)
-        elif isinstance(event, Usage):  # how much was cached differs between a first and a second
+        elif isinstance(
+            event, Usage
+        ):  # the cached tokens differ between a first and a second request
             others.append((event.prompt_tokens, event.completion_tokens))
         else:
             others.append(event)

@@ -24,13 +24,15 @@ _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
 )
 
+JSON_TYPE = {"Content-Type": "application/json"}
+
 
 class Service:
-    """Three processes that talk through Unix sockets in one directory.
+    """Three processes that talk over Unix sockets in one directory.
 
     Entering starts them and waits until the router is ready; leaving stops them and checks that
-    each ended as it should. `worker_uds` is where the scheduler looks for the worker: something
-    that a test puts in between may listen there.
+    each has ended cleanly. The scheduler connects to `worker_uds`, where a test may put a proxy
+    before the worker.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class Service:
         env: Mapping[str, str] | None = None,
         worker_uds: Path | None = None,
     ) -> None:
-        """The sequences are flags besides those that every service of the tests has."""
+        """`worker`, `scheduler` and `router` are flags added to those of every service of the
+        tests."""
         directory.mkdir(parents=True, exist_ok=True)
         self.model = model.name
         self.uds = {name: directory / f"{name}.sock" for name in ("worker", "scheduler", "router")}
@@ -73,7 +76,7 @@ class Service:
         self._scheduler_flags: tuple[str, ...] = ()
         self._channel: grpc.Channel | None = None
 
-    # --- its life -------------------------------------------------------------------------------
+    # --- start and stop -------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         try:
@@ -111,14 +114,14 @@ class Service:
         self.scheduler.start(self.scheduler_flags(*more_flags))
 
     def scheduler_flags(self, *more_flags: str) -> list[str]:
-        """What to start a scheduler of this service with."""
+        """The flags of a scheduler of this service."""
         return [*self._flags["scheduler"], *more_flags]
 
     def start_router(self) -> None:
         self.router.start(self._flags["router"])
 
     def use_scheduler(self, *more_flags: str) -> None:
-        """Has, while nothing is live, a scheduler with just these flags besides the usual ones."""
+        """Restarts the idle service's scheduler with the usual flags and these."""
         if more_flags != self._scheduler_flags:
             self.scheduler.stop()
             self.wait_until_not_ready()
@@ -138,16 +141,16 @@ class Service:
             raise AssertionError(f"{error}\n{logs}") from None
 
     def wait_until_not_ready(self) -> None:
-        """Waits until the router has noticed that its scheduler, or that one's worker, is gone."""
+        """Waits until the router knows that its scheduler, or the scheduler's worker, is lost."""
         eventually(
             lambda: self.get_json(self.router, "/ready")[0] == 503 or None, "the router notices"
         )
 
     @contextlib.contextmanager
     def holding_steps(self, router: Child, num_requests: int) -> Iterator[None]:
-        """Lets no step happen until so many requests are live at a router; the block starts them.
+        """Holds back all steps until `num_requests` are live at a router; the block starts them.
 
-        They then go on together, however much later the last one has come than the first.
+        So the requests run together, even if the last one comes much later than the first.
         """
         self.worker.signal(signal.SIGSTOP)
         try:
@@ -163,11 +166,11 @@ class Service:
     def _children(self) -> tuple[Child, Child, Child]:
         return self.router, self.scheduler, self.worker
 
-    # --- its faces ------------------------------------------------------------------------------
+    # --- its APIs -------------------------------------------------------------------------------
 
     @property
     def target(self) -> str:
-        """What to open a gRPC channel to."""
+        """The router's gRPC target."""
         return f"unix:{self.uds['router']}"
 
     @property
@@ -187,10 +190,10 @@ class Service:
         return InferenceServiceStub(self.channel)
 
     def aio_channel(self) -> grpc.aio.Channel:
-        """A channel of the caller's own, to be used under `async with`."""
+        """A new channel, to be used with `async with`."""
         return grpc.aio.insecure_channel(self.target, _CHANNEL_OPTIONS)
 
-    # --- what it says of itself -----------------------------------------------------------------
+    # --- load and metrics -----------------------------------------------------------------------
 
     def load(self) -> common_pb2.Load:
         return self.stub.GetLoad(inference_pb2.GetLoadRequest(), timeout=10).load
@@ -214,7 +217,7 @@ class Service:
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
         """The router's answer to a POST; raises `HTTPError` unless it is a 200."""
-        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode())
+        request = urllib.request.Request(f"{self.url}{path}", json.dumps(body).encode(), JSON_TYPE)
         with urllib.request.urlopen(request, timeout=30) as response:
             return json.loads(response.read())
 

@@ -1,4 +1,5 @@
-"""A proxy between scheduler and worker that holds back the results of steps until let through."""
+"""A proxy between scheduler and worker that holds back steps' results until a test releases
+them."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 
 
 class StepGate(worker_pb2_grpc.WorkerServiceServicer):
-    """Passes on everything; while closed, only as many results as are let through."""
+    """Forwards everything; while closed, it forwards only as many results as a test permits."""
 
     def __init__(self, uds: Path, worker_uds: Path) -> None:
         self.uds = uds
@@ -50,26 +51,26 @@ class StepGate(worker_pb2_grpc.WorkerServiceServicer):
             self._changed.notify_all()
 
     def close(self, within_s: float = 60.0) -> None:
-        """Lets nothing through; returns when a result is being held back, so that none passes."""
+        """Holds back all results; returns when it holds one, so that none passes any more."""
         with self._changed:
             self._is_open = False
             assert self._changed.wait_for(lambda: self._num_held, within_s), "no step came"
 
     def let_through(self, num_steps: int) -> None:
-        """Lets so many results through that are, or will be, held back."""
+        """Permits `num_steps` results, held back now or later."""
         with self._changed:
             self._num_permits += num_steps
             self._changed.notify_all()
 
     @property
     def num_permits(self) -> int:
-        """Results that are let through and have not come."""
+        """Permitted results that have not come yet."""
         with self._changed:
             return self._num_permits
 
     @property
     def num_passed(self) -> int:
-        """Results that the scheduler that came last has been sent."""
+        """Results sent to the newest scheduler."""
         with self._changed:
             return self._num_passed
 

@@ -1,4 +1,4 @@
-"""Beam search finds what `transformers` finds in fp32, whatever else the service does meanwhile."""
+"""Beam search equals `transformers` in fp32, under any other load."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ from tests.models_fixture import ModelDirs
 NUM_TOKENS = 40
 BLOCK_SIZE = 16
 SMALL_POOL_BLOCKS = 40
-"""Room for the widest search, if it runs alone: 2 blocks of prompt, 8 times 4 after it."""
+"""Enough for the widest search alone: 2 blocks of prompt, then 8 times 4."""
 ENDS = tuple(range(30, 500, 40))
 """One token in forty ends an output: often enough that searches end in the middle."""
 STOPPING = {
@@ -30,7 +30,7 @@ STOPPING = {
 
 @dataclass(frozen=True)
 class Case:
-    """Searches, plain prompts beside them, and what each must give."""
+    """Searches, plain prompts beside them, and their expected outputs."""
 
     model_dir: Path
     searches: list[Search]
@@ -87,7 +87,7 @@ def cramped(case: Case, run_dir: Callable[[], Path]) -> Iterator[Service]:
 
 
 async def _generate(service: Service, case: Case) -> tuple[list[Result], list[Result]]:
-    """The results of all searches and of all plain requests, some of which draw."""
+    """The results of all searches and all plain requests; some of the latter sample."""
     requests = [
         generate_request(
             search.prompt,

@@ -1,4 +1,4 @@
-"""`quire bench` measures a service that it starts, and shows where its time goes."""
+"""`quire bench` measures a service that it starts, and shows where the time of a step goes."""
 
 import json
 import os
@@ -36,13 +36,13 @@ def test_a_profile_has_every_process_and_every_step(tmp_path):
     assert spans.count("launch a step") == spans.count("a step, from sending to result")
 
 
-def test_what_does_not_fit_the_context_is_said():
+def test_a_prompt_that_does_not_fit_the_context_is_refused():
     result = bench("--input-len=2000")
     assert result.returncode == 1
     assert "--input-len and --output-len are 2064 together" in result.stderr
 
 
-def test_a_profile_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
+def test_a_profile_that_cannot_be_written_is_an_error_before_measuring(tmp_path):
     result = bench("--profile", str(tmp_path / "no" / "file"))
     assert result.returncode == 1
     assert "--profile" in result.stderr

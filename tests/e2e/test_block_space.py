@@ -1,4 +1,4 @@
-"""Blocks that move, and blocks that stay, while whole processes generate."""
+"""Defragmentation, pins and resizing while whole processes generate."""
 
 import asyncio
 import random
@@ -29,7 +29,7 @@ def service(model_dirs: ModelDirs, run_dir: Callable[[], Path]) -> Iterator[Serv
 
 
 async def generate_all(service: Service) -> list[list[int]]:
-    """Streams of many lengths, so that those that end leave holes between the others."""
+    """Run streams of many lengths, so that ended ones leave holes between the others."""
     draw = random.Random(0)
     requests = [
         generate_request(
@@ -60,7 +60,7 @@ def test_tokens_are_the_same_while_blocks_move_under_the_streams(service):
 
 
 def resize_over_and_over(service: Service) -> None:
-    """Have a pool that is smaller than what runs, then larger than at first, and so on."""
+    """Resize the pool again and again, below the blocks in use and above its first size."""
     for size in (40, 300, 70, 120, NUM_BLOCKS):
         argv = ["resize", f"--scheduler=unix:{service.uds['scheduler']}", f"--blocks={size}"]
         assert main(argv) == 0
@@ -110,7 +110,7 @@ def test_blocks_are_moved_together_on_demand(service):
 def test_a_pinned_prompt_is_still_there_after_more_than_the_pool_holds(service):
     service.use_scheduler()
     num_pinned = service.load().num_pinned_blocks
-    # The cache and its pins outlive the scheduler; under this salt it has nothing.
+    # Cache and pins survive a new scheduler; the cache is empty for this salt.
     pinned = generate_request(range(5, 45), max_tokens=2, cache_salt="pinned")
     pinned.cache_pin_s = 1000
     first = read(service.stub.Generate(pinned)).usage

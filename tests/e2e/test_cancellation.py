@@ -1,4 +1,4 @@
-"""A client that cancels, runs out of time, stops reading or disappears costs nobody anything."""
+"""A client that cancels, times out, stops reading or disappears disturbs no other client."""
 
 import asyncio
 import http.client
@@ -28,7 +28,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def gated(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[tuple[Service, StepGate]]:
-    """A service of its own, whose steps the test lets happen."""
+    """A separate service whose steps the test controls."""
     directory = run_dir()
     service = Service(
         directory, long_llama, worker=["--num-blocks=512"], worker_uds=directory / "gate.sock"
@@ -63,7 +63,7 @@ def _pass_deadline(service: Service, stack: ExitStack) -> Callable[[], object]:
     result.add(next(stream))
 
     def wait() -> None:
-        # The client's own timer and the router's run out at the same time: either is heard first.
+        # The client's timer and the router's end at the same time; either may come first.
         try:
             for response in stream:
                 result.add(response)
@@ -163,7 +163,9 @@ def test_others_go_on_when_one_leaves(service: Service):
 async def test_a_thousand_cancelled_requests_leave_nothing(service: Service):
     before = await asyncio.to_thread(service.wait_until_idle)
     draw = random.Random(4)
-    room = asyncio.Semaphore(100)  # more than may run at once: some are cancelled in the queue
+    room = asyncio.Semaphore(
+        100
+    )  # more than can run at once, so that some are cancelled in the queue
 
     async with service.aio_channel() as channel:
         stub = InferenceServiceStub(channel)
@@ -196,7 +198,7 @@ def _wait_until_zero(service: Service, child: Child, metric: str) -> None:
     eventually(lambda: service.metrics(child)[metric] == 0 or None, f"{metric} is 0")
 
 
-async def test_a_client_that_never_reads_stalls_nobody(service: Service):
+async def test_a_client_that_never_reads_stalls_no_other_stream(service: Service):
     await asyncio.to_thread(service.wait_until_idle)
     request = generate_request(PROMPT, max_tokens=64, ignore_eos=True)
     expected = (await asyncio.to_thread(read, service.stub.Generate(request))).outputs
@@ -219,7 +221,7 @@ async def test_a_client_that_never_reads_stalls_nobody(service: Service):
         for _ in range(3):
             result = await asyncio.wait_for(read_aio(stub.Generate(request)), 30)
             assert result.outputs == expected
-        # The unread ones run to their end and give their blocks back, although nobody reads.
+        # Unread requests run to their end and free their blocks.
         await asyncio.to_thread(service.wait_until_idle, 60)
         grown_bytes = service.router.rss_bytes() - rss_before
         for stream in unread:

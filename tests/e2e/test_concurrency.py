@@ -1,4 +1,4 @@
-"""A request's tokens do not depend on what else runs: not on the batch, not on `n`."""
+"""A request's tokens do not depend on other requests, on the batch, or on `n`."""
 
 import asyncio
 import random
@@ -47,7 +47,7 @@ async def test_64_streams_at_once_give_what_each_gives_alone(service: Service, i
         together = [result.outputs for result in results]
     differing = [i for i in range(NUM_REQUESTS) if together[i] != alone[i]]
     assert not differing
-    assert len({tuple(output) for (output,) in alone}) == NUM_REQUESTS  # not all the same anyway
+    assert len({tuple(output) for (output,) in alone}) == NUM_REQUESTS  # the outputs differ
 
 
 async def test_text_at_once_is_the_text_alone(service: Service):
@@ -85,7 +85,7 @@ def test_a_seed_repeats_and_another_does_not(service: Service):
 
 @pytest.fixture(scope="module")
 def cramped(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
-    """A service with room for few of the sequences that want to run."""
+    """A service with room for only a few of the sequences."""
     with Service(run_dir(), long_llama, worker=["--num-blocks=48"]) as service:
         yield service
 
@@ -98,7 +98,7 @@ async def test_survivors_of_preemptions_and_cancellations_are_exact(
     requests = []
     for request in _requests(is_sampled=True):
         request.n = draw.randint(1, 3)
-        if draw.random() < 0.5:  # begins as others do
+        if draw.random() < 0.5:  # shares a prefix with others
             start = shared[: draw.randrange(100)]
             request.token_ids.ids[:] = [*start, *request.token_ids.ids[:20]]
         requests.append(request)

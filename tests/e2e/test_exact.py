@@ -1,4 +1,4 @@
-"""Greedy tokens equal those of `transformers` in fp32, whatever else the service does meanwhile."""
+"""Greedy tokens equal those of `transformers` in fp32, under any other load."""
 
 import asyncio
 import random
@@ -18,12 +18,12 @@ SHIPPED = sorted(Path(__file__).parents[2].glob("models/*/config.json"))
 LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 40, 47, 48, 49, 63, 64, 65, 80, 96, 111, 128, 150)
 CHUNK = 16
 SMALL_POOL_BLOCKS = 30
-"""Room for the longest sequence (18 blocks), not for two."""
+"""Enough for the longest sequence (18 blocks), but not for two."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, prompts, and how each goes on."""
+    """A model, prompts, and their expected outputs."""
 
     model_dir: Path
     prompts: list[list[int]]
@@ -53,7 +53,7 @@ def ample(case: Case, run_dir: Callable[[], Path]) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def cramped(case: Case, run_dir: Callable[[], Path]) -> Iterator[Service]:
-    """A service whose pool has not."""
+    """A service whose pool has room for only some prompts."""
     worker = [f"--num-blocks={SMALL_POOL_BLOCKS}"]
     with Service(run_dir(), case.model_dir, worker=worker) as service:
         yield service
@@ -62,7 +62,7 @@ def cramped(case: Case, run_dir: Callable[[], Path]) -> Iterator[Service]:
 def _random_prompts(seed: str) -> list[list[int]]:
     draw = random.Random(seed)
     prompts = [[draw.randrange(5, 500) for _ in range(length)] for length in LENGTHS]
-    # Some that share blocks with those, and some that equal one: the prefix cache's work.
+    # For the prefix cache: some prompts share blocks with others, and some equal another.
     longest = prompts[-1]
     prompts += [[*longest[:n], draw.randrange(5, 500)] for n in (15, 16, 32, 33, 100, 149)]
     return [*prompts, prompts[-1], prompts[14], prompts[15], prompts[16]]
@@ -115,9 +115,9 @@ async def test_in_a_batch_of_32(ample: Service, case: Case):
 async def test_with_prompts_from_the_prefix_cache(ample: Service, case: Case):
     await asyncio.to_thread(ample.use_scheduler)
     await _all_at_once(ample, case.prompts, 1)
-    num_tokens = 32  # if what is found were not as computed, the first of them would tell
+    num_tokens = 32  # a wrong cached block would change the first tokens
     results = await _all_at_once(ample, case.prompts, num_tokens)
-    # At least one token of a prompt is always computed: its logits are needed.
+    # At least one token of a prompt is always computed, because its logits are needed.
     cachable = [(len(prompt) - 1) // 16 * 16 for prompt in case.prompts]
     assert [result.usage.cached_tokens for result in results] == cachable
     assert [result.outputs[0] for result in results] == [out[:num_tokens] for out in case.outputs]
@@ -135,7 +135,7 @@ async def test_prefill_in_chunks(ample: Service, case: Case):
     await asyncio.to_thread(ample.use_scheduler, f"--max-prefill-chunk={CHUNK}")
     i = max(range(32), key=lambda i: len(case.prompts[i]))
     steps_before = await asyncio.to_thread(_num_steps, ample)
-    # The cache outlives the scheduler; under this salt it has nothing.
+    # The cache survives a new scheduler; it is empty for this salt.
     result = await asyncio.to_thread(_alone, ample, case.prompts[i], cache_salt="in chunks")
     assert result.outputs == [case.outputs[i]]
     num_chunks = -(-len(case.prompts[i]) // CHUNK)

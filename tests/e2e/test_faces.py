@@ -1,4 +1,4 @@
-"""What a client can ask a running service, over gRPC and with OpenAI's client."""
+"""The calls of clients to a running service, over gRPC and with OpenAI's client."""
 
 import json
 import urllib.request
@@ -9,7 +9,7 @@ import pytest
 
 from quire.v1 import common_pb2, inference_pb2
 from tests.e2e.generation import generate_request, read
-from tests.e2e.service import Service
+from tests.e2e.service import JSON_TYPE, Service
 from tests.models_fixture import BOS_TOKEN_ID, EOS_TOKEN_ID
 
 TEXT = "The quick brown fox jumps over the lazy dog. Grüße 🙂"
@@ -157,7 +157,8 @@ def test_openai_models_and_errors(client: openai.OpenAI):
 
 def test_events_end_with_done(traced: Service):
     body = {"prompt": [5, 6], "max_tokens": 3, "temperature": 0, "stream": True}
-    request = urllib.request.Request(f"{traced.url}/v1/completions", json.dumps(body).encode())
+    url = f"{traced.url}/v1/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), JSON_TYPE)
     with urllib.request.urlopen(request, timeout=30) as response:
         assert response.headers["Content-Type"].startswith("text/event-stream")
         events = response.read().decode().split("\n\n")

@@ -1,4 +1,4 @@
-"""Two workers under one scheduler: who holds what, and requests that move with their KV."""
+"""Two workers under one scheduler: reports of blocks, and requests that move with their KV."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ def long_request(
 
 @pytest.fixture(scope="module")
 def expected(fleet: TwoWorkers) -> list[list[int]]:
-    """What two outputs are if nothing moves them."""
+    """Two outputs without a move."""
     return read(fleet.stub.Generate(long_request("unmoved", n=2))).outputs
 
 
@@ -80,7 +80,7 @@ def test_request_may_move_there_and_back_again(fleet, expected):
     assert stream.read_to_end() == expected[:1]
 
 
-def test_what_cannot_be_moved_is_refused_by_name(fleet):
+def test_impossible_moves_are_refused_by_name(fleet):
     with pytest.raises(grpc.RpcError) as refused:
         fleet.migrate("nobody", fleet.targets[0])
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
@@ -93,7 +93,7 @@ def test_what_cannot_be_moved_is_refused_by_name(fleet):
 
 def test_two_requests_with_one_prefix_share_its_blocks(fleet):
     fleet.wait_until_idle()
-    prompt = PROMPT[::-1]  # no other test has left it in a cache
+    prompt = PROMPT[::-1]  # not cached by another test
     streams = [Stream(fleet, long_request("twin-0", prompt=prompt))]
     streams[0].read_until(5)
     worker = fleet.where_is("twin-0")
@@ -135,7 +135,7 @@ def test_source_that_dies_during_a_move_loses_nothing(
             statuses = {seq.status for seq in service.kv(source).sequences}
             return statuses == {kv_pb2.SEQUENCE_STATUS_MIGRATING} or None
 
-        service.child(source).signal(signal.SIGSTOP)  # its swap-out is never answered
+        service.child(source).signal(signal.SIGSTOP)  # its swap-out gets no result
         with ThreadPoolExecutor(1) as threads:
             moving = threads.submit(service.migrate, "survivor", target)
             eventually(is_moving, "it is being moved")
@@ -164,7 +164,8 @@ def test_worker_without_host_memory_takes_nothing(long_llama, run_dir):
 
 
 def test_swapped_sequences_go_where_there_is_room(fleet, long_llama, run_dir):
-    """Two long requests come to one worker, and one of them must wait; the other worker is idle."""
+    """Two long requests arrive at one worker, and one of them must wait; the other worker is
+    idle."""
     prompts = [[5 + i * k % 490 for i in range(100)] for k in (3, 7)]
     requests = [long_request(f"long-{k}", 1, prompts[k], num_tokens=1600) for k in range(2)]
     expected = [read(fleet.stub.Generate(request)).outputs for request in requests]

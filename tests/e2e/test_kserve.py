@@ -1,4 +1,4 @@
-"""Triton's own client, unmodified, against the Open Inference Protocol of the whole service."""
+"""Triton's own client, unmodified, uses the Open Inference Protocol of a whole service."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Requests for an adapter get the tokens of weights merged with it, whatever else is served."""
+"""Requests for an adapter get the tokens of merged weights, under any other load."""
 
 import hashlib
 import json
@@ -29,21 +29,21 @@ PROMPTS = [
 ]
 MODELS = ("", "sql", "chat")
 LATE = "late"
-"""An adapter that the service is not started with."""
+"""An adapter that is loaded at run time."""
 CHUNK = 16
 SMALL_POOL_BLOCKS = 40
-"""Room for some of the sequences, not for all."""
+"""Enough for some of the sequences, but not for all."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its adapters, and the checkpoints that each must equal."""
+    """A model, its adapters, and their merged checkpoints."""
 
     model: Path
     adapters: dict[str, Path]
     merged: dict[str, Path]
     outputs: dict[str, list[list[int]]]
-    """Of each model name those of all prompts."""
+    """By model name: the outputs of all prompts."""
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_an_adapter_comes_and_goes_while_others_stream(
         assert result.outputs == [case.outputs[LATE][1]]
         assert [r.outputs for r in others.result()] == [[case.outputs[name][0]] for name in MODELS]
 
-        # The next scheduler learns of it from the worker.
+        # The next scheduler learns about the adapter from the worker.
         going_on = pool.submit(_read_all, service, [_request(PROMPTS[4], LATE)])
         eventually(lambda: service.load().num_requests_running or None, "it runs")
         service.scheduler.kill()
@@ -216,7 +216,7 @@ def test_an_adapter_comes_and_goes_while_others_stream(
     service.wait_until_ready()
     assert _listed(service) == ["tiny", "chat", "late", "sql"]
 
-    # Nor does a worker that restarts lack it: the scheduler knows where it is.
+    # A restarted worker gets the adapter, too: the scheduler knows its directory.
     service.worker.kill()
     service.start_worker()
     (result,) = _read_all(service, [_request(PROMPTS[2], LATE)])

@@ -21,16 +21,16 @@ from tests.lora_fixture import make_adapter, merge
 
 PROMPT = [5 + 3 * i % 490 for i in range(100)]
 NUM_TOKENS = 500
-"""As many are compared."""
+"""The number of tokens that are compared."""
 MAX_TOKENS = 3900
-"""So that a request goes on for seconds while a test does something to it."""
+"""Enough to keep a request running for seconds."""
 LATE = "late"
 """An adapter that no worker is started with."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its adapters, and what the prompt is continued with under each."""
+    """A model, its adapters, and the prompt's output with each."""
 
     model: Path
     adapters: dict[str, Path]
@@ -61,12 +61,12 @@ def fleet(case: Case, run_dir: Callable[[], Path]) -> Iterator[TwoWorkers]:
 
 @pytest.fixture
 def late(fleet: TwoWorkers, case: Case) -> Iterator[None]:
-    """Has the adapter at both workers; afterwards all is as before, however the test has ended."""
+    """Loads the adapter at both workers, and restores the previous state after the test."""
     assert fleet.run("lora", "load", f"{LATE}={case.adapters[LATE]}") == 0
     yield
     if not fleet.worker.is_started:
         fleet.start_first_again()
-    # Refused as long as a worker that starts is not attached.
+    # Refused until a starting worker is attached.
     eventually(lambda: fleet.run("load") == 0 or None, "both workers have their model")
     if any(LATE in names for names in loaded_at(fleet)):
         assert fleet.run("lora", "unload", LATE) == 0
@@ -74,7 +74,7 @@ def late(fleet: TwoWorkers, case: Case) -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(fleet: TwoWorkers, adapter: str, request_id: str) -> Iterator[Stream]:
-    """A request of which some tokens have come, and which goes on for the time of the block."""
+    """A request with some tokens, which runs during the block."""
     request: inference_pb2.GenerateRequest = generate_request(
         PROMPT, max_tokens=MAX_TOKENS, ignore_eos=True
     )
@@ -88,13 +88,13 @@ def running(fleet: TwoWorkers, adapter: str, request_id: str) -> Iterator[Stream
 
 
 def compared(stream: Stream) -> list[int]:
-    """The tokens of a stream that are compared, which it is read for."""
+    """Reads a stream's first `NUM_TOKENS` tokens, which are compared."""
     stream.read_until(NUM_TOKENS)
     return stream.result.token_ids[0][:NUM_TOKENS]
 
 
 def move(fleet: TwoWorkers, request_id: str) -> str:
-    """Has a request move to the other worker, which is returned."""
+    """Moves a request to the other worker, and returns that worker."""
     source = fleet.where_is(request_id)
     assert source is not None
     target = fleet.other_than(source)
@@ -139,7 +139,7 @@ def test_an_adapter_that_leaves_while_a_request_moves_stays_until_that_has_ended
 
 @pytest.mark.usefixtures("late")
 def test_a_worker_that_ends_gives_it_away_and_returns_with_the_adapter(fleet, case):
-    """The flags of the one that is started again do not name it."""
+    """The flags of the restarted worker do not name the adapter."""
     before = num_recomputed(fleet)
     with running(fleet, LATE, "given") as stream:
         if fleet.where_is("given") != fleet.targets[0]:
@@ -191,12 +191,12 @@ def expect_both_have_it(fleet: TwoWorkers, case: Case) -> None:
 def goes_on_beside_one_that_does_not_fit(
     fleet: TwoWorkers, case: Case, request_id: str
 ) -> bool | None:
-    """Whether a request may not move to the first worker for want of the adapter."""
+    """Whether a request may not move to the first worker because that lacks the adapter."""
     with running(fleet, LATE, request_id) as stream:
         with pytest.raises(grpc.RpcError) as refused:
             fleet.migrate(request_id, fleet.targets[0])
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        if not re.search(r"does not fit: .*adapter_config\.json", refused.value.details()):
+        if not re.search(r"cannot join: .*adapter_config\.json", refused.value.details()):
             return None
         assert compared(stream) == case.outputs[LATE]
         return True

@@ -1,4 +1,4 @@
-"""Services whose model is not one of ours: one of transformers', and a class of the user's."""
+"""Services with a model of transformers, and with a class of the user."""
 
 import asyncio
 import re

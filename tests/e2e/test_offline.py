@@ -1,4 +1,5 @@
-"""`LLM`: a service that belongs to a program, gives what any service gives, and ends with it."""
+"""`LLM` starts a service for a program; its outputs are the usual ones, and it ends with the
+program."""
 
 import os
 import signal
@@ -94,7 +95,7 @@ async def test_it_works_within_an_event_loop(llm: LLM) -> None:
     assert len(llm.generate("as in a notebook", GREEDY, progress=False)) == 1
 
 
-def test_what_cannot_start_says_why() -> None:
+def test_a_failed_start_reports_its_reason() -> None:
     with pytest.raises(ServiceStartError, match="must be a Hugging Face model directory"):
         LLM(model="/nowhere")
     with pytest.raises(ServiceStartError, match=r"error: .*--nonsense"):
@@ -103,7 +104,7 @@ def test_what_cannot_start_says_why() -> None:
         LLM(uds="x", detach=True)
 
 
-@pytest.mark.parametrize("end", ["SIGINT", "SIGKILL"])  # SIGINT is as any other exception
+@pytest.mark.parametrize("end", ["SIGINT", "SIGKILL"])  # SIGINT is like any other exception
 def test_however_the_program_ends_no_process_is_left(
     end: str, long_llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -130,7 +131,7 @@ def test_however_the_program_ends_no_process_is_left(
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie is not: its parent only has not looked yet."""
+    """Whether a process runs. A zombie does not: its parent only has not reaped it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

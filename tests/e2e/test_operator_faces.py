@@ -1,4 +1,4 @@
-"""What an operator can ask each process of a running service: health, services, metrics, traces."""
+"""Operators' views of each process of a running service: health, services, metrics, traces."""
 
 import json
 import urllib.request

@@ -1,6 +1,7 @@
-"""A worker of two ranks is one worker: the same tokens, and when one rank dies it is the worker."""
+"""A worker of two ranks acts as one worker: it has the same tokens, and dies as a whole."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def of_two(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
-    """Room for a third of the requests at once."""
+    """A service of two ranks with room for a third of the requests at once."""
     worker = ["--num-blocks=40", "--host-kv-memory-gb=0.05", "--kv-checksum"]
     worker += ["--tensor-parallel-size=2"]
     scheduler = ["--preemption-mode=swap"]
@@ -49,6 +50,30 @@ def other_rank(service: Service) -> int:
     children = [pid for task in path.iterdir() for pid in (task / "children").read_text().split()]
     assert len(children) == 1
     return int(children[0])
+
+
+def listening(pid: int) -> set[str]:
+    """Where a process listens by TCP: addresses in hexadecimal, as the kernel writes them."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # it has just been closed
+            inodes.add(str(descriptor.readlink()))
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in inodes:
+                addresses.add(local.split(":")[0])
+    return addresses
+
+
+def test_processes_and_ranks_listen_on_the_loopback_only(of_two):
+    processes = [of_two.router, of_two.scheduler, of_two.worker]
+    pids = [*(process.pid for process in processes), other_rank(of_two)]
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    addresses = [listening(pid) for pid in pids]
+    assert all(addresses), "each listens somewhere"
+    assert set.union(*addresses) <= loopback
 
 
 def test_two_ranks_give_the_tokens_of_one(service, of_two):

@@ -1,4 +1,4 @@
-"""Memory that gets short under whole processes: fewer run, nothing is lost, and all recovers."""
+"""When memory gets short, whole processes run fewer sequences, lose none, and recover."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from tests.e2e.service import Service
 from tests.e2e.step_gate import StepGate
 
 GIB = 1024**3
-"""All memory of the worker: less than any machine of the tests has left."""
+"""The memory limit of the worker; less than the free memory of any test machine."""
 NUM_STREAMS = 8
 REQUESTS = [
     generate_request([5 + index] * 20, max_tokens=60, ignore_eos=True)
@@ -31,14 +31,14 @@ class ControlGroup:
         self.leave(0.5)
 
     def leave(self, share: float) -> None:
-        """Let so much of the memory be left, from now on."""
+        """Set the share of the memory that is free."""
         new = self.directory / "new"
         new.write_text(f"{round((1 - share) * GIB)}\n")
         new.replace(self.directory / "memory.current")
 
 
 class PressedService(Service):
-    """A service whose worker's memory, and whose steps, are the test's."""
+    """A service whose steps, and whose worker's memory, the test controls."""
 
     def __init__(self, directory: Path, model: Path) -> None:
         directory.mkdir(parents=True)
@@ -50,7 +50,7 @@ class PressedService(Service):
         self.worker = Child("tests.e2e.worker_in_group", directory / "worker.log", env)
 
     def leave(self, share: float, level: int) -> None:
-        """Let so much memory be left; returns when the scheduler knows that this is `level`."""
+        """Set the free share of the memory, and wait until the scheduler knows the new `level`."""
         self.group.leave(share)
 
         def is_known() -> bool | None:
@@ -59,7 +59,8 @@ class PressedService(Service):
         eventually(is_known, f"the scheduler knows of level {level}")
 
     def wait_for_load(self, num_running: int, num_waiting: int) -> None:
-        """Waits until so many run and wait; once all are there, lets steps through, one by one."""
+        """Waits for these numbers; when all requests have arrived, lets steps through one by
+        one."""
 
         def is_so() -> bool | None:
             load = self.load()
@@ -110,10 +111,10 @@ def test_half_of_the_streams_wait_while_memory_is_critical_and_say_the_same(serv
     metrics = service.metrics(service.scheduler)
     assert metrics["quire_memory_preemptions_total"] == NUM_STREAMS // 2
     assert "a worker's memory is short" in service.scheduler.log
-    assert "a worker's memory is enough again" in service.scheduler.log
+    assert "a worker has enough memory again" in service.scheduler.log
 
 
-def test_who_comes_while_memory_is_short_waits_and_says_the_same(service):
+def test_requests_during_a_memory_shortage_wait_and_get_the_same_tokens(service):
     expected = asyncio.run(generate_all(service))
     num_preemptions = service.metrics(service.scheduler)["quire_num_preemptions_total"]
     service.leave(0.15, level=1)  # of an idle worker

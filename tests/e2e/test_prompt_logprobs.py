@@ -1,4 +1,4 @@
-"""The log-probabilities of prompts are those of `transformers`, however the prompt is computed."""
+"""Log-probabilities of prompts equal those of `transformers`, however the prompt is computed."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ NUM_TOP = 3
 
 
 def expected(directory: Path, prompt: list[int]) -> torch.Tensor:
-    """float32[len(prompt) - 1, V]: what the model makes of the positions before each next token."""
+    """float32[len(prompt) - 1, V]: the model's log-probabilities for each token but the first."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -37,7 +37,7 @@ def check(scores, prompt: list[int], reference: torch.Tensor) -> None:
 
 
 async def generate(service: Service, prompts: list[list[int]], **options):
-    """Each prompt's scores, and its output's tokens, all at once."""
+    """Each prompt's scores and output; all requests run at once."""
 
     async def one(stub, prompt):
         scores, tokens = None, []
@@ -59,7 +59,7 @@ async def generate(service: Service, prompts: list[list[int]], **options):
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Some begin alike: what the prefix cache could give must be computed all the same."""
+    """Prompts, some with a common prefix, which must be computed and not taken from the cache."""
     draw = random.Random(1)
     common = [draw.randrange(5, 500) for _ in range(64)]
     lengths = (1, 2, 40, 150)

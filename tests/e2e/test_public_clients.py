@@ -1,7 +1,7 @@
-"""Clients that others wrote for OpenAI's API, as published, against a live service.
+"""Published clients of OpenAI's API, unmodified, use a live service.
 
-Two of them need packages that Quire's own tests cannot have beside them: `make public-clients-test`
-installs them apart, and runs `client_of_*.py` with their interpreter.
+Two of them need packages that conflict with Quire's own tests: `make public-clients-test`
+installs them separately, and runs `client_of_*.py` with their interpreter.
 """
 
 import json
@@ -39,7 +39,7 @@ def client(service: Service) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def answer(client: openai.OpenAI, service: Service) -> str:
-    """What the prompt's answer is."""
+    """The expected answer to the prompt."""
     return ask(client, service.model)
 
 
@@ -185,7 +185,7 @@ def run_apart(script: str, *arguments: str) -> None:
 
 
 def run(command: list[str], env: dict[str, str]) -> str:
-    """What a program writes; it must succeed."""
+    """The output of a program, which must succeed."""
     done = subprocess.run(
         command,
         env={**os.environ, **env},

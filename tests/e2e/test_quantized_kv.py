@@ -1,4 +1,4 @@
-"""A service over quantized KV: a device pool of a third of the demand changes no token."""
+"""With quantized KV, a device pool of a third of the demand changes no token."""
 
 import asyncio
 import random

@@ -1,5 +1,5 @@
-"""In the number formats that people serve with, a sequence that is preempted and computed again
-draws what it draws alone, with each format of its KV."""
+"""In the usual number formats, and with each format of KV, a sequence that is preempted and
+recomputed draws the same tokens as alone."""
 
 import asyncio
 import random

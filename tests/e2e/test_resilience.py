@@ -1,4 +1,4 @@
-"""When a process dies a stream pauses and goes on; when it is told to end it ends in order."""
+"""When a process dies, streams pause and continue; a process that drains ends cleanly."""
 
 import signal
 import threading
@@ -9,8 +9,10 @@ from pathlib import Path
 import grpc
 import pytest
 
+from contract.epoch import MAX_EPOCH, MAX_LEAD_MS, clock_epoch
 from quire.client import SamplingParams
-from quire.v1 import common_pb2, inference_pb2
+from quire.v1 import common_pb2, inference_pb2, worker_pb2
+from quire.v1.worker_pb2_grpc import WorkerServiceStub
 from tests.e2e.child import START_S, Child, eventually
 from tests.e2e.generation import Result, generate_request, read
 from tests.e2e.resuming_reader import ResumingReader, merged
@@ -35,7 +37,7 @@ REQUESTS = (
     ),
 )
 NUM_BEFORE = 20
-"""So many tokens each stream has got when something dies."""
+"""Tokens of each stream when a process dies."""
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +49,20 @@ def own(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def unfailed(own: Service) -> list[Result]:
-    """What the requests give when nothing dies."""
+    """The requests' outputs without a failure."""
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         return list(pool.map(lambda request: read(own.stub.Generate(request)), REQUESTS))
 
 
 class Reader:
-    """Reads a stream in a thread, and says when it has got some tokens."""
+    """Reads a stream in a thread, and signals when it has `NUM_BEFORE` tokens."""
 
     def __init__(self, service: Service, request: inference_pb2.GenerateRequest) -> None:
         self._stream = service.stub.Generate(request, timeout=200)
         self._pool = ThreadPoolExecutor(1)
         self._result = Result()
         self.is_under_way = threading.Event()
-        if request.HasField("beam"):  # nothing comes before all does
+        if request.HasField("beam"):  # all output comes at the end
             self.is_under_way.set()
         self.result: Future[Result] = self._pool.submit(self._read)
 
@@ -82,7 +84,7 @@ class Reader:
 
 @pytest.fixture
 def readers(own: Service, unfailed: list[Result]) -> Iterator[list[Reader]]:
-    """Streams of all the requests, under way."""
+    """Running streams of all requests."""
     assert unfailed, "made before, while nothing else runs"
     with own.holding_steps(own.router, len(REQUESTS)):
         readers = [Reader(own, request) for request in REQUESTS]
@@ -124,7 +126,7 @@ def test_streams_survive_the_death_of_the_worker(
 def test_streams_survive_the_death_of_the_scheduler(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
-    """And none of their tokens is computed again, but for the ends of a search's beams."""
+    """No token is recomputed, except at the ends of a search's beams."""
     own.scheduler.kill()
     num_live = _num_live(readers)
     own.wait_until_not_ready()
@@ -135,7 +137,9 @@ def test_streams_survive_the_death_of_the_scheduler(
     own.wait_until_ready()
     own.wait_until_idle()
     num_recomputed = own.metrics(own.scheduler)["quire_recomputed_tokens_total"]
-    assert num_recomputed <= NUM_BEAMS * 2 * BLOCK_SIZE  # of each its last block, and one unnamed
+    assert (
+        num_recomputed <= NUM_BEAMS * 2 * BLOCK_SIZE
+    )  # for each beam its last block, and one without a label
     assert own.metrics(own.scheduler)["quire_adopted_tokens_total"] > 0
 
 
@@ -166,7 +170,7 @@ def test_a_request_without_a_scheduler_is_unavailable(own: Service, unfailed: li
 
 
 def test_a_scheduler_of_an_older_epoch_exits(own: Service, unfailed: list[Result]):
-    """As one that hung, and comes back when another has its workers."""
+    """Like one that hung, and returns when another scheduler has its workers."""
     own.scheduler.kill()
     own.start_scheduler("--epoch=1")
 
@@ -179,6 +183,27 @@ def test_a_scheduler_of_an_older_epoch_exits(own: Service, unfailed: list[Result
     own.start_scheduler()
     own.wait_until_ready()
     assert read(own.stub.Generate(REQUESTS[0])).outputs == unfailed[0].outputs
+
+
+def test_streams_survive_a_stranger_that_claims_the_worker(
+    own: Service, readers: list[Reader], unfailed: list[Result]
+):
+    """Under any epoch that it may have: the scheduler that starts next has a newer one."""
+    with grpc.insecure_channel(f"unix:{own.uds['worker']}") as channel:
+        worker = WorkerServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            worker.Attach(worker_pb2.AttachRequest(epoch=MAX_EPOCH))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"epoch is {MAX_EPOCH}; it must be in [1, " in caught.value.details()
+        most = clock_epoch() + MAX_LEAD_MS
+        worker.Attach(worker_pb2.AttachRequest(epoch=most, scheduler_id="a stranger"))
+    assert _num_live(readers) == len(REQUESTS), "it came too late to matter"
+    eventually(own.scheduler.poll, "the scheduler finds itself replaced")
+    own.scheduler.kill()
+    own.start_scheduler()
+    _assert_as_unfailed(readers, unfailed)
+    own.wait_until_ready()
+    own.wait_until_idle()
 
 
 def test_streams_survive_a_scheduler_that_is_told_to_end(
@@ -195,11 +220,11 @@ def test_streams_survive_a_scheduler_that_is_told_to_end(
 def test_streams_survive_a_worker_that_hangs(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
-    """The scheduler says so; when the worker goes on, nothing is computed again."""
+    """The scheduler reports it; when the worker continues, nothing is recomputed."""
     before = own.metrics(own.scheduler)["quire_recomputed_tokens_total"]
     own.worker.signal(signal.SIGSTOP)
     try:
-        _wait_for_status(own, own.scheduler, 503, "said nothing")
+        _wait_for_status(own, own.scheduler, 503, "been silent")
     finally:
         own.worker.signal(signal.SIGCONT)
     _wait_for_status(own, own.scheduler, 200, "ready")
@@ -213,7 +238,7 @@ def test_streams_survive_a_scheduler_that_hangs(
 ):
     own.scheduler.signal(signal.SIGSTOP)
     try:
-        _wait_for_status(own, own.router, 503, "said nothing")
+        _wait_for_status(own, own.router, 503, "been silent")
     finally:
         own.scheduler.signal(signal.SIGCONT)
     _assert_as_unfailed(readers, unfailed)
@@ -249,7 +274,7 @@ def _wait_for_status(own: Service, child: Child, code: int, status: str) -> None
 def test_no_request_that_comes_while_the_scheduler_is_restarted_fails_under_way(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
-    """Between two schedulers new ones are refused, to be sent again; none is begun and lost."""
+    """Between two schedulers new requests are refused for a retry; none starts and is lost."""
     is_over = threading.Event()
     prompt = [5, 6, 7]
 
@@ -263,7 +288,7 @@ def test_no_request_that_comes_while_the_scheduler_is_restarted_fails_under_way(
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or result.token_ids:
                     raise
-                is_over.wait(0.02)  # as a client that tries again does
+                is_over.wait(0.02)  # like a client that retries
             else:
                 results.append(result)
         return results
@@ -283,7 +308,7 @@ def test_no_request_that_comes_while_the_scheduler_is_restarted_fails_under_way(
     own.wait_until_idle()
 
 
-def test_streams_survive_a_worker_that_is_told_to_end(
+def test_streams_survive_a_worker_that_drains(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
     own.worker.stop()
@@ -296,7 +321,7 @@ def test_streams_survive_a_worker_that_is_told_to_end(
 
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_resumable_stream_survives_the_death_of_router_and_scheduler(own: Service, at_once: bool):
-    """At once, nobody knows it any more: it is drawn again, and what came is left out."""
+    """If both die at once, the client sends it again and skips the output that it has."""
     sampling = SamplingParams(
         temperature=0.9, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1
     )

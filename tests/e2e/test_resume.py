@@ -1,4 +1,4 @@
-"""A stream goes on when its router dies or its connection breaks, and nobody sees a difference."""
+"""A stream continues unchanged when its router dies or its connection breaks."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ LONG = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
 
 
 class TwoRouters:
-    """Two routers of the tests' own before the shared service; the first one gets killed."""
+    """Two additional routers of the shared service; tests kill the first one."""
 
     def __init__(self, directory: Path, model: Path, service: Service) -> None:
         directory.mkdir()
@@ -52,7 +52,7 @@ class TwoRouters:
 
     @contextlib.contextmanager
     def stub(self, index: int) -> Iterator[InferenceServiceStub]:
-        """A router's, on a connection of its own."""
+        """A stub of a router, on its own connection."""
         options = (("grpc.use_local_subchannel_pool", 1),)
         with grpc.insecure_channel(self.targets[index], options) as channel:
             yield InferenceServiceStub(channel)
@@ -76,7 +76,7 @@ def routers(
 
 
 def requests_with(stop: str) -> list[tuple[Any, SamplingParams, dict[str, Any]]]:
-    """Prompt, sampling and options of every kind of request whose stream must not differ."""
+    """Prompt, sampling and options of every kind of request."""
     drawn = SamplingParams(temperature=0.9, top_p=0.95, seed=11, frequency_penalty=0.3, **LONG)
     form = StructuredOutput(regex="[a-f ]+")
     return [
@@ -96,28 +96,45 @@ def requests_with(stop: str) -> list[tuple[Any, SamplingParams, dict[str, Any]]]
     ]
 
 
-def test_streams_go_on_through_another_router_when_theirs_is_killed(routers: TwoRouters):
+@pytest.fixture(scope="module")
+def unfailed(routers: TwoRouters) -> list[tuple[Any, Any]]:
+    """Requests of every kind, each with what comes of it when nothing dies."""
     first, _ = routers.targets
     text = merged(ResumingReader([first], *requests_with("")[0]).events.result(120))[0][0][2]
-    requests = requests_with(stop=text[-30:-24])
-    expected = [
-        merged(ResumingReader([first], *request).events.result(120)) for request in requests
+    return [
+        (request, merged(ResumingReader([first], *request).events.result(120)))
+        for request in requests_with(stop=text[-30:-24])
     ]
+
+
+@pytest.mark.parametrize("what", ["router", "router and scheduler"])
+def test_streams_go_on_through_another_router_when_theirs_is_killed(
+    routers: TwoRouters, unfailed: list[tuple[Any, Any]], what: str
+):
+    """Even if no process that lives on knows them: then the client asks for the same again."""
+    requests, expected = zip(*unfailed, strict=True)
+    if what != "router":  # a search brings nothing before its end, so its client may think that
+        requests = requests[:-1]  # it was refused
     with routers.service.holding_steps(routers.children[0], len(requests)):
         readers = [ResumingReader(routers.targets, *request) for request in requests]
     assert all(reader.is_under_way.wait(START_S) for reader in readers)
     routers.children[0].kill()
+    if what != "router":
+        routers.service.scheduler.kill()
     num_live = sum(not reader.events.done() for reader in readers)
+    if what != "router":
+        routers.service.start_scheduler()
     routers.start(0)
     for i, reader in enumerate(readers):
         assert merged(reader.events.result(120)) == expected[i], f"request {i}"
-    assert num_live == len(requests), "the router died too late to matter"
+    assert num_live == len(requests), "they died too late to matter"
     routers.wait_until_ready()
+    routers.service.wait_until_ready()
     routers.service.wait_until_idle()
 
 
 def begin(stub: InferenceServiceStub, request_id: str, **metadata: str):
-    """A resumable stream that is under way, and what it has brought."""
+    """A running resumable stream, and its output so far."""
     request = generate_request([5] * 20, temperature=1.0, seed=4, max_tokens=3000, ignore_eos=True)
     request.request_id, request.resumable = request_id, True
     stream = stub.Generate(request, metadata=tuple(metadata.items()), timeout=120)
@@ -166,7 +183,7 @@ def test_the_newest_call_has_the_request(routers: TwoRouters, index: int):
         old, result = begin(first, "moving")
         new = stub.Resume(resume_request("moving", result), timeout=60)
         for _ in range(20):
-            result.add(next(new))  # goes on where the old one was, or fails
+            result.add(next(new))  # continues after the old stream, or fails
         if index == 0:
             with pytest.raises(grpc.RpcError) as caught:
                 list(old)
@@ -195,4 +212,4 @@ def test_a_caller_that_wants_no_more_ends_the_work_at_once(routers: TwoRouters):
         events = client.generate([5, 6], sampling, request_id="closed", resumable=True)
         next(events)
         events.close()
-        routers.service.wait_until_idle()  # sooner than the grace period
+        routers.service.wait_until_idle()  # before the grace period ends

@@ -1,4 +1,4 @@
-"""A process of each kind is replaced, one after another, under load; no call notices."""
+"""A process of each kind is replaced under load, one after another; no call fails."""
 
 import itertools
 import threading
@@ -53,7 +53,7 @@ class Twofold(Service):
         return (self.router2, *super()._children, self.worker2)
 
     def restart(self, child: Child) -> None:
-        """Ends it in good order, starts it again, and waits until it is ready."""
+        """Drains it, starts it again, and waits until it is ready."""
         child.stop()
         names = {self.router: "router", self.scheduler: "scheduler", self.worker: "worker"}
         child.start(self._flags[names[child]])
@@ -65,7 +65,7 @@ class Twofold(Service):
 
 
 class Caller:
-    """Makes one call after another until it is told to stop, and keeps what they brought."""
+    """Makes one call after another until it is stopped, and records the results."""
 
     def __init__(self, service: Twofold, index: int, stop: threading.Event) -> None:
         self.outputs: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""A service whose processes call each other by TCP, all with certificates, and ask for API keys."""
+"""A service with API keys whose processes call each other over TCP with mutual TLS."""
 
 import json
 import ssl
@@ -49,7 +49,7 @@ class Service:
             eventually(lambda: self.models(client), "the router is ready", START_S)
 
     def start(self, module, *flags):
-        """Starts a process; gives its gRPC target."""
+        """Starts a process, and returns its gRPC target."""
         child = self.children[module]
         child.start(["--http-port=0", *flags, *self.files.flags()])
 
@@ -143,7 +143,7 @@ def test_router_wants_a_key_besides_the_certificate(service):
 
 
 @pytest.mark.parametrize("tls", ["none", "no certificate"])
-def test_nobody_reaches_a_process_without_a_certificate(service, tls):
+def test_a_process_refuses_callers_without_a_certificate(service, tls):
     tls = None if tls == "none" else ClientTls(service.files.ca)
     calls = {
         service.worker: lambda channel: worker_pb2_grpc.WorkerServiceStub(channel).Attach(

@@ -1,4 +1,4 @@
-"""Guesses make no output different: greedy, drawn, constrained, preempted, swapped."""
+"""Guesses change no output: greedy, sampled, constrained, preempted, swapped."""
 
 import asyncio
 import random
@@ -16,13 +16,13 @@ from tests.e2e.service import Service
 
 NUM_TOKENS = 128
 CRAMPED = ("--num-blocks=20", "--host-kv-memory-gb=0.01", "--block-size=16")
-"""Room for the longest of the sequences below, not for two, and for the others on the host."""
+"""Device blocks for the longest sequence below, but not for two, and host blocks for the others."""
 _COUNTERS = ("draft_tokens", "accepted_tokens")
 
 
 @pytest.fixture(scope="module")
 def ngram(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
-    """A cramped service that looks n-grams up."""
+    """A service with few blocks that guesses by n-grams."""
     worker = ["--speculative=ngram", "--num-draft-tokens=5", *CRAMPED]
     with Service(run_dir(), long_llama, worker=worker) as service:
         yield service
@@ -30,7 +30,7 @@ def ngram(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def draft(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
-    """A cramped service whose model guesses for itself."""
+    """A service with few blocks whose draft model is the model itself."""
     worker = ["--speculative=draft", f"--draft-model={long_llama}", *CRAMPED]
     with Service(run_dir(), long_llama, worker=worker) as service:
         yield service
@@ -39,11 +39,11 @@ def draft(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
 def _prompts() -> list[list[int]]:
     draw = random.Random(7)
     prompts = [[draw.randrange(5, 500) for _ in range(length)] for length in (3, 16, 33, 64, 100)]
-    return [*prompts, [*prompts[-1][:64], 9]]  # one finds another's blocks
+    return [*prompts, [*prompts[-1][:64], 9]]  # one finds another's blocks in the prefix cache
 
 
 def _mixed() -> list[dict[str, Any]]:
-    """Requests that differ in all that may change what a token is drawn from."""
+    """Requests with different sampling parameters of every kind."""
     sampled = {"temperature": 0.9, "seed": 11}
     return [
         {**sampled, "top_p": 0.9, "logprobs": 2},

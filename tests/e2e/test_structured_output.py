@@ -1,4 +1,4 @@
-"""Outputs that must have a form have it, whatever runs beside them, and leave the others alone."""
+"""Structured outputs have their form beside any other requests, and do not change those."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ def shipped(run_dir: Callable[[], Path]) -> Iterator[Service]:
 
 
 def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
-    """Bounded everywhere, so that the longest document is not long."""
+    """A schema with bounds everywhere, so that documents are short."""
     kinds = ["string", "integer", "boolean", "null", "enum", "pattern"]
     kind = draw.choice(kinds + ["object", "array", "anyOf"] * (depth < 2))
     match kind:

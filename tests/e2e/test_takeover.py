@@ -1,8 +1,9 @@
-"""A scheduler is killed and started again at once: what the worker holds is not computed again.
+"""A scheduler is killed and restarted at once: KV that the worker holds is not recomputed.
 
-There is room on the device for half of what runs, so some of it is on the host when that happens.
+The device has room for half of the sequences, so some are on the host at that time.
 """
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,7 @@ import grpc
 import pytest
 
 from quire.v1 import common_pb2, inference_pb2
+from scheduler_svc.__main__ import EXIT_STALE_EPOCH
 from tests.e2e.child import START_S, Child, eventually
 from tests.e2e.generation import Result, generate_request, read
 from tests.e2e.service import Service
@@ -37,7 +39,14 @@ def gated(run_dir: Callable[[], Path]) -> Iterator[tuple[Service, StepGate]]:
     worker = ["--dtype=float32", "--host-kv-memory-gb=0.2", "--num-blocks=50"]
     worker += ["--max-num-batched-tokens=512"]
     uds = directory / "gate.sock"
-    service = Service(directory, SHIPPED_MODEL, worker=worker, scheduler=SCHEDULER, worker_uds=uds)
+    service = Service(
+        directory,
+        SHIPPED_MODEL,
+        worker=worker,
+        scheduler=SCHEDULER,
+        router=[f"--scheduler=unix:{directory}/standby.sock"],
+        worker_uds=uds,
+    )
     with StepGate(uds, service.uds["worker"]) as gate, service:
         yield service, gate
 
@@ -48,7 +57,7 @@ def cramped(gated: tuple[Service, StepGate]) -> Service:
 
 
 def _read_all(service: Service, disturb: Callable[[], None] = lambda: None) -> list[Result]:
-    """Read all streams in threads; `disturb` when the first has got something."""
+    """Read all streams in threads; call `disturb` when the first one has tokens."""
     has_begun = threading.Event()
 
     def read_one(request: inference_pb2.GenerateRequest) -> Result:
@@ -67,14 +76,14 @@ def _read_all(service: Service, disturb: Callable[[], None] = lambda: None) -> l
 
 @pytest.fixture(scope="module")
 def unfailed(cramped: Service) -> list[Result]:
-    """What the requests give when nothing dies."""
+    """The requests' outputs without a failure."""
     return _read_all(cramped)
 
 
 def _wait_until_all_is_heard(service: Service, gate: StepGate) -> None:
-    """Wait until the router has heard of every token of which the scheduler has; the gate is shut.
+    """Wait until the router has received every token that the scheduler has; the gate is closed.
 
-    What it has not read is lost when the scheduler is killed: gRPC drops it.
+    Unread messages are lost when the scheduler is killed, because gRPC drops them.
     """
     eventually(
         lambda: (
@@ -83,7 +92,7 @@ def _wait_until_all_is_heard(service: Service, gate: StepGate) -> None:
         ),
         "the scheduler has taken all results",
     )
-    for _ in range(2):  # an answer may overtake the news of its time, but not those before
+    for _ in range(2):  # an answer may overtake the events of its step, but not earlier ones
         with pytest.raises(grpc.RpcError) as caught:
             next(service.stub.Resume(inference_pb2.ResumeRequest(request_id="nobody's")))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -92,7 +101,7 @@ def _wait_until_all_is_heard(service: Service, gate: StepGate) -> None:
 def test_nothing_is_computed_again_after_the_death_of_the_scheduler(
     gated: tuple[Service, StepGate], unfailed: list[Result]
 ):
-    """With two steps in flight, of whose results it does not hear."""
+    """Two steps are in flight, whose results the scheduler does not receive."""
     cramped, gate = gated
 
     def kill_when_some_are_swapped() -> None:
@@ -116,7 +125,7 @@ def test_nothing_is_computed_again_after_the_death_of_the_scheduler(
 def test_a_scheduler_that_stands_by_takes_over(
     cramped: Service, unfailed: list[Result], tmp_path: Path
 ):
-    """Where the other listened, so that routers find it; the one started again waits in turn."""
+    """It listens at the same address, so that routers find it; the restarted one waits in turn."""
     first, second = cramped.scheduler, Child("scheduler_svc", tmp_path / "standby.log", {})
     second.start(cramped.scheduler_flags("--standby"))
     try:
@@ -130,6 +139,35 @@ def test_a_scheduler_that_stands_by_takes_over(
         cramped.wait_until_idle()
     finally:
         first.kill()
+
+
+def test_a_scheduler_that_is_stopped_is_replaced_and_writes_nothing_when_it_wakes(
+    cramped: Service, unfailed: list[Result], tmp_path: Path
+):
+    stopped, standby = cramped.scheduler, Child("scheduler_svc", tmp_path / "standby.log", {})
+    flags = cramped.scheduler_flags("--standby", "--standby-silence-s=0.5")
+    # On a socket of its own: the one that is stopped keeps its.
+    standby.start([flag.replace("scheduler.sock", "standby.sock") for flag in flags])
+    try:
+        eventually(lambda: "standing by" in standby.log or None, "it stands by", START_S)
+
+        def stop_until_it_is_replaced() -> None:
+            stopped.signal(signal.SIGSTOP)
+            eventually(lambda: "router connected" in standby.log or None, "it is replaced")
+            stopped.signal(signal.SIGCONT)
+
+        results = _read_all(cramped, stop_until_it_is_replaced)
+        assert [result.outputs for result in results] == [each.outputs for each in unfailed]
+        assert [result.text for result in results] == [each.text for each in unfailed]
+        assert cramped.metrics(standby)["quire_adopted_tokens_total"] > 0
+        eventually(lambda: stopped.poll() is not None or None, "it finds itself fenced")
+        assert stopped.poll() == EXIT_STALE_EPOCH
+    finally:
+        standby.kill()
+        stopped.kill()
+    cramped.start_scheduler()
+    cramped.wait_until_ready()
+    cramped.wait_until_idle()
 
 
 def test_prefix_cache_and_pins_survive_the_death_of_the_scheduler(cramped: Service):
@@ -163,4 +201,4 @@ def test_a_beam_search_goes_on_where_it_was(cramped: Service):
         cramped.start_scheduler()
         assert failed.result(timeout=200).outputs == unfailed.outputs
     cramped.wait_until_ready()
-    assert num_steps() < 90, "it did not start anew"
+    assert num_steps() < 90, "it did not start over"

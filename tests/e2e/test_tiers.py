@@ -1,4 +1,4 @@
-"""A device pool of a tenth of the demand: whatever becomes of the KV, the tokens are the same."""
+"""With a device pool of a tenth of the demand, the tokens are the same in every mode."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ ALL_AT_ONCE = ["--max-num-seqs=100"]
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Half of them begin alike in fours."""
+    """Prompts; in half of them, groups of four share a prefix."""
     draw = random.Random(0)
     prompts = []
     for i in range(NUM_REQUESTS):
@@ -35,7 +35,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def num_blocks(prompts: list[list[int]]) -> int:
-    """A tenth of what they need together."""
+    """A tenth of the blocks that they need together."""
     return sum(-(-(len(p) + NUM_TOKENS) // BLOCK_SIZE) for p in prompts) // 10
 
 
@@ -54,7 +54,7 @@ async def generate(service: Service, prompts: list[list[int]]) -> list[list[int]
 def expected(
     prompts: list[list[int]], model_dirs: ModelDirs, run_dir: Callable[[], Path]
 ) -> list[list[int]]:
-    """What comes out where there is room for all."""
+    """The outputs when there is room for all."""
     worker = [*ALL_AT_ONCE, "--num-blocks=2000"]
     with Service(run_dir(), model_dirs.get("qwen3"), worker=worker) as service:
         outputs = asyncio.run(generate(service, prompts))
@@ -98,7 +98,7 @@ async def test_by_swap_without_prefix_cache(cramped, prompts, expected):
     assert metrics["quire_recomputed_tokens_total"] == 0
     assert metrics["quire_kv_demoted_blocks_total"] == 0
     swapped_in = metrics["quire_kv_swapped_in_blocks_total"]
-    # One that had to make room again while it came back came back twice.
+    # A sequence that was preempted again while it came back came back twice.
     assert swapped_in >= metrics["quire_kv_swapped_out_blocks_total"] > 0
 
 
@@ -123,7 +123,8 @@ def with_disk(
     run_dir: Callable[[], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Service]:
-    """A tenth on the device, a fortieth on the host, and a disk that has room for all."""
+    """A service with a tenth of the blocks on the device, a fortieth on the host, and all on
+    disk."""
     model = model_dirs.get("qwen3")
     config = open_model(model).config
     block_gb = block_bytes(config, BLOCK_SIZE, torch.float32) / 1024**3
@@ -136,7 +137,7 @@ def with_disk(
 
 
 async def test_by_swap_to_the_disk(with_disk, prompts, expected):
-    """The host holds a fraction of what is swapped; still nothing is computed again."""
+    """The host has room for a fraction of the swapped KV; still nothing is recomputed."""
     outputs, metrics = await run(with_disk, prompts, "--preemption-mode=swap")
     assert outputs == expected
     assert metrics["quire_recomputed_tokens_total"] == 0
@@ -149,7 +150,7 @@ async def test_by_swap_to_the_disk(with_disk, prompts, expected):
 
 
 async def test_by_swap_to_the_disk_without_prefix_cache(with_disk, prompts, expected):
-    """What is stored is what swapped sequences spill, and all of it comes back."""
+    """Only spilled blocks are stored, and all of them come back."""
     flags = ["--preemption-mode=swap", "--no-enable-prefix-caching"]
     outputs, metrics = await run(with_disk, prompts, *flags)
     assert outputs == expected

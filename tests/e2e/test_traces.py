@@ -1,4 +1,4 @@
-"""One trace from the client to the steps of the worker, of a request that is swapped meanwhile."""
+"""One trace from the client to the worker's steps, for a request that is swapped."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
@@ -42,7 +42,7 @@ def cramped(
 
 @pytest.fixture(scope="module")
 def spans(cramped: Service, collector: TraceCollector) -> list[Span]:
-    """Of a request that had to make room for another, which is not traced, and came back."""
+    """The spans of a request that is preempted for an untraced one, and resumes."""
     first = cramped.stub.Generate(generate_request(PROMPT[::-1], max_tokens=180, ignore_eos=True))
     event = next(first)
     traceparent = f"00-{TRACE_ID}-{CALLER_SPAN_ID}-01"
@@ -157,7 +157,7 @@ def test_requests_that_nobody_asked_to_trace_have_no_spans(cramped, collector):
     unsampled = f"00-{TRACE_ID[::-1]}-{CALLER_SPAN_ID}-00"
     request = generate_request(PROMPT[6:], max_tokens=4, ignore_eos=True)
     read(cramped.stub.Generate(request, metadata=[("traceparent", unsampled)]))
-    # What was exported after them would have been behind theirs.
+    # Spans exported later would have come after theirs.
     traceparent = f"00-{TRACE_ID[:-1]}f-{CALLER_SPAN_ID}-01"
     read(cramped.stub.Generate(request, metadata=[("traceparent", traceparent)]))
     collector.wait_for(TRACE_ID[:-1] + "f", ["request", "queue", "decode", "finish"])

@@ -1,4 +1,4 @@
-"""Workers give their devices back while requests stream, and return, perhaps with other weights."""
+"""Workers unload their models while requests stream, and load them or others again."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +21,7 @@ MODEL_BYTES = 8 * (4 * 512**2 + 3 * 512 * 1536) * 4
 
 @pytest.fixture(scope="module")
 def model(model_dirs: ModelDirs) -> Path:
-    """One whose weights are seen in what a process takes."""
+    """A model large enough to be visible in a process's memory."""
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
     return model_dirs.get("llama", **sizes)
 
@@ -35,7 +35,7 @@ def service(model: Path, run_dir: Callable[[], Path]) -> Iterator[TwoWorkers]:
 
 @pytest.fixture(scope="module")
 def expected(service: TwoWorkers) -> list[list[list[int]]]:
-    """What the outputs are if nothing leaves."""
+    """The outputs without unloading."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         return [each.result().outputs for each in _start(service, pool)]
 
@@ -63,7 +63,7 @@ def _wait_until_tokens_come(service: TwoWorkers) -> None:
     eventually(come, "tokens come")
 
 
-def test_what_runs_goes_on_at_the_other_worker(
+def test_running_requests_continue_at_the_other_worker(
     service: TwoWorkers, expected: list[list[list[int]]], capsys: pytest.CaptureFixture[str]
 ):
     first, second = service.targets
@@ -96,7 +96,7 @@ def test_what_no_worker_is_left_for_waits_and_loses_nothing(
         without = service.worker.rss_bytes()
         load = service.load()
         have_ended = [each.done() for each in results]
-        assert service.run("load") == 0  # before anything fails: they wait
+        assert service.run("load") == 0  # before a request fails, because they wait
         assert [each.result().outputs for each in results] == expected
     assert (load.num_workers, load.num_unloaded_workers) == (0, 2)
     assert load.num_requests_waiting == len(PROMPTS)
@@ -152,7 +152,7 @@ def test_they_come_back_with_another_model(
 
 
 def _ending(service: TwoWorkers) -> str:
-    """How a request ends that its model leaves."""
+    """How a request ends whose model is replaced."""
     request = generate_request(PROMPTS[0], max_tokens=400, ignore_eos=True)
     events = list(service.stub.Generate(request, timeout=120))
     finished = [e.finished for e in events if e.WhichOneof("event") == "finished"]

@@ -1,4 +1,4 @@
-"""A collector of traces for the tests: takes OTLP over gRPC and keeps the spans."""
+"""A collector of traces for the tests: receives OTLP over gRPC and keeps the spans."""
 
 import threading
 from collections import Counter
@@ -66,9 +66,9 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def wait_for(self, trace_id: str, names: Sequence[str], within_s: float = 60.0) -> list[Span]:
-        """The spans of a trace, as soon as it has these names, each as often as it is named.
+        """The spans of a trace, when it has all of `names`, each as often as listed.
 
-        Fails, saying what came.
+        Otherwise fails with the names that came.
         """
 
         def complete() -> bool:
@@ -80,7 +80,7 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
             return self._of(trace_id)
 
     def linked_to(self, spans: Iterable[Span], within_s: float = 60.0) -> dict[str, Span]:
-        """The spans that some are linked to, by id, as soon as all have come."""
+        """The spans to which `spans` are linked, by id, when all have come."""
         wanted = {span_id for span in spans for span_id in span.links}
 
         def found() -> dict[str, Span]:

@@ -1,4 +1,4 @@
-"""A program of Triton's own client; it cannot share a process with our stubs of its protocol.
+"""A program with Triton's own client, which cannot share a process with our stubs.
 
 Usage: triton_client.py TARGET MODEL PROMPT. Prints one JSON object.
 """
@@ -24,7 +24,7 @@ def tensor(name, value, datatype, dtype):
 
 
 def inputs(*, stream, sampling=SAMPLING):
-    """As Triton's example for its vLLM backend makes them."""
+    """Inputs as in Triton's example for its vLLM backend."""
     return [
         tensor("text_input", PROMPT.encode(), "BYTES", np.object_),
         tensor("stream", stream, "BOOL", bool),

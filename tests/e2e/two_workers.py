@@ -1,4 +1,4 @@
-"""A service with two workers, and a stream that is followed while it moves between them."""
+"""A service with two workers, and a stream to read while its request moves between them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ class TwoWorkers(Service):
 
 
 class Stream:
-    """A generation that a test follows."""
+    """A stream that a test reads piece by piece."""
 
     def __init__(self, service: Service, request) -> None:
         self._events = service.stub.Generate(request)

@@ -1,7 +1,7 @@
-"""A worker whose control group is a directory of the test's: what memory is left, the test says.
+"""A worker whose control group is a directory of the test, so that the test sets its free memory.
 
-`python -m tests.e2e.worker_in_group`, with the directory in the variable CONTROL_GROUP. All else is
-`quire-worker`, which looks at its memory more often here.
+`python -m tests.e2e.worker_in_group`, with the directory in the variable CONTROL_GROUP. Otherwise
+it is `quire-worker`, but it reads its memory more often.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Fuzz for long: `python -m tests.fuzz --minutes 10`, each target its share of the time.
+"""Long fuzzing: `python -m tests.fuzz --minutes 10`; each target gets its share of the time.
 
-Prints how many cases each target took. A bad case is shrunk, printed and kept in tests/fuzz/corpus;
-then the process ends with 1, after the other targets.
+Prints how many cases each target ran. A failing case is shrunk, printed and kept in
+tests/fuzz/corpus; then the process exits with 1, after the other targets.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main() -> int:
     if unknown := set(options.targets) - set(TARGETS):
         parser.error(f"unknown target {', '.join(sorted(unknown))}; known: {', '.join(TARGETS)}")
     names = options.targets or list(TARGETS)
-    # refusals are logged, and here nearly all cases are refused
+    # refusals are logged, and nearly all cases are refused
     logging.disable()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     print(f"seed {options.seed}", flush=True)

@@ -23,30 +23,30 @@ from hypothesis import strategies as st
 
 CORPUS = Path(__file__).parent / "corpus"
 Case: TypeAlias = tuple[bytes, ...]
-"""What a target is given, in order: one message, or those of a stream."""
+"""The input of a target: one message, or the messages of a stream in order."""
 Check: TypeAlias = Callable[[Case], None]
-"""Feeds a case; raises an error that a well-behaved service would not."""
+"""Feeds a case to the target; raises if the target misbehaves."""
 
 _HANG_S = 60.0
-"""The slowest case takes milliseconds; a process that hangs prints where, and ends."""
+"""The slowest case takes milliseconds; a process that hangs prints a traceback, and ends."""
 _ANY_SPEED = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 _ROUND = 100
-"""Cases between two looks at the clock."""
+"""Cases between two reads of the clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something that takes byte strings, and a strategy that makes them."""
+    """An entry point that takes byte strings, and a strategy that makes them."""
 
     name: str
     """Also the name of its folder in the corpus."""
     cases: st.SearchStrategy[Case]
     open: Callable[[], contextlib.AbstractContextManager[Check]]
-    """Sets it up; a failed check may leave it broken."""
+    """Sets up the target; a failed check may leave it broken."""
     kind: type[Message] | None = None
     """The message type of most of its byte strings; None: no messages."""
     num_examples: int = 60
-    """Cases of the short pass; fewer where one is expensive."""
+    """Cases of the short pass; fewer if a case is expensive."""
 
     def paths(self) -> list[Path]:
         """The files of its cases in the corpus."""
@@ -57,7 +57,7 @@ class Target:
 
 
 def replay_corpus(target: Target) -> None:
-    """Check every case of the corpus; name the file of one that fails."""
+    """Check every case of the corpus; a failure names its file."""
     with target.open() as check:
         for path in target.paths():
             try:
@@ -68,21 +68,21 @@ def replay_corpus(target: Target) -> None:
 
 
 def short_pass(target: Target) -> None:
-    """Draw the same few cases each time; raise what the smallest bad one makes the check raise."""
+    """Draw the same few cases each time; raise the check's error for the smallest failing case."""
     with target.open() as check:
         _draw(target, check, target.num_examples, derandomize=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A bad case, shrunk, and what the check raises for it."""
+    """A failing case, shrunk, and the error of its check."""
 
     case: Case
     error: Exception
 
 
 def long_pass(target: Target, until: float, seed: int) -> tuple[int, Found | None]:
-    """Draw cases until a time (monotonic), or until one is bad; return how many there were."""
+    """Draw cases until a monotonic time or the first failure; return their number."""
     rng = random.Random(seed)
     num_cases = 0
     last: Case = ()
@@ -139,7 +139,7 @@ def read_case(path: Path, kind: type[Message] | None) -> Case:
 
 
 def write_case(target: Target, case: Case, comment: str) -> Path:
-    """Add a case to the corpus, under a name that a person should change for a telling one."""
+    """Add a case to the corpus; a person should then give the file a clear name."""
     digest = hashlib.sha256(repr(case).encode()).hexdigest()[:8]
     path = CORPUS / target.name / f"found-{digest}.case"
     path.parent.mkdir(parents=True, exist_ok=True)

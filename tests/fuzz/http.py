@@ -173,7 +173,12 @@ def raw_requests(draw: st.DrawFn) -> bytes:
         method = draw(st.sampled_from(_METHODS))
         version = draw(st.sampled_from([b"HTTP/1.1", b"HTTP/1.0", b"HTTP/9.9", b"", b"HTTP/2"]))
     headers = draw(st.lists(st.sampled_from(_HEADERS), max_size=3))
-    head = b"\r\n".join([b" ".join([method, path, version]), b"Connection: close", *headers, b""])
+    # Without these two, a router looks at nothing else.
+    usual = [b"Host: localhost", b"Content-Type: application/json"]
+    if draw(st.integers(0, 9)) == 0:
+        del usual[draw(st.integers(0, 1))]
+    line = b" ".join([method, path, version])
+    head = b"\r\n".join([line, b"Connection: close", *usual, *headers, b""])
     data = head + draw(_framed(draw(bodies(kind))))
     if draw(st.integers(0, 9)) == 0:
         data = data[: draw(st.integers(0, len(data)))]

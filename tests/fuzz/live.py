@@ -1,4 +1,4 @@
-"""A service in this process as a target; its event loop runs only during a check."""
+"""A service in this process as a target. Its event loop runs only during a check."""
 
 import asyncio
 import contextlib
@@ -12,12 +12,12 @@ from tests.fuzz.fuzzing import Case, Check
 Probe: TypeAlias = Callable[[Case], Awaitable[None]]
 
 _HANG_S = 10.0
-"""For a case and the check after it, which take milliseconds."""
+"""Time limit of a case and the check after it, which take milliseconds."""
 
 
 @contextlib.contextmanager
 def in_event_loop(service: contextlib.AbstractAsyncContextManager[Probe]) -> Iterator[Check]:
-    """Run a service; each case goes to the probe that it yields."""
+    """Run a service, and feed each case to the probe that it yields."""
     with asyncio.Runner() as runner:
         stack = contextlib.AsyncExitStack()
 
@@ -42,7 +42,7 @@ def as_is(data: Any) -> bytes:
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
-    """Read a call to its end; its status must be one that the service chose, not a bug."""
+    """Read a call to its end; its status must not be one that reports a bug."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         if hasattr(call, "read"):
             while await call.read() is not grpc.aio.EOF:

@@ -1,4 +1,4 @@
-"""A router between clients that send anything, by gRPC and HTTP, and a scripted scheduler."""
+"""A router whose gRPC and HTTP clients send arbitrary input, with a scripted scheduler."""
 
 import asyncio
 import contextlib
@@ -78,7 +78,7 @@ class ScriptedScheduler:
                     await self._send_script(context, key)
                     refused = scheduler_pb2.Refused(first_seq_key=key, code=5, message="no such")
                     await context.write(scheduler_pb2.ConnectResponse(refused=refused))
-                    # if the script resumed it, it ends here
+                    # a request that the script resumed ends here
                     await context.write(_end(range(key, key + 64), ()))
 
     async def _send_script(self, context: Any, first_seq_key: int) -> None:
@@ -168,7 +168,7 @@ class LiveRouter:
         return make(path, request_serializer=as_is, response_deserializer=lambda data: data)
 
     async def check_serves(self) -> None:
-        """It serves, as soon as it has its scheduler again."""
+        """Check that the router serves when its scheduler has reconnected."""
         self.scheduler.script = ()
         while True:
             if self._task.done():
@@ -216,7 +216,9 @@ async def running_router() -> AsyncIterator[LiveRouter]:
                 await router.check_serves()
                 yield router
             stop.set()
-            await asyncio.gather(task, return_exceptions=True)  # a check has raised its error
+            await asyncio.gather(
+                task, return_exceptions=True
+            )  # a check has raised the error already
 
 
 # --- targets -----------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ async def _exchange(host: str, port: int, data: bytes) -> None:
     """Send bytes and end; any answer must be HTTP, and not a 5xx."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
-        with contextlib.suppress(ConnectionError):  # it has closed
+        with contextlib.suppress(ConnectionError):  # the router has closed the connection
             writer.write(data)
             await writer.drain()
             writer.write_eof()

@@ -1,4 +1,4 @@
-"""A scheduler between a router that sends anything, a worker that does, and two that behave."""
+"""A scheduler with a router and a worker that send arbitrary input, and a good one of each."""
 
 import asyncio
 import contextlib
@@ -43,13 +43,13 @@ class HonestRouter:
         await self._router.disconnect()
 
     async def check_served(self) -> None:
-        """It gets the tokens that it asks for."""
+        """Check that a request gets its tokens."""
         key = await self.check_answered()
         assert key not in self._router.refused, self._router.refused[key]
         assert self._router.tokens[key] == expected_tokens(_PROMPT, _NUM_TOKENS)
 
     async def check_answered(self) -> int:
-        """It gets an end or a refusal, whatever the tokens; returns the sequence's key."""
+        """Check that a request ends or is refused, with any tokens; return the sequence's key."""
         if self._scheduler.task.done():
             self._scheduler.task.result()
         key, self._next_key = self._next_key, self._next_key + 1

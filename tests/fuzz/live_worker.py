@@ -1,4 +1,4 @@
-"""A worker behind its socket, and a scheduler that sends any batches."""
+"""A worker behind its socket, and a scheduler that sends arbitrary batches."""
 
 import asyncio
 import contextlib
@@ -69,7 +69,7 @@ class LiveWorker:
         assert code in _REFUSALS, (code, await call.details())
 
     async def check_serves(self) -> None:
-        """It serves a new scheduler with the right token."""
+        """Check that it serves a new scheduler with the right token."""
         await self._attach()
         call = self._stub.Execute()
         batch = worker_pb2.StepBatch()
@@ -88,7 +88,7 @@ class LiveWorker:
 
 
 def _of_epoch(data: bytes, epoch: int) -> bytes:
-    """The batch with this epoch, if it claims the first; appended, since the last value counts."""
+    """The batch with this epoch, if it has epoch 1; appended, because the last value counts."""
     with contextlib.suppress(Exception):
         if worker_pb2.StepBatch.FromString(data).epoch == 1:
             return data + worker_pb2.StepBatch(epoch=epoch).SerializeToString()

@@ -1,6 +1,6 @@
 """Strategies from protobuf descriptors: new messages, known ones changed, torn bytes.
 
-A field that is added to a message is fuzzed at once.
+A new field of a message is fuzzed without further changes.
 """
 
 from collections.abc import Sequence

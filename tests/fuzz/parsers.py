@@ -1,4 +1,4 @@
-"""Every parser of data from another process: it returns a value, or an error that says why."""
+"""Fuzzes every parser of data from another process: it must return a value or a clear error."""
 
 import contextlib
 import io
@@ -69,7 +69,7 @@ from tests.fuzz.messages import wire
 
 _MAX_BYTES_PER_BYTE = 300
 _MAX_BYTES = 4 * 2**20
-"""Memory that a parser may take for any case; more is memory that a peer can make us waste."""
+"""Memory that a parser may take for a case; a peer must not be able to make it waste more."""
 
 MODEL = ModelInfo("fake", 64, 1000, (0,), structured_output=True)
 ROUTER_MODEL = RouterModelInfo("fake", 64, 1000, (0,), structured_output=True)
@@ -86,7 +86,7 @@ LIMITS = Limits(
 
 
 def _checked(parse: Callable[[bytes], object], *errors: type[Exception]) -> Check:
-    """All that `parse` raises is a finding, except `errors` and errors that name their field."""
+    """Every exception of `parse` is a failure, except `errors` and errors that name their field."""
 
     def check(case: Case) -> None:
         tracemalloc.start()
@@ -124,7 +124,7 @@ def _opened(
 
 
 def _of_messages(name: str, parse: Callable[[Any], object], *known: Message) -> Target:
-    """A target that parses messages; gRPC refuses other bytes before."""
+    """A target that parses messages; gRPC has refused other bytes."""
     kind = type(known[0])
 
     def parse_data(data: bytes) -> object:

@@ -1,10 +1,10 @@
-"""Compiles every launch of every launcher for a GPU that need not be there.
+"""Compiles every launch of every launcher for a GPU that the machine need not have.
 
-A program, not a test: Triton must be imported without TRITON_INTERPRET. Takes the capability, the
-dtype, a model's shape (query heads, kv heads, head dim), the block size, and which attention:
-"plain", "options", "int8", "float8_e4m3fn". Launches are configured as for that capability. Prints
-one JSON object per launch: the kernel, the bytes of shared memory it takes, the bytes of its
-machine code.
+It is a program and not a test, because Triton must be imported without TRITON_INTERPRET. Takes the
+capability, the dtype, a model's shape (query heads, kv heads, head dim), the block size, and which
+attention: "plain", "options", "int8", "float8_e4m3fn". Launches are configured as for that
+capability. Prints one JSON object per launch: the kernel, the bytes of shared memory it takes, the
+bytes of its machine code.
 """
 
 import json
@@ -27,7 +27,7 @@ launchers = SimpleNamespace(
 
 
 def compile_launch(kernel, *args, grid, warmup, **constants):
-    """Stands in for JITFunction.run: compiles for what the launcher would have launched."""
+    """Replaces JITFunction.run: compiles the kernel instead of launching it."""
     del grid, warmup
     bound = dict(zip(kernel.arg_names, args, strict=False)) | constants
     signature, constexprs, attributes = {}, {}, {}
@@ -55,7 +55,7 @@ def compile_launch(kernel, *args, grid, warmup, **constants):
 
 
 def is_divisible_by_16(value):
-    """Whether Triton would tell the compiler so; torch aligns what it allocates."""
+    """Whether Triton would assume this in the compiler; torch aligns its allocations."""
     return isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
 
 

@@ -1,4 +1,4 @@
-"""Runs the Triton kernels on the GPU, or in Triton's interpreter where there is none."""
+"""Runs the Triton kernels on the GPU, or without one in Triton's interpreter."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Runs a native program as threads would that lose their cores again and again."""
+"""Runs a native program as if threads lost their cores again and again."""
 
 import ctypes
 import random
@@ -18,10 +18,10 @@ class _Call(ctypes.Structure):
 
 
 class LateThreads:
-    """Stands in for `Library.run`: each share is done in any order, and twice.
+    """Replaces `Library.run`: each share is done in any order, and twice.
 
-    Between any two of them some are done again of every earlier call that threads may still be at:
-    those that `num_apart` says change nothing that the present call reads or writes.
+    Between two shares it repeats shares of earlier calls, as late threads may do: those calls that,
+        by `num_apart`, do not touch memory of the present call.
     """
 
     def __init__(self, seed):

@@ -1,4 +1,4 @@
-"""Random tensors laid out as the worker lays them out, or worse."""
+"""Random tensors in the worker's layout, or a more difficult one."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ FAR = 2**30  # elements: row 2 starts past what an int32 can hold
 
 
 def strided(shape, dtype, device):
-    """A random tensor cut out of a wider one: dense rows, no contiguous whole."""
+    """A random tensor cut out of a wider one: its rows are dense, but it is not contiguous."""
     wide = torch.randn(*shape[:-2], shape[-2] + 1, shape[-1] + 3, device=device).to(dtype)
     return wide[..., 1:, : shape[-1]]
 
@@ -59,7 +59,7 @@ class Paged:
         return {"key_scales": self.key_scales, "value_scales": self.value_scales}
 
     def dequantized(self, dtype):
-        """The same with what the caches stand for, by the definition."""
+        """The same, with the caches dequantized by definition."""
         sides = (self.key_cache, self.key_scales), (self.value_cache, self.value_scales)
         keys, values = (
             (numbers.double() * scales.double().unsqueeze(-1)).to(dtype)

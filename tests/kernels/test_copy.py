@@ -64,7 +64,7 @@ def block_major(pool):
 
 
 def layer_major(pool):
-    """The same blocks [B, K, E], each piece among those of its kind."""
+    """The same blocks [B, K, E] in layer-major order."""
     return pool.transpose(0, 1).contiguous().transpose(0, 1)
 
 

@@ -42,7 +42,7 @@ def test_python_and_c_know_the_same_numbers(built):
 
 
 class Layer:
-    """An attention's view of a pool, and what a step's sequences have in it."""
+    """An attention layer's view of a pool, and the sequences of a step."""
 
     def __init__(self, seq_lens, query_lens=None, *, block_size=16, num_kv_heads=4, window=0):
         pool = torch.zeros(
@@ -76,7 +76,7 @@ class Layer:
 
 
 def fetched(all_runs, layer, num_runs, num_after, num_tiles, num_shares=3, count=2):
-    """The runs of all shares, as (address, bytes); repeated ones of a product once."""
+    """The prefetched runs of all shares, as (address, bytes), without repetitions."""
     runs = []
     found, run_bytes = (ctypes.c_void_p * 4096)(), ctypes.c_int64()
     for share in range(num_shares):
@@ -98,7 +98,7 @@ def test_a_map_with_room_for_all_fetches_each_side_of_each_block_once(all_runs, 
     assert {size for _, size in runs} == {layer.side_bytes}
 
 
-def test_what_a_step_stores_is_not_fetched(all_runs):
+def test_kv_that_a_step_stores_is_not_prefetched(all_runs):
     # A fresh prompt, a later chunk, a decode at a block's first slot, and one at its second.
     layer = Layer([40, 40, 33, 34], [40, 8, 1, 1])
     runs = fetched(all_runs, layer, 1000, 0, 1)
@@ -132,7 +132,7 @@ def test_a_large_block_is_several_runs_that_cover_it(all_runs):
 def test_blocks_before_a_window_are_not_fetched(all_runs):
     layer = Layer([200, 65], window=40)
     runs = fetched(all_runs, layer, 1000, 0, 1)
-    # Attention looks at whole tiles of 64 positions, from 128 on of the first sequence.
+    # Attention reads whole tiles of 64 positions, of the first sequence from 128 on.
     assert [address for address, _ in runs] == layer.starts([(8, 13), (0, 4)])
 
 

@@ -189,7 +189,7 @@ def test_slots_past_the_sequence_are_not_read(decode, dtype):
 
 
 @native_dtypes
-def test_what_is_not_finite_stays_so(dtype):
+def test_values_that_are_not_finite_stay_so(dtype):
     paged = make_paged([40], 1, 16, 8, dtype, "cpu")
     query = torch.randn(1, 2, 16).to(dtype)
     query[0, 1, 3] = float("nan")

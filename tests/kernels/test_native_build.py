@@ -77,7 +77,7 @@ def test_it_is_compiled_once_for_its_sources_and_flags(monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_what_is_shipped_needs_no_compiler(monkeypatch, tmp_path):
+def test_shipped_files_need_no_compiler(monkeypatch, tmp_path):
     small_library(monkeypatch, tmp_path)
     path = build.build(build.SHIPPED)
     monkeypatch.setattr(build, "_COMPILERS", ())

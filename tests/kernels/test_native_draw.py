@@ -97,7 +97,7 @@ def test_no_row_draws_no_token():
     assert draw(torch.zeros(2, 5), *none).tolist() == []
 
 
-def test_what_does_not_fit_is_named():
+def test_a_mismatch_is_named():
     logits, places = torch.zeros(2, 64), torch.tensor([1])
     one, half = torch.ones(1), torch.full((1,), 0.5).double()
     with pytest.raises(ValueError, match=r"logits has dtype torch\.bfloat16"):

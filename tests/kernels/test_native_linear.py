@@ -36,6 +36,26 @@ def random_integers(bits, group_size, num_out, num_in):
     return values.to(torch.int8), scales, offsets, weight
 
 
+def without_offsets(group_size, num_out, num_in):
+    """Values and scales of 8 bits, and the weight they stand for, as GGUF's Q8_0 and Q6_K have."""
+    values = torch.randint(-127, 128, (num_out, num_in), dtype=torch.int8)
+    scales = ((0.5 + torch.rand(num_out, num_in // group_size)) * num_in**-0.5 / 127).half().float()
+    return values, scales, values * scales.double().repeat_interleave(group_size, 1)
+
+
+@needs_native
+@every_dtype
+@pytest.mark.parametrize("group_size", [16, 32])
+def test_groups_of_eight_bits_need_no_offsets(group_size, dtype):
+    values, scales, weight = without_offsets(group_size, 70, 384)
+    apply = pack_integers(8, values, scales, None, None, dtype)
+    x = torch.randn(100, 384).to(dtype)
+    together = apply(x)
+    assert_close(together, (x.double() @ weight.T).to(dtype))
+    for num_rows in (1, 12, 36, 37):
+        assert torch.equal(apply(x[:num_rows]), together[:num_rows])
+
+
 def every_packed(num_out, num_in, dtype):
     """A map of each form."""
     yield pack((torch.randn(num_out, num_in) * num_in**-0.5).to(dtype), None)
@@ -145,7 +165,7 @@ def test_other_weights_are_left_to_others():
 
 @needs_native
 @pytest.mark.parametrize("has_amx", [False, True])
-def test_no_capability_decides_who_multiplies(monkeypatch, has_amx):
+def test_maps_are_packed_with_and_without_amx(monkeypatch, has_amx):
     # oneDNN's products with AMX round a row by how many rows there are, so ours serve there, too.
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_amx})
     assert can_pack(torch.randn(64, 32).bfloat16())

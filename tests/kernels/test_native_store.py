@@ -121,7 +121,7 @@ def test_it_reaches_past_int32_offsets():
     assert torch.equal(cache[2, 7], key[0])
 
 
-def test_what_does_not_fit_is_refused_by_name():
+def test_a_mismatch_is_refused_by_name():
     key, slots = torch.randn(2, 4, 16), torch.tensor([0, 1])
     cache = torch.zeros(3, 4, 2, 16)
     with pytest.raises(ValueError, match=r"key_cache has shape \(3, 4, 2, 16\)"):

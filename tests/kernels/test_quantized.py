@@ -1,4 +1,4 @@
-"""Quantized caches: what is stored is as defined, and attention is that to what is stored."""
+"""Quantized caches: stored numbers are as defined, and attention uses the stored numbers."""
 
 import pytest
 import torch
@@ -48,14 +48,14 @@ def empty(num_blocks, num_kv_heads, head_dim, block_size, stored, device):
 
 
 def bits(paged):
-    """All that was stored, as integers: -0 differs from 0."""
+    """All stored numbers as integers, so that -0 differs from 0."""
     numbers = [cache.view(torch.uint8) for cache in (paged.key_cache, paged.value_cache)]
     scales = [scales.view(torch.int16) for scales in (paged.key_scales, paged.value_scales)]
     return numbers + scales
 
 
 def rows(num_tokens, num_kv_heads, head_dim, dtype, device):
-    """Of sizes from tiny to huge, with a row of zeros among them."""
+    """Rows of sizes from tiny to huge, and a row of zeros."""
     x = strided((num_tokens, num_kv_heads, head_dim), dtype, device)
     sizes = torch.linspace(-6, 6, num_tokens, device=device).exp2().view(-1, 1, 1)
     x = x.mul_(sizes.to(dtype))
@@ -80,7 +80,7 @@ def test_store_writes_the_twin_s_bits(shape, dtype, stored, device):
 @every_stored
 @every_store
 def test_every_number_is_stored_as_the_nearest(store, stored, device):
-    """Of a row that begins with the largest, so that its scale is 1."""
+    """The row begins with the largest number, so that its scale is 1."""
     x = torch.randn(64, 1, 64, device=device) * torch.logspace(-4, 2, 64, device=device)
     x[:4, 0, 1:] = (torch.arange(4 * 63) / 2.0).reshape(4, 63).clamp(max=126.5)  # ties of int8
     # Ties of fp8: halfway between two of its numbers.
@@ -227,7 +227,7 @@ def test_a_cpu_stores_the_twin_s_bits_and_attends_to_them(dtype, stored):
 
 
 def far_apart(paged):
-    """The same with blocks that lie FAR bytes apart, or a little more: all strides differ."""
+    """The same with blocks FAR bytes apart or a little more, so that all strides differ."""
     storage = torch.empty(2 * FAR + 8192, dtype=torch.uint8, device=paged.key_cache.device)
 
     def moved(view, i):
@@ -265,7 +265,7 @@ def test_offsets_reach_past_int32(stored, device):
     assert torch.equal(outs[0][1], outs[1][1])
 
 
-def test_what_does_not_fit_is_refused_by_name(device):
+def test_a_mismatch_is_refused_by_name(device):
     paged = make_quantized([5], 2, 16, 8, torch.int8, device)
     query = torch.randn(1, 4, 16, device=device)
     key = torch.randn(1, 2, 16, device=device)

@@ -59,7 +59,7 @@ def test_it_is_rotary_and_then_store(
         assert torch.equal(paged.value_cache, twin.value_cache)
 
 
-def test_what_does_not_fit_is_refused_by_name(device):
+def test_a_mismatch_is_refused_by_name(device):
     paged = make_paged([9], 2, 16, 4, torch.float32, device)
     query, key = torch.zeros(3, 4, 16, device=device), torch.zeros(3, 2, 16, device=device)
     rows = table(9, 16, device), torch.arange(3, device=device)

@@ -14,7 +14,7 @@ VOCABULARY = 5003  # two tiles, the second not whole
 
 
 def parameters(num_seqs, vocab_size, device):
-    """Every cut alone and together, at its ends and between them."""
+    """Every filter alone and combined, at the ends of its range and between them."""
     rows = [
         (1.0, vocab_size, 1.0, 0.0),
         (0.7, 1, 1.0, 0.0),
@@ -39,7 +39,7 @@ def parameters(num_seqs, vocab_size, device):
 
 
 def worker_sample(logits, temperature, top_k, top_p, min_p, seeds, positions):
-    """What the worker does on a CPU."""
+    """The worker's sampling on a CPU."""
     maximum = logits.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     scaled = (logits - maximum) / temperature.unsqueeze(1)
     weights = scaled.exp()

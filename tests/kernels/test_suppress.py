@@ -25,7 +25,9 @@ def int32(*words):
 
 @each_op
 @pytest.mark.parametrize("num_tokens", [1, 31, 32, 63, 4096, 3000, 40_001])
-def test_what_is_not_admitted_is_minus_infinity_and_the_rest_is_as_it_was(op, num_tokens, device):
+def test_tokens_that_are_not_admitted_get_minus_infinity_and_others_are_unchanged(
+    op, num_tokens, device
+):
     where_it_runs = where(op, device)
     logits = strided((7, num_tokens), torch.float32, where_it_runs)
     places = torch.tensor([5, 0, 2, 6])
@@ -70,7 +72,7 @@ def test_masks_of_far_apart_rows(op, device):
 
 
 @pytest.mark.parametrize("op", [ops.suppress, launcher], ids=str)
-def test_what_does_not_fit_is_named(op):
+def test_a_mismatch_is_named(op):
     logits, places, admitted = torch.zeros(2, 64), torch.tensor([1]), int32(FIRST_64)
     with pytest.raises(ValueError, match=r"logits has 1 dimensions, required are 2"):
         op(logits[0], places, admitted)

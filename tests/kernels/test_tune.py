@@ -56,7 +56,7 @@ def test_if_nothing_runs_nothing_is_chosen():
         tune.best_of(candidates(1), (0,), seconds_by({1: (None,)}), str)
 
 
-def test_what_was_tuned_is_what_a_launch_then_takes():
+def test_a_launch_uses_the_tuned_configuration():
     before = (CONFIG_DIR / "sm_90.json").read_text()
     chosen = tune.Tuned(DecodeConfig(32, 256, 512, 8, 3, 2), (1.0,), (2.0,))
     text = tune.with_rules(before, "A device", {"date": "2000-01-01"}, SHAPE, [chosen])
@@ -95,7 +95,7 @@ def test_a_file_has_a_configuration_for_every_shape(path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_what_was_not_measured_says_so(path):
+def test_missing_measurements_are_marked(path):
     content = json.loads(path.read_text())
     if content["tuned"] is None:
         rules = content["kernels"]["decode"] + content["kernels"]["prefill"]

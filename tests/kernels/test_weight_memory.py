@@ -10,7 +10,7 @@ THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def huge_bytes(address):
-    """Of the mapping at an address, what is on huge pages."""
+    """The bytes on huge pages in the mapping at an address."""
     is_here = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first = line.split(" ", 1)[0]
@@ -22,7 +22,7 @@ def huge_bytes(address):
     raise AssertionError("no such mapping")
 
 
-def test_what_is_held_is_a_contiguous_copy():
+def test_held_tensors_are_contiguous_copies():
     memory = WeightMemory()
     weights = [torch.randn(7, 5).t(), torch.randn(3).bfloat16(), torch.randint(0, 9, (2, 2, 2))]
     held = [memory.hold(weight) for weight in weights]

@@ -1,4 +1,4 @@
-"""The one tolerance table: how far a kernel may be from its twin, by dtype."""
+"""The tolerance table: how far a kernel may differ from its twin, by dtype."""
 
 import pytest
 import torch

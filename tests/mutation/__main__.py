@@ -1,7 +1,7 @@
-"""Do the tests of the block space see a fault? `python -m tests.mutation --mutants 200 --seed 0`.
+"""Mutation testing of the block space: `python -m tests.mutation --mutants 200 --seed 0`.
 
-Draws faults in `scheduler_svc/core` and `contract/hashing.py`, one at a time, and runs the core's
-tests on each. Prints each that survives; ends with 1 if the tests see fewer than `--goal` percent.
+Makes faults in `scheduler_svc/core` and `contract/hashing.py`, one at a time, and runs the core's
+tests on each. Prints each survivor; exits with 1 if the tests detect fewer than `--goal` percent.
 """
 
 import argparse
@@ -17,10 +17,14 @@ from tests.mutation.trial import Trial, Verdict
 
 ROOT = Path(__file__).parents[2]
 NOT_BLOCK_SPACE = {"limits", "config", "errors", "invariants", "pacing", "request"}
-"""Inputs and outputs of the core, what tests it, and what does not decide over blocks."""
+"""Modules that are not mutated: inputs and outputs of the core, its checks, and reports."""
 FOLDERS = ("contract", "scheduler_svc", "sim_worker", "quire", "rpc", "tests")
 TESTS = (
-    *("--noconftest", "-p", "tests.conftest"),  # the others start services; the core needs none
+    *(
+        "--noconftest",
+        "-p",
+        "tests.conftest",
+    ),  # other conftests start services, which the core does not need
     "tests/unit/scheduler_svc/core",
     "tests/property/test_histories.py",
     "tests/property/test_scheduler.py",
@@ -28,7 +32,7 @@ TESTS = (
 
 
 def candidates(names: Sequence[str] = ()) -> list[Mutant]:
-    """Return all mutants of the named files, or of all, but those known to be no faults."""
+    """Return all mutants of the named files, or of all files, except known equivalent ones."""
     core = ROOT / "scheduler_svc" / "core"
     files = [ROOT / "contract" / "hashing.py", *sorted(core.rglob("*.py"))]
     listed = tomllib.loads((Path(__file__).parent / "equivalent.toml").read_text())

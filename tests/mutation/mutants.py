@@ -1,4 +1,4 @@
-"""Small faults in a source text: each is one edit, such as a typing slip would make."""
+"""Small faults in a source text: each is one edit, like a typing mistake."""
 
 import ast
 import difflib
@@ -29,7 +29,7 @@ _FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
 _RENAMED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _TRANSPARENT = {"reversed", "sorted"}
 _NO_TARGETS = ast.Assert | ast.Raise | ast.JoinedStr | ast.Import | ast.ImportFrom
-"""Not mutated: checks of the code itself, messages, and what would fail at import."""
+"""Not mutated: assertions, messages, and code that would fail at import."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def _edits(node: ast.AST, function: str) -> Iterator[tuple[ast.stmt | ast.expr, 
 
 
 def _can_go(node: ast.stmt) -> bool:
-    """Whether to drop a statement; a name's assignment stays, since without it all fails."""
+    """Whether to drop a statement. Assignments to names are kept, because without them all
+    fails."""
     match node:
         case ast.Assign(targets=[ast.Name()]):
             return False
@@ -113,7 +114,7 @@ def _can_go(node: ast.stmt) -> bool:
 
 
 def _variants(node: ast.expr) -> Iterator[ast.expr]:
-    """Yield what a slip might write instead of an expression."""
+    """Yield faulty variants of an expression."""
     match node:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _FLIPPED:
             yield ast.Compare(left, [_FLIPPED[type(op)]()], [right])

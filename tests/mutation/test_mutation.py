@@ -1,4 +1,4 @@
-"""The mutation run tells mutants that the tests see from those that they do not."""
+"""The mutation run distinguishes detected mutants from survivors."""
 
 import tomllib
 from concurrent.futures import ProcessPoolExecutor
@@ -28,12 +28,12 @@ def test_counting():
 
 
 def expressions(source):
-    """Return the line that each mutant of a one-line source has instead."""
+    """Return the changed line of each mutant of a one-line source."""
     return [mutant.added for mutant in mutants_of(Path("a.py"), source)]
 
 
 def verdicts(root):
-    """Return the verdict on each mutant of what is in `root`, by the line it has instead."""
+    """Return the verdict on each mutant of the code in `root`, by its changed line."""
     trial = Trial(root, ["src", "t"], root / "copy", ["t"])
     trial.prove()
     return {
@@ -71,7 +71,7 @@ def test_a_mutant_that_the_tests_do_not_see_survives(tmp_path):
     (tmp_path / "t" / "conftest.py").write_text(
         "from hypothesis import settings\nsettings.register_profile('mutation')\n"
     )
-    # A trial forks, and a process with gRPC's threads, as this one may be, hangs in that at times.
+    # A trial forks, and a process with gRPC's threads, like this one, sometimes hangs in a fork.
     with ProcessPoolExecutor(1, get_context("spawn")) as clean:
         found = clean.submit(verdicts, tmp_path).result()
     assert found == {

@@ -1,7 +1,7 @@
 """Tries mutants: runs the tests on a copy of the tree with one fault in it.
 
-Most faults are seen at once, so what counts is how soon the tests begin: each trial is a fork of
-this process, which has imported the large libraries, and the copy is compiled.
+Most faults are detected at once, so a trial's cost is mostly its start. Therefore each trial is a
+fork of this process, which has imported the large libraries, and the copy is compiled.
 """
 
 import compileall
@@ -27,10 +27,10 @@ _MAX_BYTES = 4 << 30
 
 
 class Verdict(Enum):
-    """What the tests say of a mutant."""
+    """The tests' verdict on a mutant."""
 
     KILLED = "killed"
-    TIMED_OUT = "timed out"  # it hangs, which the tests would report as well
+    TIMED_OUT = "timed out"  # it hangs, which counts as detected
     SURVIVED = "survived"
 
 
@@ -42,7 +42,7 @@ class Trial:
     ) -> None:
         """Copy the folders of `root` that the tests need.
 
-        `tests` are arguments of pytest; the tests that see most faults soonest come first.
+        `tests` are arguments of pytest; the tests that detect most faults soonest come first.
         """
         self.root = copy
         self._folders = frozenset(folders)
@@ -52,13 +52,13 @@ class Trial:
         ignored = shutil.ignore_patterns("__pycache__", ".hypothesis")
         for folder in folders:
             shutil.copytree(root / folder, copy / folder, ignore=ignored)
-            # by time and size, byte code may be taken for that of another mutant
+            # by time and size alone, byte code may be mistaken for another mutant's
             by_hash = PycInvalidationMode.CHECKED_HASH
             compileall.compile_dir(copy / folder, quiet=1, invalidation_mode=by_hash)
         shutil.copy(root / "pyproject.toml", copy)
 
     def prove(self) -> float:
-        """See that the tests pass without a mutant; a mutant may take twice the time.
+        """Check that the tests pass without a mutant; a mutant may take twice the time.
 
         Returns:
             How long they take, in seconds of one processor.
@@ -74,7 +74,7 @@ class Trial:
         return taken_s
 
     def judge(self, mutant: Mutant) -> Verdict:
-        """Test a mutant, and take it out again."""
+        """Test a mutant, and restore the file."""
         file = self.root / mutant.path
         file.write_text(mutant.after)
         try:
@@ -93,8 +93,9 @@ class Trial:
         return tests.exitcode
 
     def _test(self) -> None:
-        """In the forked process: enter the copy, forget what was imported of the tree, run."""
-        # processor time, not the clock's: the machine may do other things
+        """In the forked process: enter the copy, forget the tree's imported modules, run the
+        tests."""
+        # processor time, because other work may run on the machine
         resource.setrlimit(resource.RLIMIT_CPU, (self._max_cpu_s, self._max_cpu_s + 5))
         resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
         with self._output.open("wb") as output:
@@ -112,7 +113,7 @@ class Trial:
 
 
 class _ExamplesFirst:
-    """Runs Hypothesis's tests last: they take longer than all others together."""
+    """Runs Hypothesis's tests last, because they take longer than all others together."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items.sort(key=lambda item: hasattr(getattr(item, "obj", None), "hypothesis"))

@@ -1,4 +1,4 @@
-"""What is run against a real Prometheus is for `make observe-test` only."""
+"""Runs the tests with a real Prometheus only in `make observe-test`."""
 
 from pathlib import Path
 

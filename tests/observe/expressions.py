@@ -1,4 +1,4 @@
-"""What the dashboard and the alert rules ask Prometheus."""
+"""The Prometheus expressions of the dashboard and the alert rules."""
 
 import json
 import re
@@ -13,7 +13,7 @@ DASHBOARD = ROOT / "deploy" / "observability" / "grafana" / "dashboards" / "quir
 
 
 def panels() -> list[dict[str, Any]]:
-    """The dashboard's, rows included, as they are shown."""
+    """The dashboard's panels in order, including rows."""
     found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
     return found
 
@@ -38,5 +38,5 @@ def of_dashboard() -> dict[str, str]:
 
 
 def metrics_in(expression: str) -> set[str]:
-    """The names of Quire's metrics in an expression, as samples have them."""
+    """The names of Quire's metrics in an expression, as in samples."""
     return set(re.findall(r"\bquire_\w+", expression))

@@ -22,7 +22,7 @@ PROMETHEUS = shutil.which("prometheus")
 
 
 class Prometheus:
-    """A server on the loopback, with our rules, from entering to leaving."""
+    """A Prometheus server on the loopback with our rules, as a context manager."""
 
     def __init__(self, directory: Path, targets: Mapping[str, str]) -> None:
         """`targets` is host:port by process."""
@@ -60,7 +60,7 @@ class Prometheus:
         self._process.wait(20)
 
     def get(self, path: str, **arguments: str) -> Any:
-        """What the API answers; None: it is not there yet."""
+        """The API's answer; None if the server is not up yet."""
         url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(arguments)}"
         try:
             with urllib.request.urlopen(url, timeout=10) as response:
@@ -80,5 +80,5 @@ class Prometheus:
         return found
 
     def wait_for(self, expression: str, within_s: float = 30.0) -> list[dict[str, Any]]:
-        """The samples of an instant query, as soon as there are some."""
+        """The samples of an instant query, when there are some."""
         return eventually(lambda: self.query(expression) or None, expression, within_s)

@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules ask for metrics that there are, and are valid."""
+"""The dashboard and the alert rules are valid, and use existing metrics."""
 
 import re
 import shutil

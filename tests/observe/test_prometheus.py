@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a live service, and answers all that dashboard and alerts ask."""
+"""A real Prometheus scrapes a live service, and answers all queries of dashboard and alerts."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ SILENT = {
     *("Lower tiers in use: disk {{worker}}", "Dropped for their deadline: {{stage}}"),
     *("Waiting by tenant: {{tenant}}",),
 }
-"""What a service that is well, and has no disk tier, has nothing to say of."""
+"""Panels without data in a healthy service without a disk tier."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="module")
 def loaded(service: Service, prometheus: Prometheus) -> Prometheus:
-    """After requests that did not fit beside each other, between two scrapes."""
+    """The service after requests that did not fit together, between two scrapes."""
     prometheus.wait_for('count(up{job="quire"} == 1) == 3')
     requests = [
         generate_request([i, *range(20, 59)], max_tokens=80, ignore_eos=True) for i in range(3)
@@ -60,13 +60,13 @@ def loaded(service: Service, prometheus: Prometheus) -> Prometheus:
     prometheus.wait_for('quire_request_success_total{finished_reason="length"} == 3')
     prometheus.wait_for("rate(quire_worker_sampled_tokens_total[1m]) > 0")
     prometheus.wait_for("rate(quire_steps_total[1m]) > 0")
-    prometheus.wait_for("rate(quire_request_success_total[1m])")  # two samples of what was not
+    prometheus.wait_for("rate(quire_request_success_total[1m])")  # two samples of a new series
     return prometheus
 
 
 @pytest.fixture(scope="module")
 def shown(loaded: Prometheus) -> dict[str, list]:
-    """What each panel shows then, by its name."""
+    """The data of each panel, by its name."""
     return {name: loaded.query(expression) for name, expression in of_dashboard().items()}
 
 
@@ -101,7 +101,7 @@ def test_every_metric_that_alerts_ask_for_is_scraped(loaded: Prometheus):
     assert asked - names == {"quire_requests_refused_total"}, "of codes that were never given"
 
 
-def test_unloaded_worker_is_told_of_by_who_waits_for_it(loaded: Prometheus, shown, service):
+def test_unloaded_worker_is_shown_with_the_waiting_requests(loaded: Prometheus, shown, service):
     assert shown
     scheduler = ("--scheduler", f"unix:{service.uds['scheduler']}")
     assert quire(["unload", *scheduler]) == 0
@@ -114,7 +114,7 @@ def test_unloaded_worker_is_told_of_by_who_waits_for_it(loaded: Prometheus, show
     loaded.wait_for('absent(ALERTS{alertname="QuireNoWorker"})')
 
 
-def test_lost_worker_is_about_to_be_told_of(loaded: Prometheus, shown, service: Service):
+def test_lost_worker_is_reported_soon(loaded: Prometheus, shown, service: Service):
     assert shown
     service.worker.kill()
     loaded.wait_for('ALERTS{alertname="QuireWorkerLost",alertstate="pending"}')

@@ -1,7 +1,7 @@
-"""What a beam search must find, by searching the same tree with nothing but lists.
+"""The expected result of a beam search, by searching the same tree with plain lists.
 
-The rules are those of `transformers` (`generate(num_beams=width)`), written down a second time:
-sums are float32, and of equals the first stays first.
+It implements the rules of `transformers` (`generate(num_beams=width)`) a second time:
+sums are float32, and equal candidates keep their order.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which cores are driven through histories: tiny ones, in which everything happens soon."""
+"""Configurations of the cores in histories: tiny ones, in which everything happens soon."""
 
 from hypothesis import strategies as st
 
@@ -31,7 +31,7 @@ CHOICES = {
     "num_draft_tokens": st.sampled_from([0, 0, 1, 3]),
     "num_more_blocks": st.none() | st.integers(0, 12),
 }
-"""What differs between cores: the arguments of `tiny_config`."""
+"""The arguments of `tiny_config` for each kind of core."""
 
 
 def tiny_config(
@@ -76,7 +76,7 @@ def tiny_config(
         disk_bytes_per_s=6.0,
         max_disk_moves=max_disk_moves,
         bytes_per_block=block_size,
-        swap_bytes_per_s=6.0,  # full blocks swap faster than they are computed, and
+        swap_bytes_per_s=6.0,  # so full blocks swap faster than they are computed, and
         prefill_tokens_per_s=2.0,  # those with less than two thirds of their tokens do not
         preemption_mode=mode,
         max_swap_blocks=max_swap_blocks,

@@ -1,4 +1,4 @@
-"""A long run has no limit of time, and every run tells its rule steps: what it is worth."""
+"""A long run has no time limit, and every run prints its number of rule steps."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The disk of the fake worker: it takes its time, ends moves in any order, and may fail.
+"""The disk of the fake worker: moves take several steps, end in any order, and may fail.
 
-`KvCommands` of worker.proto says what may be under way at once. What a test decides: how many moves
-end in a step (`ends_per_step`), which (`dice`), and how many of them fail (`failure_rate`).
+`KvCommands` of worker.proto defines which moves may run at once. A test sets how many moves
+end in a step (`ends_per_step`), which (`dice`), and how many fail (`failure_rate`).
 """
 
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ from random import Random
 from tests.property.oracle import Context
 
 Content = tuple[Context | None, ...]
-"""What a block holds, slot by slot; None is a slot never written."""
+"""A block's contents, slot by slot; None is a slot that was never written."""
 
-BROKEN: Context = ("broken",)  # what the worker finds to be broken when it reads the block
+BROKEN: Context = ("broken",)  # the worker detects this when it reads the block
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Load:
 
 @dataclass
 class Ends:
-    """What an outcome says of disk moves, by the names it has there."""
+    """The ended disk moves of a result, with the result's field names."""
 
     stored_disk_block_ids: list[int] = field(default_factory=list)
     failed_disk_block_ids: list[int] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Ends:
 
 
 class FakeDisk:
-    """Moves blocks between the disk and `host`: what each block holds, if it holds anything."""
+    """Moves contents of blocks between the disk and `host`."""
 
     def __init__(
         self, num_blocks: int, host: dict[int, Content], host_labels: dict[int, bytes]
@@ -61,7 +61,7 @@ class FakeDisk:
         return {move.host_block for move in self.moves if isinstance(move, Load)}
 
     def begin(self, stores: Iterable[tuple[int, int]], loads: Iterable[tuple[int, int]]) -> None:
-        """Take a step's stores (host, disk) and loads (disk, host), before it writes the host."""
+        """Start a step's stores (host, disk) and loads (disk, host), before it writes the host."""
         for source, target in stores:
             assert 0 <= target < self.num_blocks
             assert source in self._host, "a store reads a host block that holds nothing"
@@ -78,7 +78,7 @@ class FakeDisk:
             self.moves.append(Load(source, target))
 
     def end(self, at_least: int) -> Ends:
-        """End some of the moves under way, in any order."""
+        """End some of the moves in progress, in any order."""
         ends = Ends()
         for _ in range(min(len(self.moves), max(at_least, self.ends_per_step))):
             move = self.moves.pop(self.dice.randrange(len(self.moves)))
@@ -102,5 +102,5 @@ class FakeDisk:
         return ends
 
     def corrupt(self, blocks: Iterable[int]) -> None:
-        """Let the loads of blocks that hold something fail."""
+        """Make the loads of blocks with contents fail."""
         self.blocks.update({b: (BROKEN,) for b in blocks if b in self.blocks})

@@ -1,7 +1,7 @@
-"""What the core would find by a hash is what the hash names, in every tier.
+"""Checks that each block that can be found by a hash has the right contents, in every tier.
 
-A worker fails when it reads a wrong slot. But most of what is cached is read by nobody before a
-short history ends, so that a block under a wrong name would mostly go unseen.
+A worker fails when it reads a wrong slot. But most cached blocks are not read before a
+short history ends, so a block with a wrong hash would often go unnoticed.
 """
 
 from scheduler_svc.core.scheduler import Scheduler
@@ -10,7 +10,7 @@ from tests.property.worker import VOID, FakeWorker
 
 
 def check_findable(core: Scheduler, worker: FakeWorker) -> None:
-    """Compare names with contents; `worker` has executed all plans that have gone out."""
+    """Compare hashes with contents; `worker` has executed all plans so far."""
     tier = core.tier
     device = {block: worker.content(block) for block in core.pool._hash_to_block.values()}
     for where, pool, contents in (
@@ -18,13 +18,15 @@ def check_findable(core: Scheduler, worker: FakeWorker) -> None:
         ("host", tier.pool, worker.host),
         ("disk", tier.disk.pool, worker.disk.blocks),
     ):
-        may_find = core.config.enable_prefix_caching or where != "device"  # its own, swapped out
+        may_find = (
+            core.config.enable_prefix_caching or where != "device"
+        )  # swapped blocks of a sequence
         assert may_find or not pool._hash_to_block
         for name, block in pool._hash_to_block.items():
             if where == "host" and tier.is_leaving_device(block):
                 continue  # the next plan fills it
             content = contents[block]
-            if BROKEN not in content and VOID not in content:  # else whoever reads it is told
+            if BROKEN not in content and VOID not in content:  # otherwise the reader detects it
                 assert worker.is_named(name, content), (
                     f"{where} block {block} is misnamed: {content}"
                 )

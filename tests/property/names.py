@@ -1,6 +1,6 @@
-"""Which hashes name what a block holds: that of its content, and those of its first slots.
+"""The hashes that are right for a block: of its whole content, or of its first slots.
 
-The latter are names of a swapped sequence's last block, by which another scheduler finds it.
+The latter label a swapped sequence's last block, so that another scheduler finds it.
 """
 
 from functools import lru_cache
@@ -13,12 +13,12 @@ from tests.property.disk import Content
 
 @lru_cache(maxsize=100_000)
 def is_name_of(name: bytes, content: Content, root: bytes | None = None) -> bool:
-    """Whether a hash names a block's content, for all of its salt or as the child of `root`."""
+    """Whether a hash is right for a block's content, with its salt or as the child of `root`."""
     return any(_name_of_first(content, end, root) == name for end in range(len(content), 0, -1))
 
 
 def _name_of_first(content: Content, end: int, root: bytes | None) -> bytes | None:
-    """Return the name of a block of which the first `end` slots count, if they are a run."""
+    """Return the hash of a block's first `end` slots, if they are consecutive."""
     size, last = len(content), content[end - 1] or (None,)
     salt, *tokens = last
     is_its_place = len(tokens) >= end and len(tokens) % size == end % size

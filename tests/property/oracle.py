@@ -1,9 +1,9 @@
-"""What must come out of each request, and what a slot of its KV must hold.
+"""The expected output of each request, and the expected content of each KV slot.
 
-A slot's content is the whole context up to its token, so that KV from a block freed too early,
-copied too late, shared wrongly or found by a wrong hash is never taken for right. The next token is
-a function of the context alone: what a sequence puts out depends on nothing that happens around it,
-and is known before. The oracle knows no blocks, rows or steps.
+A slot's content is the whole context up to its token, so KV from a block that was freed too early,
+copied too late, shared wrongly or found by a wrong hash is always detected. The next token is
+a function of the context alone, so a sequence's output does not depend on other sequences, and is
+known in advance. The oracle knows no blocks, rows or steps.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ Context = tuple[object, ...]
 END = 1  # the vocabulary is {0, 1}; 1 may end a sequence
 
 Place = tuple[int, int]
-"""Who a sequence belongs to, and its key there."""
+"""A sequence's source and its key there."""
 
 
 def slot_content(salt: str, tokens: Sequence[int], position: int) -> Context:
@@ -41,7 +41,7 @@ def stops(context: Context) -> bool:
 def expected_output(
     salt: str, output_index: int, prompt: Sequence[int], max_tokens: int
 ) -> list[int]:
-    """Return all that a sequence must put out."""
+    """Return the whole expected output of a sequence."""
     context: Context = (salt, *prompt)
     output: list[int] = []
     while len(output) < max_tokens:
@@ -54,26 +54,26 @@ def expected_output(
 
 @dataclass
 class Expectation:
-    """A live sequence: what it must put out in all, and what it has."""
+    """A live sequence: its expected output, and its output so far."""
 
     request: Request
     output: list[int]
-    heard: list[int] = field(default_factory=list)
-    found: Found | None = None  # by a search, which tells all at the end
+    received: list[int] = field(default_factory=list)
+    found: Found | None = None  # for a beam search, whose output comes at the end
 
     @property
     def is_complete(self) -> bool:
-        return self.heard == self.output
+        return self.received == self.output
 
 
 class Oracle:
-    """Judges what the core tells the sources; fails at the first wrong token or end."""
+    """Checks the events that the core sends to sources; fails at the first wrong token or end."""
 
     def __init__(self) -> None:
         self.live: dict[Place, Expectation] = {}
 
     def submit(self, request: Request) -> None:
-        """Note that a request was accepted."""
+        """Record that a request was accepted."""
         prompt, salt = request.prompt_token_ids.tolist(), request.cache_salt
         search: list[Found | None] = [None] * request.n
         if (beam := request.beam) is not None:
@@ -85,14 +85,16 @@ class Oracle:
             output = [] if beam else expected_output(salt, index, prompt, request.max_tokens)
             self.live[place] = Expectation(request, output, found=search[index])
 
-    def hear(self, news: StepEvents) -> None:
-        """Judge new tokens, then ends."""
-        for source, key, token in zip(news.sources, news.seq_keys, news.token_ids, strict=True):
+    def check(self, events: StepEvents) -> None:
+        """Check new tokens, then ends."""
+        for source, key, token in zip(
+            events.sources, events.seq_keys, events.token_ids, strict=True
+        ):
             seq = self.live[int(source), int(key)]
             assert not seq.is_complete, "a token after the last"
-            assert token == seq.output[len(seq.heard)], f"token {len(seq.heard)} is wrong"
-            seq.heard.append(int(token))
-        for finished in news.finished:
+            assert token == seq.output[len(seq.received)], f"token {len(seq.received)} is wrong"
+            seq.received.append(int(token))
+        for finished in events.finished:
             seq = self.live.pop((finished.source, finished.seq_key))
             assert seq.is_complete
             if seq.request.beam is not None:
@@ -104,7 +106,7 @@ class Oracle:
                 assert finished.stop_token_id == seq.output[-1]
 
     def expire(self, ends: Iterable[Finished], now: float) -> None:
-        """Judge ends by deadline."""
+        """Check ends by deadline."""
         for finished in ends:
             assert finished.reason is FinishReason.DEADLINE
             seq = self.live.pop((finished.source, finished.seq_key))
@@ -112,7 +114,7 @@ class Oracle:
             assert seq.request.deadline <= now
 
     def cancel(self, place: Place, ends: Sequence[Finished]) -> None:
-        """Judge the answer to cancelling one live sequence: a search ends as a whole."""
+        """Check the ends after one live sequence was cancelled; a search ends as a whole."""
         request = self.live[place].request
         first, keys = request.first_seq_key, range(request.n)
         places = [(place[0], first + key) for key in keys] if request.beam else [place]
@@ -122,12 +124,12 @@ class Oracle:
             del self.live[each]
 
     def resubmittable(self) -> list[Request]:
-        """Return the live requests as their routers submit them again, with all they have heard."""
+        """Return the live requests as their routers submit them again, with all received tokens."""
         by_request = {id(seq.request): seq.request for seq in self.live.values()}
         return [self._resubmittable(request) for request in by_request.values()]
 
     def without_ended(self, request: Request) -> Request | None:
-        """Return a resubmitted request as it is by now; None: it was cancelled meanwhile."""
+        """Return a resubmitted request without ended outputs; None if it was cancelled."""
         keys = range(request.first_seq_key, request.first_seq_key + request.n)
         is_live = any((request.source, key) in self.live for key in keys)
         return self._resubmittable(request) if is_live else None
@@ -136,11 +138,11 @@ class Oracle:
         outputs = []
         for index in range(request.n):
             seq = self.live.get((request.source, request.first_seq_key + index))
-            heard = np.array([] if seq is None else seq.heard, np.int32)
-            outputs.append(OutputSoFar(heard, finished=seq is None))
+            received = np.array([] if seq is None else seq.received, np.int32)
+            outputs.append(OutputSoFar(received, finished=seq is None))
         is_new = not any(len(output.token_ids) or output.finished for output in outputs)
         return replace(request, outputs=() if is_new else tuple(outputs))
 
     def lose(self, source: int) -> None:
-        """Note that a source is gone with all it wanted."""
+        """Forget a lost source with its requests."""
         self.live = {place: seq for place, seq in self.live.items() if place[0] != source}

@@ -1,6 +1,6 @@
-"""Long histories under pressure: they reach what Hypothesis, which likes short ones, seldom does.
+"""Long histories under pressure, which Hypothesis seldom draws because it prefers short ones.
 
-As many as Hypothesis has examples: see `test_scheduler`. A failure names the seed to look into.
+There are as many as Hypothesis has examples (`test_scheduler`). A failure names its seed.
 """
 
 from collections import Counter
@@ -106,12 +106,12 @@ def resize(machine: SchedulerMachine, draw: Random, reached: Counter[str]) -> No
 
 
 def live_through(seed: int, reached: Counter[str]) -> SchedulerMachine:
-    """Submit, schedule, update, cancel and corrupt at random, then let all end."""
+    """Submit, schedule, update, cancel and corrupt at random, then run until all have ended."""
     draw = Random(seed)
     machine = SchedulerMachine()
     is_crowd = draw.random() < 0.3
-    """Whether they are many and grow all the time: then several are swapped, and some spill."""
-    more_draw = Random(f"more {seed}")  # so that other histories are what they were
+    """Whether there are many growing sequences, so that several are swapped, and some spill."""
+    more_draw = Random(f"more {seed}")  # separate, so that other histories stay the same
     is_pressed = more_draw.random() < 0.3
     searches = draw.choice([0, 0, 0.5])
     start(machine, draw, is_crowd=is_crowd, has_searches=searches > 0)

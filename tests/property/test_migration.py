@@ -1,6 +1,6 @@
-"""Requests that move with their KV, while everything else goes on: nothing is lost, or comes twice.
+"""Requests move with their KV while everything else continues: nothing is lost or repeated.
 
-One core gives to itself: it is in both roles at once, and all its other histories go on beside.
+A core moves requests to itself: it is source and target at once, beside its other sequences.
 """
 
 from dataclasses import dataclass, replace
@@ -59,7 +59,8 @@ class MigrationMachine(SchedulerMachine):
     @precondition(lambda self: self.moves)
     @rule()
     def copy_contents(self):
-        """As soon as both sides say so, and not before: until then anything may be there."""
+        """Copies the KV as soon as both sides are ready; before that, the blocks may hold
+        anything."""
         answered = self.core.steps.last - self.core.num_steps_in_flight
         for move in self.moves:
             if max(move.export.ready_step, move.room.ready_step) > answered:

@@ -1,6 +1,6 @@
-"""The scheduler core against the oracle: any history gives every client its own right tokens.
+"""The scheduler core against the oracle: in any history every client gets its right tokens.
 
-`make test` runs a short one. A long one: `pytest tests/property --hypothesis-profile=long`.
+`make test` does a short run. For a long one: `pytest tests/property --hypothesis-profile=long`.
 """
 
 from collections import Counter, deque
@@ -42,7 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Routers, a scheduler and a worker, with up to two steps between them."""
 
     num_rule_steps: ClassVar[Counter[str]] = Counter()
-    """Rules run since the start, here and in the histories; pytest tells it at its end."""
+    """Rules run since the start, here and in the histories; pytest prints the number at its end."""
 
     @initialize(disk_failures=st.sampled_from([0.0, 0.0, 0.2]), **CHOICES)
     def start(self, disk_failures, **choices):
@@ -147,7 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(prompts=st.lists(PROMPTS, min_size=3, max_size=4), max_tokens=st.integers(6, 10))
     def submit_a_crowd(self, prompts, max_tokens):
-        """More than most pools have room for."""
+        """Submits more than most pools have room for."""
         for prompt in prompts:
             self.submit(
                 0,
@@ -179,19 +179,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @property
     def must_go_on(self):
-        """Whether there is something to plan, or to wait for."""
+        """Whether there is anything to plan or to wait for."""
         is_kept = self.core.takeover.unclaimed and self.now < self.reunion_until
         return bool(self.oracle.live) and not self.to_resubmit and not is_kept
 
     @precondition(lambda self: self.unanswered)
     @rule()
     def update(self):
-        self.oracle.hear(self.core.update(self.unanswered.popleft()))
+        self.oracle.check(self.core.update(self.unanswered.popleft()))
 
     @precondition(lambda self: self.oracle.live)
     @rule(steps=st.integers(2, 16))
     def run(self, steps):
-        """As the engine does it: two steps in flight, then wait for a result."""
+        """Run steps like the engine: two in flight, then wait for a result."""
         for _ in range(steps):
             self.schedule()
             self.schedule()
@@ -202,7 +202,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.oracle.live)
     @rule(level=st.sampled_from(MemoryLevel))
     def press(self, level):
-        """Others take the worker's memory, or give it back; at the end it is as short as it was."""
+        """Change the memory level; the last one stays until the end."""
         self.core.set_memory_level(level)
         self.now += 5 * (level is MemoryLevel.CRITICAL)
 
@@ -215,7 +215,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def num_usable_blocks(self):
         return self.shrinks_to or self.worker.num_blocks
 
-    # Of requests that come again later no core knows how much they need.
+    # The core does not know the size of requests that will be submitted again later.
     @precondition(
         lambda self: (
             self.config.max_num_blocks is not None and not (self.shrinks_to or self.to_resubmit)
@@ -223,7 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     @rule(share=st.floats(0, 1))
     def resize(self, share):
-        """To grow, the worker goes first; to shrink, the scheduler does."""
+        """Resize the pool: the worker grows first, the scheduler shrinks first."""
         before = self.worker.num_blocks
         num_blocks = round(1 + share * (self.config.max_num_blocks - 1))
         try:
@@ -241,7 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.shrinks_to and self.core.resizing.is_shrunk)
     @rule(can_shrink=st.booleans())
     def end_shrinking(self, can_shrink):
-        """The worker does it, or cannot."""
+        """End shrinking: the worker frees the memory, or cannot."""
         for outcome in self.unanswered:
             touched = self.worker.touched[outcome.step_id]
             assert all(block < self.shrinks_to for block in touched), "a step in flight needs it"
@@ -300,10 +300,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.oracle.live) > 1)
     @rule(lost_source=st.sampled_from([None, None, 0, 1]), num_late=st.integers(0, 2))
     def lose_scheduler(self, lost_source, num_late):
-        """The worker goes on with another; the routers submit what they have, some of them late."""
+        """Replace the scheduler; the routers submit their requests again, some of them late."""
         if lost_source is not None:
             self.oracle.lose(lost_source)
-        self.resubmit_all()  # of the restart before
+        self.resubmit_all()  # from the previous restart
         self.config = replace(self.config, num_blocks=self.worker.num_blocks)
         self.core = Scheduler(self.config)
         self.shrinks_to = None
@@ -317,7 +317,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.resubmit(self.to_resubmit.pop(0))
 
     def forget_moves(self):
-        """What moved between workers under the scheduler that is lost does so no more."""
+        """Forget the moves of the lost scheduler."""
 
     @precondition(lambda self: self.to_resubmit)
     @rule()
@@ -334,8 +334,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not request.outputs
             for key in range(request.first_seq_key, request.first_seq_key + request.n):
                 del self.oracle.live[request.source, key]
-        if (news := self.core.take_adopted()) is not None:
-            self.oracle.hear(news)
+        if (events := self.core.take_adopted()) is not None:
+            self.oracle.check(events)
         check(self.core)
 
     @invariant()
@@ -349,7 +349,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_findable(self.core, self.worker)
 
     def teardown(self):
-        """Everything that is live ends, and leaves nothing behind."""
+        """Run until all sequences have ended, and check that no block is held."""
         if not hasattr(self, "core"):
             return
         self.resubmit_all()

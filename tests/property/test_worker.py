@@ -1,4 +1,4 @@
-"""The fake worker itself: it must fail where a plan asks for what the contract forbids."""
+"""The fake worker itself: it must fail if a plan breaks the contract."""
 
 from dataclasses import replace
 
@@ -21,12 +21,12 @@ CONFIG = SchedulerConfig(
     num_host_blocks=3,
     num_disk_blocks=3,
 )
-PROMPT = [0, 1, 0]  # what follows it is known not to stop at once
+PROMPT = [0, 1, 0]  # its output does not stop at once
 NOTHING = Plan(step_id=1, num_decodes=0)
 
 
 def make_worker():
-    """Return one that has computed PROMPT in blocks 0 and 1, and ends no disk move by itself."""
+    """Return a worker with PROMPT in blocks 0 and 1, whose disk moves end only on demand."""
     worker = FakeWorker(CONFIG)
     worker.disk.ends_per_step = 0
     new = NewSequence(
@@ -99,7 +99,7 @@ def test_a_block_is_not_renamed_to_one_that_a_table_names():
         worker.execute(decode(**rename([0], [2])))
 
 
-def test_a_copy_does_not_read_what_is_being_swapped_in():
+def test_a_copy_does_not_read_blocks_that_are_being_swapped_in():
     worker = make_worker()
     worker.execute(decode(**swap_out([0], [0])))
     with pytest.raises(AssertionError, match="being swapped in"):
@@ -186,7 +186,7 @@ def test_moves_fail_by_chance(stored):
         ({}, swap_out([0], [2]) | swap_in([0], [3]), "swaps out and in"),
     ],
 )
-def test_what_the_contract_forbids_is_seen(stored, first, then, error):
+def test_breaches_of_the_contract_are_detected(stored, first, then, error):
     new = NewSequence(1, 1, np.array([0], np.int32), 1, 0, np.array([5], np.int32), b"", 9)
     stored.execute(step(released_rows=[0], new_sequences=(new,), **decodes(1, chunk=True), **first))
     with pytest.raises(AssertionError, match=error):

@@ -12,12 +12,12 @@ ALL: frozenset[Transition] = frozenset(
     (before, after) for before, afters in TRANSITIONS.items() for after in afters
 )
 OF_MOVES = frozenset(each for each in ALL if SeqStatus.MIGRATING in each)
-"""Those of a request that moves to another core."""
+"""The transitions of a request that moves to another core."""
 
 
 @contextmanager
 def recorded_transitions() -> Iterator[set[Transition]]:
-    """Gather the transitions made until the `with` ends."""
+    """Record the transitions during the `with` block."""
     taken: set[Transition] = set()
     move = Sequence.move
 

@@ -1,6 +1,6 @@
-"""A worker without a model: KV that remembers what it was computed from.
+"""A worker without a model, whose KV records the context from which it was computed.
 
-It executes plans exactly as worker.proto says, at the worst moment that it allows, and fails on the
+It executes plans as worker.proto says, at the worst allowed moment, and fails at the
 first wrong slot, in the step that reads it.
 """
 
@@ -14,18 +14,18 @@ import numpy as np
 from contract.arrays import Int32Array, ints
 from contract.hashing import HASH_BYTES, BlockHash
 from contract.state import HeldBlocks, HeldRow, Holdings
-from contract.step import NewSequence, Plan, Result, TokenLogprob
+from contract.step import NewSequence, Plan, Result, StepLogprob
 from scheduler_svc.core.config import SchedulerConfig
 from tests.property.beams import logprobs
 from tests.property.disk import BROKEN, Content, FakeDisk
 from tests.property.names import is_name_of
 from tests.property.oracle import Context, next_token, slot_content, stops
 
-ARRIVING: Context = ("arriving",)  # a swap-in is under way: not to be read or written
-VOID: Context = ("void",)  # computed from what a failed swap-in left; nothing tells the worker
-VOID_TOKEN = 7  # what is sampled from it: it must reach nobody
-WRONG: Context = ("wrong guess",)  # what a guess leaves behind that was not the next token
-SEARCH = b"search "  # what the sampling of a beam begins with: a salt follows, as for others
+ARRIVING: Context = ("arriving",)  # a swap-in is in progress: must not be read or written
+VOID: Context = ("void",)  # computed after a failed swap-in; the worker cannot detect it
+VOID_TOKEN = 7  # sampled from VOID: must not reach a client
+WRONG: Context = ("wrong guess",)  # the KV of a wrong guess
+SEARCH = b"search "  # begins a beam's sampling parameters; the salt follows, as for others
 
 
 @dataclass(eq=False)
@@ -38,11 +38,11 @@ class Row:
     is_beam: bool = False  # then no token ends it, and it reports candidates
     ended: bool = False
     is_void: bool = False
-    num_told: int = 0  # tokens that the scheduler knows of
+    num_told: int = 0  # tokens that the scheduler knows
 
     def decodes(self, *, drafts: bool) -> bool:
         started = self.computed >= len(self.new.token_ids)
-        if drafts:  # then it counts until it is released, if it ever did
+        if drafts:  # then a row that has decoded counts until it is released
             return started and len(self.new.token_ids) + 1 < self.new.max_total_tokens
         return started and len(self.tokens) < self.new.max_total_tokens
 
@@ -57,12 +57,12 @@ class FakeWorker:
         self.config = config
         self.num_blocks = config.num_blocks
         self.slots: list[Context | None] = [None] * (config.num_blocks * config.block_size)
-        self.host: dict[int, Content] = {}  # of blocks that hold something
+        self.host: dict[int, Content] = {}  # by block, if it has contents
         self.labels: dict[int, bytes] = {}
         self.host_labels: dict[int, bytes] = {}
         self.disk = FakeDisk(config.num_disk_blocks, self.host, self.host_labels)
         self.pins: dict[BlockHash, float] = {}  # as if no time passed
-        self.identities: set[bytes] = set()  # of sequences that were announced, or may be
+        self.identities: set[bytes] = set()  # of sequences that were announced, or may be announced
         self.rows: dict[int, Row] = {}
         self.failed_in = -1  # the last step in which a swap-in failed
         self.num_computed_tokens = 0
@@ -86,7 +86,7 @@ class FakeWorker:
         arriving = self._swap(plan)
         self._copy(_pairs(plan.copy_src_block_ids, plan.copy_dst_block_ids))
         work = self._work(plan)
-        for row, count in work.items():  # all KV of a step is stored before any is read
+        for row, count in work.items():  # a step stores all KV before it reads any
             self._store(row, count)
         if plan.step_id == self.failed_in + 1:  # the failure was not known when it was planned
             for row, count in work.items():
@@ -97,7 +97,7 @@ class FakeWorker:
         return self._sample(plan, work, failed)
 
     def resize(self, num_blocks: int) -> None:
-        """Give back the blocks beyond, which no row has, or get some that hold nothing."""
+        """Remove blocks that no row has, or add empty blocks."""
         for row in self.rows.values():
             assert max(row.blocks) < num_blocks, "a row has a block that goes"
         num_slots = num_blocks * self.config.block_size
@@ -110,7 +110,7 @@ class FakeWorker:
         return tuple(self.slots[self._block(block)])
 
     def hand_over(self) -> Holdings:
-        """Forget the rows, as when a scheduler attaches, and say what there was."""
+        """Forget the rows, as when a scheduler attaches, and return the holdings."""
         self.disk.end(at_least=len(self.disk.moves))
         rows, self.rows = self.rows, {}
         return Holdings(
@@ -139,7 +139,7 @@ class FakeWorker:
         )
 
     def corrupt_host(self, blocks: Iterable[int]) -> None:
-        """Let the swap-ins and stores of blocks that hold something fail."""
+        """Make the swap-ins and stores of blocks with contents fail."""
         broken = (BROKEN,) * self.config.block_size
         self.host.update({block: broken for block in blocks if block in self.host})
 
@@ -167,7 +167,7 @@ class FakeWorker:
         self._rename(_pairs(plan.renamed_src_block_ids, plan.renamed_dst_block_ids))
 
     def _rename(self, pairs: list[tuple[int, int]]) -> None:
-        """Let every table follow blocks to their new places, which no other block has."""
+        """Rename moved blocks in every table; their new numbers must be unused."""
         src_to_dst = dict(pairs)
         assert len(src_to_dst) == len(pairs), "a block is renamed twice"
         for row in self.rows.values():
@@ -190,9 +190,9 @@ class FakeWorker:
         return {self.rows[r]: count for r, count in (decoding | chunks).items()}
 
     def _guess(self, row: Row) -> int:
-        """Guess next tokens, as far as there is room; return how many are right, and known now.
+        """Guess next tokens, as far as there is room; return how many are right and now known.
 
-        The others leave something in the slots behind them.
+        Wrong guesses leave WRONG in their slots.
         """
         num_left = row.new.max_total_tokens - 1 - len(row.tokens)
         num_slots = len(row.blocks) * self.config.block_size
@@ -221,7 +221,8 @@ class FakeWorker:
                 assert self.is_named(label.tobytes(), content), f"block {block} holds {content}"
 
     def is_named(self, name: bytes, content: Content) -> bool:
-        """Whether a name is that of a content; without a prefix cache, of somebody's alone."""
+        """Whether a hash is right for a content; without a prefix cache, for one sequence's
+        content."""
         if self.config.enable_prefix_caching:
             return is_name_of(name, content)
         return any(is_name_of(name, content, root) for root in self.identities)
@@ -234,7 +235,7 @@ class FakeWorker:
         return slice(block * size, (block + 1) * size)
 
     def _swap(self, plan: Plan) -> dict[int, Content]:
-        """Swap out; return what is in which device block when the step is done."""
+        """Swap out; return the contents that arrive in device blocks when the step is done."""
         outs = _pairs(plan.swap_out_src_block_ids, plan.swap_out_dst_block_ids)
         ins = _pairs(plan.swap_in_src_block_ids, plan.swap_in_dst_block_ids)
         assert not (outs and ins), "a step swaps out and in"
@@ -291,7 +292,7 @@ class FakeWorker:
             row.computed += 1
 
     def _spread(self, row: Row, count: int) -> None:
-        """Make void what is computed from what a failed swap-in left."""
+        """Mark KV as VOID if it is computed from a failed swap-in."""
         if any(self.slots[slot] in (BROKEN, VOID) for slot in self._slots(row, 0, row.computed)):
             row.is_void = True
             for slot in self._slots(row, row.computed - count, row.computed):
@@ -321,7 +322,7 @@ class FakeWorker:
             elif self.config.num_draft_tokens:
                 row.ended = len(row.tokens) == row.new.max_total_tokens
             row.num_told = len(row.tokens)
-        must_report = plan.num_scheduled_tokens == 0  # and may wait for it
+        must_report = plan.num_scheduled_tokens == 0  # an empty step may wait for the disk
         ends = self.disk.end(at_least=int(must_report))
         return Result(
             step_id=plan.step_id,
@@ -339,9 +340,9 @@ class FakeWorker:
 
 
 @cache
-def log_of(position: int) -> TokenLogprob:
-    """Stand for the log-probability of the token at a position."""
-    return TokenLogprob(0, -float(position), ints([]), np.empty(0, np.float32))
+def log_of(position: int) -> StepLogprob:
+    """Return a fake log-probability for the token at a position."""
+    return StepLogprob(0, -float(position), ints([]), np.empty(0, np.float32))
 
 
 def _copy_label(label: bytes | None, labels: dict[int, bytes], target: int) -> None:
@@ -356,7 +357,7 @@ def _held_blocks(labels: dict[int, bytes]) -> HeldBlocks:
 
 
 def _pairs(sources: Int32Array, targets: Int32Array) -> list[tuple[int, int]]:
-    """Return moves; each target is there once."""
+    """Return moves; each target must occur once."""
     pairs = list(zip(sources.tolist(), targets.tolist(), strict=True))
     assert len({target for _, target in pairs}) == len(pairs), "a target is named twice"
     return pairs

@@ -3,8 +3,8 @@
 Only the exponents of floating-point KV repeat; the other bits are noise. So each number is rotated
 left by one bit, which puts its exponent into the highest byte and its sign into the lowest bit. The
 highest bytes of all numbers are compressed, the rest is kept as it is. On bfloat16 KV of a small
-trained model zstd reaches a ratio of 1.47 this way, which is what the exponents' entropy allows; on
-the plain bytes it reaches 1.27, at half the speed (`bench/swap.py`).
+trained model zstd reaches a ratio of 1.47 this way, close to the limit set by the exponents'
+entropy; on the plain bytes it reaches 1.27, at half the speed (`bench/swap.py`).
 """
 
 import threading
@@ -110,7 +110,7 @@ class _Zstd(threading.local):
 
     def __init__(self, level: int | None, num_bytes: int) -> None:
         if level is None:
-            # Matches among exponents are chance. Looking only for few, long ones leaves the work to
+            # Exponents match only by chance. Searching for few, long matches leaves the work to
             # the entropy coder: twice as fast as level 1, and slightly smaller.
             parameters = zstandard.ZstdCompressionParameters.from_level(
                 1, min_match=7, hash_log=6, strategy=zstandard.STRATEGY_FAST

@@ -16,7 +16,7 @@ class Codec(StrEnum):
 
 
 _LEVELS = {Codec.LZ4: (1, 12), Codec.ZSTD: (1, 22), Codec.GZIP: (0, 3)}
-"""Lowest and highest level: of lz4's high compression, zstd, and igzip (Intel's fast gzip)."""
+"""Lowest and highest level of lz4's high compression, zstd, and igzip (Intel's fast gzip)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class CodecSpec:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether it compresses by as much as the content allows."""
+        """Whether it is lossless, so that the ratio depends on the content."""
         return self.codec in _LEVELS
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it quantizes: a fixed ratio, with loss of precision."""
+        """Whether it quantizes: the ratio is fixed, and precision is lost."""
         return self.codec in (Codec.INT8, Codec.FP8)
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ def parse_codec(text: str) -> CodecSpec:
     """Parse a codec's name, with an optional level: `zstd:3`.
 
     Raises:
-        ValueError: The message says what it must be.
+        ValueError: No such codec or level; the message names the valid ones.
     """
     name, has_level, level = text.partition(":")
     try:

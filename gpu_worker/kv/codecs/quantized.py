@@ -9,7 +9,8 @@ import torch
 from gpu_worker.kv.codecs.names import Codec, CodecSpec
 
 _SCALE = torch.bfloat16
-"""Has float32's range. Rounding the scale costs little: numbers are divided by the rounded one."""
+"""Has float32's range. Rounding the scale costs little precision, because numbers are divided by
+the rounded scale."""
 _FP8_NUMBERS = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 """The value of each byte."""
 _LARGEST = {Codec.INT8: 127.0, Codec.FP8: 448.0}
@@ -19,7 +20,7 @@ class QuantizedCodec:
     """Encodes blocks on the device where they are.
 
     A number's error is at most 1/120 (int8) or 1/25 (fp8) of the largest in its row; less for small
-    numbers in fp8. A row with an infinity or NaN decodes to a row of such.
+    numbers in fp8. A row that contains an infinity or NaN decodes to infinities or NaNs.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class QuantizedCodec:
         elif small.is_cuda:
             numbers = small.view(torch.float8_e4m3fn).float()
         else:
-            numbers = torch.take(_FP8_NUMBERS, small.long())  # three times as fast
+            numbers = torch.take(_FP8_NUMBERS, small.long())  # three times as fast as a cast
         numbers = numbers.view(-1, self._num_rows, self._head_dim)
         decoded = numbers.mul_(scales.float()).to(self._dtype)
         return decoded.view(len(encoded), -1).view(torch.uint8)

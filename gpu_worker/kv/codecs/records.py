@@ -24,7 +24,7 @@ class RecordCodec(Protocol):
         """Most bytes of a record."""
 
     def encode(self, block: Bytes) -> Record:
-        """The record of a block. A record as long as the block is the block itself."""
+        """Encode a block as a record. A record as long as the block is the block itself."""
 
     def decode(self, record: Bytes, out: Bytes) -> None:
         """Decode a record that is shorter than a block to `out`."""

@@ -35,7 +35,7 @@ struct linear {
     const fp16 *scales, *offsets; /* of integers: [panels][groups][32]; offsets may be NULL */
     const void *bias;             /* [N] of x's type, or NULL */
     void *out;                    /* [m, num_out]; rows may lie apart, as those of x */
-    int64_t group;                /* k of a group: K, or a multiple of 32 */
+    int64_t group;                /* k of a group: K, or a multiple of 8; of 32 if there are offsets */
     int64_t x_stride, out_stride;
     int64_t is_gated; /* the weight is [gate; up], 2 * num_out; out = silu(gate) * up */
     struct kv_part next; /* what it fetches for the next attention */
@@ -181,11 +181,14 @@ static void unpack_panel(const struct linear *a, const char *panel, int64_t leng
     }
 }
 
+/* Whether there is more to a group than one factor for the whole sum. */
+INLINE bool is_grouped(const struct linear *a) { return a->offsets || a->group < a->num_in; }
+
 /* How many k of a panel are unpacked at a time: whole groups if there are several. */
 INLINE int64_t chunk_of(const struct linear *a)
 {
     int64_t most = CHUNK_BYTES / PANEL / (kind_of(a) == PAIRS ? 2 : 4);
-    if (a->offsets) return a->group * max64(1, most / a->group);
+    if (is_grouped(a)) return a->group * max64(1, most / a->group);
     return min64(most, a->num_in);
 }
 
@@ -207,7 +210,7 @@ static void unpacked_product(const struct linear *a, const struct rows *rows, co
     const int64_t num_rows = rows->end - rows->first, chunk = chunk_of(a);
     const int64_t step_k = kind_of(a) == PAIRS ? 2 : 1;
     const int64_t num_tiles = ceil_div(num_rows, TILE_ROWS), height = ceil_div(num_rows, num_tiles);
-    product_function *multiply = product_of(a, PLAIN, a->offsets);
+    product_function *multiply = product_of(a, PLAIN, is_grouped(a));
     const struct product first = p;
     p.b = rows->panel, p.ahead_bytes = 0;
     for (int64_t k = 0; k < a->num_in; k += chunk) {
@@ -217,7 +220,8 @@ static void unpacked_product(const struct linear *a, const struct rows *rows, co
         weight += bytes;
         p.steps = length / step_k;
         p.fresh = k == 0;
-        if (a->offsets) p.scales = first.scales + group * PANEL, p.offsets = first.offsets + group * PANEL;
+        if (is_grouped(a)) p.scales = first.scales + group * PANEL;
+        if (a->offsets) p.offsets = first.offsets + group * PANEL;
         for (int64_t tile = 0; tile < num_tiles; tile++) {
             int64_t row = tile * height;
             for (int64_t i = 0; i < tile_bytes; i += 64)
@@ -228,7 +232,7 @@ static void unpacked_product(const struct linear *a, const struct rows *rows, co
             multiply((int)min64(height, num_rows - row), &p);
         }
     }
-    if (a->scales && !a->offsets) scale_rows(first.scales, num_rows, first.c);
+    if (a->scales && !is_grouped(a)) scale_rows(first.scales, num_rows, first.c);
 }
 
 /* Computes a block of rows, at most CACHED_ROWS, of `panel`. The first tile of rows prefetches the

@@ -56,7 +56,7 @@ class _Result:
     """One measurement; times are in seconds."""
 
     began_ns: int
-    """On the clock of `time.monotonic_ns`, which all processes of this machine share."""
+    """The start, on the clock of `time.monotonic_ns`, which all processes of a machine share."""
     took_s: float
     num_tokens: int
     to_first_token: list[float]
@@ -75,7 +75,7 @@ async def _load(target: str, settings: BenchSettings) -> _Result:
                 f" {model.max_model_len} tokens"
             )
         sampling = SamplingParams(temperature=0.0, max_tokens=settings.output_len, ignore_eos=True)
-        # All different, and with a salt of this run, so that the prefix cache never helps.
+        # All prompts differ, and have a salt of this run, so that the prefix cache never helps.
         salt = secrets.token_hex(8)
         prompts = [
             [(7919 * i + 104729 * j) % model.vocab_size for j in range(settings.input_len)]
@@ -101,7 +101,7 @@ async def _load(target: str, settings: BenchSettings) -> _Result:
         left = iter(track(measured, "measuring", console=Console(stderr=True), transient=True))
 
         async def slot() -> None:
-            for prompt in left:  # shared: each slot takes the next one
+            for prompt in left:  # the slots share this iterator
                 await stream(prompt)
 
         began_ns, began = time.monotonic_ns(), time.perf_counter()
@@ -128,7 +128,7 @@ async def _models(client: AsyncClient) -> Sequence[Model]:
 
 @contextlib.contextmanager
 def _service(settings: BenchSettings, directory: Path) -> Iterator[str]:
-    """Run a service during the block; yield its target."""
+    """Run a service during the `with` block; yield its target."""
     timeline_dir = None if settings.profile is None else directory / "timeline"
     try:
         service = PrivateService({"model": settings.model, "timeline_dir": timeline_dir})
@@ -149,7 +149,7 @@ def _show_load(console: Console, result: _Result) -> None:
 
 
 def _show_time(console: Console, trace: dict[str, Any], result: _Result) -> None:
-    """Sum up the spans of the measured part by process."""
+    """Show the spans of the measured part, summed by process."""
     names: dict[int, str] = {}
     spans: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     began_us = result.began_ns / 1e3

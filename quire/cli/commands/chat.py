@@ -22,15 +22,15 @@ def main(argv: Sequence[str]) -> int:
     if is_terminal:
         import readline  # noqa: F401, PLC0415 - importing it gives input() its line editing
 
-        print("/new forgets the conversation, Ctrl-C an answer; /quit or Ctrl-D ends.")
+        print("/new starts a new conversation, Ctrl-C stops an answer, /quit or Ctrl-D ends.")
     target = find_target(settings.target)
     with open_client(target, settings) as client:
         while True:
             try:
-                said = input("> " if is_terminal else "").strip()
+                line = input("> " if is_terminal else "").strip()
             except EOFError:
                 return 0
-            match said:
+            match line:
                 case "":
                     continue
                 case "/quit":
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
                 case "/new":
                     messages = list(beginning)
                     continue
-            asked = [*messages, ChatMessage("user", said)]
+            asked = [*messages, ChatMessage("user", line)]
             try:
                 with connection_errors(target):
                     answer = _answer(client, settings, asked)

@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def describe(worker: scheduler_pb2.WorkerDefragmentation) -> str:
-    """Say in one line what was done at a worker."""
+    """Describe a worker's result in one line."""
     return (
         f"{worker.worker}: {worker.num_moved_blocks} blocks moved, "
         f"fragmentation {worker.rate_before:.1%} before, {worker.rate_after:.1%} after"

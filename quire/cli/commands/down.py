@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     for service in chosen:
         with contextlib.suppress(ProcessLookupError):
             os.kill(service.pid, signal.SIGTERM)
-    # The supervisors end within their drain time, even if Ctrl-C ends this wait.
+    # If Ctrl-C ends this wait, the supervisors still end within their drain time.
     pids = {service.pid for service in chosen}
     while pids & {service.pid for service in running_services()}:
         time.sleep(_POLL_S)
@@ -32,10 +32,10 @@ def main(argv: Sequence[str]) -> int:
 def _choose(settings: DownSettings) -> list[ServiceInfo]:
     services = [each for each in running_services() if each.is_at(settings.http_port)]
     if settings.http_port is not None and not services:
-        raise CommandError(f"--http-port: {settings.http_port}: no service of yours is there")
+        raise CommandError(f"--http-port: {settings.http_port}: no service of yours has this port")
     if len(services) > 1 and not settings.all:
         addresses = ", ".join(sorted(service.http_address for service in services))
-        raise CommandError(f"several services are up ({addresses}); give --http-port or --all")
+        raise CommandError(f"several services are up ({addresses}); set --http-port or --all")
     if not services:
         print("no service of yours is up on this machine")
     return services

@@ -31,9 +31,9 @@ def _drain(settings: DrainSettings) -> None:
     with open_blocking_channel(settings.target, tls=settings.client_tls) as channel:
         stub = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            for told in stub.Drain(request, metadata=metadata):
+            for progress in stub.Drain(request, metadata=metadata):
                 has_begun = True
-                print(f"{name} drains: {told.num_live} live", flush=True)
+                print(f"{name} drains: {progress.num_live} live", flush=True)
         except grpc.RpcError as error:
-            if not has_begun:  # otherwise it has ended, as it should
+            if not has_begun:  # otherwise the process has ended after its drain
                 raise status_to_error(cast("grpc.aio.AioRpcError", error)) from None

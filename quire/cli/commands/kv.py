@@ -1,4 +1,4 @@
-"""`quire kv`: shows who holds which KV blocks."""
+"""`quire kv`: shows which sequences hold which KV blocks."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ _NEXT: Final = frozenset({"next_block", "next_seq_id"})
 """Fields in which 0 means none."""
 _LEGEND: Final = "· blank   c cached   p pinned   # held   S shared   x retired"
 _MAX_MAP_LINES: Final = 16
-"""For one tier on a terminal; the JSON shows all."""
+"""Most lines for one tier on a terminal; the JSON has all blocks."""
 _NUMBER_WIDTH: Final = 9
 
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def describe_tier(tier: kv_pb2.TierKv) -> str:
-    """Count its blocks by state, in one line."""
+    """Describe the blocks of a tier by state, in one line."""
     retired = f", {tier.num_retired} retired" if tier.num_retired else ""
     return (
         f"{enum_word(kv_pb2.KvTier.DESCRIPTOR, tier.tier)}: {tier.num_blocks} blocks:"
@@ -66,7 +66,7 @@ def describe_tier(tier: kv_pb2.TierKv) -> str:
 
 
 def map_lines(states: bytes, first_block: int, width: int) -> Iterator[str]:
-    """Yield a line for each `width` blocks: the first one's number, and a sign for each."""
+    """Yield a line for each `width` blocks: the first block's number, then a sign per block."""
     for start in range(0, len(states), width):
         signs = "".join(_STATE_TO_SIGN.get(state, "?") for state in states[start : start + width])
         yield f"{first_block + start:>{_NUMBER_WIDTH - 1}} {signs}"
@@ -86,13 +86,13 @@ def _show_worker(console: Console, worker: kv_pb2.WorkerKv, first_block: int) ->
             console.print(line, markup=False, soft_wrap=True)
         if len(lines) > _MAX_MAP_LINES or tier.next_block:
             following = first_block + min(len(tier.states), _MAX_MAP_LINES * width)
-            console.print(f"{'':{_NUMBER_WIDTH}}… --first-block {following} shows what follows")
+            console.print(f"{'':{_NUMBER_WIDTH}}… --first-block {following} shows the next blocks")
     if worker.sequences:
         console.print(_sequence_table(worker.sequences))
     if worker.next_seq_id:
         console.print(
             f"{worker.num_sequences} sequences in all; --worker {escape(worker.worker)} "
-            f"--first-seq-id {worker.next_seq_id} shows what follows",
+            f"--first-seq-id {worker.next_seq_id} shows the next ones",
             soft_wrap=True,
         )
 
@@ -126,7 +126,7 @@ def _sequence_table(sequences: Sequence[kv_pb2.SequenceKv]) -> Table:
 
 
 def enum_word(enum: EnumDescriptor, number: int) -> str:
-    """Name a value in one word: "device" for KV_TIER_DEVICE."""
+    """Return the last word of an enum value's name: "device" for KV_TIER_DEVICE."""
     name = enum.values_by_number.get(number)
     return f"unknown ({number})" if name is None else name.name.rpartition("_")[2].lower()
 

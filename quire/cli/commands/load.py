@@ -1,4 +1,4 @@
-"""`quire load`: loads the model of an unloaded worker, or of all, or another model."""
+"""`quire load`: loads the model of one or all unloaded workers, or another model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +19,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         with scheduler_channel(settings) as channel:
             stub = LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-            for told in stub.Load(_request(settings)):
-                progress = told.progress if told.HasField("progress") else None
-                status = "ready" if told.is_done else told.status
-                display.show({told.worker: Readiness(told.is_done, status, progress)})
-                if told.is_done:
-                    how = "was loaded already" if told.was_loaded else "is loaded"
-                    ends.append(f"{told.worker} {how}")
+            for answer in stub.Load(_request(settings)):
+                progress = answer.progress if answer.HasField("progress") else None
+                status = "ready" if answer.is_done else answer.status
+                display.show({answer.worker: Readiness(answer.is_done, status, progress)})
+                if answer.is_done:
+                    how = "was loaded already" if answer.was_loaded else "is loaded"
+                    ends.append(f"{answer.worker} {how}")
     finally:
         display.close()
     print("\n".join(ends))
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _request(settings: LoadSettings) -> loading_pb2.LoadRequest:
-    # Relative to the user's directory, not to a worker's.
+    # A relative path is relative to the user's directory, not to a worker's.
     model = settings.model
     directory = "" if model is None else str(Path(model).expanduser().absolute())
     return loading_pb2.LoadRequest(worker=settings.worker, directory=directory)

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def describe(adapters: Sequence[adapters_pb2.LoadedAdapter]) -> str:
-    """Format them as a table."""
+    """Format adapters as a table."""
     if not adapters:
         return "no adapters are loaded"
     width = max(len(each.adapter.name) for each in adapters)
@@ -40,7 +40,7 @@ def describe(adapters: Sequence[adapters_pb2.LoadedAdapter]) -> str:
 
 def _load(stub: AdapterServiceStub, adapter: str) -> str:
     name, _, directory = adapter.partition("=")
-    # Relative to the user's directory, not to a worker's.
+    # A relative path is relative to the user's directory, not to a worker's.
     path = Path(directory).expanduser().absolute()
     request = adapters_pb2.LoadAdapterRequest(name=name, directory=str(path))
     loaded = stub.LoadAdapter(request)

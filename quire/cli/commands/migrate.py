@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     if moved.was_there:
         print(f"{settings.request_id} is at {settings.to} already")
     elif not moved.num_sequences:
-        print(f"{settings.request_id} ended on the way from {moved.from_worker}")
+        print(f"{settings.request_id} ended during its move from {moved.from_worker}")
     else:
         print(
             f"{settings.request_id} has moved from {moved.from_worker} to {settings.to}: "

@@ -1,4 +1,4 @@
-"""`quire probe`, and other code that asks a process over HTTP whether it is ready."""
+"""`quire probe`: checks over HTTP whether a process is ready; other commands use this code, too."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +21,13 @@ class Readiness:
 
     ready: bool
     status: str
-    """For a person, such as "loading weights"."""
+    """The status for people, such as "loading weights"."""
     progress: float | None = None
-    """How far that is, in [0, 1]."""
+    """The progress of a start, in [0, 1]."""
 
 
 STARTING = Readiness(ready=False, status="starting")
-"""For a process that does not listen yet."""
+"""The readiness of a process that does not listen yet."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,9 +51,9 @@ async def probe(
     tls: bool = False,
     timeout_s: float = _TIMEOUT_S,
 ) -> Readiness | None:
-    """Ask the process at `address`, "host:port"; None if nothing answers in time.
+    """Probe the process at `address`, "host:port"; return None if it does not answer in time.
 
-    Certificates are not verified, as by kubelets: nothing secret is sent.
+    Like kubelets, this does not verify certificates, since it sends nothing secret.
     """
     url = f"{'https' if tls else 'http'}://{address}/ready"
     try:
@@ -77,7 +77,7 @@ async def wait_until_ready(
     *,
     tls: bool = False,
 ) -> None:
-    """Poll until every process is ready, and show each round; `check` may raise to give up."""
+    """Poll until every process is ready; `show` gets each round's answers, `check` may raise."""
     readiness = dict.fromkeys(name_to_address, STARTING)
     async with aiohttp.ClientSession() as session:
         while not all(each.ready for each in readiness.values()):

@@ -1,4 +1,4 @@
-"""`quire replay`: checks a recording of a scheduler, and explains what happened in it."""
+"""`quire replay`: replays a recording of a scheduler, and explains its preemptions."""
 
 from collections.abc import Sequence
 
@@ -27,6 +27,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"step {settings.step}:", *plan_lines(result.kept_plan), sep="\n")
     else:
         raise CommandError(
-            f"--step: {settings.step}: is not in it; it has steps 1 to {result.num_steps}"
+            f"--step: {settings.step}: it must be one of the steps 1 to {result.num_steps}"
         )
     return 0 if result.difference is None else 1

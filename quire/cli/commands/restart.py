@@ -30,8 +30,8 @@ def _choose(settings: RestartSettings) -> ServiceInfo:
     found = [each for each in running_services() if each.is_at(settings.http_port)]
     if len(found) != 1:
         raise CommandError(
-            f"--http-port: {settings.http_port or 'is not given'}: {len(found)} services of yours"
-            " are there; it must choose one"
+            f"--http-port: {settings.http_port or 'unset'}: it must select one service; it selects"
+            f" {len(found)}"
         )
     return found[0]
 
@@ -40,12 +40,14 @@ def _chosen(service: ServiceInfo, names: Sequence[str]) -> list[ServiceProcess]:
     """Return the processes in the order in which they were started: workers first."""
     known = [process.name for process in service.processes]
     if unknown := sorted({*names} - {*known}):
-        raise CommandError(f"{', '.join(unknown)}: no such process; there are {', '.join(known)}")
+        raise CommandError(
+            f"{', '.join(unknown)}: no such process; it must be one of {', '.join(known)}"
+        )
     return [process for process in service.processes if not names or process.name in names]
 
 
 def _restart(service: ServiceInfo, process: ServiceProcess) -> None:
-    """Let it drain and end, and wait until the one that the supervisor starts instead is ready."""
+    """Drain and end a process, and wait until the supervisor's replacement is ready."""
     if process.pid is not None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`quire status`: what runs, whether it is healthy, how busy it is."""
+"""`quire status`: shows the processes of services, their health and their load."""
 
 import asyncio
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ def _show_load(console: Console, target: str, settings: StatusSettings) -> bool:
 
 
 def describe_load(load: Load) -> str:
-    """Describe what runs and, on further lines, how the blocks of each tier are used."""
+    """Describe running sequences and, on further lines, the use of blocks in each tier."""
     num_used = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
     sequences = (
         f"load: {load.num_requests_running} of {load.max_num_seqs} sequences running,"
@@ -111,7 +111,7 @@ def describe_load(load: Load) -> str:
     if load.num_unloaded_workers:
         sequences += f", {load.num_unloaded_workers} unloaded"
         if not load.num_workers and load.num_requests_waiting:
-            sequences += f"; {load.num_requests_waiting} requests wait for one to be loaded"
+            sequences += f"; {load.num_requests_waiting} requests wait for a model to be loaded"
     device = (
         f"device blocks: {_share(num_used, load.num_blocks)} used, with"
         f" {_share(load.num_slots_written, load.num_slots_held)} of their token slots filled;"

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     service = _find_service(target)
     console = Console(highlight=False)
     if not (settings.once or console.is_terminal):
-        raise CommandError("top: standard output is no terminal; --once prints one frame")
+        raise CommandError("top: standard output is not a terminal; --once prints one frame")
     with open_client(target, settings) as client:
         with connection_errors(target):
             first = take_snapshot(client, service, settings.max_sequences)
@@ -68,24 +68,24 @@ def _watch(
             try:
                 before, now = now, take()
                 header = hint
-            except QuireError as error:  # it may come back; keep showing the last figures
+            except QuireError as error:  # the router may return, so keep the last figures
                 header = f"{heading}  [red]{escape(str(error))}[/red]"
             live.update(draw(console, header, before, now), refresh=True)
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Read keys without echo; yield a function that waits, and returns whether to quit."""
+    """Read keys without echo; yield a function that waits and returns whether to quit."""
     if not sys.stdin.isatty():
         yield _sleep
         return
     fd = sys.stdin.fileno()
-    as_it_was = termios.tcgetattr(fd)
+    former = termios.tcgetattr(fd)
     tty.setcbreak(fd)
     try:
         yield lambda seconds: _quits(fd, seconds)
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, as_it_was)
+        termios.tcsetattr(fd, termios.TCSADRAIN, former)
 
 
 def _sleep(seconds: float) -> bool:
@@ -98,13 +98,13 @@ def _quits(fd: int, seconds: float) -> bool:
     while (left := end - time.monotonic()) > 0:
         if not select.select([fd], [], [], left)[0]:
             return False
-        if os.read(fd, 1) in _QUIT_KEYS:  # b"" counts, too: the terminal is gone
+        if os.read(fd, 1) in _QUIT_KEYS:  # b"" is in it, too, and means that the terminal is gone
             return True
     return False
 
 
 def title(target: str, service: ServiceInfo | None) -> str:
-    """Name what is watched, in markup."""
+    """Return the heading with the service's name and address, as markup."""
     name = "" if service is None else f"  [bold]{escape(service.model_name)}[/bold]"
     return f"[bold]quire top[/bold]{name}  [dim]{escape(target)}[/dim]"
 

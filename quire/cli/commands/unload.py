@@ -1,4 +1,4 @@
-"""`quire unload`: frees the device of a worker, or of all, until `quire load`."""
+"""`quire unload`: frees the device of one or all workers until `quire load`."""
 
 from collections.abc import Sequence
 
@@ -17,5 +17,5 @@ def main(argv: Sequence[str]) -> int:
         response = stub.Unload(loading_pb2.UnloadRequest(worker=settings.worker))
     for each in response.workers:
         print(f"{each.worker} {'was unloaded already' if each.was_unloaded else 'is unloaded'}")
-    print(f"`{invocation()} load` brings it back; until then requests go to other workers, or wait")
+    print(f"`{invocation()} load` loads it again; until then requests use other workers, or wait")
     return 0

@@ -1,4 +1,4 @@
-"""`quire up`: starts a service on this machine, shows its progress, keeps it running."""
+"""`quire up`: starts a service on this machine, shows the progress, and keeps it running."""
 
 import asyncio
 import contextlib
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from model_files.errors import ModelError
 from quire.cli.command_error import CommandError
 from quire.cli.commands.probe import wait_until_ready
 from quire.cli.invocation import invocation
@@ -37,12 +38,12 @@ _FOLLOW_S: Final = 0.2
 def main(argv: Sequence[str]) -> int:
     settings = parse_settings(UpSettings, "quire up", argv)
     try:
-        model = layout.find_model(settings)
+        model = layout.choose_model(settings)
         if (already := _find_running(settings)) is not None:
             return _already_up(settings, model, already)
         chosen = layout.choose_ports(settings)
         directory = ServiceDir.create()
-    except (layout.ModelError, ports.PortError, ServiceDirError) as error:
+    except (ModelError, ports.PortError, ServiceDirError) as error:
         raise CommandError(str(error)) from None
     planned = layout.plan(settings, model, chosen, directory.path, os.environ)
     if settings.detach:
@@ -59,10 +60,10 @@ def _find_running(settings: UpSettings) -> ServiceInfo | None:
     return None
 
 
-def _already_up(settings: UpSettings, model: Path, service: ServiceInfo) -> int:
-    if Path(service.model) != model:
+def _already_up(settings: UpSettings, model: str, service: ServiceInfo) -> int:
+    if service.model != model:
         raise CommandError(
-            f"--http-port: {settings.http_port}: a service of {service.model} is up there"
+            f"--http-port: {settings.http_port}: a service of {service.model} has this port"
             f" (pid {service.pid}); stop it with `{invocation()} down`, or choose other ports"
         )
     print(
@@ -87,7 +88,7 @@ async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -
     info = replace(planned.service, pid=os.getpid())  # `_detach` has forked since the plan
 
     def publish(processes: Sequence[ServiceProcess]) -> None:
-        # A full disk makes `quire status` out of date, no more.
+        # If the disk is full, only `quire status` is out of date.
         with contextlib.suppress(OSError):
             directory.write(replace(info, processes=tuple(processes)))
 
@@ -110,7 +111,7 @@ async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -
     async def help_with(work: Coroutine[None, None, None]) -> None:
         try:
             await work
-        except Exception:  # a bug: stop, and raise it below
+        except Exception:  # a bug: stop the service; the error is raised below
             supervisor.stop()
             raise
 
@@ -132,7 +133,7 @@ async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -
 
 
 async def _show_start(planned: Layout, check: Callable[[], None] = lambda: None) -> None:
-    """Show the progress until every process is ready, then how long it took; `check` may raise."""
+    """Show the progress until every process is ready, then the duration; `check` may raise."""
     started_at = time.monotonic()
     display = make_display()
     addresses = {spec.name: spec.http_address for spec in planned.specs}
@@ -148,7 +149,7 @@ def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int
     failure, report_failure = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    # No thread has been started yet, so forking is safe, and cheaper than starting Python again.
+    # No thread has been started yet, so a fork is safe, and cheaper than a new interpreter.
     pid = os.fork()
     if pid == 0:
         _become_daemon(settings, planned, directory, report_failure)
@@ -176,20 +177,20 @@ def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int
 def _become_daemon(
     settings: UpSettings, planned: Layout, directory: ServiceDir, report_failure: int
 ) -> None:
-    """Supervise without a terminal; write a failure to the pipe, too. Never returns."""
+    """Supervise without a terminal; also write a failure to the pipe. Never returns."""
     code = 1
     try:
         os.setsid()
         log = os.open(directory.log_dir / "up.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, number in ((nothing, 0), (log, 1), (log, 2)):
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, number in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, number)
         quiet = settings.model_copy(update={"demo": False, "verbose": False})
         code = _supervise(quiet, planned, directory)
     except CommandError as error:
         print(error)
         os.write(report_failure, str(error).encode())
-    except BaseException:  # noqa: BLE001 - a bug; the log is where it can be found
+    except BaseException:  # noqa: BLE001 - a bug, which goes to the log
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -203,7 +204,7 @@ def _report(line: str) -> None:
 
 
 async def _follow(log_dir: Path, names: Sequence[str]) -> None:
-    """Print what is appended to the logs, each line after its process's name."""
+    """Print new lines of the logs, each after the name of its process."""
     with contextlib.ExitStack() as stack:
         files = {}
         while True:
@@ -218,10 +219,10 @@ async def _follow(log_dir: Path, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at each signal that asks us to end."""
+    """Call `stop` at each signal that asks the process to end."""
     loop = asyncio.get_running_loop()
     numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup sets it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores this signal
         numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, stop)

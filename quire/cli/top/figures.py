@@ -1,4 +1,4 @@
-"""The figures of `quire top`: a service at one moment, and rates between two."""
+"""The figures of `quire top`: snapshots of a service, and rates between two snapshots."""
 
 import contextlib
 import ssl
@@ -24,12 +24,12 @@ _HTTP_TIMEOUT_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RouterFigures:
-    """Counts of the router since its start."""
+    """Counters of the router since its start."""
 
     code_to_num_refused: Mapping[str, int]
-    """Requests refused, by gRPC status."""
+    """Number of refused requests by gRPC status."""
     first_token_s: float
-    """Sum of the times to a first token; `num_first_tokens` are in it."""
+    """Sum of the times to `num_first_tokens` first tokens."""
     num_first_tokens: int
     between_tokens_s: float
     num_between_tokens: int
@@ -37,35 +37,35 @@ class RouterFigures:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A service at one moment."""
+    """The state of a service at one moment."""
 
     taken_at_s: float
-    """On the monotonic clock."""
+    """The time on the monotonic clock."""
     load: Load
     kv: tuple[WorkerKv, ...] = ()
-    """Without the states of single blocks."""
+    """The KV of each worker, without the states of single blocks."""
     activity: tuple[WorkerActivity, ...] = ()
     router: RouterFigures | None = None
     """None: the router's HTTP address is unknown, or does not answer."""
     note: str = ""
-    """Why something is missing."""
+    """Why figures are missing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """What one worker did per second between two snapshots."""
+class StepRates:
+    """The activity of one worker per second, between two snapshots."""
 
     steps: float
     prefill_tokens: float
     decode_tokens: float
     busy: float
-    """Share of the time spent on steps; above 1 if steps overlap."""
+    """Share of time spent on steps; above 1 if steps overlap."""
     preemptions: float
 
 
 @dataclass(frozen=True, slots=True)
 class TierSum:
-    """The blocks of one tier, of all workers together."""
+    """The blocks of one tier, summed over all workers."""
 
     tier: int
     """A `KvTier`."""
@@ -79,10 +79,10 @@ class TierSum:
 
 
 def take_snapshot(client: Client, service: ServiceInfo | None, max_sequences: int) -> Snapshot:
-    """Ask the router and, if its `service` is known, read its metrics.
+    """Query the router and, if its `service` is known, read its metrics.
 
     Raises:
-        QuireError: The router does not answer, or refuses.
+        QuireError: The router does not answer, or refuses the query.
     """
     now = time.monotonic()
     load = client.load(timeout_s=_TIMEOUT_S)
@@ -90,12 +90,12 @@ def take_snapshot(client: Client, service: ServiceInfo | None, max_sequences: in
     try:
         kv = client.describe_kv(max_sequences=max_sequences, max_blocks=0, timeout_s=_TIMEOUT_S)
         activity = client.describe_activity(timeout_s=_TIMEOUT_S)
-    except PermissionDeniedError as error:  # a tenant's key may see the load only
+    except PermissionDeniedError as error:  # a tenant's key may read only the load
         return Snapshot(now, load, router=router, note=str(error))
     return Snapshot(now, load, kv, activity, router)
 
 
-def rates_between(before: Snapshot, after: Snapshot) -> Mapping[str, Rates]:
+def rates_between(before: Snapshot, after: Snapshot) -> Mapping[str, StepRates]:
     """Return the rates of the workers that were attached at both snapshots."""
     took_s = after.taken_at_s - before.taken_at_s
     name_to_before = {it.worker: it for it in before.activity}
@@ -104,7 +104,7 @@ def rates_between(before: Snapshot, after: Snapshot) -> Mapping[str, Rates]:
         was = name_to_before.get(it.worker)
         if was is None or was.attached_at_s != it.attached_at_s or took_s <= 0:
             continue
-        rates[it.worker] = Rates(
+        rates[it.worker] = StepRates(
             steps=(it.num_steps - was.num_steps) / took_s,
             prefill_tokens=(it.num_prefill_tokens - was.num_prefill_tokens) / took_s,
             decode_tokens=(it.num_decode_tokens - was.num_decode_tokens) / took_s,
@@ -115,7 +115,7 @@ def rates_between(before: Snapshot, after: Snapshot) -> Mapping[str, Rates]:
 
 
 def sum_tiers(workers: Sequence[WorkerKv]) -> tuple[TierSum, ...]:
-    """Add up the tiers of all workers, fastest tier first."""
+    """Sum the tiers of all workers, the fastest tier first."""
 
     def sum_of(tier: int) -> TierSum:
         tiers = [(worker, it) for worker in workers for it in worker.tiers if it.tier == tier]
@@ -143,7 +143,7 @@ def device_of(worker: WorkerKv) -> TierKv:
 
 
 def largest_sequences(workers: Sequence[WorkerKv]) -> tuple[tuple[str, SequenceKv], ...]:
-    """Return (worker, sequence) pairs, those with the most blocks first."""
+    """Return (worker, sequence) pairs, the sequence with the most blocks first."""
     pairs = [(worker.worker, seq) for worker in workers for seq in worker.sequences]
 
     def size(pair: tuple[str, SequenceKv]) -> tuple[int, int]:
@@ -173,7 +173,7 @@ def parse_metrics(text: str) -> RouterFigures:
 
 
 def _read_router(service: ServiceInfo) -> RouterFigures | None:
-    # The certificate is not checked: nothing secret is sent.
+    # Do not check the certificate, since nothing secret is sent.
     tls = ssl._create_unverified_context() if service.has_tls else None  # noqa: S323, SLF001
     url = f"{'https' if service.has_tls else 'http'}://{service.http_address}/metrics"
     with contextlib.suppress(OSError, ValueError):

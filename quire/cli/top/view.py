@@ -12,9 +12,9 @@ from rich.text import Text
 
 from quire.cli.commands.kv import enum_word
 from quire.cli.top.figures import (
-    Rates,
     RouterFigures,
     Snapshot,
+    StepRates,
     TierSum,
     device_of,
     largest_sequences,
@@ -41,7 +41,7 @@ _FREE_SIGN, _SIGN = "░", "█"
 
 
 def draw(console: Console, title: str, before: Snapshot, now: Snapshot) -> RenderableType:
-    """Draw a frame as high as the console; the sequences get the lines that are left."""
+    """Draw a frame of the console's height; the sequences get the remaining lines."""
     rates = rates_between(before, now)
     parts: list[RenderableType] = [
         Text.from_markup(title),
@@ -61,7 +61,7 @@ def _panel(title: str, content: RenderableType) -> Panel:
     return Panel(content, title=title, title_align="left", box=box.ROUNDED, border_style="dim")
 
 
-def _service(now: Snapshot, before: Snapshot, rates: Mapping[str, Rates]) -> RenderableType:
+def _service(now: Snapshot, before: Snapshot, rates: Mapping[str, StepRates]) -> RenderableType:
     load = now.load
     grid = Table.grid(padding=(0, 2))
     grid.add_row(
@@ -78,7 +78,7 @@ def _service(now: Snapshot, before: Snapshot, rates: Mapping[str, Rates]) -> Ren
 
 def _router(now: RouterFigures | None, before: RouterFigures | None) -> list[Text]:
     if now is None:
-        return [Text("latencies and refusals: this router's HTTP is not known", style="dim")]
+        return [Text("latencies and refusals: the router's HTTP address is unknown", style="dim")]
     since = before or now
     first = _mean_ms(
         now.first_token_s - since.first_token_s, now.num_first_tokens - since.num_first_tokens
@@ -147,7 +147,7 @@ def _kv(tiers: Sequence[TierSum], load: Load) -> RenderableType:
 
 
 def bar(state_to_num: Mapping[str, int], width: int = _BAR_WIDTH) -> Text:
-    """Draw shares of a whole; each state that is not 0 has at least one cell."""
+    """Draw shares of a whole; each state with blocks has at least one cell."""
     whole = sum(state_to_num.values())
     text = Text()
     if not whole:
@@ -164,7 +164,7 @@ def bar(state_to_num: Mapping[str, int], width: int = _BAR_WIDTH) -> Text:
     return text
 
 
-def _workers(now: Snapshot, rates: Mapping[str, Rates]) -> RenderableType:
+def _workers(now: Snapshot, rates: Mapping[str, StepRates]) -> RenderableType:
     table = _table("worker")
     _add_numbers(
         table,
@@ -193,7 +193,7 @@ def _worker_name(it: WorkerActivity) -> Text:
     return name
 
 
-def _worker_cells(it: WorkerActivity, kv: WorkerKv | None, rates: Rates | None) -> list[str]:
+def _worker_cells(it: WorkerActivity, kv: WorkerKv | None, rates: StepRates | None) -> list[str]:
     if it.is_unloaded:
         return []
     device = None if kv is None else device_of(kv)
@@ -264,7 +264,7 @@ def _add_numbers(table: Table, *headings: str) -> None:
 
 
 def _shorten(target: str) -> str:
-    """Keep the end of a socket's path; the rest is the same for all workers of a service."""
+    """Keep only the file name of a socket, since all workers of a service share the directory."""
     return target.rpartition("/")[2] if target.startswith("unix:") else target
 
 

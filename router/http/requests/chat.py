@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError
-from router.http.requests.messages import Message, check_messages, check_template_kwargs
+from router.http.requests.messages import Messages, check_template_kwargs, for_template
 from router.http.requests.schema import UNIMPLEMENTED, Body
 from router.http.requests.tools import ToolFields
 from router.http.responses.answer import Call
@@ -41,7 +41,7 @@ class ChatBody(ToolFields, Body):
         }
     )
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -63,7 +63,6 @@ class ChatBody(ToolFields, Body):
                 f"is {self.max_tokens}; it must equal max_completion_tokens, "
                 f"which is {self.max_completion_tokens}, or be absent",
             )
-        check_messages(self.messages)
         check_template_kwargs(self.chat_template_kwargs)
 
 
@@ -78,7 +77,7 @@ async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Ca
         )
     prompt = await inference.text.render_chat(
         body.model,
-        [message.for_template() for message in body.messages],
+        for_template(body.messages),
         **body.chat_template_kwargs,
         **({} if tools is None else {"tools": tools.for_template}),
     )

@@ -1,13 +1,14 @@
 """The messages of a chat: their JSON, and what a chat template gets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from contract.errors import InvalidArgumentError
-from router.http.strict_json import Schema, excerpt, parse_json
+from contract.request import MAX_MESSAGES
+from router.http.strict_json import Listed, Schema, at_most, excerpt, parse_json
 
 _TEMPLATE_NAMES = frozenset({"self", "model", "messages", "tools", "add_generation_prompt"})
 
@@ -51,32 +52,20 @@ class Message(Schema):
     )
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart] | None, BeforeValidator(_as_parts)] = None
+    content: Annotated[Listed[TextPart] | None, BeforeValidator(_as_parts)] = None
     name: str = ""
-    tool_calls: Annotated[list[ToolCall], Field(default_factory=list)]
+    tool_calls: Annotated[Listed[ToolCall], Field(default_factory=list)]
     """What the assistant called."""
     tool_call_id: str = ""
     """The call whose result a tool's content is."""
 
-    def check(self, field: str) -> None:
-        """Check fields against each other; raises InvalidArgumentError."""
-        if self.tool_calls and self.role != "assistant":
-            raise InvalidArgumentError(
-                f"{field}.tool_calls", f'is set; with role "{self.role}" it must not be'
-            )
-        if (self.tool_call_id != "") != (self.role == "tool"):
-            raise InvalidArgumentError(
-                f"{field}.tool_call_id",
-                f"is {excerpt(self.tool_call_id)}; it must be set with role "
-                f'"tool" and only with it; role is "{self.role}"',
-            )
-        if self.content is None and not self.tool_calls:
-            raise InvalidArgumentError(f"{field}.content", "is missing")
-        for i, call in enumerate(self.tool_calls):
-            _check_arguments(call.function.arguments, f"{field}.tool_calls[{i}].function.arguments")
+    def for_template(self, field: str) -> dict[str, Any]:
+        """Return what a chat template gets: a call's arguments as an object, not as text.
 
-    def for_template(self) -> dict[str, Any]:
-        """Return what a chat template gets: a call's arguments as an object, not as text."""
+        Raises InvalidArgumentError for fields that do not fit each other; `field` names the
+        message.
+        """
+        self._check(field)
         message: dict[str, Any] = {
             # OpenAI's newer name for the same; templates know the older.
             "role": "system" if self.role == "developer" else self.role,
@@ -93,18 +82,42 @@ class Message(Schema):
                     "type": call.type,
                     "function": {
                         "name": call.function.name,
-                        "arguments": parse_json(call.function.arguments.encode()),
+                        "arguments": _parse_arguments(
+                            call.function.arguments,
+                            f"{field}.tool_calls[{i}].function.arguments",
+                        ),
                     },
                 }
-                for call in self.tool_calls
+                for i, call in enumerate(self.tool_calls)
             ]
         return message
 
+    def _check(self, field: str) -> None:
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidArgumentError(
+                f"{field}.tool_calls", f'is set; with role "{self.role}" it must not be'
+            )
+        if (self.tool_call_id != "") != (self.role == "tool"):
+            raise InvalidArgumentError(
+                f"{field}.tool_call_id",
+                f"is {excerpt(self.tool_call_id)}; it must be set with role "
+                f'"tool" and only with it; role is "{self.role}"',
+            )
+        if self.content is None and not self.tool_calls:
+            raise InvalidArgumentError(f"{field}.content", "is missing")
 
-def check_messages(messages: Sequence[Message]) -> None:
-    """Check fields of each message against each other; raises InvalidArgumentError."""
+
+Messages = Annotated[Listed[Message], at_most(MAX_MESSAGES), Field(min_length=1)]
+"""All messages of a chat."""
+
+
+def for_template(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
+    """Check and yield each message as a chat template gets it; raises InvalidArgumentError.
+
+    A thread iterates over them: the arguments of calls may be long.
+    """
     for i, message in enumerate(messages):
-        message.check(f"messages[{i}]")
+        yield message.for_template(f"messages[{i}]")
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
@@ -115,7 +128,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _check_arguments(arguments: str, field: str) -> None:
+def _parse_arguments(arguments: str, field: str) -> dict[str, Any]:
     try:
         value = parse_json(arguments.encode())
     except InvalidArgumentError:
@@ -124,3 +137,4 @@ def _check_arguments(arguments: str, field: str) -> None:
         raise InvalidArgumentError(
             field, f"is {excerpt(arguments)}; it must be the text of a JSON object"
         )
+    return value

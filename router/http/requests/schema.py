@@ -13,16 +13,19 @@ from pydantic import BeforeValidator, Field
 
 from contract.errors import InvalidArgumentError
 from contract.request import GenerateRequest
-from contract.sampling import SamplingParams
+from contract.sampling import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
 from router.http.requests.beam import BeamFields
 from router.http.requests.structured import StructuredFields
 from router.http.responses.answer import UsageInStream
-from router.http.strict_json import Schema, excerpt
+from router.http.strict_json import Listed, Schema, at_most, excerpt
 
 Prompt: TypeAlias = str | tuple[int, ...]
 """Text, or token ids."""
 
 MAX_TOKEN_ID_DIGITS = 10
+
+MAX_METADATA = 16
+"""Most entries of `metadata`, as OpenAI has it."""
 
 NO_EFFECT = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
 """Accepted without an effect on outputs, as at OpenAI.
@@ -50,12 +53,12 @@ class Body(StructuredFields, BeamFields):
     """The fields of completions and chat completions."""
 
     model: str = ""
-    stop: Annotated[list[str], BeforeValidator(_listed), Field(default_factory=list)]
+    stop: Annotated[Listed[str], BeforeValidator(_listed), Field(default_factory=list)]
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str = ""
     safety_identifier: str = ""
-    metadata: Annotated[dict[str, str], Field(default_factory=dict)]
+    metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(default_factory=dict)]
     prompt_cache_key: str = ""
 
     temperature: float = 1.0
@@ -63,7 +66,9 @@ class Body(StructuredFields, BeamFields):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    logit_bias: Annotated[dict[str, float], Field(default_factory=dict)]
+    logit_bias: Annotated[
+        dict[str, float], at_most(MAX_LOGIT_BIAS_ENTRIES), Field(default_factory=dict)
+    ]
 
     # Not OpenAI's, but sent by clients of vLLM.
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
@@ -71,7 +76,7 @@ class Body(StructuredFields, BeamFields):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
-    stop_token_ids: Annotated[list[int], Field(default_factory=list)]
+    stop_token_ids: Annotated[Listed[int], Field(default_factory=list)]
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

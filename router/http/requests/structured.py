@@ -8,7 +8,7 @@ from pydantic import Field
 
 from contract.errors import InvalidArgumentError
 from contract.sampling import StructuredOutput
-from router.http.strict_json import Schema
+from router.http.strict_json import Listed, Schema
 
 JsonSchema = dict[str, Any] | bool
 """A JSON schema, as a JSON value."""
@@ -50,7 +50,7 @@ class StructuredOutputs(Schema):
     json_: Annotated[JsonSchema | str | None, Field(alias="json")] = None
     json_object: bool = False
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Listed[str] | None = None
     grammar: str | None = None
 
     def forms(self) -> list[StructuredOutput]:
@@ -76,7 +76,7 @@ class StructuredFields(Schema):
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchema | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Listed[str] | None = None
     guided_grammar: str | None = None
 
     def structured(self) -> StructuredOutput | None:
@@ -112,5 +112,5 @@ class StructuredFields(Schema):
 
 
 def _json_schema(schema: JsonSchema | str) -> StructuredOutput:
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    return StructuredOutput(json_schema=text)
+    # An object becomes text in the thread that makes a grammar of it.
+    return StructuredOutput(json_schema=json.dumps(schema) if isinstance(schema, bool) else schema)

@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize, in vLLM's shapes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -8,10 +8,15 @@ from pydantic import Field
 
 from contract.errors import InvalidArgumentError
 from router.http.errors import error_with_json_names
-from router.http.requests.messages import Message, check_messages, check_template_kwargs
+from router.http.requests.messages import (
+    Message,
+    Messages,
+    check_template_kwargs,
+    for_template,
+)
 from router.http.requests.tools import MAX_TOOLS, Tool, show_tools
 from router.http.responses.objects import Json
-from router.http.strict_json import Schema
+from router.http.strict_json import Listed, Schema
 from router.request.inference import Inference
 
 
@@ -22,14 +27,14 @@ class TokenizeBody(Schema):
 
     model: str = ""
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(min_length=1)] = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     """With a prompt, unset means true; a chat's template writes special tokens itself."""
     return_token_strs: bool = False
     """Whether to return each token's text, too."""
     add_generation_prompt: bool = True
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
-    tools: Annotated[list[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
+    tools: Annotated[Listed[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
 
     async def token_ids(self, inference: Inference) -> list[int]:
         """Return the token ids as for `generate`; raises QuireError."""
@@ -49,8 +54,7 @@ class TokenizeBody(Schema):
         except InvalidArgumentError as error:
             raise error_with_json_names({"text": "prompt"}, error) from error
 
-    async def _chat_token_ids(self, inference: Inference, messages: list[Message]) -> list[int]:
-        check_messages(messages)
+    async def _chat_token_ids(self, inference: Inference, messages: Sequence[Message]) -> list[int]:
         check_template_kwargs(self.chat_template_kwargs)
         if self.add_special_tokens:
             raise InvalidArgumentError(
@@ -62,7 +66,7 @@ class TokenizeBody(Schema):
             kwargs = {**kwargs, "tools": shown}
         return await inference.text.tokenize_chat(
             self.model,
-            [message.for_template() for message in messages],
+            for_template(messages),
             add_generation_prompt=self.add_generation_prompt,
             **kwargs,
         )
@@ -72,7 +76,7 @@ class DetokenizeBody(Schema):
     """Token ids."""
 
     model: str = ""
-    tokens: list[int]
+    tokens: Listed[int]
 
 
 async def tokenize(inference: Inference, body: TokenizeBody) -> Json:

@@ -1,6 +1,5 @@
 """A chat's fields for functions: which it offers, and which the model must call."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -11,7 +10,7 @@ from contract.errors import InvalidArgumentError, UnimplementedError
 from contract.request import GenerateRequest
 from contract.sampling import StructuredOutput
 from router.http.responses.tool_calls import CallReader, ChosenCall, ForcedCall, TaggedCalls
-from router.http.strict_json import Schema, excerpt
+from router.http.strict_json import Listed, Schema, excerpt
 from router.text.chat_template import ChatTemplate
 
 MAX_TOOLS = 128
@@ -94,7 +93,7 @@ class ToolUse:
 class ToolFields(Schema):
     """The part of a chat's body for tools."""
 
-    tools: Annotated[list[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
+    tools: Annotated[Listed[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     """None: "auto" with tools, "none" without."""
     parallel_tool_calls: bool = True
@@ -201,4 +200,4 @@ def _forced(shown: list[dict[str, Any]], functions: list[Function]) -> ToolUse:
 
 
 def _json_schema(schema: Mapping[str, Any]) -> StructuredOutput:
-    return StructuredOutput(json_schema=json.dumps(schema))
+    return StructuredOutput(json_schema=schema)

@@ -79,6 +79,8 @@ class Call:
 async def answer(http: web.Request, inference: Inference, call: Call) -> web.StreamResponse:
     """Answer the call. When this returns, raises or is cancelled, its requests have ended."""
     try:
+        if len(call.requests) > 1:
+            await inference.check_capacity(len(call.requests), call.n)
         async with AsyncExitStack() as stack:
             lives: list[LiveRequest] = []
             for request in call.requests:

@@ -1,1 +1,1 @@
-"""Beam search in the block space."""
+"""Beam search, and the rows and blocks of its beams."""

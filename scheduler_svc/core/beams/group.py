@@ -1,7 +1,7 @@
-"""One beam search while it is live: the search, and a sequence for each beam that it may have."""
+"""One live beam search, with a sequence for each beam that it may have."""
 
 from contract.step import SearchState
-from scheduler_svc.core.beams.search import BeamSearch, Candidates, Hypothesis, num_common
+from scheduler_svc.core.beams.search import BeamSearcher, Candidates, Hypothesis, num_common
 from scheduler_svc.core.events import Finished
 from scheduler_svc.core.request import FinishReason, Request, SeqId
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -11,9 +11,14 @@ class BeamGroup:
     """One search and its sequences. Only `BeamGroups` changes it."""
 
     def __init__(self, request: Request, seqs: tuple[Sequence, ...]) -> None:
-        """`seqs`, as many as the search is wide, wait; the first `request.n` bear outputs' keys."""
+        """Make the group of a search.
+
+        Args:
+            request: The request.
+            seqs: One waiting sequence per beam; the first `request.n` have the outputs' keys.
+        """
         assert request.beam is not None
-        self.search = BeamSearch(
+        self.search = BeamSearcher(
             request.beam,
             request.prompt_token_ids,
             max_tokens=request.max_tokens,
@@ -22,43 +27,45 @@ class BeamGroup:
         self.seqs = seqs
         self.outputs = seqs[: request.n]
         self.places: list[Sequence] = []
-        """While it runs: the sequence of each of the search's beams; at first the best one alone.
-        While `parents` is not None: those of the step before."""
+        """While the search runs: the sequence of each beam; at first only the best beam has one.
+        While `parents` is not None: the sequences of the previous step's beams."""
         self.parents: tuple[int, ...] | None = None
-        """Which of `places` each of the search's beams continues, if its step has yet to begin."""
+        """Set when the search has chosen new beams whose step has not begun: for each, the index in
+        `places` of the beam that it continues."""
         self.reports: dict[SeqId, Candidates] = {}
-        """Candidates of those of `places` that have computed their last token."""
+        """The candidates of the beams that have computed their last token."""
 
     @property
     def leader(self) -> Sequence:
-        """The sequence that stands for the search in the queue, and that computes first."""
+        """The sequence that represents the search in the queue and computes first."""
         return self.seqs[0]
 
     def queue_leader(self) -> None:
-        """Let the leader, which waits, have the best beam's tokens: it computes first."""
+        """Give the waiting leader the best beam's tokens."""
         leader, best = self.leader, self.search.beams[0]
         leader.token_ids, leader.block_hashes = best.token_ids, []
         leader.max_total_tokens = self.search.num_tokens + 1
 
     def state_with(self, seq: Sequence) -> SearchState | None:
-        """Return the state that the worker keeps with a sequence for a later scheduler, if any."""
+        """Return the search state for the worker to keep with `seq`, the best beam; else None."""
         has_begun = self.search.num_tokens > len(self.leader.request.prompt_token_ids)
         return self.search.state if has_begun and seq is self.places[0] else None
 
     @property
     def spares(self) -> list[Sequence]:
-        """Those of its sequences that are no beams now."""
+        """The sequences that are no beams at present."""
         return [seq for seq in self.seqs if seq.status is SeqStatus.SPARE]
 
     @property
     def is_over(self) -> bool:
-        """Whether the search has found its hypotheses."""
+        """Whether the search has ended."""
         return not self.search.beams
 
     def results(self) -> list[Finished]:
-        """Return the ends of its outputs, when the search is over: the best go first.
+        """Return the last events of the outputs after the search has ended, best first.
 
-        A vocabulary of hardly more tokens than beams may leave some outputs with nothing.
+        If the vocabulary has hardly more tokens than there are beams, some outputs may end with an
+        error because the search found too few hypotheses.
         """
         found = self.search.hypotheses
         return [
@@ -68,31 +75,31 @@ class BeamGroup:
 
     @property
     def can_spread(self) -> bool:
-        """Whether the best beam alone runs, and the others can start from what it computes."""
+        """Whether only the best beam runs and the others can start from the blocks it computed."""
         is_alone = len(self.places) < len(self.search.beams) and self.parents is None
         leader = self.leader
         return is_alone and leader.status is SeqStatus.DECODE and not leader.loading_block_ids
 
     def num_blocks_due(self, block_size: int) -> int:
-        """Return how many blocks it takes in the next step, at most."""
+        """Return the most blocks that the search needs in the next step."""
         if self.parents is None:
             return self._num_blocks_of_others(block_size) if self.can_spread else 0
         if (self.search.num_tokens - 1) % block_size == 0:  # the parents' blocks are full
             return len(self.parents)
-        # One for the copy of each fork; each place that becomes spare gives one back before.
+        # Each fork needs a block for its copy; each beam without a child gives one back before.
         return max(0, len(self.parents) - len(self.places))
 
     def demand(self, block_size: int) -> tuple[int, int]:
-        """Return how many rows it takes to run, and how many blocks besides its leader's."""
+        """Return how many rows the search needs, and how many blocks besides its leader's."""
         width, num_tokens, request = len(self.seqs), self.search.num_tokens, self.leader.request
         if len(self.search.beams) > 1:
             return width, self._num_blocks_of_others(block_size)
         if num_tokens == len(request.prompt_token_ids) + request.max_tokens - 1:
-            return width, 0  # what it chooses next are the ends
+            return width, 0  # all beams end with the next token
         return width, width - (num_tokens % block_size > 0)
 
     def num_shared_blocks(self, beam: int, block_size: int) -> int:
-        """Return how many first blocks a beam has in common with the best one, full of tokens."""
+        """Return how many full blocks at the start a beam shares with the best beam."""
         tokens, best = (self.search.beams[i].token_ids[:-1] for i in (beam, 0))
         return num_common(tokens, best) // block_size
 

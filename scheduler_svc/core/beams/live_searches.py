@@ -1,22 +1,22 @@
-"""Beam searches in the block space: the rows and blocks of each one's beams, step by step.
+"""Runs beam searches: manages the rows and blocks of their beams, step by step.
 
-A search has one sequence for each beam that it may have. The first of them, the leader, stands for
-all in the queue. Once it has computed the prompt, the others fork from it. From then on each beam
-that computes its last token reports candidates; when all have, the search chooses the next beams,
-and these are, for the next step:
+A search has one sequence for each beam that it may have. The first sequence, the leader, represents
+the search in the queue. When it has computed the prompt, the others fork from it. From then on each
+beam reports candidates when it computes its last token. When all beams have reported, the search
+chooses the next beams. In the next step:
 
-    the first child of a beam    goes on in its parent's place: same row, same blocks
-    a further child              forks into the place of a beam that has no child: it shares the
-                                 parent's full blocks, and starts with a copy of the partial one
-    no child                     the place is spare; a row is kept for it
+    the first child of a beam    continues in the row and blocks of its parent
+    a further child              forks into a spare sequence: it shares the parent's full blocks,
+                                 and starts with a copy of the partial one
+    a beam without child         its sequence becomes spare; a row stays reserved for it
 
-To the worker each step of a beam is a sequence of its own, that may have one token more than it
-brings. So a beam never decodes, and no step in flight names it while its next step is prepared.
+For the worker each step of a beam is a new sequence that may get only one more token. So a beam
+never decodes, and no step in flight names it while its next step is prepared.
 
-A search runs as a whole or waits as a whole. When it is preempted its beams' tokens stay, and no
-KV: most of it is in blocks that beams share, and the prefix cache has those. It resumes as it
-began: the leader, with the tokens of the best beam, computes what is not found; then the others
-start from what they have in common with it.
+A search runs as a whole or waits as a whole. A preempted search keeps its beams' tokens but no KV;
+most of the KV is in shared blocks, which the prefix cache may still have. It resumes like a new
+search: the leader, with the tokens of the best beam, computes what the cache lacks; then the other
+beams start from the blocks that they have in common with it.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ _NO_ROWS: frozenset[int] = frozenset()
 
 
 class BeamGroups:
-    """The searches that run: starts and stops them, begins steps, applies candidates."""
+    """The running searches: starts and stops them, begins their steps, applies candidates."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class BeamGroups:
 
     @property
     def rows(self) -> frozenset[int]:
-        """The rows whose candidates `apply_candidates` needs."""
+        """The rows whose candidates `apply_candidates` reads."""
         if not self._groups:  # as in almost every step
             return _NO_ROWS
         places = chain.from_iterable(group.places for group in self)
@@ -70,18 +70,18 @@ class BeamGroups:
 
     @property
     def num_spares(self) -> int:
-        """Rows that are kept for beams."""
+        """Number of rows reserved for beams."""
         return sum(len(group.spares) for group in self)
 
     @property
     def num_blocks_due(self) -> int:
-        """Blocks that `advance` takes, at most."""
+        """The most blocks that `advance` may take."""
         if not self._groups:
             return 0
         return sum(group.num_blocks_due(self._block_size) for group in self)
 
     def on_started(self, seq: Sequence) -> None:
-        """Keep rows for the other beams if the sequence that was started leads a search."""
+        """Reserve rows for the other beams if the started sequence leads a search."""
         if (group := seq.group) is None:
             return
         self._groups[group.leader.seq_id] = group
@@ -89,20 +89,20 @@ class BeamGroups:
         self._rows.num_reserved += len(group.seqs) - 1
 
     def stop(self, group: BeamGroup) -> None:
-        """Take rows and blocks from a running search; its beams' tokens stay."""
+        """Take the rows and blocks of a running search, which keeps its beams' tokens."""
         del self._groups[group.leader.seq_id]
         self._rows.num_reserved -= len(group.spares)
         for seq in group.places:
             self._running.stop(seq)
-            seq.move(SeqStatus.SPARE)
+            seq.set_status(SeqStatus.SPARE)
         group.places, group.parents, group.reports = [], None, {}
 
     def preempt(self, group: BeamGroup) -> Sequence:
-        """Take rows and blocks from a running search; return its leader, which must be queued."""
+        """Stop a running search; return its leader, which the caller must queue."""
         leader = group.leader
         has_begun = group.places != [leader]
         self.stop(group)
-        leader.move(SeqStatus.WAITING)
+        leader.set_status(SeqStatus.WAITING)
         group.queue_leader()
         num_computed = len(leader.token_ids) - 1
         leader.num_computed_tokens = (
@@ -110,20 +110,23 @@ class BeamGroups:
         )
         return leader
 
-    def advance(self, draft: PlanBuilder) -> None:
-        """Begin the next step of each search that is ready; `num_blocks_due` blocks are free."""
+    def advance(self, builder: PlanBuilder) -> None:
+        """Begin the next step of each search that is ready.
+
+        The caller has checked that `num_blocks_due` blocks are available.
+        """
         for group in self:
             if group.parents is not None:
-                self._begin_step(group, group.parents, draft)
+                self._begin_step(group, group.parents, builder)
             elif group.can_spread:
                 self._spread(group)
 
-    def apply_candidates(self, outcome: Result) -> list[BeamGroup]:
-        """Take the candidates in a step's result; return the searches that are over."""
+    def apply_candidates(self, result: Result) -> list[BeamGroup]:
+        """Apply the candidates of a step's result; return the searches that have ended."""
         over: list[BeamGroup] = []
         if not self._groups:
             return over
-        for row, candidates in _by_row(outcome):
+        for row, candidates in _by_row(result):
             seq = self._rows.owner(row)
             if seq is None or seq.group is None:
                 continue
@@ -136,19 +139,19 @@ class BeamGroups:
         return over
 
     def _search(self, group: BeamGroup) -> None:
-        """Choose the next beams; all have reported."""
+        """Choose the next beams, after all beams have reported."""
         group.parents = group.search.advance([group.reports[seq.seq_id] for seq in group.places])
         group.reports = {}
         if self._policy.has_accounts:
             self._policy.charge(group.leader.rank.account, 0, len(group.places))
 
-    def _begin_step(self, group: BeamGroup, parents: tuple[int, ...], draft: PlanBuilder) -> None:
-        """Make places for the new beams, and compute the last token of each."""
+    def _begin_step(self, group: BeamGroup, parents: tuple[int, ...], builder: PlanBuilder) -> None:
+        """Assign sequences to the new beams, and compute the last token of each beam."""
         places = group.places
         childless = set(range(len(places))).difference(parents)
         for index in childless:
             self._running.stop(places[index], is_idle=True)
-            places[index].move(SeqStatus.SPARE)
+            places[index].set_status(SeqStatus.SPARE)
         self._rows.num_reserved += len(childless)
         spares, group.places, group.parents = group.spares, [], None
         for parent, beam in zip(parents, group.search.beams, strict=True):
@@ -159,14 +162,14 @@ class BeamGroups:
                 self._running.fork(places[parent], child)
             else:
                 child = places[parent]
-                self._running.go_on(child, beam.token_ids)
+                self._running.extend(child, beam.token_ids)
             group.places.append(child)
         for seq in group.places:
-            # One token each: there is room, because a step has room for one of every row.
-            self._running.compute_chunk(seq, draft)
+            # Each computes one token, and a step always has room for one token per row.
+            self._running.compute_chunk(seq, builder)
 
     def _spread(self, group: BeamGroup) -> None:
-        """Start the other beams of a search that resumes, beside the best."""
+        """Start the other beams of a resumed search beside the best one."""
         best, num_tokens = group.leader, group.search.num_tokens
         num_blocks = -(-num_tokens // self._block_size)
         for index, seq in zip(range(1, len(group.search.beams)), group.spares, strict=False):
@@ -182,16 +185,14 @@ class BeamGroups:
             group.places.append(seq)
 
 
-def _by_row(outcome: Result) -> Iterator[tuple[int, Candidates]]:
-    """Yield the candidates of each row that has some."""
+def _by_row(result: Result) -> Iterator[tuple[int, Candidates]]:
+    """Yield each row that has candidates, with its candidates."""
     start = 0
-    rows, counts = outcome.candidate_rows.tolist(), outcome.candidate_counts.tolist()
+    rows, counts = result.candidate_rows.tolist(), result.candidate_counts.tolist()
     for row, count in zip(rows, counts, strict=True):
         end = start + count
         yield (
             row,
-            Candidates(
-                outcome.candidate_token_ids[start:end], outcome.candidate_logprobs[start:end]
-            ),
+            Candidates(result.candidate_token_ids[start:end], result.candidate_logprobs[start:end]),
         )
         start = end

@@ -1,13 +1,13 @@
-"""Beam search itself: which continuations go on, which are done, and when to stop looking.
+"""The algorithm of beam search: which continuations it keeps, and when it ends.
 
-Step for step what `transformers` does in `generate(num_beams=width, do_sample=False)`, in float32
-as there, so that the outputs are the same token for token. At every step the `num_kept` likeliest
-continuations of all beams are looked at, best first. Those that end (by an end token, or because
-the output is as long as it may be) and are among the first `width` become hypotheses; the best
-`width` of these stay; of those that do not end, the first `width` are the next beams.
+It follows `transformers`' `generate(num_beams=width, do_sample=False)` step by step, in float32 as
+well, so that the outputs are equal token for token. Each step considers the `num_kept` likeliest
+continuations of all beams, best first. A continuation ends by an end token or by its length. Those
+among the first `width` that end become hypotheses, and the best `width` hypotheses are kept. The
+first `width` of those that do not end become the next beams.
 
-Among equally likely continuations the one of the better beam goes first, and within a beam the one
-that the worker reported first.
+Among equally likely continuations, that of the better beam goes first; within a beam, the one that
+the worker reported first.
 """
 
 from collections.abc import Sequence
@@ -23,25 +23,25 @@ from contract.step import OutputState, SearchState
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """What a request says of its search."""
+    """The search parameters of a request."""
 
     width: int
-    """Beams, and hypotheses, at least 2."""
+    """Number of beams, and of hypotheses to keep; at least 2."""
     end_token_ids: tuple[int, ...]
     """Tokens that end an output; distinct."""
     length_penalty: float = 1.0
-    """A score is the sum of log-probabilities ÷ number of output tokens ^ this."""
+    """A hypothesis's score is its log-probability ÷ (number of output tokens ^ length_penalty)."""
     early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
 
     @property
     def num_kept(self) -> int:
-        """Continuations looked at in a step: so many that `width` of them do not end."""
+        """Number of continuations considered in a step, of which at least `width` do not end."""
         return max(2, 1 + len(self.end_token_ids)) * self.width
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """The likeliest next tokens of one beam, best first; parallel."""
+    """The likeliest next tokens of one beam, best first; the arrays are parallel."""
 
     token_ids: Int32Array
     logprobs: Float32Array
@@ -49,7 +49,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beam:
-    """An output that goes on."""
+    """An output that continues."""
 
     token_ids: Int32Array
     """Prompt and output."""
@@ -62,15 +62,15 @@ class Hypothesis:
     """An output that has ended."""
 
     token_ids: Int32Array
-    """Without the prompt, with the end token if there is one."""
+    """The output, including its end token if it has one, without the prompt."""
     logprob: np.float32
     score: np.float32
     end_token_id: int | None
-    """The token that ended it; None: its length did."""
+    """The token that ended the output; None: it reached its length."""
 
 
-class BeamSearch:
-    """One search: its beams, and the hypotheses so far."""
+class BeamSearcher:
+    """One search: its current beams and hypotheses."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class BeamSearch:
         max_tokens: int,
         min_tokens: int = 0,
     ) -> None:
-        """Start with one beam, the prompt; an output has `min_tokens` to `max_tokens` tokens."""
+        """Start with one beam, the prompt. Outputs have `min_tokens` to `max_tokens` tokens."""
         self.params = params
         self.beams: tuple[Beam, ...] = (Beam(prompt_token_ids, np.float32(0)),)
-        """Those that go on, best first; all of one length. None when the search is over."""
+        """The beams, best first and all of one length; empty when the search has ended."""
         self.hypotheses: tuple[Hypothesis, ...] = ()
         """At most `width`, best first."""
         self._num_prompt_tokens = len(prompt_token_ids)
@@ -93,12 +93,12 @@ class BeamSearch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of each beam, the prompt included."""
+        """Number of tokens of each beam, including the prompt."""
         return len(self.beams[0].token_ids)
 
     @property
     def state(self) -> SearchState:
-        """How far it is, while it has beams; for `resume`."""
+        """The state to pass to `resume` later; only while the search has beams."""
         best, start = self.beams[0].token_ids, self._num_prompt_tokens
         return SearchState(
             tuple(_beside(best, 0, beam.token_ids, beam.logprob) for beam in self.beams),
@@ -106,9 +106,11 @@ class BeamSearch:
         )
 
     def resume(self, state: SearchState, best: Int32Array) -> bool:
-        """Go on from the state of an equal search, which has just begun; say whether it fits.
+        """Continue a new search from a saved state; return False if the state does not fit.
 
-        `best` are the tokens of its best beam, prompt and output; there may be more behind them.
+        Args:
+            state: The state of a search with equal parameters.
+            best: The tokens of the best beam, prompt and output; more tokens may follow.
         """
         start = self._num_prompt_tokens
         both = (*state.beams, *state.hypotheses)
@@ -131,13 +133,13 @@ class BeamSearch:
         return True
 
     def advance(self, candidates: Sequence[Candidates]) -> tuple[int, ...]:
-        """Take the step that `candidates`, parallel to the beams, allow.
+        """Choose the next beams from `candidates`, which are parallel to the beams.
 
-        Each beam must have `num_kept` candidates that `min_tokens` does not rule out, or all there
-        are. With fewer tokens than that in the vocabulary there may be fewer beams and hypotheses.
+        Each beam must have `num_kept` candidates that `min_tokens` allows, or all that exist. A
+        smaller vocabulary may lead to fewer beams and hypotheses.
 
         Returns:
-            For each of the new beams, which of the old ones it continues.
+            For each new beam, the index of the old beam that it continues.
         """
         parents, token_ids, totals = self._likeliest(candidates)
         num_output_tokens = self.num_tokens + 1 - self._num_prompt_tokens
@@ -159,15 +161,15 @@ class BeamSearch:
     def _likeliest(
         self, candidates: Sequence[Candidates]
     ) -> tuple[npt.NDArray[np.intp], Int32Array, Float32Array]:
-        """Return beam, token and log-probability in all of the `num_kept` best, best first."""
+        """Return beam, token and total log-probability of the `num_kept` best, best first."""
         parents = np.repeat(np.arange(len(candidates)), [len(c.token_ids) for c in candidates])
         token_ids = np.concatenate([c.token_ids for c in candidates])
         totals = np.concatenate(
             [c.logprobs + beam.logprob for c, beam in zip(candidates, self.beams, strict=True)]
         )
         if self.num_tokens - self._num_prompt_tokens < self._min_tokens:
-            may_come = ~np.isin(token_ids, self._end_token_ids)
-            parents, token_ids, totals = parents[may_come], token_ids[may_come], totals[may_come]
+            allowed = ~np.isin(token_ids, self._end_token_ids)
+            parents, token_ids, totals = parents[allowed], token_ids[allowed], totals[allowed]
         best = np.argsort(-totals, kind="stable")[: self.params.num_kept]
         return parents[best], token_ids[best], totals[best]
 
@@ -185,7 +187,7 @@ class BeamSearch:
         self.hypotheses = tuple(hypotheses[: self.params.width])
 
     def _is_over(self, best_logprob: np.float32, num_output_tokens: int) -> bool:
-        """Whether no beam is worth another step; the best beam has `best_logprob`."""
+        """Whether the search ends; `best_logprob` is that of the best beam."""
         if len(self.hypotheses) < self.params.width:
             return False
         if self.params.early_stopping is EarlyStopping.WHEN_FULL:
@@ -197,7 +199,7 @@ class BeamSearch:
 
 
 def num_common(one: Int32Array, other: Int32Array) -> int:
-    """Return how many first tokens two streams have in common."""
+    """Return the length of the common prefix."""
     num_both = min(len(one), len(other))
     differs = one[:num_both] != other[:num_both]
     return int(differs.argmax()) if differs.any() else num_both
@@ -206,6 +208,6 @@ def num_common(one: Int32Array, other: Int32Array) -> int:
 def _beside(
     best: Int32Array, start: int, token_ids: Int32Array, logprob: np.float32
 ) -> OutputState:
-    """Make the state of an output that has `token_ids` from position `start` on."""
+    """Describe an output as a difference to `best`; `token_ids` begin at position `start`."""
     num_common_tokens = num_common(best[start:], token_ids)
     return OutputState(start + num_common_tokens, token_ids[num_common_tokens:], logprob)

@@ -1,1 +1,1 @@
-"""The prefix cache: names of blocks, order of eviction, pins."""
+"""Parts of the prefix cache: the order of eviction, and pins."""

@@ -1,15 +1,16 @@
 """The order in which a pool evicts its cached blocks when no block is free.
 
-Blocks are named by the hash of their content, so that one may change its number and keep its place.
+Blocks are identified by the hash of their content, so that one can change its number and keep its
+place.
 
-A block is of no use without the prefix it continues, so in each order the last blocks of a table
-are evicted before those ahead of them:
+A block cannot be found without the blocks before it, so every order evicts the last blocks of a
+table first:
 
-    lru    when a table is dropped, its last blocks become free first
-    lfu    each hit of a block is a hit of its prefix, too, which so has at least as many; among
-           equals as lru
-    fifo   a prefix counts as no older than the youngest of its continuations (`note_table`);
-           among equals as lru
+    lru    when a table is dropped, its last blocks become available first
+    lfu    a hit of a block is also a hit of all blocks before it, so these have at least as many
+           hits; among equals as lru
+    fifo   a block counts as no older than the youngest block that continues it
+           (`on_table_dropped`); among equals as lru
 """
 
 from collections import OrderedDict
@@ -22,47 +23,46 @@ from scheduler_svc.core.cache.marked_heap import MarkedHeap
 
 
 class Eviction(StrEnum):
-    """Which cached block goes first."""
+    """Which cached block is evicted first."""
 
     LRU = "lru"
-    """The one whose last holder left longest ago."""
+    """The block whose last holder dropped it longest ago."""
     LFU = "lfu"
-    """The one that was hit least often since it was published; among equals as LRU."""
+    """The block with the fewest hits since it was published; among equals as LRU."""
     FIFO = "fifo"
-    """The one that became cached first, whatever has hit it since."""
+    """The block that became cached first; hits do not count."""
 
 
 class EvictionOrder(Protocol):
-    """The cached blocks of one pool, and ranks of those that are held."""
+    """The cached blocks of one pool in their order, and ranks of held blocks."""
 
-    minds_tables: bool
-    """Whether `note_table` has an effect; if not, the caller need not call it."""
+    uses_tables: bool
+    """Whether the caller must call `on_table_dropped`."""
 
     def __len__(self) -> int: ...
 
     def __iter__(self) -> Iterator[BlockHash]: ...
 
     def add(self, block_hash: BlockHash) -> None:
-        """Add a block that is not held any more."""
+        """Add a block that has lost its last holder."""
 
     def remove(self, block_hash: BlockHash) -> None:
-        """Remove a block that is cached."""
+        """Remove a cached block."""
 
     def evict(self) -> BlockHash:
-        """Remove the first block in order, and forget it; there must be one."""
+        """Remove and return the first block in order; there must be one."""
 
     def hit(self, block_hash: BlockHash) -> None:
-        """Called when a block that is held gets one more holder."""
+        """Called when a block gets another holder."""
 
     def forget(self, block_hash: BlockHash) -> None:
-        """Called when a block that is not cached can no longer be found."""
+        """Called when a block loses its hash and is not in the order."""
 
-    def note_table(self, hashes: Iterable[BlockHash]) -> None:
-        """Called with hashes of which each continues the one after it, cached or held."""
+    def on_table_dropped(self, hashes: Iterable[BlockHash]) -> None:
+        """Called with the hashes of a table that is dropped, its last block first."""
 
 
 def make_eviction_order(eviction: Eviction) -> EvictionOrder:
-    """Make an empty one."""
     match eviction:
         case Eviction.LRU:
             return Lru()
@@ -73,39 +73,36 @@ def make_eviction_order(eviction: Eviction) -> EvictionOrder:
 
 
 class Lru(OrderedDict[BlockHash, None]):
-    """By when they became free: an ordered dict, and as fast."""
+    """Ordered by when blocks became cached. An ordered dict is fast enough for every step."""
 
-    minds_tables = False
+    uses_tables = False
 
     def add(self, block_hash: BlockHash) -> None:
-        """Put it at the end."""
         self[block_hash] = None
 
     def remove(self, block_hash: BlockHash) -> None:
-        """Take it out."""
         del self[block_hash]
 
     def evict(self) -> BlockHash:
-        """Take out the first."""
         return self.popitem(last=False)[0]
 
     def hit(self, block_hash: BlockHash) -> None:
-        """It does not change the order."""
+        """Do nothing: hits do not change this order."""
 
     def forget(self, block_hash: BlockHash) -> None:
-        """It has no memory."""
+        """Do nothing: held blocks have no rank."""
 
-    def note_table(self, hashes: Iterable[BlockHash]) -> None:
-        """It does not change the order."""
+    def on_table_dropped(self, hashes: Iterable[BlockHash]) -> None:
+        """Do nothing: tables do not change this order."""
 
 
 class _Ranked:
-    """By a number of each block, and among equals by when they became free."""
+    """Ordered by a rank of each block; among equals by when they became cached."""
 
     def __init__(self) -> None:
         self._order: MarkedHeap[BlockHash] = MarkedHeap()
         self._ranks: dict[BlockHash, int] = {}
-        """Ranks that differ from 0, of all findable blocks, held ones included."""
+        """The ranks other than 0 of all blocks with a hash, including held ones."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -132,34 +129,33 @@ class _Ranked:
 
 
 class Lfu(_Ranked):
-    """By how often they were hit."""
+    """Ordered by number of hits."""
 
-    minds_tables = False
+    uses_tables = False
 
     def hit(self, block_hash: BlockHash) -> None:
-        """Count it."""
         self._ranks[block_hash] = self._ranks.get(block_hash, 0) + 1
 
-    def note_table(self, hashes: Iterable[BlockHash]) -> None:
-        """It does not change the order."""
+    def on_table_dropped(self, hashes: Iterable[BlockHash]) -> None:
+        """Do nothing: tables do not change this order."""
 
 
 class Fifo(_Ranked):
-    """By the table with which they, or what continues them, first became free."""
+    """Ordered by the dropped table with which a block, or a block that continues it, came first."""
 
-    minds_tables = True
+    uses_tables = True
 
     def __init__(self) -> None:
         super().__init__()
         self._num_tables = 0
 
     def hit(self, block_hash: BlockHash) -> None:
-        """It does not change the order."""
+        """Do nothing: hits do not change this order."""
 
-    def note_table(self, hashes: Iterable[BlockHash]) -> None:
-        """Number those that are new, and let none be older than what continues it."""
+    def on_table_dropped(self, hashes: Iterable[BlockHash]) -> None:
+        """Rank new blocks by this table; raise blocks to the rank of those that continue them."""
         self._num_tables += 1
         rank = 0
         for block_hash in hashes:
             rank = max(rank, self._ranks.get(block_hash, self._num_tables))
-            self._ranks[block_hash] = rank  # a table's blocks are held: none is in the order yet
+            self._ranks[block_hash] = rank  # the table's blocks are still held: not in the order

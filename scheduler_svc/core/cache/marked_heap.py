@@ -1,4 +1,4 @@
-"""A heap with removal from the middle: removed entries are marked, and collected later.
+"""A heap that supports removal of any item: removed entries are marked and collected later.
 
 Adding and removing cost O(log n), amortized.
 """
@@ -15,12 +15,12 @@ ItemT = TypeVar("ItemT", bound=Hashable)
 
 
 class MarkedHeap(Generic[ItemT]):
-    """Items by key, smallest first; among equals by `tie`, and then in the order they came."""
+    """Items by key, smallest first; among equals by `tie`, then in the order of arrival."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[Key, int, int, ItemT]] = []
         self._entries: dict[ItemT, int] = {}
-        """The number of each item's entry; entries of other numbers are marked."""
+        """The number of each item's entry. Heap entries with other numbers count as removed."""
         self._num_pushed = 0
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class MarkedHeap(Generic[ItemT]):
         heappush(self._heap, (key, tie, self._num_pushed, item))
 
     def discard(self, item: ItemT) -> None:
-        """Take an item out, wherever it is, if it is in the heap."""
+        """Remove an item if it is in the heap."""
         if self._entries.pop(item, None) is None:
             return
         if len(self._heap) > 2 * len(self._entries) + _FEW_MARKS:
@@ -49,5 +49,5 @@ class MarkedHeap(Generic[ItemT]):
             heappop(self._heap)
 
     def first(self) -> tuple[Key, ItemT] | None:
-        """Return the first and its key; it stays."""
+        """Return the smallest key and its item, without removing them."""
         return (self._heap[0][0], self._heap[0][3]) if self._heap else None

@@ -1,10 +1,11 @@
-"""Prompts' blocks that stay in the prefix cache for a time, whatever else is evicted.
+"""Pins: blocks of prompts that stay in the prefix cache for a given time.
 
-A pin is a reference to a device block. Pins together hold at most a share of the blocks, and when a
-sequence could not run at all otherwise, pins are given up, those that would end first in front.
+A pin is a reference to a device block. Together pins hold at most a configured share of the blocks.
+If no sequence could run otherwise, pins are dropped, those that end first before the others.
 
-The worker is sent the hashes of what is pinned, so that a later scheduler can restore the pins that
-its share has room for. It is not sent those that end early: a later scheduler may have room.
+Plans send the worker the hashes of pinned blocks, so that a later scheduler can restore the pins.
+The worker does not learn which pins were dropped early, since a later scheduler may have room for
+them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,18 +20,19 @@ from scheduler_svc.core.sequence import Sequence as Seq
 
 
 class Pins:
-    """The pinned blocks, and when each ends; the one owner of the references that pins hold."""
+    """The pinned blocks and when each pin ends. It alone changes the references of pins."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool[DeviceBlockId]) -> None:
         self._pool = pool
         self._block_size = config.block_size
         self._max_share = config.max_pinned_share
-        self._ends: dict[DeviceBlockId, tuple[float, int]] = {}  # and the block's place, negative
+        # By block: the end, and the negative index of the block in its prompt, to order equal ends.
+        self._ends: dict[DeviceBlockId, tuple[float, int]] = {}
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
-        self._loading: list[tuple[Seq, float]] = []  # to be pinned, and until when
-        self._pinned: tuple[Pinned, ...] = ()  # their sources have not heard of it yet
-        self._unsent: list[tuple[BlockHash, float]] = []  # the worker has not heard of it yet
-        self._next_end = float("inf")  # no pin ends before that
+        self._loading: list[tuple[Seq, float]] = []  # prompts to pin after their swap-ins, and ends
+        self._pinned: tuple[Pinned, ...] = ()  # not reported to the sources yet
+        self._unsent: list[tuple[BlockHash, float]] = []  # not sent to the worker yet
+        self._next_end = float("inf")  # no pin ends before this time
 
     @property
     def _max_blocks(self) -> int:
@@ -47,19 +49,19 @@ class Pins:
 
     @property
     def ends(self) -> Mapping[DeviceBlockId, tuple[float, int]]:
-        """When each pin ends, and its order among those that end together."""
+        """When each pin ends, and its order among pins that end together."""
         return self._ends
 
     @property
     def by_end(self) -> MarkedHeap[DeviceBlockId]:
-        """The pinned blocks, those that end first in front; not to be changed."""
+        """The pinned blocks, the first to end first; read-only."""
         return self._by_end
 
     def on_prompt_computed(self, seq: Seq, now: float) -> None:
-        """Pin the full blocks of a prompt, if its request wants it, as many as there is room for.
+        """Pin the full blocks of a prompt if its request asks for it, as many as the share allows.
 
-        Those of a prompt that was swapped in are pinned by `on_loads_confirmed`. Of a search, its
-        leader's count.
+        If swap-ins of the prompt are not confirmed yet, `on_loads_confirmed` pins it later. Of the
+        sequences of a search, only the leader pins the prompt.
         """
         is_leader = seq.group is None or seq is seq.group.leader
         if seq.request.cache_pin_s is not None and is_leader:
@@ -67,9 +69,9 @@ class Pins:
             self.on_loads_confirmed()
 
     def on_loads_confirmed(self) -> None:
-        """Pin the prompts that waited for their swap-ins to be known to have succeeded."""
-        waiting, self._loading = self._loading, []
-        for seq, until in waiting:
+        """Pin the waiting prompts whose swap-ins have succeeded."""
+        loading, self._loading = self._loading, []
+        for seq, until in loading:
             if seq.status not in RUNNING:
                 continue
             if seq.loading_block_ids:
@@ -80,22 +82,22 @@ class Pins:
                 self._pinned += (Pinned(seq.request.source, seq.seq_key, num_tokens),)
 
     def take_pinned(self) -> tuple[Pinned, ...]:
-        """Return which prompts were pinned since the last call."""
+        """Return the prompts pinned since the last call."""
         pinned, self._pinned = self._pinned, ()
         return pinned
 
     def take_unsent(self, now: float) -> tuple[tuple[BlockHash, float], ...]:
-        """Return the hashes pinned since the last call, and for how many seconds."""
+        """Return the hashes pinned since the last call, with seconds from now."""
         if not self._unsent:  # as in almost every step
             return ()
-        untold, self._unsent = self._unsent, []
-        return tuple((name, until - now) for name, until in untold if until > now)
+        unsent, self._unsent = self._unsent, []
+        return tuple((name, until - now) for name, until in unsent if until > now)
 
     def restore(self, pins: Iterable[tuple[BlockHash, float]], now: float) -> None:
-        """Restore the pins of the scheduler before, as far as blocks are cached and there is room.
+        """Restore pins of an earlier scheduler whose blocks are cached, up to the share.
 
         Args:
-            pins: Hashes and seconds from now; those of a prompt from its beginning.
+            pins: Hashes and seconds from now; blocks of one prompt in their order.
             now: The time.
         """
         for place, (name, left_s) in enumerate(pins):
@@ -105,7 +107,7 @@ class Pins:
         self.keep_within_share()
 
     def expire(self, now: float) -> None:
-        """Unpin blocks whose time is over."""
+        """Drop the pins that have ended."""
         if now < self._next_end:
             return
         while (first := self._by_end.first()) is not None and first[0][0] <= now:
@@ -113,9 +115,9 @@ class Pins:
         self._next_end = first[0][0] if first is not None else float("inf")
 
     def give_up(self, count: int) -> bool:
-        """Unpin up to `count` blocks, those that would end first; return whether there were any.
+        """Drop up to `count` pins, those that end first; return whether there were any pins.
 
-        A block does not become available if it has other holders.
+        A block with other holders does not become available.
         """
         any_pinned = bool(self._ends)
         for _ in range(count):
@@ -125,23 +127,23 @@ class Pins:
         return any_pinned
 
     def keep_within_share(self) -> None:
-        """Unpin what is beyond the share of the pool, which has become smaller."""
+        """Drop the pins that exceed the share of the pool, which may have shrunk."""
         self.give_up(len(self._ends) - self._max_blocks)
 
     def forget(self, blocks: Iterable[DeviceBlockId]) -> None:
-        """Unpin those of `blocks` that are pinned: their content is not to be trusted."""
+        """Drop the pins of `blocks`, whose content may be wrong."""
         for block in blocks:
             if block in self._ends:
                 self._let_go(block)
 
     def rename(self, src: DeviceBlockId, dst: DeviceBlockId) -> None:
-        """Follow a pinned block to its new number."""
+        """Update the number of a pinned block."""
         end, place = self._ends.pop(src)
         self._by_end.discard(src)
         self._set_end(dst, end, place)
 
     def _pin(self, hashes: Sequence[BlockHash], until: float) -> int:
-        """Pin the blocks of the first of `hashes`, or prolong their pins; return how many."""
+        """Pin the blocks of a prefix of `hashes`, or extend their pins; return how many."""
         blocks = self._pool.find(hashes)
         for index, block in enumerate(blocks):
             if (old := self._ends.get(block)) is None:
@@ -152,7 +154,7 @@ class Pins:
                 continue
             else:
                 self._by_end.discard(block)
-            # A prefix ends no sooner than what continues it, and among equals after it.
+            # The pin of a block ends no sooner than those of the blocks that continue it.
             self._set_end(block, until, -index)
             self._unsent.append((hashes[index], until))
         return len(blocks)

@@ -1,1 +1,1 @@
-"""Moves blocks together, and changes the size of a pool."""
+"""Defragments a pool, and changes its size."""

@@ -1,23 +1,23 @@
-"""Moves held blocks to the low end of the pool, so that the free ones become one run.
+"""Moves held blocks to the low end of the pool, so that the free blocks become one run.
 
-With H blocks held, those at H and beyond are to change places with available ones below H. A *pass*
-notes which these are, and which tables name them; then each step moves a few, highest first, as
-copies among its others. Sequences run on, so what was noted is checked again when it is used:
+If H blocks are held, the held blocks at H and beyond exchange places with available blocks below H.
+A *pass* lists these blocks and the tables that name them. Then each step moves a few, highest
+first, with copies in its plan. Sequences keep running, so the lists are checked again before use:
 
-    source    held, and all its holders are tables or a pin that the pass knows of. So a block held
-              by a step in flight, or copied from by a fork, stays where it is; so does one that is
-              being swapped in, or that this plan copies to.
-    target    a free block: the source moves, and its old place is held until the step is
-              answered. Or a cached one: the two exchange places, both copies in one list, since all
-              reads come before all writes. Free ones below H are taken first, then cached ones; if
-              these have been allocated since, the next free one that is lower than the source.
+    source    a held block. All its holders must be tables or a pin that the pass knows. So a block
+              stays where it is if a step in flight holds it, a fork copies from it, it is being
+              swapped in, or this plan copies to it.
+    target    a free block: the source moves there, and its old block is held until the step's
+              result. Or a cached block: the two exchange contents by two copies in one plan, since
+              all reads come before all writes. Free blocks below H are used first, then cached
+              ones. If all of these have been allocated, any free block below the source is used.
 
-While the pool shrinks, passes of another kind go first, again and again until nothing is left to
-do: they *evacuate* the blocks from the pool's new end on, to any available ones below, evicting
-what is cached there.
+While the pool shrinks, passes of another kind run first, repeatedly until none is needed: they
+*evacuate* the blocks beyond the pool's new end to any available blocks below it, evicting cached
+ones.
 
-A pass takes time in proportion to the pool and the tables, a step in a pass in proportion to its
-moves, and a step without a pass one comparison.
+To begin a pass takes time in proportion to the pool and the tables. A step in a pass takes time in
+proportion to its moves; a step without a pass takes one comparison.
 """
 
 from bisect import bisect_left
@@ -40,30 +40,30 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 _NOW, _NEVER = float("-inf"), float("inf")
 _LEAST_RATE = 1e-9
-"""With a threshold of 0 something must still be scattered."""
+"""With a threshold of 0, a pass still needs a rate above 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class DefragmentationReport:
-    """How the device's blocks lay, before and after a pass."""
+    """The fragmentation of the device pool before and after a pass."""
 
     before: Fragmentation
     after: Fragmentation
-    """As `before` if there was no pass."""
+    """Equal to `before` if there was no pass."""
     num_moved_blocks: int
     has_moved: bool
-    """Whether there was a pass; else the pool was only measured."""
+    """Whether there was a pass; otherwise the pool was only measured."""
 
 
 _NOTHING = Fragmentation(num_free_blocks=0, longest_free_run=0)
 
 
 class _Owners:
-    """The tables that named each block, and where, when a pass began."""
+    """The table entries that named each block when a pass began."""
 
     def __init__(self, running: Iterable[Sequence], border: DeviceBlockId) -> None:
-        """Look at the blocks from `border` on."""
-        # There may be a hundred thousand: arrays, parallel, until they are sorted by block.
+        """List the entries of blocks from `border` on."""
+        # There may be a hundred thousand entries, so parallel arrays until they are sorted.
         self._seqs = list(running)
         lens = np.array([len(seq.block_ids) for seq in self._seqs], np.intp)
         tables = chain.from_iterable(seq.block_ids for seq in self._seqs)
@@ -77,7 +77,7 @@ class _Owners:
         self._index: list[int] = (places - starts[seq_of]).tolist()
 
     def of(self, block: DeviceBlockId) -> list[tuple[Sequence, int]]:
-        """Return the tables that still name the block, by their sequences, and where."""
+        """Return the sequences whose tables still name the block, and the index in each."""
         owners = []
         for place in range(bisect_left(self._blocks, block), len(self._blocks)):
             if self._blocks[place] != block:
@@ -92,21 +92,21 @@ class _Owners:
 class _Pass:
     before: Fragmentation
     border: DeviceBlockId
-    """The number of held blocks: they are to be below it."""
+    """Held blocks move below this number."""
     sources: list[DeviceBlockId]
     """Ascending; taken from the end."""
     free_targets: list[DeviceBlockId]
-    """Descending; taken from the end, those that are cached then."""
+    """Descending; taken from the end, if cached by then."""
     owners: _Owners
     evacuates: bool = False
-    """Whether it only empties what is beyond the border; there is no report of it."""
+    """Whether it only empties the blocks beyond the border; such a pass has no report."""
     num_moved: int = 0
     last_step: StepId | None = None
-    """The last that moved something; None: none has."""
+    """The last step that moved a block; None before the first."""
 
 
 class Defragmenter:
-    """Begins passes, at most one at a time, and adds their moves to plans."""
+    """Runs passes, at most one at a time, and adds their moves to plans."""
 
     def __init__(
         self,
@@ -127,21 +127,21 @@ class Defragmenter:
         self._next_look = 0.0 if config.defragment_interval_s else _NEVER
         self._reports: tuple[DefragmentationReport, ...] = ()
         self.due = self._next_look
-        """`plan` need not be called before."""
+        """Time from which `plan` must be called."""
         self.num_moved = 0
         self.num_passes = 0
 
     def request_pass(self) -> None:
-        """Begin a pass with the next step, whatever the rate; after the current one, if any."""
+        """Begin a pass with the next step, whatever the rate; after the current pass, if any."""
         self._is_wanted = True
         self.due = _NOW
 
     def evacuate(self) -> None:
-        """Move held blocks that the pool takes out of use, as long as there are any."""
+        """Move the held blocks that the shrinking pool takes out of use."""
         self.due = _NOW
 
     def on_resized(self) -> None:
-        """Drop from a pass under way the places that a smaller pool does not have."""
+        """Remove blocks beyond the pool's new size from the current pass."""
         if self._pass is not None:
             end = self._pool.num_blocks
             self._pass.sources = [block for block in self._pass.sources if block < end]
@@ -152,24 +152,24 @@ class Defragmenter:
         reports, self._reports = self._reports, ()
         return reports
 
-    def plan(self, draft: PlanBuilder, num_in_flight: int) -> None:
-        """Add moves to a plan that is otherwise complete; from `due` on, for every plan.
+    def plan(self, builder: PlanBuilder, num_in_flight: int) -> None:
+        """Add moves to a plan that is otherwise complete; call for every plan from `due` on.
 
         Args:
-            draft: The plan; it must be sent if it copies.
-            num_in_flight: Steps sent before it that are not answered.
+            builder: The plan, which must be sent if it has copies.
+            num_in_flight: Number of earlier steps without a result.
         """
         if self._pass is None and self._pool.num_leaving:
             self._pass = self._begin_evacuation()
-        elif self._pass is None and (self._is_wanted or draft.now >= self._next_look):
-            self._look(draft.now)
+        elif self._pass is None and (self._is_wanted or builder.now >= self._next_look):
+            self._look(builder.now)
         if self._pass is not None:
-            self._advance(self._pass, draft, num_in_flight)
+            self._advance(self._pass, builder, num_in_flight)
         is_idle = self._pass is None and not self._is_wanted and not self._pool.num_leaving
         self.due = self._next_look if is_idle else _NOW
 
     def _look(self, now: float) -> None:
-        """Begin a pass if there is reason to."""
+        """Measure the pool; begin a pass if one was requested or the rate is high."""
         before = measure(self._pool.usable_ref_counts)
         is_wanted, self._is_wanted = self._is_wanted, False
         self._next_look = now + self._interval_s
@@ -205,14 +205,14 @@ class Defragmenter:
             evacuates=True,
         )
 
-    def _advance(self, current: _Pass, draft: PlanBuilder, num_in_flight: int) -> None:
+    def _advance(self, current: _Pass, builder: PlanBuilder, num_in_flight: int) -> None:
         """Move some blocks of a pass, or end it."""
-        num_moved = self._move(current, draft)
+        num_moved = self._move(current, builder)
         if num_moved:
             current.num_moved += num_moved
             self.num_moved += num_moved
-            current.last_step = draft.step_id
-        elif draft.step_id - num_in_flight > (current.last_step or 0):  # its old places are free
+            current.last_step = builder.step_id
+        elif builder.step_id - num_in_flight > (current.last_step or 0):  # the old blocks are free
             self._pass = None
             if current.evacuates:
                 return
@@ -222,9 +222,9 @@ class Defragmenter:
                 DefragmentationReport(current.before, after, current.num_moved, has_moved=True),
             )
 
-    def _move(self, current: _Pass, draft: PlanBuilder) -> int:
+    def _move(self, current: _Pass, builder: PlanBuilder) -> int:
         num_moved = 0
-        written = {*draft.copy_dst}
+        written = {*builder.copy_dst}
         for _ in range(self._config.max_defragment_moves):
             if not current.sources:
                 break
@@ -236,32 +236,32 @@ class Defragmenter:
             if dst is None:
                 current.sources.clear()
                 break
-            draft.copy(src, dst)
+            builder.copy(src, dst)
             if is_cached:
-                draft.copy(dst, src)
+                builder.copy(dst, src)
             else:
-                draft.copied.append(src)
+                builder.copied.append(src)
             num_moved += 1 + is_cached
             self._pool.exchange(src, dst)
             for seq, index in owners:
                 seq.block_ids[index] = dst
             if src in self._pins:
                 self._pins.rename(src, dst)
-            draft.renamed_src.append(src)
-            draft.renamed_dst.append(dst)
+            builder.renamed_src.append(src)
+            builder.renamed_dst.append(dst)
         return num_moved
 
     def _is_movable(self, block: DeviceBlockId, num_tables: int) -> bool:
-        """Whether a block is held, and all its holders can be updated if it moves."""
+        """Whether a block is held and all its holders can be updated if it moves."""
         num_known = num_tables + (block in self._pins)
         is_known = self._pool.ref_count(block) == num_known > 0
         return is_known and not self._tier.is_loading(block)
 
     def _take_target(self, current: _Pass, src: DeviceBlockId) -> tuple[DeviceBlockId | None, bool]:
-        """Return where a block goes, if anywhere, and whether that is a cached block's place."""
+        """Return the block to move `src` to, if any, and whether that block is cached."""
         if (free := self._pool.allocate_before(current.border)) is not None:
             return free, False
-        if current.evacuates:  # admission leaves as many, but for what unclaimed rows hold
+        if current.evacuates:  # there is one, unless unclaimed rows hold too many blocks
             has_room = self._pool.num_free + self._pool.num_cached > 0
             return (self._pool.allocate(1)[0] if has_room else None), False
         while current.free_targets:

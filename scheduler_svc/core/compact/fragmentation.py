@@ -1,7 +1,7 @@
-"""Measures how scattered a pool's available blocks are, and how full the held ones.
+"""Measures how scattered a pool's available blocks are, and how full its held blocks are.
 
-A block of fixed size needs no neighbour to be allocated; what scatter costs is long transfers, and
-a pool's tail that could be given back.
+Allocation needs no adjacent blocks. But scattered blocks make transfers longer, and keep the end of
+the pool from being given back.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _MEDIUM, _HIGH = 0.2, 0.5
 
 
 class FragmentationLevel(StrEnum):
-    """The rate, for a person: LOW < 0.2 <= MEDIUM < 0.5 <= HIGH."""
+    """The rate in words: LOW < 0.2 <= MEDIUM < 0.5 <= HIGH."""
 
     LOW = "low"
     MEDIUM = "medium"
@@ -24,22 +24,21 @@ class FragmentationLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """How a pool's blocks that are not held lie; here they all are called free."""
+    """How a pool's available blocks are scattered; here "free" includes cached blocks."""
 
     num_free_blocks: int
     longest_free_run: int
-    """Neighbours that are all free."""
+    """Length of the longest run of adjacent free blocks."""
 
     @property
     def rate(self) -> float:
-        """Share of the free blocks that is not in the longest run; 0 if none is free."""
+        """Share of the free blocks outside the longest run; 0 if no block is free."""
         if not self.num_free_blocks:
             return 0.0
         return (self.num_free_blocks - self.longest_free_run) / self.num_free_blocks
 
     @property
     def level(self) -> FragmentationLevel:
-        """The rate, in words."""
         if self.rate < _MEDIUM:
             return FragmentationLevel.LOW
         return FragmentationLevel.MEDIUM if self.rate < _HIGH else FragmentationLevel.HIGH
@@ -47,23 +46,23 @@ class Fragmentation:
 
 @dataclass(frozen=True, slots=True)
 class SpaceReport:
-    """How well a core's block space is used."""
+    """How well a core uses its blocks."""
 
     device: Fragmentation
     host: Fragmentation
     num_slots_held: int
-    """Slots of the running sequences' block tables; a shared block counts for each."""
+    """Slots in the block tables of running sequences; a shared block counts once per table."""
     num_slots_written: int
-    """Slots with KV of a token, without decodes in flight."""
+    """Slots with KV, without those that decodes in flight write."""
 
     @property
     def occupancy(self) -> float:
-        """Slots written per slot held; 1 if nothing runs: nothing is wasted."""
+        """Share of held slots that are written; 1 if nothing runs."""
         return self.num_slots_written / self.num_slots_held if self.num_slots_held else 1.0
 
 
 def measure(ref_counts: Int32Array) -> Fragmentation:
-    """Measure a pool, given as int32[N]: the number of holders of each block."""
+    """Measure a pool from `ref_counts`, int32[N]: the number of holders of each block."""
     held = np.flatnonzero(ref_counts)
     ends = np.concatenate(([-1], held, [len(ref_counts)]))
     return Fragmentation(

@@ -1,14 +1,14 @@
-"""Changes the number of device blocks while the core serves.
+"""Changes the number of device blocks while the core runs.
 
-To grow, the worker is asked first, and then the core takes what has come (`resize`). To shrink:
+To grow, the worker allocates memory first; then the core calls `resize`. To shrink:
 
-    shrink      blocks from the new end on are taken out of use. Free ones are so at once; what was
-                cached in them is demoted as far as a step has room for it. Held ones are moved
-                below by the defragmenter, and where there is no room below, sequences are preempted
-                first.
-    is_shrunk   none is held; the worker has been sent all rows that are gone, and all steps
-                are answered that may have touched one. Now it may give them back.
-    resize      it has: they are gone. Or it has not: they are in use again.
+    shrink      takes the blocks from the new end on out of use. Free ones are retired at once, and
+                cached ones are demoted as far as a step has room. The defragmenter moves held ones
+                below the end; if there is no room, sequences are preempted first.
+    is_shrunk   no block beyond the end is held, the worker knows which rows were released, and all
+                steps that may have touched these blocks have results. Now the worker may free them.
+    resize      sets the new size if the worker has freed the blocks, or the old size if it has not;
+                then they are in use again.
 """
 
 from itertools import chain
@@ -27,7 +27,7 @@ from scheduler_svc.core.steps_in_flight import StepsInFlight
 
 
 class Resizing:
-    """Checks, begins and ends changes of the device pool's size."""
+    """Checks, begins and completes changes of the device pool's size."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Resizing:
         moves: Moves,
     ) -> None:
         self.is_shrinking = False
-        """From `shrink` to `resize`."""
+        """Whether `shrink` was called and `resize` was not called yet."""
         self._config = config
         self._pool = pool
         self._pins = pins
@@ -52,13 +52,13 @@ class Resizing:
         self._live = live
         self._moves = moves
         self._last_step: StepId | None = None
-        """The last that may have touched what goes; None: there may be more."""
+        """The last step that may touch the leaving blocks; None: not known yet."""
 
     def check(self, num_blocks: int) -> None:
-        """Check that there may be so many device blocks, for what is live, too; changes nothing.
+        """Check a new size against the limits and the live requests; changes nothing.
 
         Raises:
-            ResizeRefusedError: Naming the limit.
+            ResizeRefusedError: The message names the limit.
         """
         config = self._config
         if (most := config.max_num_blocks) is None:
@@ -67,7 +67,7 @@ class Resizing:
             )
         if self.is_shrinking:
             raise ResizeRefusedError(
-                f"num_blocks is {num_blocks}; it is about to become {self._pool.num_usable}"
+                f"num_blocks is {num_blocks}; a resize to {self._pool.num_usable} is in progress"
             )
         if num_blocks > most:
             raise ResizeRefusedError(
@@ -75,8 +75,8 @@ class Resizing:
             )
         if num_blocks < (least := config.min_num_blocks):
             raise ResizeRefusedError(
-                f"num_blocks is {num_blocks}; it must be at least {least}: so many has a sequence"
-                f" of max_model_len, {config.max_model_len}, or so few had the pool at first"
+                f"num_blocks is {num_blocks}; it must be at least {least}, which is enough for one"
+                f" sequence of max_model_len, {config.max_model_len}, or the smaller initial size"
             )
         live = (seq.request for seq in self._live)
         for request in chain(live, self._moves.arriving_requests):
@@ -89,10 +89,10 @@ class Resizing:
                 ) from None
 
     def shrink(self, num_blocks: int) -> None:
-        """Begin to take the blocks from `num_blocks` on out of use; `is_shrunk` says when they are.
+        """Begin to take the blocks from `num_blocks` on out of use, until `is_shrunk`.
 
         Raises:
-            ResizeRefusedError: As `check`; nothing has changed.
+            ResizeRefusedError: As in `check`; nothing has changed.
         """
         self.check(num_blocks)
         self.is_shrinking, self._last_step = True, None
@@ -102,28 +102,28 @@ class Resizing:
 
     @property
     def is_shrunk(self) -> bool:
-        """Whether no step touches the blocks any more that `shrink` takes out of use."""
+        """Whether no step can touch the leaving blocks any more."""
         last = self._last_step
         return last is not None and self._steps.last_answered >= last
 
     @property
     def num_leaving_blocks(self) -> int:
-        """Blocks that `shrink` takes out of use and that are still held."""
+        """Number of leaving blocks that are still held."""
         return self._pool.num_leaving
 
     def resize(self, num_blocks: int) -> None:
-        """Take the number of device blocks that the worker has; fewer only after `shrink`.
+        """Set the number of device blocks that the worker has; fewer only after `is_shrunk`.
 
-        What `shrink` has taken out of use, and is still there, is in use again.
+        Blocks below `num_blocks` that `shrink` took out of use are in use again.
         """
         self.is_shrinking, self._last_step = False, None
         self._pool.resize(num_blocks)
         self._defragmenter.on_resized()
 
     def on_planned(self) -> None:
-        """After each plan while it shrinks: note the last step if none of the blocks is held.
+        """Record the last step once no leaving block is held; call after each plan.
 
-        By then the worker has been sent all changes that name them.
+        The plans sent so far include all changes that name these blocks.
         """
         if self._last_step is None and not self._pool.num_leaving:
             self._labels.forget({*range(self._pool.num_usable, self._pool.num_blocks)})

@@ -1,1 +1,1 @@
-"""What passes from one scheduler core to another."""
+"""Passes requests and blocks from one scheduler core to another: moves, and takeover."""

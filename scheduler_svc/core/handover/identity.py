@@ -1,4 +1,4 @@
-"""The names by which a later scheduler recognizes a sequence, and finds what it swapped out."""
+"""Identifies a sequence to a later scheduler, and its swapped-out KV."""
 
 from hashlib import sha256
 
@@ -7,9 +7,9 @@ from scheduler_svc.core.request import Request
 
 
 def swap_root(request: Request, output_index: int, *, has_prefix_cache: bool) -> BlockHash:
-    """Return the root of the hashes by which a later scheduler finds a swapped sequence's KV.
+    """Return the root hash of a swapped sequence's blocks, for a later scheduler to find them.
 
-    Without a prefix cache they are the sequence's own, which no other sequence can have.
+    Without a prefix cache the root is unique to the sequence, so that no other sequence finds them.
     """
     if has_prefix_cache:
         return root_hash(request.cache_salt)
@@ -17,10 +17,10 @@ def swap_root(request: Request, output_index: int, *, has_prefix_cache: bool) ->
 
 
 def identity(request: Request, output_index: int) -> bytes:
-    """Return 32 bytes by which a later scheduler recognizes a sequence of `request`.
+    """Return 32 bytes that identify a sequence of `request` to a later scheduler.
 
-    Only a request that is the same, under the same id, draws the same tokens and may have them.
-    Neither the router nor the number of tokens that it knows by then matters.
+    Two requests have equal identities only if they have the same id and draw the same tokens. The
+    router, and the number of tokens that it knows, do not matter.
     """
     parts = (
         b"quire.v1.sequence\0",

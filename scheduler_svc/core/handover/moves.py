@@ -1,20 +1,20 @@
-"""Gives live requests to other cores, and takes theirs, each with its KV.
+"""Moves live requests with their KV from one core to another.
 
-A request moves with the KV of all its sequences, through the host blocks of both workers. The
-caller, who copies the contents, takes it through these stages:
+The KV of all sequences of a request goes through the host blocks of both workers. The caller copies
+the contents, and calls both cores in this order:
 
-    giving core                              taking core
+    source core                              target core
 
     begin_export   it waits, KV on the host
-                                             begin_import   host blocks are set aside
-            both `ready_step`s are answered; contents are copied
-    end_export     it is gone
+                                             begin_import   host blocks are reserved
+            after the results of both `ready_step`s the contents are copied
+    end_export     it is removed
                                              end_import     it waits, KV on the host
 
-It lives in the giving core until `end_export` lets it go and in the taking core from `end_import`
-on, which must follow at once. Until then nothing is lost: it can go on where it is. The blocks that
-are read and those that are written are held by the move itself until these two, even if the
-sequence ends before.
+The request belongs to the source core until `end_export`, and to the target core from `end_import`
+on, which must follow at once. Before `end_export` the move can be given up, and the request
+continues at the source. The move itself holds the blocks that are read and those that are written,
+even if a sequence ends before the move does.
 """
 
 from collections.abc import Collection, Iterator
@@ -30,7 +30,7 @@ from scheduler_svc.core.handover.moved_request import (
     ExportId,
     Import,
     ImportId,
-    LiveRequest,
+    MovableRequest,
     MovedRequest,
     MovedSequence,
 )
@@ -51,7 +51,7 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 class _Leaving:
     seqs: list[Sequence]
     host_block_ids: list[HostBlockId]
-    """The export holds a reference to each."""
+    """The host blocks to copy; the export holds a reference to each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +61,7 @@ class _Arriving:
 
 
 class Moves:
-    """The exports and imports under way."""
+    """The exports and imports in progress."""
 
     def __init__(
         self,
@@ -91,17 +91,17 @@ class Moves:
         self._imports: dict[ImportId, _Arriving] = {}
         self._num_begun = 0
 
-    # --- looking for what to move ---------------------------------------------------------------
+    # --- finding requests to move ---------------------------------------------------------------
 
-    def find_requests(self, request_id: str | None = None) -> list[LiveRequest]:
-        """Return the live requests with an id, which routers may share; None: all requests."""
+    def find_requests(self, request_id: str | None = None) -> list[MovableRequest]:
+        """Return the live requests with an id; several routers may use the same id. None: all."""
         seqs = [seq for seq in self._live if request_id in (None, seq.request.request_id)]
         return [self._describe(group) for group in _by_request(seqs)]
 
-    def first_swapped(self) -> LiveRequest | None:
-        """Return the request that `begin_export` would take and that waits longest for blocks.
+    def first_swapped(self) -> MovableRequest | None:
+        """Return the first swapped request in the queue that `begin_export` accepts, if any.
 
-        All its sequences wait, one at least with its KV on the host.
+        All its sequences wait, at least one of them with its KV on the host.
         """
         swapped = [seq for seq in self._live if seq.status is SeqStatus.SWAPPED]
         for first in sorted(swapped, key=self._queue.sort_key):
@@ -110,13 +110,13 @@ class Moves:
                 return self._describe(group)
         return None
 
-    # --- giving ---------------------------------------------------------------------------------
+    # --- source core ----------------------------------------------------------------------------
 
     def begin_export(self, source: SourceId, first_seq_key: SeqKey) -> Export:
-        """Preempt a live request with its KV to the host, and keep it from running again here.
+        """Preempt a live request, swap its KV to the host, and take it out of the queue.
 
         Raises:
-            MigrationRefusedError: It cannot leave now; nothing has changed.
+            MigrationRefusedError: The request cannot leave now; nothing has changed.
         """
         seqs = self._group(source, first_seq_key)
         self._check_can_leave(seqs)
@@ -127,7 +127,7 @@ class Moves:
             self._tier.pool.drop(seq.fetched_block_ids)
             seq.fetched_block_ids = ()
             self._queue.remove(seq)
-            seq.move(SeqStatus.MIGRATING)
+            seq.set_status(SeqStatus.MIGRATING)
         moved = MovedRequest(
             request=request,
             arrived=seqs[0].arrived,
@@ -143,7 +143,7 @@ class Moves:
         return Export(export_id, moved, self._step_of_last_move)
 
     def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
-        """Let a request go, or let it wait here again; its host blocks are read no more.
+        """Remove a request, or queue it here again; its host blocks are no longer read.
 
         Returns:
             The output indices of its sequences that have not ended since `begin_export`.
@@ -155,18 +155,18 @@ class Moves:
                 self._host_room.release(seq)
                 self._live.remove(seq)
             else:
-                seq.move(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
+                seq.set_status(SeqStatus.SWAPPED if seq.host_block_ids else SeqStatus.WAITING)
                 self._queue.push(seq)
         self._tier.pool.drop(leaving.host_block_ids)
         return tuple(seq.output_index for seq in seqs)
 
-    # --- taking ---------------------------------------------------------------------------------
+    # --- target core ----------------------------------------------------------------------------
 
     def begin_import(self, moved: MovedRequest) -> Import:
-        """Set host blocks aside for a request that another core is about to give.
+        """Reserve host blocks for a request from another core.
 
         Raises:
-            MigrationRefusedError: It cannot come here; nothing has changed.
+            MigrationRefusedError: The request cannot run here; nothing has changed.
         """
         self._check_can_take(moved)
         blocks = tuple(self._tier.take_free() for _ in moved.host_block_ids)
@@ -176,11 +176,11 @@ class Moves:
         return Import(import_id, blocks, self._step_of_last_move)
 
     def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> None:
-        """Take the sequences that have arrived; free what was set aside for the others.
+        """Queue the sequences that have arrived; free the blocks reserved for the others.
 
         Args:
-            import_id: Whose contents have arrived, unless there are no `output_indices`.
-            output_indices: What `end_export` returned; none: the request does not come.
+            import_id: The import. Its contents have arrived, unless `output_indices` is empty.
+            output_indices: The result of `end_export`; empty: the request does not arrive.
         """
         arriving = self._imports.pop(import_id)
         moved, blocks = arriving.moved, iter(arriving.host_block_ids)
@@ -202,22 +202,22 @@ class Moves:
         )
         rank = self._policy.rank(request, moved.arrived)
         for seq in self._live.add(request, rank, moved.arrived):
-            came = index_to_moved[seq.output_index]
-            seq.num_computed_tokens = came.num_computed_tokens
-            seq.num_charged_tokens = came.num_charged_tokens
-            seq.num_cached_tokens = came.num_cached_tokens
-            seq.was_admitted = came.was_admitted
+            arrived = index_to_moved[seq.output_index]
+            seq.num_computed_tokens = arrived.num_computed_tokens
+            seq.num_charged_tokens = arrived.num_charged_tokens
+            seq.num_cached_tokens = arrived.num_cached_tokens
+            seq.was_admitted = arrived.was_admitted
             seq.host_block_ids = tables[seq.output_index]
             self._publish_on_host(seq)
             if seq.host_block_ids:
-                seq.move(SeqStatus.SWAPPED)
+                seq.set_status(SeqStatus.SWAPPED)
             self._queue.push(seq)
 
     # --- parts ----------------------------------------------------------------------------------
 
     @property
     def held_host_blocks(self) -> Iterator[HostBlockId]:
-        """The host blocks that moves under way hold, each as often as it is held."""
+        """The host blocks that moves hold; a block occurs once per reference."""
         for leaving in self._exports.values():
             yield from leaving.host_block_ids
         for arriving in self._imports.values():
@@ -225,20 +225,20 @@ class Moves:
 
     @property
     def arriving_requests(self) -> Iterator[Request]:
-        """The requests for which host blocks are set aside: they are to finish here."""
+        """The requests for which host blocks are reserved."""
         return (each.moved.request for each in self._imports.values())
 
     @property
     def num_leaving(self) -> int:
-        """Sequences that wait to be let go."""
+        """Number of sequences that are leaving."""
         leaving = (seq for each in self._exports.values() for seq in each.seqs)
         return sum(seq.status is SeqStatus.MIGRATING for seq in leaving)
 
     @property
     def _step_of_last_move(self) -> StepId:
-        """The step after whose result all moves asked for so far are done.
+        """The step after whose result all block moves requested so far are done.
 
-        One that has not gone out goes with the next plan.
+        Moves that have not been sent go with the next plan.
         """
         last = self._steps.last
         return StepId(last + 1) if self._tier.has_moves else last
@@ -249,10 +249,10 @@ class Moves:
         group = [seq for seq in seqs if seq.request.first_seq_key == first_seq_key]
         return sorted(group, key=lambda seq: seq.output_index)
 
-    def _describe(self, seqs: list[Sequence]) -> LiveRequest:
+    def _describe(self, seqs: list[Sequence]) -> MovableRequest:
         request = seqs[0].request
         num_blocks = -(-seqs[0].max_total_tokens // self._config.block_size)
-        return LiveRequest(
+        return MovableRequest(
             source=request.source,
             first_seq_key=request.first_seq_key,
             request_id=request.request_id,
@@ -263,9 +263,9 @@ class Moves:
 
     def _check_can_leave(self, seqs: list[Sequence]) -> None:
         if not seqs:
-            raise MigrationRefusedError("it is not live")
+            raise MigrationRefusedError("the request is not live")
         if seqs[0].group is not None:
-            raise MigrationRefusedError("it is a beam search, whose KV does not leave the device")
+            raise MigrationRefusedError("it is a beam search, whose KV cannot leave the device")
         if not self._config.num_host_blocks:
             raise MigrationRefusedError("its worker has no host tier (--host-kv-memory-gb)")
         if any(seq.status is SeqStatus.MIGRATING for seq in seqs):
@@ -277,39 +277,39 @@ class Moves:
         num_blocks = sum(len(seq.block_ids) for seq in seqs)
         if num_blocks > self._tier.pool.num_available:
             raise MigrationRefusedError(
-                f"it has {num_blocks} device blocks, and its worker has "
+                f"it has {num_blocks} device blocks, but its worker has only "
                 f"{self._tier.pool.num_available} free host blocks"
             )
 
     def _check_can_take(self, moved: MovedRequest) -> None:
         config = self._config
         if not config.num_host_blocks:
-            raise MigrationRefusedError("that worker has no host tier (--host-kv-memory-gb)")
+            raise MigrationRefusedError("the target worker has no host tier (--host-kv-memory-gb)")
         ours = (config.block_size, config.bytes_per_block)
         if ours != (moved.block_size, moved.bytes_per_block):
             raise MigrationRefusedError(
-                f"a block is {moved.block_size} tokens in {moved.bytes_per_block} bytes here, "
-                f"and {config.block_size} tokens in {config.bytes_per_block} bytes there"
+                f"a block has {moved.block_size} tokens in {moved.bytes_per_block} bytes, but at "
+                f"the target worker {config.block_size} tokens in {config.bytes_per_block} bytes"
             )
         try:
             check_length(moved.request, self._pool.num_usable, config)
         except RequestTooLongError as error:
-            raise MigrationRefusedError(f"that worker does not take it: {error}") from None
+            raise MigrationRefusedError(f"the target worker refuses it: {error}") from None
         num_blocks = len(moved.host_block_ids)
         if num_blocks > self._tier.pool.num_available:
             raise MigrationRefusedError(
-                f"it has {num_blocks} host blocks, "
-                f"and that worker {self._tier.pool.num_available} free"
+                f"it has {num_blocks} host blocks, but the target worker has only "
+                f"{self._tier.pool.num_available} free"
             )
 
     def _publish_on_host(self, seq: Sequence) -> None:
-        """Let others find the full blocks that came with a sequence."""
+        """Publish the full host blocks that arrived with a sequence."""
         if not self._config.enable_prefix_caching:
             return
         num_full = seq.num_computed_tokens // self._config.block_size
         root = root_hash(seq.request.cache_salt)
         extend_chain(seq.block_hashes, root, seq.token_ids, self._config.block_size)
-        blocks = seq.host_block_ids[:num_full]  # none if it computes again
+        blocks = seq.host_block_ids[:num_full]  # empty if the sequence arrived without KV
         self._tier.pool.publish(blocks, seq.block_hashes[: len(blocks)])
 
 

@@ -1,31 +1,29 @@
-"""Goes on with what a worker holds of the scheduler before.
+"""Continues sequences from what a worker still holds from an earlier scheduler.
 
-What the worker reports, and what becomes of it:
+What the worker reports, and what the core does with it:
 
-    a row            a sequence's tokens and block table. It is *unclaimed* until its request is
-                     submitted again, and is known by its identity alone. Then the sequence runs on
-                     in its blocks, and computes nothing again. If the next block that it needs is
-                     not available, it is as if it were preempted: it waits with its KV on the host,
-                     or, if there is no host tier, no room in it, or to compute is faster, computes
-                     its tokens again.
-    a search         how far it was: it goes on as after a preemption, with what the prefix cache
-                     has.
-    swapped blocks   the names of the blocks, a partial tail included. They are found by the tokens
-                     that the request comes with, and the sequence is SWAPPED again. Without a
-                     prefix cache these names are the sequence's own. A block that holds tokens
-                     which the source has not heard of has a name that cannot be made from the
-                     request; so less than a block before it is computed again.
-    named blocks     are cached: the prefix cache is as it was, in all tiers.
-    pinned names     are pinned for the rest of their time.
+    a row            the tokens and block table of a sequence. A row is *unclaimed* until a request
+                     with its identity is submitted again. Then the sequence continues in the same
+                     blocks, and computes nothing again. If no block is available for its next
+                     token, it is treated as preempted: it waits with its KV on the host; or it
+                     computes its tokens again, if the host has no room or that is faster.
+    a search         the state of the search, which continues as after a preemption.
+    swapped blocks   labels of host and disk blocks, including a partial last block. The tokens of
+                     the resubmitted request lead to the same hashes, and the sequence is SWAPPED
+                     again. Without a prefix cache the hashes are unique to the sequence. A block
+                     with tokens that the router has not received cannot be found in this way, so
+                     its tokens, less than a block, are computed again.
+    labelled blocks  become cached blocks, so that the prefix cache is as before, in all tiers.
+    pins             stay for the rest of their time.
 
-Unclaimed blocks and rows stay reserved until `claim_s` have passed, or, after `REUNION_S`, until a
-sequence could not run without them. Not sooner: requests come again one by one, and the first could
-take what the second runs on in. Then what is named among the blocks stays in the cache, and the
-rest is free.
+Unclaimed blocks and rows stay reserved until `claim_s` have passed, or, after `REUNION_S`, until
+nothing else could run without them. They are not freed sooner because requests are submitted one by
+one, and the first could take the blocks of the second. When a row is freed, its labelled blocks
+stay cached and the others become free.
 
-The worker may have sampled tokens that the source has not heard of. It hears of them now, with
-their log-probabilities, so that not even those are computed again. If more of these are missing
-than the worker has kept, the tokens are drawn again, and come out the same.
+The worker may have sampled tokens that the router has not received. The core reports these with
+their log-probabilities, so that they are not computed again. If the worker has not kept all of
+their log-probabilities, the tokens are drawn again; they are the same.
 """
 
 from collections.abc import Callable
@@ -36,7 +34,7 @@ import numpy as np
 from contract.arrays import Int32Array
 from contract.hashing import BlockHash, extend_chain, tail_hash
 from contract.state import HeldBlocks, HeldRow, Holdings
-from contract.step import TokenLogprob
+from contract.step import StepLogprob
 from scheduler_svc.core.beams.group import BeamGroup
 from scheduler_svc.core.blocks import BlockIdT, BlockPool, DeviceBlockId, DiskBlockId, HostBlockId
 from scheduler_svc.core.cache.pins import Pins
@@ -54,12 +52,12 @@ from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 REUNION_S = 2.0
-"""Grace period in which unclaimed blocks are not reused, even under pressure: by then routers have
-submitted their live requests again, as a rule. Chosen, not measured."""
+"""Grace period in which unclaimed blocks are not reused, even under pressure. Routers usually
+resubmit their live requests within it. Chosen, not measured."""
 
 
 class Takeover:
-    """What is unclaimed, and the sequences that claim it."""
+    """The unclaimed rows, and the sequences that claim them."""
 
     def __init__(
         self,
@@ -77,11 +75,11 @@ class Takeover:
     ) -> None:
         """`finish` is `Scheduler._finish`."""
         self.num_recomputed_tokens = 0
-        """Tokens that adopted sequences compute again, though the worker had computed them."""
+        """Tokens that adopted sequences compute again although the worker had computed them."""
         self.num_adopted_tokens = 0
-        """Tokens of adopted sequences with KV that the worker still had."""
+        """Tokens of adopted sequences whose KV the worker still held."""
         self.expires_at = float("inf")
-        """`expire` need not be called before."""
+        """Time from which `expire` must be called."""
         self._config = config
         self._pool = pool
         self._pins = pins
@@ -94,14 +92,14 @@ class Takeover:
         self._finish = finish
         self._unclaimed: dict[bytes, list[HeldRow]] = {}  # by identity
         self._kept_until = 0.0
-        self._unheard: list[tuple[Sequence, Int32Array, tuple[TokenLogprob, ...]]] = []
-        """Sampled tokens that the sources have not heard of; with log-probabilities, if wanted."""
+        self._unreported: list[tuple[Sequence, Int32Array, tuple[StepLogprob, ...]]] = []
+        """Sampled tokens that the sources have not received, with requested log-probabilities."""
         self._ended: list[Finished] = []
 
-    # --- what is unclaimed ----------------------------------------------------------------------
+    # --- unclaimed rows -------------------------------------------------------------------------
 
     def inherit(self, holdings: Holdings, now: float) -> None:
-        """Take over what the worker holds; once, before anything else."""
+        """Take over what the worker holds; call once, before anything else."""
         for row in holdings.rows[: self._config.max_num_seqs]:
             self._unclaimed.setdefault(row.identity, []).append(row)
         self._kept_until = now + REUNION_S
@@ -119,24 +117,24 @@ class Takeover:
 
     @property
     def unclaimed(self) -> list[HeldRow]:
-        """The rows of sequences whose requests have not come again."""
+        """The rows whose requests have not been submitted again."""
         return [row for rows in self._unclaimed.values() for row in rows]
 
     @property
     def held_device_blocks(self) -> list[DeviceBlockId]:
-        """The device blocks that unclaimed rows hold, each as often as it is held."""
+        """The device blocks that unclaimed rows hold; a block occurs once per reference."""
         return [block for row in self.unclaimed for block in _table(row)]
 
     def expire(self) -> None:
-        """Free what is unclaimed: `claim_s` are over."""
+        """Free all unclaimed rows after `claim_s`."""
         self.expires_at = float("inf")
         for row in self.unclaimed:
             self._free(row)
 
     def give_up_one(self, now: float) -> bool:
-        """Free an unclaimed row, since nothing can run without; say whether there was one.
+        """Free one unclaimed row because nothing can run otherwise; return whether one was freed.
 
-        In the first `REUNION_S` none is given up.
+        In the first `REUNION_S` no row is freed.
         """
         if not self._unclaimed or now < self._kept_until:
             return False
@@ -144,23 +142,24 @@ class Takeover:
         return True
 
     def num_held_tokens(self, request: Request) -> int:
-        """Return how many tokens of a request have KV here that only it can find.
+        """Return how many tokens of a request have KV here that only this request can use.
 
-        They have rows, or, without a prefix cache, were swapped out.
+        These are tokens of unclaimed rows, and, without a prefix cache, of swapped-out sequences.
         """
         return sum(self._num_held_tokens(request, index) for index in range(request.n))
 
     def take_adopted(self) -> StepEvents | None:
         """Return the events of sequences adopted since the last call, if any."""
-        if not (self._unheard or self._ended):
+        if not (self._unreported or self._ended):
             return None
-        unheard, self._unheard = self._unheard, []
+        unreported, self._unreported = self._unreported, []
         ended, self._ended = tuple(self._ended), []
-        seqs = [seq for seq, tokens, _ in unheard for _ in range(len(tokens))]
-        logprobs: list[TokenLogprob | None] = []
-        for _, tokens, scores in unheard:
+        seqs = [seq for seq, tokens, _ in unreported for _ in range(len(tokens))]
+        logprobs: list[StepLogprob | None] = []
+        for _, tokens, scores in unreported:
             logprobs += scores or [None] * len(tokens)
-        token_ids = np.concatenate([np.empty(0, np.int32), *(tokens for _, tokens, _ in unheard)])
+        new_tokens = (tokens for _, tokens, _ in unreported)
+        token_ids = np.concatenate([np.empty(0, np.int32), *new_tokens])
         return StepEvents(
             sources=np.array([seq.request.source for seq in seqs], np.int32),
             seq_keys=np.array([seq.seq_key for seq in seqs], np.uint64),
@@ -171,12 +170,13 @@ class Takeover:
             logprobs=tuple((i, each) for i, each in enumerate(logprobs) if each is not None),
         )
 
-    # --- claiming it ----------------------------------------------------------------------------
+    # --- adopted sequences ----------------------------------------------------------------------
 
     def with_separate_outputs(self, request: Request) -> Request:
-        """Return a request so that no output forks from the first, if rows of others are held.
+        """Mark the outputs of a request as diverged if unclaimed rows exist for several of them.
 
-        Its source may have heard of no token yet, but its outputs have diverged.
+        Then no output forks from the first. The router may have received no token yet, although the
+        outputs have diverged.
         """
         may_fork = request.beam is None and not request.outputs and request.n > 1
         if may_fork and any(self._find_row(request, index) for index in range(1, request.n)):
@@ -185,11 +185,11 @@ class Takeover:
         return request
 
     def adopt(self, seq: Sequence) -> bool:
-        """Let a new sequence have what the worker holds of it, if anything.
+        """Give a new sequence the KV that the worker holds of it, if any.
 
         Returns:
-            Whether it runs, waits SWAPPED in the queue, or has ended; else the caller queues it. A
-            search is always queued by the caller, but may have been set to where it was.
+            Whether the sequence runs, waits SWAPPED in the queue, or has ended. Otherwise the
+            caller must queue it; this is always so for a search, even with a restored state.
         """
         if seq.group is not None:
             self._resume_search(seq, seq.group)
@@ -197,7 +197,7 @@ class Takeover:
         return self._adopt_running(seq) or self._adopt_swapped(seq)
 
     def _find_row(self, request: Request, output_index: int) -> HeldRow | None:
-        """Return the unclaimed row of an output, if either's tokens begin with the other's."""
+        """Return the unclaimed row of an output whose tokens agree with the request's, if any."""
         if not self._unclaimed:
             return None
         rows = self._unclaimed.get(identity(request, output_index), ())
@@ -205,7 +205,7 @@ class Takeover:
         return next((row for row in rows if _is_same(row.token_ids, known)), None)
 
     def _resume_search(self, leader: Sequence, group: BeamGroup) -> None:
-        """Set a new search to where it was; admission finds its KV, or it is computed."""
+        """Restore the state of a search; admission finds its KV, or it is computed again."""
         row = self._find_row(leader.request, 0)
         if row is None:
             return
@@ -220,18 +220,18 @@ class Takeover:
         if (row := self._find_row(request, output_index)) is not None:
             return row.num_computed_tokens
         if self._config.enable_prefix_caching or not self._tier.pool.num_cached:
-            return 0  # as most often: it is asked for every request
+            return 0  # the usual case, since this is called for every request
         kv = self._find_swapped(request, output_index, [])
         return 0 if kv is None else kv.num_tokens
 
     def _adopt_running(self, seq: Sequence) -> bool:
-        """Let a sequence run on in the blocks of its row, if it has one; return whether it does."""
+        """Let a sequence continue in the blocks of its row; return False if it has no row."""
         row = self._find_row(seq.request, seq.output_index)
         if row is None or len(row.token_ids) > seq.max_total_tokens:
             return False
         has_output = len(seq.token_ids) > seq.num_prompt_tokens
         if not (seq.request.reads_prefix_cache or has_output):
-            return False  # its source still waits for its prompt's log-probabilities
+            return False  # the router still waits for the prompt's log-probabilities
         num_known = len(seq.token_ids)
         num_new = len(row.token_ids) - num_known
         has_all = not row.had_logprobs or len(row.logprobs) >= num_new
@@ -239,7 +239,7 @@ class Takeover:
             seq.token_ids = row.token_ids
             self._live.record_admitted(seq, 0, seq.arrived)
             logprobs = row.logprobs[-num_new:] if row.had_logprobs else ()
-            self._unheard.append((seq, row.token_ids[num_known:], logprobs))
+            self._unreported.append((seq, row.token_ids[num_known:], logprobs))
             if row.has_stopped or len(row.token_ids) >= seq.max_total_tokens:
                 self._free(row)
                 self._queue.push(seq)
@@ -247,14 +247,14 @@ class Takeover:
                 last = int(row.token_ids[-1]) if row.has_stopped else None
                 self._ended += self._finish(seq, reason, stop_token_id=last)
                 return True
-        return self._run_on(seq, row)
+        return self._continue(seq, row)
 
-    def _run_on(self, seq: Sequence, row: HeldRow) -> bool:
-        """Start a sequence in the blocks of its row, which are its own from now on.
+    def _continue(self, seq: Sequence, row: HeldRow) -> bool:
+        """Start a sequence in the blocks of its row, which it owns from now on.
 
-        If the last block is shared, it writes a copy of it. Blocks in which nothing is computed are
-        dropped, and the missing ones allocated. If too few are available, it waits with its KV on
-        the host.
+        If the last block is shared, the sequence gets a copy of it. Blocks without computed tokens
+        are dropped, and missing ones allocated. If too few are available, the sequence waits with
+        its KV on the host.
         """
         num_computed = min(row.num_computed_tokens, len(seq.token_ids) - 1)
         num_full, num_in_tail = divmod(num_computed, self._config.block_size)
@@ -268,22 +268,22 @@ class Takeover:
         num_new = -(-len(seq.token_ids) // self._config.block_size) - len(ready)
         if num_new > self._pool.num_available:
             seq.num_computed_tokens = num_before
-            is_out = self._swap_out(seq, [*kept], num_computed)
+            is_swapped = self._swap_out(seq, [*kept], num_computed)
             self._pool.drop(kept)
-            return is_out
+            return is_swapped
         if copies:
             seq.copy_from = kept[-1]
         self.num_recomputed_tokens += num_before - num_computed
         self.num_adopted_tokens += num_computed
         self._running.start(seq, FoundKv(ready, [], [], num_computed), num_new)
         self._pool.drop(ready)
-        seq.num_published_blocks = 0  # some are, but which is not known here
+        seq.num_published_blocks = 0  # some may be published; publishing again is harmless
         seq.num_charged_tokens = min(num_computed, seq.num_prompt_tokens)
         self._live.record_admitted(seq, 0, seq.arrived)
         return True
 
     def _swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> bool:
-        """Copy the blocks of a new sequence to the host, if it has room; return whether it has."""
+        """Copy the blocks of a new sequence to the host; return False if the host has no room."""
         if not (num_computed and self._host_room.make_for_swap(len(blocks), num_computed)):
             return False
         self._running.swap_out(seq, blocks, num_computed)
@@ -291,13 +291,13 @@ class Takeover:
         return True
 
     def _adopt_swapped(self, seq: Sequence) -> bool:
-        """Let a sequence wait SWAPPED if host and disk have what was swapped out of it."""
+        """Queue a sequence as SWAPPED if host and disk hold its KV; return whether they do."""
         kv = self._find_swapped(seq.request, seq.output_index, seq.block_hashes)
         if kv is None:
             return False
         self._tier.pool.share(kv.host)
         self._tier.disk.pool.share(kv.disk)
-        if not self._config.enable_prefix_caching:  # the names were its own
+        if not self._config.enable_prefix_caching:  # no other sequence can use these hashes
             self._tier.pool.forget(kv.host)
             self._tier.disk.pool.forget(kv.disk)
         seq.host_block_ids, seq.disk_block_ids = tuple(kv.host), tuple(kv.disk)
@@ -305,27 +305,27 @@ class Takeover:
         return True
 
     def _wait_swapped(self, seq: Sequence, num_computed: int) -> None:
-        """Queue a new sequence whose blocks on host and disk hold the KV of so many tokens."""
+        """Queue a new sequence whose blocks on host and disk hold KV of `num_computed` tokens."""
         self.num_recomputed_tokens += max(0, seq.num_computed_tokens - num_computed)
         self.num_adopted_tokens += num_computed
         seq.num_computed_tokens = num_computed
         seq.num_charged_tokens = min(num_computed, seq.num_prompt_tokens)
         self._live.record_admitted(seq, 0, seq.arrived)
-        seq.move(SeqStatus.SWAPPED)
+        seq.set_status(SeqStatus.SWAPPED)
         self._queue.push(seq)
 
     def _find_swapped(
         self, request: Request, output_index: int, chain: list[BlockHash]
     ) -> "_SwappedKv | None":
-        """Look on host and disk for an output's KV up to its last block, full or partial.
+        """Search host and disk for an output's KV up to its last block, full or partial.
 
-        With a prefix cache, full blocks alone are not looked for: admission finds them. Nor is a
-        prompt without output.
+        With a prefix cache the result is None if only full blocks, or only a prompt, are there:
+        admission finds those.
 
         Args:
             request: The request.
-            output_index: Which of its outputs.
-            chain: With a prefix cache, the hashes of the output's blocks known so far; extended.
+            output_index: The index of the output.
+            chain: With a prefix cache, the known hashes of the output's blocks; extended in place.
         """
         has_cache, size = self._config.enable_prefix_caching, self._config.block_size
         known = _known_tokens(request, output_index)
@@ -341,7 +341,7 @@ class Takeover:
         disk = self._tier.disk.pool.find(hashes[len(host) :])
         num_full = len(host) + len(disk)
         next_end = (num_full + 1) * size
-        # Up to the last known token: its KV is there if one more was sampled, unheard of.
+        # The last known token has KV if the worker sampled another that the router has not got.
         for end in range(min(len(known), next_end), num_full * size, -1):
             name = chain[num_full] if end == next_end else tail_hash(chain, root, known, end, size)
             host_tail = [] if disk else self._tier.pool.find([name])
@@ -352,7 +352,7 @@ class Takeover:
         return None if has_cache or not num_full else _SwappedKv(host, disk, num_full * size)
 
     def _claim(self, row: HeldRow) -> None:
-        """Take a row out of those unclaimed; the caller owns its blocks now."""
+        """Remove a row from the unclaimed ones; the caller owns its blocks now."""
         rows = self._unclaimed[row.identity]
         rows.remove(row)
         if not rows:
@@ -368,7 +368,7 @@ class Takeover:
 class _SwappedKv:
     host: list[HostBlockId]
     disk: list[DiskBlockId]
-    """Behind those on the host."""
+    """The blocks that follow those on the host."""
     num_tokens: int
 
 

@@ -1,1 +1,1 @@
-"""Which waiting sequence goes first, and which running one is preempted."""
+"""Scheduling policies: which waiting sequence goes first, and which running one is preempted."""

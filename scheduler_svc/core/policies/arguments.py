@@ -1,4 +1,4 @@
-"""The arguments of policies: from the text that an operator writes, and their limits."""
+"""Parses and checks the arguments of policies."""
 
 import inspect
 from collections.abc import Iterable, Mapping
@@ -7,10 +7,10 @@ from typing import Any, get_type_hints
 
 
 def split_arguments(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Turn "name=value" texts into pairs, in an order that does not depend on the operator's.
+    """Parse "name=value" texts; return pairs sorted by name.
 
     Raises:
-        ValueError: One is not of that form, or a name comes twice.
+        ValueError: A text has another form, or a name occurs twice.
     """
     pairs = []
     for text in texts:
@@ -25,10 +25,10 @@ def split_arguments(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
 
 
 def check_positive(name: str, value: float) -> float:
-    """Return `value`.
+    """Return `value` if it is finite and positive.
 
     Raises:
-        ValueError: It is not finite and above 0.
+        ValueError: It is not.
     """
     if not (isfinite(value) and value > 0):
         raise ValueError(f"{name} is {value}; it must be a number above 0")
@@ -36,10 +36,10 @@ def check_positive(name: str, value: float) -> float:
 
 
 def read_arguments(policy: type[Any], args: Mapping[str, str]) -> dict[str, int | float | str]:
-    """Turn those of `args` that a policy's constructor takes into the types that it declares.
+    """Convert arguments to the types that the policy's constructor declares; skip unknown names.
 
     Raises:
-        ValueError: A value is not of its type, or that type is neither int, float nor str.
+        ValueError: A value cannot be converted, or the type is neither int, float nor str.
     """
     hints = get_type_hints(policy.__init__)
     values: dict[str, int | float | str] = {}

@@ -1,4 +1,4 @@
-"""Several criteria, each deciding where the one before it leaves equals."""
+"""Combines several criteria; each decides among equals of the one before it."""
 
 from scheduler_svc.core.policies.deadline import EarliestDeadline
 from scheduler_svc.core.policies.fair import TenantFair
@@ -8,11 +8,11 @@ from scheduler_svc.core.request import Request
 
 
 class Combined(Policy):
-    """By priority, within a level fair between tenants, within a tenant by deadline or arrival.
+    """By priority; within a level by fairness; within a tenant by deadline or arrival.
 
-    A criterion that is None is left out. With priority, a sequence that has waited for longer
-    than the aging period is before newer ones of its priority, whichever tenant they are of:
-    fairness decides among those of one period. That bounds every wait; a longer period is fairer.
+    A criterion that is None is left out. With priority, a sequence that has waited longer than the
+    aging period goes before newer ones of the same priority, of any tenant; fairness decides only
+    among sequences of one period. This bounds every wait; a longer period is fairer.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Earliest deadline first; a request without one has one, too."""
+"""Earliest deadline first; a request without deadline gets one."""
 
 from scheduler_svc.core.policies.arguments import check_positive
 from scheduler_svc.core.policies.policy import Policy, Rank
@@ -6,9 +6,9 @@ from scheduler_svc.core.request import Request
 
 
 class EarliestDeadline(Policy):
-    """By deadline; one later than `patience_s` after arrival, or none, counts as that.
+    """By deadline, at the latest `patience_s` after arrival.
 
-    So no sequence waits behind those that arrive more than `patience_s` after it.
+    So no sequence waits behind sequences that arrive more than `patience_s` after it.
     """
 
     def __init__(self, patience_s: float = 60.0) -> None:

@@ -1,10 +1,10 @@
-"""The tenant that has been served least goes first: a virtual token counter.
+"""Serves the tenant first that has been served least: a virtual token counter.
 
 After "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): each tenant has a
-counter of the tokens it was served, weighted by what they cost. The tenant with the lowest counter
-goes first, so that of two tenants that both have work waiting all along, neither gets ahead of the
-other by more than what one batch holds. One that comes back is lifted to the lowest counter of
-those that wait: time in which a tenant wanted nothing is no credit.
+counter of the tokens that it was served, weighted by their cost. The tenant with the lowest counter
+goes first. So of two tenants that both always have waiting work, neither gets ahead of the other by
+more than one batch. A tenant without waiting work gains no credit: when it returns, its counter is
+raised to the lowest counter of the waiting tenants.
 """
 
 from scheduler_svc.core.policies.arguments import check_positive
@@ -15,10 +15,10 @@ _FEW_COUNTERS = 1024
 
 
 class TenantFair(Policy):
-    """By the tenants' counters; within a tenant by arrival.
+    """Orders tenants by their counters, and the requests of a tenant by arrival.
 
     An output token costs more than a prompt token (weights 2 and 1 in the paper), because a step
-    computes thousands of the one, but only one of the other for each sequence.
+    computes thousands of prompt tokens, but only one output token per sequence.
     """
 
     has_accounts = True
@@ -29,18 +29,17 @@ class TenantFair(Policy):
         self._counters: dict[str, float] = {}
         self._waiting: set[str] = set()
         self._floor = 0.0
-        """The lowest counter of those that waited when it was last asked for; never falls."""
+        """The lowest counter of the waiting tenants at the last update; never falls."""
         self._most_counters = _FEW_COUNTERS
 
     def rank(self, request: Request, arrived: float) -> Rank:
         return Rank((arrived,), account=request.tenant)
 
     def num_served(self, account: str) -> float:
-        """Return the tenant's counter."""
         return self._counters.get(account, self._floor)
 
     def began_waiting(self, account: str) -> None:
-        """Lift a tenant that comes back to those that wait."""
+        """Raise the counter of a returning tenant to the floor."""
         self._raise_floor()
         self._counters[account] = max(self.num_served(account), self._floor)
         self._waiting.add(account)
@@ -48,13 +47,12 @@ class TenantFair(Policy):
             self._forget()
 
     def stopped_waiting(self, account: str) -> None:
-        """Let the next that comes be lifted to the last that left, if none waits then."""
+        """Raise the floor to this tenant's counter if no tenant waits any more."""
         self._waiting.remove(account)
         if not self._waiting:
             self._floor = max(self._floor, self.num_served(account))
 
     def charge(self, account: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Charge a tenant."""
         self._counters[account] = (
             self.num_served(account)
             + self._weight_in * num_prompt_tokens
@@ -66,11 +64,11 @@ class TenantFair(Policy):
             self._floor = max(self._floor, min(self._counters[name] for name in self._waiting))
 
     def _forget(self) -> None:
-        """Drop the counters that say no more than the floor does."""
+        """Drop the counters of tenants that do not wait and are not above the floor."""
         self._counters = {
             name: counter
             for name, counter in self._counters.items()
             if counter > self._floor or name in self._waiting
         }
-        # Not again before as many have come: then a tenant that comes costs O(1) of it.
+        # Wait until the number of counters doubles, so that the cost per new tenant is O(1).
         self._most_counters = max(_FEW_COUNTERS, 2 * len(self._counters))

@@ -5,7 +5,5 @@ from scheduler_svc.core.request import Request
 
 
 class Fcfs(Policy):
-    """By arrival."""
-
     def rank(self, request: Request, arrived: float) -> Rank:  # noqa: ARG002
         return Rank((arrived,))

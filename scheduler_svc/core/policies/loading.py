@@ -1,4 +1,4 @@
-"""Makes the policy that a configuration names."""
+"""Makes the policy that the configuration names."""
 
 from collections.abc import Iterable, Mapping
 from importlib import import_module
@@ -17,19 +17,19 @@ _CRITERIA: dict[str, type[Policy]] = {
     "fair": TenantFair,
     "deadline": EarliestDeadline,
 }
-"""What can be combined, in the order in which it must be."""
+"""Policies that can be combined with "+", in the required order."""
 
 
 def make_policy(name: str, args: Iterable[tuple[str, str]]) -> Policy:
     """Make a policy.
 
     Args:
-        name: fcfs, priority, fair, deadline, several of the last three in that order with + between
-            them, or the dotted path of a subclass of `Policy`.
-        args: Constructor arguments, by name; each part of a combination takes its own.
+        name: fcfs, priority, fair, deadline, several of the last three in that order joined by "+",
+            or the dotted path of a subclass of `Policy`.
+        args: Constructor arguments by name; a combination passes each to the policies that have it.
 
     Raises:
-        ValueError: There is no such policy, or it does not take these arguments.
+        ValueError: There is no such policy, or it does not accept these arguments.
     """
     texts = dict(args)
     if name == "fcfs":
@@ -50,27 +50,27 @@ def make_policy(name: str, args: Iterable[tuple[str, str]]) -> Policy:
 
 def _combine(parts: list[str], texts: Mapping[str, str]) -> Policy:
     made: dict[str, Any] = {}
-    taken: set[str] = set()
+    used: set[str] = set()
     for part in parts:
         values = read_arguments(_CRITERIA[part], texts)
         made[part] = _CRITERIA[part](**values)
-        taken |= values.keys()
-    _refuse_others("+".join(parts), texts, taken)
+        used |= values.keys()
+    _refuse_unused("+".join(parts), texts, used)
     return Combined(made.get("priority"), made.get("fair"), made.get("deadline"))
 
 
 def _construct(policy: type[Policy], texts: Mapping[str, str]) -> Policy:
     values = read_arguments(policy, texts)
-    _refuse_others(policy.__name__, texts, values.keys())
+    _refuse_unused(policy.__name__, texts, values.keys())
     try:
         return policy(**values)
-    except TypeError as error:  # an argument that it needs is missing
+    except TypeError as error:  # a required argument is missing
         raise ValueError(f"{policy.__name__}: {error}") from error
 
 
-def _refuse_others(name: str, texts: Mapping[str, str], taken: Iterable[str]) -> None:
-    if others := sorted(texts.keys() - set(taken)):
-        raise ValueError(f"policy {name} takes no argument {others[0]!r}")
+def _refuse_unused(name: str, texts: Mapping[str, str], used: Iterable[str]) -> None:
+    if unused := sorted(texts.keys() - set(used)):
+        raise ValueError(f"policy {name} takes no argument {unused[0]!r}")
 
 
 def _import_policy(path: str) -> type[Policy]:

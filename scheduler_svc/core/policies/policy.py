@@ -1,14 +1,14 @@
-"""What a policy is: it ranks each request, and may keep accounts of what was served.
+"""The interface of policies: they rank requests, and may keep accounts of served tokens.
 
 Sequences are compared by a *sort key* of four parts, smaller first:
 
-    level        of the rank: fixed when the request is submitted
-    num_served   of the account that the sequence belongs to; the only part that may change
-    key          of the rank: fixed when the request is submitted
-    seq_id       among equals, the sequence that was submitted first
+    level        from the rank; fixed when the request is submitted
+    num_served   from the sequence's account; the only part that may change
+    key          from the rank; fixed when the request is submitted
+    seq_id       the sequence that was submitted first wins among equals
 
-Because all that may change is one number for each account, the queue never sorts again: it holds a
-heap for each level and account.
+Because only one number per account may change, the queue never sorts again: it has a heap for each
+level and account.
 """
 
 from abc import ABC, abstractmethod
@@ -20,31 +20,31 @@ from scheduler_svc.core.request import Request, SeqId
 Key: TypeAlias = tuple[float, ...]
 
 SortKey: TypeAlias = tuple[Key, float, Key, SeqId]
-"""The order of a sequence at one moment: level, num_served, key, and its own number."""
+"""The order of a sequence at one moment: level, num_served, key and seq_id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """The order of the sequences of one request; never changes, not even by preemption."""
+    """The fixed rank of one request's sequences; a preemption does not change it."""
 
     key: Key
-    """Their order within level and account. Of one length and without NaN throughout a policy."""
+    """The order within level and account. All keys of a policy have one length and no NaN."""
     account: str = ""
     """The account whose `Policy.num_served` decides within a level."""
     level: Key = ()
-    """Compared before everything else. As `key`."""
+    """Compared before everything else; same requirements as `key`."""
 
 
 class Policy(ABC):
     """The order of one scheduler core's sequences.
 
-    Deterministic: what it answers depends on its constructor's arguments and on the calls so far,
-    in their order. It reads no clock and draws no random number; a recorded core could not be
-    replayed otherwise. Constructor arguments are of type int, float or str, and have names.
+    A policy is deterministic: its results depend only on its constructor's arguments and on the
+    calls so far. It reads no clock and draws no random numbers, since recorded cores could not be
+    replayed otherwise. Constructor arguments are int, float or str, and are passed by name.
     """
 
     has_accounts = False
-    """Whether sequences are of different accounts; if not, only `rank` is ever called."""
+    """Whether sequences belong to different accounts; if not, only `rank` is called."""
 
     @abstractmethod
     def rank(self, request: Request, arrived: float) -> Rank:
@@ -52,30 +52,30 @@ class Policy(ABC):
 
         Args:
             request: The request as its router submitted it.
-            arrived: When that was. `request.deadline` is on the same clock, in seconds.
+            arrived: When the request was submitted, in seconds, on the clock of its deadline.
         """
 
     def num_served(self, account: str) -> float:  # noqa: ARG002
         """Return how much an account has been served; the least goes first within a level.
 
-        It may change in `charge` and `began_waiting` only.
+        Only `charge` and `began_waiting` may change it.
         """
         return 0.0
 
     def began_waiting(self, account: str) -> None:  # noqa: B027
-        """Called when the first sequence of an account waits."""
+        """Called when an account gets its first waiting sequence."""
 
     def stopped_waiting(self, account: str) -> None:  # noqa: B027
-        """Called when no sequence of an account waits any more."""
+        """Called when the last waiting sequence of an account stops waiting."""
 
     def charge(self, account: str, num_prompt_tokens: int, num_output_tokens: int) -> None:  # noqa: B027
-        """Charge an account for what was computed for it.
+        """Charge an account for computed tokens.
 
-        Prompt tokens found in the prefix cache are not charged, nor is what is computed again after
-        a preemption.
+        Prompt tokens from the prefix cache, and tokens that are computed again after a preemption,
+        are not charged.
         """
 
 
 def sort_key(policy: Policy, rank: Rank, seq_id: SeqId) -> SortKey:
-    """Return the order of a sequence now."""
+    """Return the current sort key of a sequence."""
     return (rank.level, policy.num_served(rank.account), rank.key, seq_id)

@@ -1,4 +1,4 @@
-"""Higher priority first; waiting raises it, so that no sequence waits for ever."""
+"""Higher priority first; waiting raises the priority, so that no sequence waits for ever."""
 
 from math import floor
 
@@ -8,10 +8,10 @@ from scheduler_svc.core.request import Request
 
 
 class Priority(Policy):
-    """By priority; a waiting sequence gains one level in every `aging_s` seconds.
+    """By priority; a waiting sequence gains one level every `aging_s` seconds.
 
-    All sequences age at one pace, so their order never changes: at any time, `a` is before `b` if
-    `priority(a) + (now - arrived(a)) / aging_s` is the greater, and there `now` cancels out.
+    All sequences age at the same pace, so their order never changes: at any time, `a` goes before
+    `b` if `priority(a) + (now - arrived(a)) / aging_s` is greater, and `now` cancels out.
     """
 
     def __init__(self, aging_s: float = 60.0) -> None:
@@ -21,9 +21,9 @@ class Priority(Policy):
         return Rank((arrived - request.priority * self._aging_s, arrived))
 
     def level(self, request: Request, arrived: float) -> int:
-        """Return the level in whole steps, smaller first, for criteria that decide within one.
+        """Return the level as an integer, smaller first; other criteria decide within a level.
 
-        Levels are gained when the clock passes a multiple of `aging_s`: those of one priority that
-        arrive between two multiples stay on one level for ever.
+        A sequence gains a level when the clock passes a multiple of `aging_s`. So sequences of one
+        priority that arrive between two multiples always share a level.
         """
         return floor(arrived / self._aging_s) - request.priority

@@ -1,4 +1,4 @@
-"""Describes which blocks of a core are held, by tier and by sequence; changes nothing."""
+"""Describes the blocks of a core, by tier and by sequence; changes nothing."""
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -17,23 +17,21 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 
 MAX_SEQUENCES: Final = 1024
-"""Most sequences of one description."""
+"""Most sequences in one description."""
 MAX_TABLE_BLOCKS: Final = 65_536
-"""Most block numbers in the tables of one description, unless one sequence alone has more."""
+"""Most table entries in one description, unless one sequence alone has more."""
 MAX_BLOCKS: Final = 65_536
-"""Most block states of a tier in one description."""
+"""Most block states per tier in one description."""
 
 
 class Tier(Enum):
-    """Where blocks are."""
-
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
 
 
 class BlockState(IntEnum):
-    """The state of a block: the greatest that applies."""
+    """The state of a block; if several apply, the greatest counts."""
 
     FREE = 1
     CACHED = 2
@@ -45,7 +43,7 @@ class BlockState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which part is wanted; the constants of this module are the limits."""
+    """The part of a core to describe; the constants of this module are the limits."""
 
     first_seq_id: int = 0
     max_sequences: int = 256
@@ -57,23 +55,21 @@ class Query:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierDescription:
-    """The blocks of one tier; the counts are of all of them, the arrays of those asked for."""
+    """The blocks of one tier. The counts cover the tier, the arrays only the queried blocks."""
 
     tier: Tier
     num_blocks: int
     state_to_num_blocks: dict[BlockState, int]
     states: npt.NDArray[np.uint8]
-    """uint8[N], the `BlockState` of each block from the query's `first_block` on."""
+    """uint8[N]: the `BlockState` of each block from `Query.first_block` on."""
     ref_counts: Int32Array
-    """int32[N], parallel to it, or empty."""
+    """int32[N], parallel to `states`, or empty."""
     next_block: int | None
-    """The first block left out; None: none is."""
+    """The first block after the described ones; None: there are no more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceDescription:
-    """One live sequence."""
-
     seq_id: SeqId
     request_id: str
     output_index: int
@@ -87,33 +83,33 @@ class SequenceDescription:
     num_host_blocks: int
     num_disk_blocks: int
     num_shared_blocks: int
-    """Device blocks of it that others hold too."""
+    """Its device blocks that other sequences hold, too."""
     device_block_ids: Int32Array
-    """Its block table, if asked for."""
+    """Its block table; empty unless queried."""
     host_block_ids: Int32Array
     disk_block_ids: Int32Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """A core between two steps."""
+    """The state of a core between two steps."""
 
     block_size: int
     bytes_per_block: int
     tiers: tuple[TierDescription, ...]
     sequences: tuple[SequenceDescription, ...]
-    """By number."""
+    """Sorted by `seq_id`."""
     num_sequences: int
-    """All that are live."""
+    """Number of live sequences, described or not."""
     next_seq_id: SeqId | None
-    """The first sequence left out; None: none is."""
+    """The first sequence after the described ones; None: there are no more."""
 
 
 def describe(core: Scheduler, query: Query) -> Description:
-    """Describe a core; it takes time in proportion to its blocks and live sequences.
+    """Describe a core; takes time in proportion to its blocks and live sequences.
 
     Raises:
-        ValueError: A number of the query is beyond its limit.
+        ValueError: A number of the query exceeds its limit.
     """
     _check(query)
     live = sorted(core.live, key=lambda seq: seq.seq_id)
@@ -150,8 +146,8 @@ def _describe_pool(
     tier: Tier, pool: BlockPool[BlockIdT], pinned: Seq[int], query: Query
 ) -> TierDescription:
     ref_counts = pool.ref_counts.copy()
-    ref_counts[pinned] -= 1  # a pin is not a user
-    has_hash = np.array([each is not None for each in pool.books.hashes], np.bool_)
+    ref_counts[pinned] -= 1  # pins do not count as users
+    has_hash = np.array([block_hash is not None for block_hash in pool.books.hashes], np.bool_)
     states = np.full(pool.num_blocks, BlockState.FREE, np.uint8)
     states[has_hash] = BlockState.CACHED
     states[pinned] = BlockState.PINNED
@@ -173,7 +169,7 @@ def _describe_pool(
 def _sequences(
     core: Scheduler, seqs: list[Sequence], query: Query
 ) -> Iterator[SequenceDescription]:
-    """Describe sequences until their tables are too long together."""
+    """Describe sequences until their tables exceed the limit."""
     num_table_blocks = 0
     for seq in seqs:
         if query.with_block_tables:

@@ -1,4 +1,4 @@
-"""Snapshots of a core: what it holds and has done, and how well it uses its space."""
+"""Snapshots of a core: its load, its counters, and how well it uses its blocks."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Queues:
-    """The queues' lengths, cheap enough to read for every step."""
+    """Lengths of the queues; cheap enough to read for every step."""
 
     num_running: int
     num_waiting: int
@@ -24,7 +24,6 @@ class Queues:
 
 
 def read_queues(core: "Scheduler") -> Queues:
-    """Take a snapshot of the queues' lengths: a few lookups, where `read_load` is dozens."""
     return Queues(
         num_running=len(core.running),
         num_waiting=core.num_waiting,
@@ -33,17 +32,17 @@ def read_queues(core: "Scheduler") -> Queues:
 
 
 def read_prompts(core: "Scheduler") -> PromptQueue:
-    """Count the prompts of `core`; it takes time in proportion to those being computed.
+    """Count the prompt tokens to compute; takes time in proportion to the running prefills.
 
-    Of the waiting, only as many count as rows and blocks are left for, estimated by what they need
-    on average.
+    Waiting prompts count only as far as rows and blocks are left for them, estimated from their
+    average needs.
     """
     num_tokens = num_short_tokens = num_short = 0
     for seq in core.running.prefilling:
-        if (num_left := seq.num_tokens_left) > 1:  # else it costs what a decode does
+        if (num_left := seq.num_tokens_left) > 1:  # one token costs as much as a decode
             num_tokens += num_left
             is_long = core.budget.is_long(len(seq.token_ids) - seq.num_cached_tokens)
-            num_short_tokens += 0 if is_long else num_left  # the end of a long one is long
+            num_short_tokens += 0 if is_long else num_left  # the rest of a long one counts as long
             num_short += not is_long
     waiting = core.queue
     if waiting.num_tokens:
@@ -56,22 +55,20 @@ def read_prompts(core: "Scheduler") -> PromptQueue:
 
 
 def num_steps_sent(core: "Scheduler") -> int:
-    """Count the steps that `core` has planned."""
     return core.steps.last
 
 
 def num_steps_answered(core: "Scheduler") -> int:
-    """Count the steps that `core` has results of; they come in order."""
     return core.steps.last_answered
 
 
 def has_live_with(core: "Scheduler", salt: str) -> bool:
-    """Look whether a live request has a cache salt that begins with `salt`."""
+    """Return whether a live request has a cache salt that begins with `salt`."""
     return any(seq.request.cache_salt.startswith(salt) for seq in core.live)
 
 
 def read_load(core: "Scheduler") -> SchedulerLoad:
-    """Take a snapshot of `core`, in a time that does not depend on what is live."""
+    """Take a snapshot; the time does not depend on the number of live sequences."""
     return SchedulerLoad(
         memory_level=core.pressure.level,
         num_memory_preemptions=core.preemption.num_for_memory,
@@ -100,12 +97,12 @@ def read_load(core: "Scheduler") -> SchedulerLoad:
 
 
 def count_queued(core: "Scheduler") -> Counter[str]:
-    """Count the sequences that wait, by tenant; it takes time in proportion to those that live."""
+    """Count waiting sequences by tenant; takes time in proportion to the live sequences."""
     return Counter(seq.request.tenant for seq in core.live if seq.status not in RUNNING)
 
 
 def read_space(core: "Scheduler") -> SpaceReport:
-    """Look at the blocks of `core`; it takes time in proportion to pools and running sequences."""
+    """Measure the use of blocks; takes time in proportion to pools and running sequences."""
     running = core.running
     return SpaceReport(
         device=measure(core.pool.usable_ref_counts),

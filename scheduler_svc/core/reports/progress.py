@@ -1,4 +1,4 @@
-"""How far a request came at a worker that was lost: whether it may be what crashed it."""
+"""How far a request got at a lost worker, to find requests that crash workers."""
 
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -11,18 +11,17 @@ if TYPE_CHECKING:
 
 
 class Progress(Enum):
-    """What a request did at a worker since its sequences last got rows."""
+    """What a request achieved since its sequences last got rows."""
 
     WAITED = "waited"
-    """None of its sequences runs."""
+    """No sequence of it runs."""
     NONE = "none"
-    """It runs, and has gained no token."""
+    """It runs but has gained no token."""
     SOME = "some"
-    """It runs, and has gained tokens."""
+    """It runs and has gained tokens."""
 
 
 def read_progress(core: "Scheduler", request: Request) -> Progress:
-    """Look up a request that is live at `core`."""
     keys = range(request.first_seq_key, request.first_seq_key + request.n)
     seqs: list[Sequence] = []
     for seq in core.live.find(request.source, keys):
@@ -34,7 +33,7 @@ def read_progress(core: "Scheduler", request: Request) -> Progress:
 
 
 def _has_gained(core: "Scheduler", seq: Sequence) -> bool:
-    if seq.group is not None:  # each step of a beam begins with all tokens before it
+    if seq.group is not None:  # a beam gets a new row with all its tokens in each step
         return len(seq.token_ids) > seq.num_prompt_tokens
-    # `token_ids` are those that it brought to its row.
+    # `token_ids` has the tokens with which the sequence got its row.
     return seq.row is not None and core.rows.num_tokens(seq.row) > len(seq.token_ids)

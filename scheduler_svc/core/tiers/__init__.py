@@ -1,1 +1,1 @@
-"""KV below the device: host and disk."""
+"""The tiers below the device: host memory and disk."""

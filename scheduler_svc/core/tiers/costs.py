@@ -1,4 +1,4 @@
-"""Decides whether to move KV or compute it again, by the rates that the worker measured."""
+"""Decides whether moving KV or computing it again is faster, by the worker's measured rates."""
 
 from math import inf
 
@@ -6,18 +6,18 @@ from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 
 
 class Costs:
-    """Compares seconds. Ignores possible later prefix-cache hits."""
+    """Compares estimated seconds; ignores possible later prefix-cache hits."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
 
     def should_swap(self, num_blocks: int, num_spilled: int, num_tokens: int) -> bool:
-        """Whether to swap a preempted sequence's blocks out, and not to compute its tokens again.
+        """Whether to swap out a preempted sequence's blocks instead of computing them again.
 
         Args:
-            num_blocks: They go out and come in again.
-            num_spilled: Blocks that must go to the disk, and come back, to make room for them.
-            num_tokens: Those that they hold.
+            num_blocks: Blocks of the sequence, which are copied out and in again.
+            num_spilled: Blocks of others that go to the disk and back to make room.
+            num_tokens: Tokens with KV in the blocks.
         """
         config = self._config
         if config.preemption_mode is not PreemptionMode.COST:
@@ -27,7 +27,7 @@ class Costs:
         return swap_s + spill_s < _seconds(num_tokens, config.prefill_tokens_per_s)
 
     def should_load(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether to load blocks from the disk, and not to compute the tokens that this spares."""
+        """Whether to load `num_blocks` from the disk instead of computing `num_tokens`."""
         config = self._config
         if config.preemption_mode is not PreemptionMode.COST:
             return True
@@ -36,7 +36,7 @@ class Costs:
 
 
 def _seconds(amount: int, per_s: float) -> float:
-    """A rate that is not known is 0, and counts as bad."""
+    """Return the time for an amount; infinite if the rate is 0, which means unknown."""
     if not amount:
         return 0.0
     return amount / per_s if per_s else inf

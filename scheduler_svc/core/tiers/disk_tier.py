@@ -1,14 +1,15 @@
-"""The disk tier: its blocks, and what moves between them and the host's blocks.
+"""The disk tier: its blocks, and moves between disk blocks and host blocks.
 
-A move goes out with a plan and takes as long as it takes; the outcome of some later step says that
-it has ended. Stores go out with the next plan, all of them, because that plan may reuse their host
-blocks. Loads go out in the order asked for, `max_disk_moves` at a time, and never wait for stores.
+A plan starts a move, and the result of some later step reports its end. The next plan starts all
+requested stores, because it may reuse their host blocks. Loads start in the order of request, at
+most `max_disk_moves` at a time, and never wait for stores.
 
-Holders of a disk block, besides the sequences that have spilled to it:
+Besides sequences that have spilled, these hold a disk block:
 
-    a store   its disk block, from when it is asked for until it has ended. Only then can the block
-              be found: before, it holds nothing.
-    a load    its disk block and its host block, likewise. The host block can be found from then on.
+    a store   holds its disk block from the request to the end. The disk block can be found only
+              after the end, since it has no valid content before.
+    a load    holds its disk block and its host block in the same way. The host block can be found
+              after the end.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,11 +28,11 @@ from scheduler_svc.core.plan import PlanBuilder
 class _Load:
     source: DiskBlockId
     block_hash: BlockHash | None
-    """The hash of its content, if that may be found."""
+    """The hash of the content; None: the content must not be found."""
 
 
 class DiskBooks(NamedTuple):
-    """The moves under way, live; for invariants, which only read them."""
+    """Live views of the moves in progress, for invariants; read-only."""
 
     stores: Mapping[DiskBlockId, BlockHash | None]
     new_stores: Mapping[DiskBlockId, HostBlockId]
@@ -42,7 +43,7 @@ class DiskBooks(NamedTuple):
 
 
 class DiskTier:
-    """Owns the disk blocks, and the moves under way."""
+    """Owns the disk blocks and the moves in progress."""
 
     def __init__(self, config: SchedulerConfig, host_pool: BlockPool[HostBlockId]) -> None:
         self.pool = BlockPool(config.num_disk_blocks, DiskBlockId, eviction=config.eviction)
@@ -53,21 +54,21 @@ class DiskTier:
         self._max_moves = config.max_disk_moves
         self._stores: dict[DiskBlockId, BlockHash | None] = {}
         self._storing: dict[BlockHash, DiskBlockId] = {}
-        self._new_stores: dict[DiskBlockId, HostBlockId] = {}  # of `_stores`, not gone out
+        self._new_stores: dict[DiskBlockId, HostBlockId] = {}  # stores that were not sent yet
         self._loads: dict[HostBlockId, _Load] = {}
-        self._new_loads: dict[HostBlockId, DiskBlockId] = {}  # of `_loads`, not gone out
-        self._targets: dict[DiskBlockId, HostBlockId] = {}  # of `_loads`
+        self._new_loads: dict[HostBlockId, DiskBlockId] = {}  # loads that were not sent yet
+        self._targets: dict[DiskBlockId, HostBlockId] = {}  # the inverse of `_loads`
 
     # --- a step ---------------------------------------------------------------------------------
 
     @property
     def has_moves(self) -> bool:
-        """Whether a plan must go out, even if it computes nothing."""
+        """Whether a plan must be sent even if it computes nothing."""
         return bool(self._new_stores) or bool(self._new_loads and self._num_loads_left)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a move has not ended; an empty step waits for one of those gone out."""
+        """Whether a move has not ended. An empty step waits at the worker for the end of one."""
         return bool(self._stores or self._loads)
 
     @property
@@ -79,33 +80,33 @@ class DiskTier:
     def _num_loads_left(self) -> int:
         return self._max_moves - (len(self._loads) - len(self._new_loads))
 
-    def send(self, draft: PlanBuilder) -> None:
-        """Put what can move into a plan that goes out."""
-        draft.disk_store_src = list(self._new_stores.values())
-        draft.disk_store_dst = list(self._new_stores)
+    def send(self, builder: PlanBuilder) -> None:
+        """Add moves to a plan that is being sent."""
+        builder.disk_store_src = list(self._new_stores.values())
+        builder.disk_store_dst = list(self._new_stores)
         self._new_stores = {}
         for target in list(self._new_loads)[: self._num_loads_left]:
-            draft.disk_load_src.append(self._new_loads.pop(target))
-            draft.disk_load_dst.append(target)
+            builder.disk_load_src.append(self._new_loads.pop(target))
+            builder.disk_load_dst.append(target)
 
-    def answer(self, outcome: Result) -> None:
-        """End moves; what fails to be loaded is forgotten.
+    def answer(self, result: Result) -> None:
+        """Record the moves that a result reports; forget contents that failed to load.
 
         Raises:
-            BrokenInvariantError: There is no such move.
+            BrokenInvariantError: The result reports a move that was not sent.
         """
-        for stored in map(DiskBlockId, outcome.stored_disk_block_ids.tolist()):
+        for stored in map(DiskBlockId, result.stored_disk_block_ids.tolist()):
             self._end_store(stored, is_good=True)
-        for unstored in map(DiskBlockId, outcome.failed_disk_block_ids.tolist()):
+        for unstored in map(DiskBlockId, result.failed_disk_block_ids.tolist()):
             self._end_store(unstored, is_good=False)
-        for loaded in map(HostBlockId, outcome.loaded_host_block_ids.tolist()):
+        for loaded in map(HostBlockId, result.loaded_host_block_ids.tolist()):
             self._end_load(loaded, is_good=True)
-        for unloaded in map(HostBlockId, outcome.failed_host_block_ids.tolist()):
+        for unloaded in map(HostBlockId, result.failed_host_block_ids.tolist()):
             self._end_load(unloaded, is_good=False)
 
     def _end_store(self, block: DiskBlockId, *, is_good: bool) -> None:
         if block not in self._stores or block in self._new_stores:
-            raise BrokenInvariantError(f"no store to disk block {block} is under way")
+            raise BrokenInvariantError(f"no store to disk block {block} is in progress")
         block_hash = self._stores.pop(block)
         if block_hash is not None:
             del self._storing[block_hash]
@@ -117,7 +118,7 @@ class DiskTier:
 
     def _end_load(self, target: HostBlockId, *, is_good: bool) -> None:
         if target not in self._loads or target in self._new_loads:
-            raise BrokenInvariantError(f"no load to host block {target} is under way")
+            raise BrokenInvariantError(f"no load to host block {target} is in progress")
         load = self._loads.pop(target)
         del self._targets[load.source]
         if not is_good:
@@ -131,7 +132,6 @@ class DiskTier:
 
     @property
     def books(self) -> DiskBooks:
-        """The moves under way."""
         return DiskBooks(
             self._stores,
             self._new_stores,
@@ -144,12 +144,12 @@ class DiskTier:
     # --- stores ---------------------------------------------------------------------------------
 
     def demote(self, block: HostBlockId, block_hash: BlockHash) -> None:
-        """Keep the content of a cached host block that is being reused by the next plan.
+        """Store a cached host block that the next plan reuses.
 
-        It is lost if too many stores are under way already.
+        Its content is lost if too many stores are in progress.
         """
         if (known := self._find(block_hash)) is not None:
-            self.pool.share([known])  # as good as new
+            self.pool.share([known])  # makes it the most recently used
             self.pool.drop([known])
         elif len(self._stores) < self._max_moves and self.pool.num_available:
             self.pool.drop([self._store(block, block_hash)])
@@ -158,11 +158,11 @@ class DiskTier:
         """Store a host block with the next plan, which may reuse it, unless the disk has it.
 
         Args:
-            block: Holds what plans sent before have put there. A disk block is free.
-            block_hash: Of its content, if that may be found.
+            block: The host block, filled by plans sent before. A disk block must be available.
+            block_hash: The hash of its content; None: the content must not be found.
 
         Returns:
-            The disk block; the caller is a holder.
+            The disk block; the caller is a holder of it.
         """
         if block_hash is not None and (known := self._find(block_hash)) is not None:
             self.pool.share([known])
@@ -170,18 +170,18 @@ class DiskTier:
         return self._store(block, block_hash)
 
     def is_storing(self, block: DiskBlockId) -> bool:
-        """Whether a store to `block` has not ended, so that it cannot be loaded."""
+        """Whether a store to `block` has not ended, so that the block cannot be loaded."""
         return block in self._stores
 
     def _find(self, block_hash: BlockHash) -> DiskBlockId | None:
-        """Return the block that holds a content, or will."""
+        """Return the block that holds a content, or will hold it after a store."""
         if (block := self._storing.get(block_hash)) is not None:
             return block
         found = self.pool.find([block_hash])
         return found[0] if found else None
 
     def _store(self, source: HostBlockId, block_hash: BlockHash | None) -> DiskBlockId:
-        """Have a block stored in a new one, which the caller holds, as does the store."""
+        """Store a block in a new disk block, which both the caller and the store hold."""
         (block,) = self.pool.allocate(1)
         self.pool.share([block])
         self._stores[block] = block_hash
@@ -193,7 +193,7 @@ class DiskTier:
     # --- loads ----------------------------------------------------------------------------------
 
     def target(self, source: DiskBlockId) -> HostBlockId | None:
-        """Return the host block that `source` is being loaded to, if it is."""
+        """Return the host block that `source` is being loaded to, if any."""
         return self._targets.get(source)
 
     def is_loading_to(self, target: HostBlockId) -> bool:
@@ -201,12 +201,12 @@ class DiskTier:
         return target in self._loads
 
     def load(self, source: DiskBlockId, target: HostBlockId, block_hash: BlockHash | None) -> None:
-        """Load a disk block that holds something and is not being loaded.
+        """Load a stored disk block that is not being loaded.
 
         Args:
-            source: The block.
-            target: A new host block; the load takes its one reference.
-            block_hash: Of the content, if that may be found.
+            source: The disk block.
+            target: A new host block; the load takes over its one reference.
+            block_hash: The hash of the content; None: the content must not be found.
         """
         self.pool.share([source])
         self._loads[target] = _Load(source, block_hash)
@@ -214,7 +214,7 @@ class DiskTier:
         self._targets[source] = target
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
-        """Make contents unfindable, those on their way included: they are not to be trusted."""
+        """Remove the hashes of contents that may be wrong, including those being moved."""
         for block_hash in hashes:
             if (storing := self._storing.pop(block_hash, None)) is not None:
                 self._stores[storing] = None
@@ -224,7 +224,7 @@ class DiskTier:
                     load.block_hash = None
 
     def counts(self) -> dict[str, int]:
-        """Return its part of a `SchedulerLoad`, by field."""
+        """Return the disk tier's fields of `SchedulerLoad`."""
         return {
             "num_disk_blocks": self.pool.num_blocks,
             "num_free_disk_blocks": self.pool.num_free,

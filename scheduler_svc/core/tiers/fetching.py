@@ -1,9 +1,9 @@
-"""Sequences that wait for the disk: what they need is loaded to the host before their turn.
+"""Loads the KV of waiting sequences from the disk to the host.
 
-There are two kinds. One is swapped and has spilled: it needs all of its KV back. The other waits,
-and a part of its prompt is on the disk, past what the device has; it computes what does not fit on
-the host, or cannot be loaded. Both are FETCHING until the last load that they wait for has ended:
-out of the queue, so that others run; then they go back to their place in it.
+Two kinds of sequences wait for the disk. A swapped sequence that has spilled needs all its KV back.
+A new sequence may find a part of its prompt on the disk, beyond the part on the device; it computes
+what does not fit on the host or cannot be loaded. Both are FETCHING, out of the queue so that
+others can run, until their last load has ended. Then they return to their place in the queue.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,22 +22,22 @@ from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
 
 _Known = tuple[DiskBlockId, BlockHash | None]
-"""A disk block, and the hash of its content if that may be found."""
+"""A disk block, and the hash of its content; None: the prefix cache must not offer it."""
 
 
 class FetchStatus(Enum):
     """Whether the first sequence in the queue can start."""
 
     READY = auto()
-    """It need not wait for the disk."""
+    """The sequence does not have to wait for the disk."""
     FETCHING = auto()
-    """It has left the queue, to wait for loads."""
+    """The sequence has left the queue and waits for loads."""
     LATER = auto()
-    """It is swapped, and its blocks cannot be loaded yet."""
+    """The sequence is swapped, but its blocks cannot be loaded yet."""
 
 
 class Fetching:
-    """Takes sequences out of the queue, and brings them back."""
+    """Takes sequences out of the queue while their KV is loaded, and queues them again."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Fetching:
 
     @property
     def num_swapped(self) -> int:
-        """The swapped ones of them."""
+        """Number of swapped sequences among them."""
         return sum(bool(seq.disk_block_ids) for seq in self._awaited)
 
     @property
@@ -76,23 +76,23 @@ class Fetching:
         """The sequences that wait for each load."""
         return self._waiters
 
-    # --- there ----------------------------------------------------------------------------------
+    # --- starting to fetch ----------------------------------------------------------------------
 
     def enqueue(self, seq: Sequence) -> None:
-        """Queue a new sequence, or fetch its prefix from the disk ahead of its turn.
+        """Queue a new sequence, or fetch its prefix from the disk first.
 
-        Fetching ahead leaves half of the host to others.
+        Fetching ahead of time leaves half of the host to others.
         """
         room = self._tier.pool.num_available - self._tier.pool.num_blocks // 2
         if not (self._is_enabled and self._fetch_prefix(seq, room, may_be_part=False)):
             self._queue.push(seq)
 
     def at_turn(self, seq: Sequence, *, has_room: bool) -> FetchStatus:
-        """Fetch what the first in the queue needs.
+        """Fetch the KV that the first sequence in the queue needs.
 
         Args:
             seq: The first sequence in the queue.
-            has_room: Whether the device could take it: then others give up room on the host.
+            has_room: Whether the device has room for it; then others give up host blocks for it.
         """
         if not self._is_enabled:
             return FetchStatus.READY
@@ -103,23 +103,23 @@ class Fetching:
         return FetchStatus.READY
 
     def _fetch_prefix(self, seq: Sequence, room: int, *, may_be_part: bool) -> bool:
-        """Hold what the host has of a prefix past the device's part, and load the rest.
+        """Hold the host blocks of a prefix beyond the device's part, and load the rest.
 
         Args:
             seq: A waiting sequence, in the queue or not.
             room: Most host blocks to take.
-            may_be_part: Whether to load a part if they do not suffice for all.
+            may_be_part: Whether to load a part of the prefix if `room` is too small for all.
 
         Returns:
-            Whether there is something to wait for.
+            Whether the sequence waits for loads.
         """
         hashes = self._lookup.past_device(seq)
         num_on_host = len(self._tier.pool.find(hashes))
         if not self._disk.pool.find(hashes[num_on_host : num_on_host + 1]):
-            return False  # as most often, each time that the first in the queue is looked at
+            return False  # the usual case, since this is called for every step
         held: list[HostBlockId] = []
         loads: list[_Known] = []
-        num_spared = 0
+        num_saved = 0
         for block_hash in hashes:
             source = None
             if not (on_host := self._tier.pool.find([block_hash])):
@@ -137,8 +137,8 @@ class Fetching:
                 held += on_host
             else:
                 loads.append((source, block_hash))
-            num_spared += bool(loads)
-        if not loads or not self._costs.should_load(len(loads), num_spared * self._block_size):
+            num_saved += bool(loads)
+        if not loads or not self._costs.should_load(len(loads), num_saved * self._block_size):
             return False
         fetched = {*seq.fetched_block_ids}
         held = [block for block in held if block not in fetched]
@@ -147,53 +147,53 @@ class Fetching:
         return True
 
     def _fetch_spilled(self, seq: Sequence, *, has_room: bool) -> FetchStatus:
-        """Load a swapped sequence's spilled blocks, if it has any."""
+        """Load the spilled blocks of a swapped sequence, if it has any."""
         if not seq.disk_block_ids:
             return FetchStatus.READY
         pool, num_kept = self._tier.pool, len(seq.host_block_ids)
         num_full = seq.num_computed_tokens // self._block_size
         hashes = seq.block_hashes[:num_full][num_kept:]
-        places: list[HostBlockId | None] = []  # those on the host again, or on their way
+        on_host: list[HostBlockId | None] = []  # per disk block: its host block, perhaps loading
         for index, source in enumerate(seq.disk_block_ids):
             found = pool.find(hashes[index : index + 1]) if index < len(hashes) else []
-            places.append(found[0] if found else self._disk.target(source))
-            if places[-1] is None and self._disk.is_storing(source):
+            on_host.append(found[0] if found else self._disk.target(source))
+            if on_host[-1] is None and self._disk.is_storing(source):
                 return FetchStatus.LATER
-        there = [place for place in places if place is not None]
-        pool.share(there)  # before others give up theirs
-        num_missing = len(places) - len(there)
+        present = [block for block in on_host if block is not None]
+        pool.share(present)  # first, so that `make_for_fetch` does not free them
+        num_missing = len(on_host) - len(present)
         if num_missing > pool.num_available and not (
             has_room and self._room.make_for_fetch(seq, num_missing)
         ):
-            pool.drop(there)
+            pool.drop(present)
             return FetchStatus.LATER
-        padded = [*hashes, *[None] * (len(places) - len(hashes))]
+        padded = [*hashes, *[None] * (len(on_host) - len(hashes))]
         missing = [
             (source, block_hash)
-            for source, block_hash, place in zip(seq.disk_block_ids, padded, places, strict=True)
-            if place is None
+            for source, block_hash, block in zip(seq.disk_block_ids, padded, on_host, strict=True)
+            if block is None
         ]
-        loading = iter(self._begin(seq, missing, there))
-        seq.host_block_ids += tuple(next(loading) if p is None else p for p in places)
+        loading = iter(self._begin(seq, missing, present))
+        seq.host_block_ids += tuple(next(loading) if b is None else b for b in on_host)
         if not self._awaited[seq]:
-            self._come_back(seq)
+            self._requeue(seq)
         return FetchStatus.FETCHING
 
     def _begin(
-        self, seq: Sequence, loads: Iterable[_Known], there: Iterable[HostBlockId] = ()
+        self, seq: Sequence, loads: Iterable[_Known], present: Iterable[HostBlockId] = ()
     ) -> list[HostBlockId]:
         """Take a sequence out of the queue, and let it wait for loads.
 
         Args:
-            seq: It is in the queue, or about to be.
-            loads: What it waits for; those under way already are shared.
-            there: Host blocks that it holds, which may be targets of loads under way.
+            seq: A sequence that is in the queue, or would be queued otherwise.
+            loads: The disk blocks to load; loads in progress are shared.
+            present: Host blocks that it holds; some may be targets of loads in progress.
 
         Returns:
-            The loads' host blocks; the sequence is a holder of each.
+            The host blocks of `loads`; the sequence is a holder of each.
         """
         loads = list(loads)
-        # Held before anything is allocated, which may evict what is found on either tier.
+        # Hold the disk blocks first, because allocations may evict blocks of both tiers.
         self._disk.pool.share([source for source, _ in loads])
         targets = []
         for source, block_hash in loads:
@@ -203,24 +203,24 @@ class Fetching:
             self._tier.pool.share([target])
             targets.append(target)
         self._disk.pool.drop([source for source, _ in loads])
-        awaited = {block for block in (*targets, *there) if self._disk.is_loading_to(block)}
+        awaited = {block for block in (*targets, *present) if self._disk.is_loading_to(block)}
         if seq in self._queue:
             self._queue.remove(seq)
-        seq.move(SeqStatus.FETCHING)
+        seq.set_status(SeqStatus.FETCHING)
         self._awaited[seq] = awaited
         for target in awaited:
             self._waiters.setdefault(target, set()).add(seq)
         return targets
 
-    # --- and back -------------------------------------------------------------------------------
+    # --- ending ---------------------------------------------------------------------------------
 
-    def answer(self, outcome: Result) -> None:
-        """End disk moves; a sequence that waited for the last of its loads is queued again."""
-        self._disk.answer(outcome)
-        for block in map(DiskBlockId, outcome.failed_disk_block_ids.tolist()):
+    def answer(self, result: Result) -> None:
+        """Record finished disk moves; queue the sequences whose last load has ended."""
+        self._disk.answer(result)
+        for block in map(DiskBlockId, result.failed_disk_block_ids.tolist()):
             for seq in self._room.spilled_to(block):
                 self._give_up(seq)
-        for target in map(HostBlockId, outcome.failed_host_block_ids.tolist()):
+        for target in map(HostBlockId, result.failed_host_block_ids.tolist()):
             for seq in self._pop_waiters(target):
                 if seq.disk_block_ids:
                     self._give_up(seq)
@@ -228,12 +228,12 @@ class Fetching:
                     self._tier.pool.drop([target])
                     seq.fetched_block_ids = tuple(b for b in seq.fetched_block_ids if b != target)
                     self._arrive(seq, target)
-        for target in map(HostBlockId, outcome.loaded_host_block_ids.tolist()):
+        for target in map(HostBlockId, result.loaded_host_block_ids.tolist()):
             for seq in self._pop_waiters(target):
                 self._arrive(seq, target)
 
     def stop(self, seq: Sequence) -> None:
-        """Stop waiting for a sequence's loads; they go on, for the cache."""
+        """Stop waiting for a sequence's loads, which continue for the prefix cache."""
         for target in self._awaited.pop(seq):
             if (waiters := self._waiters.get(target)) is not None:
                 waiters.discard(seq)
@@ -241,7 +241,7 @@ class Fetching:
                     del self._waiters[target]
 
     def first_expired(self, now: float) -> Sequence | None:
-        """Return a sequence with a deadline that has passed, if there is one."""
+        """Return a sequence whose deadline has passed, if any."""
         for seq in self._awaited:
             if seq.request.deadline is not None and seq.request.deadline <= now:
                 return seq
@@ -253,17 +253,17 @@ class Fetching:
     def _arrive(self, seq: Sequence, target: HostBlockId) -> None:
         self._awaited[seq].discard(target)
         if not self._awaited[seq]:
-            self._come_back(seq)
+            self._requeue(seq)
 
-    def _come_back(self, seq: Sequence) -> None:
+    def _requeue(self, seq: Sequence) -> None:
         self.stop(seq)
-        seq.move(SeqStatus.SWAPPED if seq.disk_block_ids else SeqStatus.WAITING)
+        seq.set_status(SeqStatus.SWAPPED if seq.disk_block_ids else SeqStatus.WAITING)
         self._disk.pool.drop(seq.disk_block_ids)
         seq.disk_block_ids = ()
         self._queue.push(seq)
 
     def _give_up(self, seq: Sequence) -> None:
-        """Let a swapped sequence that has lost a part of its KV compute it again."""
+        """Drop the KV of a swapped sequence that has lost a part of it."""
         if seq.status is SeqStatus.FETCHING:
-            self._come_back(seq)
+            self._requeue(seq)
         self._room.give_up(seq)

@@ -1,8 +1,8 @@
-"""Makes room on the host: which waiting sequences give theirs up for others, and how.
+"""Makes room on the host by taking blocks from waiting sequences.
 
-First, blocks fetched for waiting sequences are dropped; the prefix cache may keep them. Then
-swapped sequences spill, the last in order first: their last blocks go to the disk. If the disk is
-full, too, the KV of those behind the sequence that needs room is dropped.
+First it drops blocks that were fetched for waiting sequences; the prefix cache may keep them. Then
+swapped sequences spill their last blocks to the disk, the last sequence in order first. If the disk
+is full, too, swapped sequences lose their KV, again the last in order first.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 
 class HostRoom:
-    """Takes host and disk blocks from waiting sequences, or makes them spill."""
+    """Takes host and disk blocks from waiting sequences, or lets them spill."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class HostRoom:
         self._live = live
 
     def make_for_swap(self, num_blocks: int, num_tokens: int) -> bool:
-        """Make room for the blocks of a sequence that is preempted, if a swap is worth it.
+        """Make room for the blocks of a preempted sequence if a swap is worth its cost.
 
         Returns:
-            Whether to swap it out: it is worth it, and there is room.
+            Whether to swap the sequence out: the swap is worth its cost and the host has room.
         """
         if num_blocks > self._tier.pool.num_blocks:
             return False
@@ -56,10 +56,10 @@ class HostRoom:
         return True
 
     def make_for_fetch(self, seq: Sequence, num_blocks: int) -> bool:
-        """Make room for blocks of a swapped sequence that is the first in order.
+        """Make room to load blocks of the first swapped sequence in order.
 
         Returns:
-            Whether there is; if not, moves under way may make some.
+            Whether there is room; if not, moves in progress may make some.
         """
         self._let_go(num_blocks)
         if num_blocks > self._tier.pool.num_available:
@@ -67,21 +67,21 @@ class HostRoom:
                 self._spill(other, num_kept)
         if self._tier.is_moving or self._tier.disk.is_loading:
             return num_blocks <= self._tier.pool.num_available
-        for other in self._last_first(SeqStatus.SWAPPED, seq):  # all that hold host blocks
+        for other in self._last_first(SeqStatus.SWAPPED, seq):
             if num_blocks <= self._tier.pool.num_available:
                 break
             self.give_up(other)
         return num_blocks <= self._tier.pool.num_available
 
     def give_up(self, seq: Sequence) -> None:
-        """Drop a swapped sequence's KV; it will be computed again."""
+        """Drop the KV of a swapped sequence, which will be computed again."""
         self._queue.remove(seq)
         self.release(seq)
-        seq.move(SeqStatus.WAITING)
+        seq.set_status(SeqStatus.WAITING)
         self._queue.push(seq)
 
     def spilled_to(self, block: DiskBlockId) -> list[Sequence]:
-        """Return the swapped sequences that have KV in a disk block, which few have."""
+        """Return the swapped sequences with KV in a disk block."""
         return [
             seq
             for seq in self._live
@@ -89,7 +89,7 @@ class HostRoom:
         ]
 
     def release(self, seq: Sequence) -> None:
-        """Take all host and disk blocks from a sequence."""
+        """Drop all host and disk blocks of a sequence."""
         self._tier.pool.drop(seq.host_block_ids)
         self._tier.pool.drop(seq.fetched_block_ids)
         self._tier.disk.pool.drop(seq.disk_block_ids)
@@ -118,10 +118,10 @@ class HostRoom:
     def _find_spills(
         self, num_blocks: int, but: Sequence | None = None
     ) -> list[tuple[Sequence, int]] | None:
-        """Find which sequences must spill for `num_blocks` to be available, and what each keeps.
+        """Find the sequences that must spill to make `num_blocks` available.
 
         Returns:
-            None if that is impossible.
+            Each sequence with the number of host blocks that it keeps; None if it is impossible.
         """
         pool = self._tier.pool
         num_lacking, num_disk_blocks = (
@@ -131,7 +131,7 @@ class HostRoom:
         spills = []
         for seq in self._last_first(SeqStatus.SWAPPED, but):
             if any(map(self._tier.is_leaving_device, seq.host_block_ids)):
-                continue  # nothing to store yet
+                continue  # its host blocks are not filled yet
             num_kept = len(seq.host_block_ids)
             while num_kept and num_lacking > 0:
                 num_kept -= 1
@@ -143,7 +143,7 @@ class HostRoom:
         return None
 
     def _spill(self, seq: Sequence, num_kept: int) -> None:
-        """Move a swapped sequence's last blocks on the host to the disk, in the next plan."""
+        """Move the last host blocks of a swapped sequence to the disk with the next plan."""
         spilled: tuple[HostBlockId, ...] = seq.host_block_ids[num_kept:]
         num_full = seq.num_computed_tokens // self._block_size
         hashes = seq.block_hashes[:num_full][num_kept:]

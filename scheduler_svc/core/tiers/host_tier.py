@@ -1,11 +1,11 @@
-"""The host tier: its blocks, and which step moves what between them and the device's blocks.
+"""The host tier: its blocks, and moves between host blocks and device blocks.
 
-Moves are requested at any time and go out with a plan, in one direction at a time: a step swaps out
-or swaps in, never both. Swap-outs go first, all with the next plan, because that plan may reuse
-their device blocks. Swap-ins wait for a plan without swap-outs. So that there is one, nothing is
-demoted while they wait; then only preemption swaps out, and no more than what runs.
+Moves are requested at any time and sent with a plan. A step swaps out or swaps in, never both. The
+next plan has all requested swap-outs, because it may reuse their device blocks. Swap-ins wait for a
+plan without swap-outs. While swap-ins wait, no block is demoted, so that such a plan comes soon:
+then only preemption swaps out, and only running sequences can be preempted.
 
-A swap-in holds a reference to its host block from its request until its step is answered. The
+A swap-in holds a reference to its host block from its request to the result of its step. The
 sequences that wait for it hold the device block.
 """
 
@@ -24,22 +24,22 @@ from scheduler_svc.core.tiers.disk_tier import DiskTier
 
 
 class HostBooks(NamedTuple):
-    """The swap-ins under way, live; for invariants, which only read them."""
+    """Live views of the swap-ins in progress, for invariants; read-only."""
 
-    waiting: Mapping[DeviceBlockId, HostBlockId]
-    """Those that have not gone out."""
+    unsent: Mapping[DeviceBlockId, HostBlockId]
+    """Swap-ins that were not sent yet."""
     sent: list[tuple[DeviceBlockId, HostBlockId]]
-    """Those that are not answered."""
+    """Swap-ins that were sent and have no result yet."""
     targets: Mapping[HostBlockId, DeviceBlockId]
 
 
 class HostTier:
-    """Owns the host blocks, and the moves under way."""
+    """Owns the host blocks and the moves in progress."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        # Without a prefix cache there is something to evict only after a scheduler's restart: what
-        # was swapped out and is not claimed yet, or never will be. The disk is not written for it.
+        # Without a prefix cache, only blocks that an earlier scheduler swapped out and no request
+        # has claimed can be evicted. Those are not worth writing to the disk.
         demotes = config.num_disk_blocks > 0 and config.enable_prefix_caching
         self.pool = BlockPool(
             config.num_host_blocks,
@@ -52,53 +52,53 @@ class HostTier:
         self.num_swapped_in = 0
         self.num_demoted = 0
         self.num_promoted = 0
-        # By host block: of two moves to one, as when it is evicted again, the later counts.
+        # By host block: if a block is evicted and used again, the later swap-out counts.
         self._swap_outs: dict[HostBlockId, DeviceBlockId] = {}
-        self._swap_ins: dict[DeviceBlockId, HostBlockId] = {}  # first come, first served
+        self._swap_ins: dict[DeviceBlockId, HostBlockId] = {}  # not sent yet, in order of request
         self._in_flight: deque[tuple[StepId, dict[DeviceBlockId, HostBlockId]]] = deque()
-        self._targets: dict[HostBlockId, DeviceBlockId] = {}  # of swap-ins not answered
+        self._targets: dict[HostBlockId, DeviceBlockId] = {}  # of swap-ins without a result
         self.loses_evicted = False
-        """Whether what this step evicts from the device is lost: it may be one that swaps in."""
+        """Whether blocks that this step evicts from the device are lost: the step may swap in, and
+        then cannot demote."""
         self._num_demotions_left = 0
 
     # --- a step ---------------------------------------------------------------------------------
 
     @property
     def has_moves(self) -> bool:
-        """Whether a plan must go out, even if it computes nothing."""
+        """Whether a plan must be sent even if it computes nothing."""
         return bool(self._swap_outs or self._swap_ins) or self.disk.has_moves
 
     @property
     def is_moving(self) -> bool:
-        """Whether blocks are on their way between host and device, or about to be."""
+        """Whether moves between host and device are requested or in progress."""
         return bool(self._swap_outs or self._swap_ins or self._in_flight)
 
     def begin_step(self) -> None:
-        """Start planning a step."""
         self.loses_evicted = bool(self._swap_ins)
         self._num_demotions_left = 0 if self._swap_ins else self._config.max_swap_blocks
 
-    def send(self, draft: PlanBuilder) -> None:
-        """Put what can move into a plan that goes out."""
-        self.disk.send(draft)
+    def send(self, builder: PlanBuilder) -> None:
+        """Add moves to a plan that is being sent."""
+        self.disk.send(builder)
         if self._swap_outs:
-            draft.swap_out_src = list(self._swap_outs.values())
-            draft.swap_out_dst = list(self._swap_outs)
+            builder.swap_out_src = list(self._swap_outs.values())
+            builder.swap_out_dst = list(self._swap_outs)
             self._swap_outs = {}
-            self.num_swapped_out += len(draft.swap_out_src)
+            self.num_swapped_out += len(builder.swap_out_src)
         elif self._swap_ins:
             moves = dict(list(self._swap_ins.items())[: self._config.max_swap_blocks])
             for target in moves:
                 del self._swap_ins[target]
-            draft.swap_in_src, draft.swap_in_dst = list(moves.values()), list(moves)
-            self._in_flight.append((draft.step_id, moves))
+            builder.swap_in_src, builder.swap_in_dst = list(moves.values()), list(moves)
+            self._in_flight.append((builder.step_id, moves))
             self.num_swapped_in += len(moves)
 
     def answer(self, step: StepId, failed: Int32Array) -> None:
-        """End a step's swap-ins; what the host held for `failed` ones is forgotten.
+        """Record the end of a step's swap-ins; forget the host contents of failed ones.
 
         Raises:
-            BrokenInvariantError: One of `failed` is not of this step.
+            BrokenInvariantError: This step did not swap in one of `failed`.
         """
         moves: dict[DeviceBlockId, HostBlockId] = {}
         if self._in_flight and self._in_flight[0][0] == step:
@@ -111,7 +111,6 @@ class HostTier:
 
     @property
     def books(self) -> HostBooks:
-        """The swap-ins under way."""
         sent = [move for _, moves in self._in_flight for move in moves.items()]
         return HostBooks(self._swap_ins, sent, self._targets)
 
@@ -120,14 +119,15 @@ class HostTier:
     def swap_out(
         self, blocks: Sequence[DeviceBlockId], hashes: Sequence[BlockHash]
     ) -> list[HostBlockId]:
-        """Copy device blocks with the next plan, before which nothing new may write them.
+        """Copy device blocks to the host with the next plan; until then no other step writes them.
 
         Args:
-            blocks: As many as `num_available` of the pool, at most.
-            hashes: Of the first of them, the full ones; found on the host from now on.
+            blocks: At most as many as the host pool has available.
+            hashes: The hashes of the full blocks, which come first. They can be found on the host
+                from now on.
 
         Returns:
-            The host blocks; the caller holds them.
+            The host blocks; the caller is a holder of each.
         """
         targets = self.pool.allocate(len(blocks))
         self._swap_outs.update(zip(targets, blocks, strict=True))
@@ -135,34 +135,35 @@ class HostTier:
         return targets
 
     def swap_in(self, sources: Iterable[HostBlockId], targets: Iterable[DeviceBlockId]) -> None:
-        """Copy held host blocks to device blocks, as soon as a step has room; takes the references.
+        """Copy host blocks to device blocks as soon as a step has room.
 
-        `is_loading` is true of the targets until the step that copies them is answered.
+        The move takes over a reference to each source. `is_loading` is true for the targets until
+        the result of the step that copies them.
         """
         for source, target in zip(sources, targets, strict=True):
             self._swap_ins[target] = source
             self._targets[source] = target
 
     def cancel_swap_ins(self, targets: Iterable[DeviceBlockId]) -> None:
-        """Cancel those of `targets` that have not gone out; no sequence waits for them any more."""
+        """Cancel the swap-ins to `targets` that were not sent; no sequence waits for them."""
         for target in targets:
             if (source := self._swap_ins.pop(target, None)) is not None:
                 self._end({target: source})
 
-    def is_waiting(self, target: DeviceBlockId) -> bool:
-        """Whether the swap-in to `target` has not gone out."""
+    def is_unsent(self, target: DeviceBlockId) -> bool:
+        """Whether the swap-in to `target` was not sent yet."""
         return target in self._swap_ins
 
     def is_loading(self, target: DeviceBlockId) -> bool:
-        """Whether the swap-in to `target` has not been answered."""
+        """Whether the swap-in to `target` is requested or in progress."""
         return target in self._swap_ins or any(target in moves for _, moves in self._in_flight)
 
     def is_leaving_device(self, block: HostBlockId) -> bool:
-        """Whether a plan that has not gone out will fill a host block."""
+        """Whether the next plan will fill a host block."""
         return block in self._swap_outs
 
     def take_free(self) -> HostBlockId:
-        """Return a free host block, which nothing else will be copied to."""
+        """Allocate a host block, and cancel a swap-out to it if one was requested."""
         (block,) = self.pool.allocate(1)
         self._swap_outs.pop(block, None)
         return block
@@ -177,39 +178,39 @@ class HostTier:
 
     @property
     def num_demotions_left(self) -> int:
-        """Cached device blocks that the plan being made can demote without delaying swap-ins."""
+        """Number of cached device blocks that this plan can demote without delaying swap-ins."""
         if self._swap_ins and not self._swap_outs:
             return 0
         return min(self._num_demotions_left, self.pool.num_available)
 
     def demote(self, block: DeviceBlockId, block_hash: BlockHash) -> None:
-        """Keep the content of a cached device block that the next plan reuses or takes out of use.
+        """Copy a cached device block to the host that the next plan reuses or takes out of use.
 
-        If that is between two steps, what the last one has left of its demotions bounds it.
+        Between two steps, the limit of the last step's demotions still applies.
         """
         if found := self.pool.find([block_hash]):
-            self.pool.share(found)  # as good as new
+            self.pool.share(found)  # makes it the most recently used
             self.pool.drop(found)
         elif self._num_demotions_left and self.pool.num_available:
             self._num_demotions_left -= 1
             self.num_demoted += 1
-            # As `swap_out`, which this is most of the calls of.
+            # The same as `swap_out` for one block, but faster, since demotions are frequent.
             targets = self.pool.allocate(1)
             self._swap_outs[targets[0]] = block
             self.pool.publish(targets, [block_hash])
             self.pool.drop(targets)
 
     def _evict(self, block: HostBlockId, block_hash: BlockHash) -> None:
-        """Demote a host block that is being reused, unless it has not even been filled."""
+        """Demote a host block that is being reused, unless it has not been filled yet."""
         if not self.is_leaving_device(block):
             self.disk.demote(block, block_hash)
 
     def find(self, hashes: Iterable[BlockHash]) -> tuple[list[DeviceBlockId], list[HostBlockId]]:
-        """Look up the longest prefix of `hashes` that the host has; changes nothing.
+        """Look up the longest prefix of `hashes` on the host; changes nothing.
 
         Returns:
-            Blocks that are being swapped in already, for another sequence; and the host blocks
-            after them.
+            Device blocks that are being swapped in for another sequence, then host blocks after
+            them.
         """
         loading: list[DeviceBlockId] = []
         sources: list[HostBlockId] = []
@@ -221,13 +222,13 @@ class HostTier:
         return loading, sources
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
-        """Make contents unfindable here and on the disk: they are not to be trusted."""
+        """Remove the hashes of contents that may be wrong, on host and disk."""
         for block_hash in hashes:
             self.pool.forget(self.pool.find([block_hash]))
             self.disk.forget([block_hash])
 
     def counts(self) -> dict[str, int]:
-        """Return its part of a `SchedulerLoad`, and the disk's, by field."""
+        """Return the host and disk tiers' fields of `SchedulerLoad`."""
         return {
             "num_host_blocks": self.pool.num_blocks,
             "num_free_host_blocks": self.pool.num_free,

@@ -1,4 +1,4 @@
-"""bench/gpu.sh works: tried with tiny shapes on a CPU, and with parts that fail."""
+"""bench/gpu.sh works: with tiny shapes on a CPU, and with parts that fail."""
 
 import json
 import os

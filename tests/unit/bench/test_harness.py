@@ -1,4 +1,4 @@
-"""What all benchmarks share: turns and their ratios, tables, the command line, the clock."""
+"""The benchmarks' harness: turns and their ratios, tables, the command line, the clock."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def test_json_has_the_numbers_and_the_machine(tmp_path, monkeypatch):
     )
 
 
-def test_what_cannot_be_measured_ends_the_script_with_its_reason(monkeypatch):
+def test_a_failed_measurement_ends_the_script_with_its_reason(monkeypatch):
     from harness.case import BenchError, arguments, main  # noqa: PLC0415
 
     async def measure(_):
@@ -83,7 +83,7 @@ def test_a_clock_runs_events_in_order_of_time_then_of_setting():
     assert seen == [(2.0, "b"), (2.0, "c")]
 
 
-def test_an_answerer_is_asked_in_json_and_its_end_is_told():
+def test_an_answerer_takes_json_and_its_end_is_an_error():
     from harness.case import BenchError  # noqa: PLC0415
     from harness.processes import Answerer  # noqa: PLC0415
 
@@ -96,7 +96,7 @@ def test_an_answerer_is_asked_in_json_and_its_end_is_told():
 
 async def test_slots_share_the_items_and_the_first_error_is_raised():
     from harness.case import BenchError  # noqa: PLC0415
-    from harness.load import in_slots  # noqa: PLC0415
+    from harness.closed_loop import in_parallel  # noqa: PLC0415
 
     seen = []
 
@@ -106,7 +106,7 @@ async def test_slots_share_the_items_and_the_first_error_is_raised():
             raise BenchError("status 500")
 
     with pytest.raises(BenchError, match="status 500"):
-        await in_slots(range(100), 2, send)
+        await in_parallel(range(100), 2, send)
     assert seen[:4] == [0, 1, 2, 3]
 
 

@@ -1,8 +1,8 @@
-"""How `bench/serve.py` compares with another server: in turns, by ratios within a round."""
+"""`bench/serve.py` compares with another server in turns, by ratios within a round."""
 
 
 def result(output_tok_s, ttft_mean_ms, itl_p99_ms, concurrency=8):
-    from harness.load import LoadResult  # noqa: PLC0415
+    from harness.closed_loop import LoadResult  # noqa: PLC0415
 
     return LoadResult(
         concurrency=concurrency,
@@ -21,7 +21,7 @@ async def test_sides_take_turns_on_the_same_prompts_and_every_other_round_in_rev
     monkeypatch, capsys
 ):
     import serve  # noqa: PLC0415
-    from harness.load import Workload  # noqa: PLC0415
+    from harness.closed_loop import Workload  # noqa: PLC0415
 
     taken = []
     results = {
@@ -55,7 +55,7 @@ async def test_sides_take_turns_on_the_same_prompts_and_every_other_round_in_rev
 
 
 async def test_without_a_peer_there_is_nothing_to_compare():
-    from harness.load import median_of  # noqa: PLC0415
+    from harness.closed_loop import median_of  # noqa: PLC0415
     from serve import Rounds  # noqa: PLC0415
 
     loads = Rounds([result(10, 50, 8), result(20, 40, 9)], [])

@@ -1,4 +1,4 @@
-"""A recording of a worker whose times are known, played again under its policy and another."""
+"""A recording with known step times, simulated under its own policy and another."""
 
 import heapq
 import io
@@ -36,13 +36,13 @@ def make_request(key, num_prompt_tokens=9, max_tokens=12, n=1, priority=0, **cha
 
 
 def draw(row: SimulatedRow) -> Draw:
-    """Let those whose first token is a multiple of 3 stop after 5 tokens."""
+    """Stop sequences whose first token is a multiple of 3 after 5 tokens."""
     stops = int(row.new.token_ids[0]) % 3 == 0 and row.num_outputs == 4
     return Draw(7 + row.num_outputs, stops)
 
 
 class Clock:
-    """A recorder's, which stands still until it is set."""
+    """A recorder's clock, which a test sets."""
 
     now = 0.0
 
@@ -51,7 +51,7 @@ class Clock:
 
 
 class Engine:
-    """Does what a session and its worker do, on a clock of its own."""
+    """Acts as a session and its worker, with its own clock."""
 
     def __init__(self, core, calls, clock, lead_s):
         """`lead_s`: how long before a step ends the next one goes out, at most."""

@@ -1,4 +1,4 @@
-"""The split's tax of `bench/serve.py`, and the links within one process that it compares with."""
+"""The cost of the split in `bench/serve.py`, and the links of the service in one process."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from rpc.peers.channel import open_channel
 
 async def test_turns_are_taken_in_order_and_in_reverse_on_the_same_requests_after_a_warm_up():
     from engines.split import GRPC, HTTP, ONE_GRPC, measure_split  # noqa: PLC0415
-    from harness.load import Workload  # noqa: PLC0415
+    from harness.closed_loop import Workload  # noqa: PLC0415
 
     taken = []
 
@@ -103,7 +103,7 @@ async def test_a_message_is_handed_over_and_a_refusal_is_a_status():
         await call.write(hello)
         assert (await call.read()).welcome.epoch == 3
         await call.write(cancel)
-        for _ in range(2):  # it stays refused
+        for _ in range(2):  # it is refused each time
             with pytest.raises(grpc.aio.AioRpcError, match="no such sequence"):
                 await call.read()
 

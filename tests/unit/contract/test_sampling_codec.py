@@ -1,4 +1,4 @@
-"""Sampling parameters and requests keep each field on their way through protobuf."""
+"""Sampling parameters and requests keep each field through protobuf."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""A worker behind a real socket, and tiny models that are made once."""
+"""Fixtures: a worker behind a real socket, and tiny models that are made once."""
 
 import asyncio
 

@@ -1,7 +1,7 @@
-"""`cuda.bindings.driver` without a GPU: what it is asked for virtual memory, and held to the rules.
+"""`cuda.bindings.driver` without a GPU: its calls for virtual memory, which enforce their rules.
 
 A device has a budget that several processes' drivers may share. Its memory is the host's, so that
-tensors can be made of it. What is not mapped, and what nobody has zeroed, is full of POISON.
+tensors can be made of it. Memory that is not mapped, or not zeroed yet, is full of POISON.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ class Budget:
 
 
 class FakeCudaDriver:
-    """`refuses` names a call that fails, and is done so once, the nth time."""
+    """`refuses` names a call that fails once, at its nth time."""
 
     CUresult = CUresult
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
@@ -57,9 +57,9 @@ class FakeCudaDriver:
         self.ranges = {}
         """The reserved ranges: address to memory."""
         self.handles = {}
-        """Created and not released: to bytes."""
+        """Bytes of each handle that was created and not released."""
         self.mapped = {}
-        """Address to bytes, and whether it is accessible."""
+        """By address: the bytes of each mapping, and whether it is accessible."""
         self._refuses, self._nth = refuses, nth
         self._num_handles = 0
 
@@ -144,7 +144,7 @@ class FakeCudaDriver:
 
 
 class HostChunks(CudaChunks):
-    """`CudaChunks` whose tensor is of the host's memory that the fake driver has given."""
+    """`CudaChunks` whose tensor is on the fake driver's host memory."""
 
     def __init__(self, driver, max_bytes, chunk_bytes=2 * GRANULARITY):
         super().__init__(driver, torch.device("cuda", 0), max_bytes, chunk_bytes)

@@ -1,8 +1,8 @@
-"""A backend without a GPU: to capture is to remember what computes, to replay is to call it."""
+"""A backend without a GPU: `capture` stores the computation, and a replay calls it."""
 
 
 class FakeGraphs:
-    """`fails_at` is the number of the capture that fails, from 0; None: none does."""
+    """`fails_at` is the number of the capture that fails, from 0; None: none fails."""
 
     def __init__(self, fails_at=None):
         self.fails_at = fails_at

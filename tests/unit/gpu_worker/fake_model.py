@@ -1,4 +1,4 @@
-"""A model and pool whose next token is a hash of the whole context as the pool holds it.
+"""A fake model and pool: the next token is a hash of the whole context in the pool.
 
 The pool keeps the token and position written to each slot. A wrong slot, block table, position,
 copy or order of tokens changes every token after it.
@@ -14,7 +14,7 @@ _MODULUS = 1_000_003
 
 
 def next_token(token_ids):
-    """What the fake model continues `token_ids` with, greedily."""
+    """The fake model's greedy next token."""
     return context_hash(token_ids) % VOCAB_SIZE
 
 
@@ -52,7 +52,7 @@ class FakePool:
 
 
 class FakeModel:
-    """Greedy, it continues as `continue_greedily`; `nan_after` names a token that breaks it."""
+    """Its greedy output is `continue_greedily`; after the token `nan_after` its logits are NaN."""
 
     def __init__(self, nan_after=None):
         self.nan_after = nan_after
@@ -87,7 +87,7 @@ class FakeModel:
 
     @staticmethod
     def _check_wanted(metadata, positions):
-        """The wanted tokens are each sequence's last ones, and described like a step's."""
+        """Check that the wanted tokens are each sequence's last ones, with consistent metadata."""
         if metadata.wanted is None:
             return
         places, wanted = metadata.wanted.places, metadata.wanted.metadata

@@ -1,4 +1,4 @@
-"""Sampling once more, deliberately naive: one row at a time, whole sorts, no shared code."""
+"""A naive reference of sampling: one row at a time, full sorts, no shared code."""
 
 import math
 

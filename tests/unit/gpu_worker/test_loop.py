@@ -13,7 +13,7 @@ from gpu_worker.loop import StepLoop
 pytestmark = pytest.mark.timeout(120)
 
 IDLE = 77
-"""Has the executor below take a step for one that only waits for the disk."""
+"""The executor below treats a step with this number as one that only waits for the disk."""
 
 
 class FakeLaunched:
@@ -34,7 +34,7 @@ class FakeLaunched:
 
 
 class FakeExecutor:
-    """A device that finishes a step when it is told to, and writes down what it is asked."""
+    """A device that finishes a step on demand, and records all calls."""
 
     def __init__(self, max_in_flight=2):
         self.max_in_flight = max_in_flight
@@ -79,7 +79,7 @@ class FakeExecutor:
     def close(self):
         self._write("close")
 
-    async def saw(self, entry):
+    async def wait_for(self, entry):
         """Wait until `entry` is in the log."""
 
         def wait():
@@ -111,14 +111,14 @@ async def loop(executor):
 
 async def test_a_gpu_gets_the_next_step_before_the_one_before_is_done(executor, loop):
     first = loop.submit(0, Plan(1, 0))
-    await executor.saw(("launch", 1))
+    await executor.wait_for(("launch", 1))
     second = loop.submit(0, Plan(2, 0))
-    await executor.saw(("launch", 2))
+    await executor.wait_for(("launch", 2))
     third = loop.submit(0, Plan(3, 0))
     assert not first.done()
     executor.launched[1].finished.set()
     assert (await first).step_id == 1
-    await executor.saw(("launch", 3))
+    await executor.wait_for(("launch", 3))
     assert not second.done()
     executor.launched[2].finished.set()
     executor.launched[3].finished.set()
@@ -128,7 +128,7 @@ async def test_a_gpu_gets_the_next_step_before_the_one_before_is_done(executor, 
 
 async def test_a_result_does_not_wait_for_the_next_step(executor, loop):
     only = loop.submit(0, Plan(1, 0))
-    await executor.saw(("launch", 1))
+    await executor.wait_for(("launch", 1))
     executor.launched[1].finished.set()
     assert (await only).step_id == 1
 
@@ -145,12 +145,12 @@ async def test_a_result_that_gets_a_head_start_is_there_before_the_next_step_beg
     monkeypatch.setattr("gpu_worker.loop.time.sleep", nap)
     executor.max_in_flight, executor.head_start_s = 1, 0.5
     first, second = loop.submit(0, Plan(1, 0)), loop.submit(0, Plan(2, 0))
-    await executor.saw(("launch", 1))
+    await executor.wait_for(("launch", 1))
     executor.launched[1].finished.set()
     await first
     assert ("launch", 2) not in executor.log
     is_over.set()
-    await executor.saw(("launch", 2))
+    await executor.wait_for(("launch", 2))
     executor.launched[2].finished.set()
     assert (await second).step_id == 2
     assert 0.5 in naps
@@ -158,9 +158,9 @@ async def test_a_result_that_gets_a_head_start_is_there_before_the_next_step_beg
 
 async def test_attaching_waits_for_the_device_and_drops_the_steps_of_the_one_before(executor, loop):
     first = loop.submit(0, Plan(1, 0))
-    await executor.saw(("launch", 1))
+    await executor.wait_for(("launch", 1))
     attached = asyncio.ensure_future(loop.attach(1))
-    await asyncio.sleep(0)  # lets it start, so that it comes before the step below
+    await asyncio.sleep(0)  # starts it before the step below
     late = loop.submit(0, Plan(2, 0))
     executor.launched[1].finished.set()
     await attached
@@ -176,7 +176,7 @@ async def test_an_idle_step_is_answered_when_the_disk_has_done_something(
 ):
     executor.max_in_flight = max_in_flight
     idle, behind = loop.submit(0, Plan(1, IDLE)), loop.submit(0, Plan(2, IDLE))
-    await executor.saw(("launch", 2))
+    await executor.wait_for(("launch", 2))
     assert not idle.done()
     executor.launched[1].finished.set()
     await idle
@@ -189,7 +189,7 @@ async def test_an_idle_step_is_answered_when_the_disk_has_done_something(
 async def test_an_idle_step_is_answered_when_one_behind_it_computes(executor, loop, max_in_flight):
     executor.max_in_flight = max_in_flight
     idle = loop.submit(0, Plan(1, IDLE))
-    await executor.saw(("launch", 1))
+    await executor.wait_for(("launch", 1))
     computing = loop.submit(0, Plan(2, 0))
     await idle
     executor.launched[2].finished.set()
@@ -198,14 +198,14 @@ async def test_an_idle_step_is_answered_when_one_behind_it_computes(executor, lo
 
 async def test_attaching_does_not_wait_for_an_idle_step(executor, loop):
     idle = loop.submit(0, Plan(1, IDLE))
-    await executor.saw(("launch", 1))
+    await executor.wait_for(("launch", 1))
     await loop.attach(1)
     assert idle.done()
 
 
 async def test_stopping_does_not_wait_for_an_idle_step(executor, loop):
     loop.submit(0, Plan(1, IDLE))
-    await executor.saw(("launch", 1))
+    await executor.wait_for(("launch", 1))
     assert await loop.stop()
     assert executor.log[-1] == "close"
 
@@ -219,7 +219,7 @@ async def test_a_step_that_fails_ends_its_attachment(executor, loop):
         await behind
     await loop.attach(1)
     good = loop.submit(1, Plan(3, 0))
-    await executor.saw(("launch", 3))
+    await executor.wait_for(("launch", 3))
     executor.launched[3].finished.set()
     assert (await good).step_id == 3
     assert loop.problem() is None
@@ -235,23 +235,30 @@ async def test_a_loop_that_has_ended_is_a_problem():
 async def test_a_step_that_takes_too_long_is_a_problem(executor, loop, monkeypatch):
     monkeypatch.setattr("gpu_worker.loop._STUCK_S", 0.0)
     step = loop.submit(0, Plan(1, 0))
-    await executor.saw(("launch", 1))
+    await executor.wait_for(("launch", 1))
     assert "a step has taken" in loop.problem()
     executor.launched[1].finished.set()
     await step
 
 
-async def test_a_device_that_fails_between_two_looks_at_it_fails_the_step(executor, loop):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("device-side assert"),
+        RuntimeError("Triton Error [CUDA]: device-side assert"),
+    ],
+)
+async def test_a_device_that_fails_between_two_looks_at_it_fails_the_step(executor, loop, error):
     step = loop.submit(0, Plan(1, 0))
-    await executor.saw(("launch", 1))
-    executor.launched[1].fail(torch.AcceleratorError("device-side assert"))
-    with pytest.raises(torch.AcceleratorError):
+    await executor.wait_for(("launch", 1))
+    executor.launched[1].fail(error)
+    with pytest.raises(type(error)):
         await step
     await loop.wait_failed()
-    assert loop.problem() == loop.failure == "the device failed: device-side assert"
+    assert loop.problem() == loop.failure == f"the device failed: {error}"
 
 
-async def test_a_device_that_fails_at_attach_is_told_of(executor, loop):
+async def test_a_device_failure_at_attach_is_reported(executor, loop):
     executor.reset_error = torch.AcceleratorError("an illegal memory access")
     with pytest.raises(torch.AcceleratorError):
         await loop.attach(1)
@@ -262,14 +269,14 @@ async def test_a_device_that_fails_at_attach_is_told_of(executor, loop):
 
 async def test_a_step_that_fails_by_itself_is_no_failure_of_the_loop(executor, loop):
     step = loop.submit(0, Plan(1, 0))
-    await executor.saw(("launch", 1))
+    await executor.wait_for(("launch", 1))
     executor.launched[1].fail(ValueError("a bug"))
     with pytest.raises(ValueError, match="a bug"):
         await step
     assert loop.failure is None
 
 
-async def test_nobody_waits_for_a_loop_that_failed():
+async def test_callers_of_a_failed_loop_get_an_error():
     executor = FakeExecutor()
     executor.bind_error = RuntimeError("no such device")
     loop = StepLoop(executor, asyncio.get_running_loop())
@@ -287,7 +294,7 @@ async def test_stopping_does_not_wait_for_a_device_that_hangs(executor, monkeypa
     loop = StepLoop(executor, asyncio.get_running_loop())
     await loop.attach(0)
     step = loop.submit(0, Plan(1, 0))
-    await executor.saw(("launch", 1))
+    await executor.wait_for(("launch", 1))
     assert not await loop.stop()
     assert not await loop.stop()  # as before
     assert not step.done()

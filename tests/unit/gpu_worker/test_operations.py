@@ -1,4 +1,4 @@
-"""`AdapterService` of a worker: what it loads, what it refuses, and what batches may name."""
+"""A worker's `AdapterService`: what it loads and refuses, and what batches may name."""
 
 import asyncio
 import threading
@@ -37,7 +37,7 @@ A, B = "/adapters/a", "/adapters/b"
 
 
 class Steps:
-    """Keeps what it is told to have, by number."""
+    """Keeps the adapters that it gets, by number."""
 
     def __init__(self):
         self.adapters = {1: "flag"}
@@ -58,7 +58,7 @@ class Steps:
 
 
 def load(name, directory):
-    """What a directory holds has its last letter as digest."""
+    """Load a fake adapter whose digest is the directory's last letter."""
     text = str(directory)
     return SimpleNamespace(id=LoraAdapter(name, text[-1:].encode() * 32, text))
 
@@ -82,13 +82,13 @@ class Worker:
         await self.servicer.UnloadAdapter(request, None)
 
     def number(self, name, digest):
-        """As a batch names it."""
+        """An adapter's number, found by the name and digest of a batch."""
         params = common_pb2.SamplingParams()
         params.adapter.name, params.adapter.digest = name, digest * 32
         return adapter_from_proto(params, self.service.adapters)
 
-    async def told(self):
-        """What a scheduler that attaches is told."""
+    async def attached_adapters(self):
+        """The adapters that a scheduler learns when it attaches."""
         answer = await self.service.Attach(worker_pb2.AttachRequest(epoch=1), None)
         return [(each.name, each.directory) for each in answer.worker.model.adapters]
 
@@ -100,12 +100,12 @@ async def worker():
     return worker
 
 
-async def test_what_is_loaded_batches_may_name_and_schedulers_are_told(worker):
+async def test_batches_may_name_loaded_adapters_and_schedulers_see_them(worker):
     loaded = await worker.load("sql", A)
     assert (loaded.adapter.name, loaded.adapter.digest) == ("sql", b"a" * 32)
     assert (loaded.adapter.directory, loaded.was_there) == (A, False)
     assert worker.steps.adapters[worker.number("sql", b"a")] == "sql"
-    assert await worker.told() == [("flag", "/adapters/f"), ("sql", A)]
+    assert await worker.attached_adapters() == [("flag", "/adapters/f"), ("sql", A)]
 
 
 async def test_what_is_unloaded_batches_may_not_name_and_its_number_is_not_used_again(worker):
@@ -118,7 +118,7 @@ async def test_what_is_unloaded_batches_may_not_name_and_its_number_is_not_used_
     await worker.load("sql", A)
     assert worker.number("sql", b"a") > first
     await worker.unload("flag")
-    assert await worker.told() == [("sql", A)]
+    assert await worker.attached_adapters() == [("sql", A)]
 
 
 async def test_the_same_again_is_there_and_another_of_the_name_is_refused(worker):
@@ -147,7 +147,7 @@ async def test_names_and_directories_are_checked(worker, name, directory, proble
         await worker.load(name, directory)
 
 
-async def test_what_is_not_loaded_cannot_be_unloaded(worker):
+async def test_an_adapter_that_is_not_loaded_cannot_be_unloaded(worker):
     with pytest.raises(NotFoundError, match="'sql' is not loaded"):
         await worker.unload("sql")
 

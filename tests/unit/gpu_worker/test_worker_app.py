@@ -75,7 +75,7 @@ async def generate(target, prompt, count):
         return info, tokens
 
 
-async def test_a_worker_serves_a_model_and_ends_when_told(model, tmp_path):
+async def test_a_worker_serves_a_model_and_ends_at_a_signal(model, tmp_path):
     stop = asyncio.Event()
     seen = {}
 
@@ -99,7 +99,7 @@ async def test_a_worker_serves_a_model_and_ends_when_told(model, tmp_path):
     assert (info.device, info.dtype) == ("cpu", "float32")
 
 
-async def test_a_worker_tells_of_its_lower_tiers_and_their_rates(model, tmp_path):
+async def test_a_worker_reports_its_lower_tiers_and_their_rates(model, tmp_path):
     stop = asyncio.Event()
     seen = []
 
@@ -142,7 +142,7 @@ async def test_a_layer_that_is_not_there_is_refused(model, tmp_path):
         await run_worker(settings(model, tmp_path, **changes))
 
 
-async def test_a_worker_whose_device_fails_tells_its_scheduler_and_ends(
+async def test_a_worker_with_a_failed_device_notifies_its_scheduler_and_ends(
     model, tmp_path, monkeypatch
 ):
     def fail(*_):
@@ -169,7 +169,7 @@ def expected_tokens(model, prompt, count):
     return tokens[len(prompt) :]
 
 
-async def test_a_worker_told_to_stop_while_it_loads_stops(model, tmp_path):
+async def test_a_worker_that_is_stopped_while_it_loads_stops(model, tmp_path):
     stop = asyncio.Event()
     stop.set()
 
@@ -186,13 +186,13 @@ async def test_a_worker_told_to_stop_while_it_loads_stops(model, tmp_path):
         ({"num_blocks": None, "kv_cache_memory_gb": 1e-9}, "KV memory is 0.000 GiB; one block"),
     ],
 )
-async def test_what_the_model_cannot_do_ends_the_start(model, tmp_path, changes, message):
+async def test_unsupported_settings_end_the_start(model, tmp_path, changes, message):
     with pytest.raises(ModelError, match=message):
         await run_worker(settings(model, tmp_path, **changes))
 
 
 async def test_a_directory_without_a_model_ends_the_start(tmp_path):
-    with pytest.raises(ModelError, match=r"config\.json"):
+    with pytest.raises(ModelError, match=r"there is no such directory"):
         await run_worker(settings(tmp_path / "nothing", tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""A worker's gRPC face over a fake model, and the batches that a scheduler sends it."""
+"""A worker's gRPC service with a fake model, and batches as a scheduler sends them."""
 
 import asyncio
 
@@ -65,7 +65,7 @@ def first_batch(epoch=1, step_id=1, **changes):
 
 
 async def until_open(service):
-    """Wait until the handler of a stream runs: its client is not told."""
+    """Wait until the handler of a stream runs, which its client cannot see."""
     async with asyncio.timeout(10):
         while not service._executions:  # noqa: ASYNC110 - nothing else tells
             await asyncio.sleep(0)

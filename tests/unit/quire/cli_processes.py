@@ -1,15 +1,15 @@
-"""What the tests of the command line ask the machine about processes."""
+"""Reads the state of processes, for the tests of the command line."""
 
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 TIMEOUT_S = 240.0
-"""Generous: four interpreters start, at times beside many other tests."""
+"""Long, because four interpreters start, at times beside many other tests."""
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie is not: its parent only has not looked yet."""
+    """Whether a process runs. A zombie does not: its parent only has not reaped it yet."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -18,7 +18,7 @@ def is_alive(pid: int) -> bool:
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Poll for what another process does."""
+    """Poll until another process has made the condition true."""
     end = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < end, "timed out"

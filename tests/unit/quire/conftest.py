@@ -1,4 +1,4 @@
-"""Fakes of the service's processes, served to the clients and the commands that talk to them."""
+"""Fakes of the service's processes, for the clients and commands under test."""
 
 import contextlib
 import tempfile
@@ -15,7 +15,7 @@ from rpc.status import ErrorInterceptor
 from rpc.transport import server_options
 
 Serve: TypeAlias = Callable[[Callable[[Any, grpc.aio.Server], None], Any], Awaitable[str]]
-"""Takes what registers a servicer, and the servicer; gives the target where it is served."""
+"""Takes a function that registers a servicer, and the servicer; returns its target."""
 
 
 @dataclass
@@ -47,6 +47,6 @@ async def serve() -> AsyncIterator[Serve]:
 
 @pytest.fixture
 async def served(serve: Serve) -> Served:
-    """Give a fake of the router."""
+    """Serve a fake of the router."""
     fake = FakeInference()
     return Served(await serve(add_InferenceServiceServicer_to_server, fake), fake)

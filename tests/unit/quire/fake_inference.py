@@ -1,4 +1,4 @@
-"""An InferenceService that answers from a script and keeps what it was asked."""
+"""An InferenceService that answers from a script and records its requests."""
 # ruff: noqa: N802, ARG002 - gRPC chooses names and arguments
 
 import asyncio
@@ -19,17 +19,17 @@ from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 
 @dataclass
 class FakeInference(InferenceServiceServicer):
-    """Says "one two" to every prompt; goes on for ever if the prompt is "endless".
+    """Answers "one two" to every prompt, and without end to the prompt "endless".
 
-    To the prompt "pauses" it says "one", and the rest after `goes_on` is set.
+    To the prompt "pauses" it answers "one", and the rest after `goes_on` is set.
     """
 
     requests: list[Any] = field(default_factory=list)
     metadata: list[dict[str, Any]] = field(default_factory=list)
-    """Of the calls that generate."""
+    """Metadata of the calls that generate."""
     num_activity_calls: int = 0
     is_for_tenants: bool = False
-    """Whether the caller may see only its own."""
+    """Whether the caller is a tenant, which may not see other tenants' requests."""
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     goes_on: asyncio.Event = field(default_factory=asyncio.Event)
     retry_after_s: float = 2.5
@@ -54,7 +54,7 @@ class FakeInference(InferenceServiceServicer):
                     await self.goes_on.wait()
             if request.text == "endless":
                 await asyncio.Event().wait()
-        except (asyncio.CancelledError, GeneratorExit):  # at a send, or at the wait
+        except (asyncio.CancelledError, GeneratorExit):  # in a send, or in the wait
             self.cancelled.set()
             raise
         finished = inference_pb2.OutputFinished(finish_reason=common_pb2.FINISH_REASON_LENGTH)
@@ -121,7 +121,7 @@ class FakeInference(InferenceServiceServicer):
         return inference_pb2.GetLoadResponse(load=load)
 
     async def DescribeActivity(self, request, context):
-        """Ten steps more at each call."""
+        """Returns ten more steps at each call."""
         self.requests.append(request)
         self.num_activity_calls += 1
         if self.is_for_tenants:

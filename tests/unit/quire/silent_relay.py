@@ -1,4 +1,4 @@
-"""A connection that its test can let fall silent: open, and nothing comes through."""
+"""A relay that a test can make silent: its connections stay open, but forward nothing."""
 
 import asyncio
 import contextlib
@@ -6,9 +6,9 @@ from typing import Self
 
 
 class SilentRelay:
-    """Passes bytes on, both ways, from a Unix socket of its own to another, as long as it speaks.
+    """Forwards bytes both ways between its own Unix socket and another, unless it is silent.
 
-    What came while it was silent is passed on when it speaks again.
+    Bytes that come while it is silent are forwarded afterwards.
     """
 
     def __init__(self, path: str, target_path: str) -> None:

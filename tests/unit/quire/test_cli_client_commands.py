@@ -39,7 +39,7 @@ async def test_generate_searches(served):
     assert request.beam.early_stopping == common_pb2.EARLY_STOPPING_NEVER
 
 
-async def test_generate_wants_a_width_for_what_a_search_has(served, capsys):
+async def test_generate_refuses_search_flags_without_a_beam_width(served, capsys):
     with pytest.raises(SystemExit):
         await run("generate", "hello", "--target", served.target, "--early-stopping=true")
     assert "--early-stopping needs --beam-width" in capsys.readouterr().err
@@ -61,7 +61,7 @@ async def test_generate_reads_standard_input(served, monkeypatch):
     ],
 )
 async def test_failure_is_one_line_and_exit_code_1(served, capsys, prompt, message):
-    served.fake.retry_after_s = 0.01  # it comes again as often as it may
+    served.fake.retry_after_s = 0.01  # it retries as often as allowed
     assert await run("generate", prompt, "--target", served.target) == 1
     assert capsys.readouterr().err == f"quire: {message}\n"
 
@@ -94,7 +94,7 @@ async def test_status_of_a_router_elsewhere_is_its_load(served, capsys):
     assert "disk blocks" not in output, "there is no such tier"
 
 
-def test_status_tells_the_blocks_of_the_disk():
+def test_status_shows_disk_blocks():
     load = Load(
         num_requests_running=1,
         num_requests_waiting=2,

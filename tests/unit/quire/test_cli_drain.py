@@ -1,4 +1,4 @@
-"""`quire drain` against a fake of a process, and what `quire restart` says of what is not there."""
+"""`quire drain` against a fake of a process, and errors of `quire restart`."""
 
 import asyncio
 
@@ -75,13 +75,17 @@ SERVICE = ServiceInfo(
 @pytest.mark.parametrize(
     ("services", "argv", "problem"),
     [
-        ([], [], "--http-port: is not given: 0 services"),
-        ([SERVICE, SERVICE], [], "2 services"),
-        ([SERVICE], ["--http-port", "8001"], "--http-port: 8001: 0 services"),
-        ([SERVICE], ["worker-1"], "worker-1: no such process; there are worker-0, scheduler"),
+        ([], [], "--http-port: unset: it must select one service; it selects 0"),
+        ([SERVICE, SERVICE], [], "it selects 2"),
+        (
+            [SERVICE],
+            ["--http-port", "8001"],
+            "--http-port: 8001: it must select one service; it selects 0",
+        ),
+        ([SERVICE], ["worker-1"], "worker-1: no such process; it must be one of worker-0"),
     ],
 )
-def test_what_cannot_be_restarted_is_an_error(services, argv, problem, monkeypatch, capsys):
+def test_restarting_an_unknown_process_is_an_error(services, argv, problem, monkeypatch, capsys):
     monkeypatch.setattr(restart, "running_services", lambda: iter(services))
     assert main(["restart", *argv]) == 1
     assert problem in capsys.readouterr().err

@@ -24,7 +24,7 @@ async def test_kv_shows_a_map_and_the_sequences(served, capsys, monkeypatch):
     assert "       0 ·cp#Sxx\n" in output
     assert "r[1]" in output
     assert "decode" in output
-    assert "2 sequences in all; --worker unix:/w --first-seq-id 8 shows what follows" in output
+    assert "2 sequences in all; --worker unix:/w --first-seq-id 8 shows the next ones" in output
     (request,) = served.fake.requests
     assert (request.query.worker, request.query.block_tables) == ("unix:/w", False)
 
@@ -77,7 +77,7 @@ async def scheduler(serve):
     [
         ("r", 0, "r has moved from a to b: 2 sequences, 9 KV blocks\n"),
         ("there", 0, "there is at b already\n"),
-        ("ended", 0, "ended ended on the way from a\n"),
+        ("ended", 0, "ended ended during its move from a\n"),
         ("stays", 1, "quire: that worker has no host tier\n"),
     ],
 )
@@ -90,4 +90,4 @@ async def test_migrate_says_what_became_of_it(scheduler, capsys, request_id, cod
 async def test_migrate_needs_a_scheduler(capsys, monkeypatch):
     monkeypatch.setattr(target, "running_services", lambda: iter(()))
     assert await run("migrate", "r", "--to", "b") == 1
-    assert "--scheduler: is not given, and 0 services" in capsys.readouterr().err
+    assert "--scheduler: is not set, and 0 services" in capsys.readouterr().err

@@ -56,7 +56,7 @@ async def test_a_worker_is_unloaded_and_loaded_and_it_is_shown_how_far_it_is(sch
     assert await run(scheduler, "unload", TARGET) == 0
     told, hint = capsys.readouterr().out.splitlines()
     assert told == f"{TARGET} is unloaded"
-    assert " load` brings it back" in hint
+    assert " load` loads it again" in hint
     assert await run(scheduler, "unload") == 0
     assert f"{TARGET} was unloaded already" in capsys.readouterr().out
     assert await run(scheduler, "load", TARGET) == 0
@@ -76,7 +76,7 @@ async def test_another_model_is_named_from_where_the_user_is(scheduler):
     assert scheduler.directories == [HERE]
 
 
-async def test_what_is_refused_is_told(scheduler, capsys):
+async def test_refusals_are_reported(scheduler, capsys):
     assert await run(scheduler, "load", "--model", "/nothing") == 1
     assert capsys.readouterr().err == "quire: there is no memory\n"
 
@@ -99,7 +99,7 @@ def test_the_status_says_what_requests_wait_for():
     told = describe_load(load(num_workers=1, num_unloaded_workers=2)).splitlines()[0]
     assert told.endswith("1 worker, 2 unloaded")
     told = describe_load(load(num_unloaded_workers=1, num_requests_waiting=3)).splitlines()[0]
-    assert told.endswith("0 workers, 1 unloaded; 3 requests wait for one to be loaded")
+    assert told.endswith("0 workers, 1 unloaded; 3 requests wait for a model to be loaded")
 
 
 def test_top_shows_a_worker_that_is_unloaded():

@@ -55,7 +55,7 @@ async def test_they_are_loaded_listed_and_unloaded(scheduler, capsys):
     where = ("--scheduler", scheduler.target)
     assert await run(*where) == 0
     assert await run("load", "sql=/adapters/sql", *where) == 0
-    assert await run("load", "chatty=adapters/c", *where) == 0  # from where the user is
+    assert await run("load", "chatty=adapters/c", *where) == 0  # relative to the working directory
     assert await run("load", "sql=/adapters/sql", *where) == 0
     scheduler.leaving.add("sql")
     assert await run("list", *where) == 0
@@ -72,7 +72,7 @@ async def test_they_are_loaded_listed_and_unloaded(scheduler, capsys):
     assert list(scheduler.adapters) == ["chatty"]
 
 
-async def test_what_is_refused_is_one_line_and_exit_code_1(scheduler, capsys):
+async def test_a_refusal_is_one_line_and_exit_code_1(scheduler, capsys):
     await run("load", "sql=/adapters/sql", "--scheduler", scheduler.target)
     assert await run("load", "sql=/other", "--scheduler", scheduler.target) == 1
     assert capsys.readouterr().err == "quire: it has other contents\n"
@@ -81,15 +81,15 @@ async def test_what_is_refused_is_one_line_and_exit_code_1(scheduler, capsys):
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (["load"], "load: must be followed by NAME=DIR; '' is not"),
-        (["load", "sql"], "load: must be followed by NAME=DIR; 'sql' is not"),
-        (["unload"], "unload: must be followed by NAME; '' is not"),
-        (["unload", "sql=x"], "unload: must be followed by NAME; 'sql=x' is not"),
-        (["list", "sql"], "list: takes no adapter, and 'sql' is given"),
+        (["load"], "load: needs NAME=DIR; '' has another form"),
+        (["load", "sql"], "load: needs NAME=DIR; 'sql' has another form"),
+        (["unload"], "unload: needs NAME; '' has another form"),
+        (["unload", "sql=x"], "unload: needs NAME; 'sql=x' has another form"),
+        (["list", "sql"], "list: takes no adapter, but 'sql' is given"),
         (["drop", "sql"], "action"),
     ],
 )
-async def test_what_makes_no_sense_is_said(argv, problem, capsys):
+async def test_invalid_values_are_errors(argv, problem, capsys):
     with pytest.raises(SystemExit) as caught:
         await run(*argv, "--scheduler", "unix:/nowhere")
     assert caught.value.code == 2
@@ -106,4 +106,4 @@ async def test_help_teaches(capsys):
 async def test_it_needs_a_scheduler(capsys, monkeypatch):
     monkeypatch.setattr(target, "running_services", lambda: iter(()))
     assert await run("unload", "sql") == 1
-    assert "--scheduler: is not given, and 0 services" in capsys.readouterr().err
+    assert "--scheduler: is not set, and 0 services" in capsys.readouterr().err

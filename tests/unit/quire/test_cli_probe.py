@@ -1,4 +1,4 @@
-"""`quire probe` says whether one process is ready, to a person and by its exit code."""
+"""`quire probe` reports whether a process is ready, as text and by its exit code."""
 
 import asyncio
 import ssl
@@ -14,7 +14,7 @@ from rpc.health import Health, probes
 
 @pytest.fixture
 async def process():
-    """The HTTP of a process that has just been started, and its health."""
+    """The HTTP server of a process that has just started, and its health."""
     health = Health()
     async with TestServer(web.Application(middlewares=[probes(health)])) as server:
         yield server, health

@@ -63,7 +63,7 @@ async def test_a_size_may_be_in_blocks(scheduler, capsys):
     assert (request.worker, request.num_blocks) == ("", 100)
 
 
-async def test_what_is_refused_is_one_line_and_exit_code_1(scheduler, capsys):
+async def test_a_refusal_is_one_line_and_exit_code_1(scheduler, capsys):
     scheduler.error = FailedPreconditionError(
         "num_blocks is 65; the worker has room for at most 64"
     )
@@ -76,10 +76,10 @@ async def test_one_size_must_be_given(sizes, capsys):
     with pytest.raises(SystemExit) as caught:
         await run("--scheduler", "unix:/nowhere", *sizes)
     assert caught.value.code == 2
-    assert "one of --blocks and --gib must be given" in capsys.readouterr().err
+    assert "one of --blocks and --gib must be set" in capsys.readouterr().err
 
 
 async def test_it_needs_a_scheduler(capsys, monkeypatch):
     monkeypatch.setattr(target, "running_services", lambda: iter(()))
     assert await run("--blocks", "100") == 1
-    assert "--scheduler: is not given, and 0 services" in capsys.readouterr().err
+    assert "--scheduler: is not set, and 0 services" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What `quire up` makes of certificates and keys, and how its probes and commands meet them."""
+"""`quire up` with certificates and keys, and its probes and commands."""
 
 from pathlib import Path
 

@@ -1,10 +1,12 @@
-"""Flags, their environment variables, and what becomes of them in the processes' command lines."""
+"""Flags, their environment variables, and the processes' command lines made of them."""
 
 import socket
 from pathlib import Path
 
 import pytest
 
+from model_files.errors import ModelError
+from model_files.locate import name_of
 from quire.cli.__main__ import COMMANDS, main
 from quire.cli.settings import DownSettings, GenerateSettings
 from quire.cli.up import layout, ports
@@ -18,7 +20,7 @@ def parse_up(*argv: str) -> UpSettings:
 
 def plan(settings: UpSettings, environment: dict[str, str] | None = None) -> layout.Layout:
     chosen = layout.Addresses(8000, 50051, 8001, tuple(range(8002, 8002 + settings.workers)))
-    return layout.plan(settings, Path("/models/m"), chosen, Path("/run/quire"), environment or {})
+    return layout.plan(settings, "/models/m", chosen, Path("/run/quire"), environment or {})
 
 
 def value_of(flag: str, argv: tuple[str, ...]) -> str:
@@ -85,8 +87,8 @@ def test_only_the_router_gets_no_ui():
     assert router_flags == {(): [], ("--no-ui",): ["router"]}
 
 
-def test_only_the_router_is_told_to_obey_operators_from_this_machine():
-    """It alone listens at TCP."""
+def test_only_the_router_gets_local_drain():
+    """Only the router listens on TCP."""
     obeying = {
         flags: [spec.name for spec in plan(parse_up(*flags)).specs if "--local-drain" in spec.argv]
         for flags in ((), ("--local-drain",))
@@ -182,13 +184,29 @@ def test_ports_of_a_service_differ():
 def test_model_directory_without_its_files_is_refused(tmp_path, missing):
     for name in {"config.json", "tokenizer.json"} - {missing}:
         (tmp_path / name).write_text("{}")
-    with pytest.raises(layout.ModelError, match=f"--model: .* it must have a {missing}"):
-        layout.find_model(parse_up("--model", str(tmp_path)))
+    with pytest.raises(ModelError, match=f"--model: .* it must have a {missing}"):
+        layout.choose_model(parse_up("--model", str(tmp_path)))
 
 
-def test_model_that_is_no_directory_is_refused():
-    with pytest.raises(layout.ModelError, match="--model: meta/llama: it must be a Hugging Face"):
-        layout.find_model(parse_up("--model", "meta/llama"))
+@pytest.mark.parametrize("model", ["llama", "./meta/llama", "/models/llama", "a/b/c", "README.md"])
+def test_model_that_is_nowhere_is_refused(model):
+    with pytest.raises(ModelError, match=rf"model is '{model}'[,:]"):
+        layout.choose_model(parse_up("--model", model))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B@v1.2", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf", "Qwen3-0.6B-Q8_0"),
+        ("s3://bucket/models/tiny", "tiny"),
+        ("gs://bucket/tiny.Q4_0.gguf", "tiny.Q4_0"),
+    ],
+)
+def test_what_is_elsewhere_is_left_to_the_processes(model, name):
+    assert layout.choose_model(parse_up("--model", model)) == model
+    assert name_of(model) == name
 
 
 def test_generate_takes_its_prompt_and_flags():
@@ -198,7 +216,7 @@ def test_generate_takes_its_prompt_and_flags():
     assert (settings.prompt, settings.max_tokens, settings.stop) == ("def f(", 5, "\n\n,")
 
 
-def test_down_is_told_its_port_by_the_variable_that_up_is_told(monkeypatch):
+def test_down_reads_the_same_port_variable_as_up(monkeypatch):
     monkeypatch.setenv("QUIRE_HTTP_PORT", "9000")
     assert parse_settings(DownSettings, "quire down", []).http_port == 9000
 

@@ -28,7 +28,7 @@ def spec(name: str, code: str, *argv: str, stop_group: int = 0) -> ProcessSpec:
 
 
 class Harness:
-    """A supervisor whose reports and changes can be waited for."""
+    """A supervisor with waits for its reports and changes."""
 
     def __init__(self, specs: list[ProcessSpec], log_dir: Path, drain_s: float = 10.0) -> None:
         self.reports: list[str] = []
@@ -150,7 +150,7 @@ async def test_groups_stop_in_order(tmp_path: Path):
     assert order.read_text() == "abc"
 
 
-async def test_what_a_child_started_ends_with_it(tmp_path: Path):
+async def test_processes_started_by_a_child_end_with_it(tmp_path: Path):
     code = (
         "import subprocess, time, pathlib\n"
         "child = subprocess.Popen(['sleep', '600'])\n"

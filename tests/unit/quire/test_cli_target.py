@@ -1,4 +1,4 @@
-"""Which service the client commands talk to, and how messages say `quire`."""
+"""Which service the client commands use, and how messages name the command `quire`."""
 
 import sys
 import tempfile
@@ -13,7 +13,7 @@ from quire.cli.up.service_dir import ServiceDir, ServiceInfo
 
 @pytest.fixture
 def services(tmp_path, monkeypatch):
-    """Makes this machine one without services; the function that it gives adds one."""
+    """Hides this machine's services; returns a function that adds one."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     directories = []
 

@@ -147,7 +147,7 @@ def test_tiers_are_added_up_over_the_workers():
     ("counts", "cells"),
     [
         ({"held": 1, "cached": 0, "free": 1}, "█████░░░░░"),
-        ({"held": 1, "cached": 1, "free": 10_000}, "██░░░░░░░░"),  # a little is not nothing
+        ({"held": 1, "cached": 1, "free": 10_000}, "██░░░░░░░░"),  # a small share is still visible
         ({"shared": 1, "held": 1, "cached": 1}, "██████████"),
         ({"held": 0, "free": 0}, ""),
     ],
@@ -156,7 +156,7 @@ def test_a_bar_has_its_width_and_every_state(counts, cells):
     assert bar(counts, width=10).plain == cells
 
 
-def test_metrics_say_who_was_refused_and_how_long_first_tokens_took():
+def test_metrics_count_refusals_and_time_first_tokens():
     figures = parse_metrics(METRICS)
     assert figures.code_to_num_refused == {"RESOURCE_EXHAUSTED": 4}
     assert (figures.first_token_s, figures.num_first_tokens) == (0.5, 2)

@@ -17,7 +17,7 @@ FAKES = Path(__file__).parent / "fakes"
 
 
 class Machine:
-    """A temporary directory, services found in it only, and the `quire` commands run so far."""
+    """A temporary directory that holds all services, and the `quire` commands run so far."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,7 +106,7 @@ def test_children_end_with_a_supervisor_that_is_killed_outright(machine):
     (service,) = machine.services
     process.kill()
     until(lambda: not any(map(is_alive, pids(service))))
-    until(lambda: machine.services == [])  # its lock goes with the last of its threads
+    until(lambda: machine.services == [])  # its lock is released with its last thread
 
 
 def test_dead_child_is_restarted_and_a_line_says_so(machine):
@@ -236,7 +236,7 @@ def test_interrupted_detach_leaves_nothing(machine):
     assert not any(map(is_alive, [service.pid, *pids(service)]))
 
 
-def test_status_tells_what_runs_and_whether_it_is_ready(machine):
+def test_status_shows_processes_and_readiness(machine):
     machine.up("--detach").communicate(timeout=TIMEOUT_S)
     (service,) = machine.services
     (machine.folder / "scheduler_svc.not-ready").touch()
@@ -257,7 +257,7 @@ def test_commands_without_a_service_say_so(machine):
     output, _ = down.communicate(timeout=TIMEOUT_S)
     assert (down.returncode, output) == (
         1,
-        "quire: --http-port: 1234: no service of yours is there\n",
+        "quire: --http-port: 1234: no service of yours has this port\n",
     )
 
 

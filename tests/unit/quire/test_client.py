@@ -138,7 +138,7 @@ async def test_service_that_is_not_there_is_unavailable():
 
 async def test_deadline_reaches_the_service(served):
     timeout_s = 0.2
-    while not served.fake.requests:  # on a busy machine it may be over before it comes so far
+    while not served.fake.requests:  # on a busy machine it may time out before it arrives
         with pytest.raises(DeadlineExceededError):
             await synchronously(
                 served.target, lambda c, s=timeout_s: list(c.generate("endless", timeout_s=s))
@@ -220,7 +220,7 @@ async def test_without_resumable_a_stream_that_breaks_has_failed(served):
 
 
 @pytest.mark.parametrize("resumable", [True, False])
-async def test_of_several_routers_one_that_answers_is_found_and_kept(served, resumable):
+async def test_a_client_finds_a_router_that_answers_and_keeps_it(served, resumable):
     dead = f"{served.target}-dead"
     async with AsyncClient([dead, served.target], retry=Retry()) as client:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a client makes of a stream that breaks: what it asks for next, and what it passes on."""
+"""How a client continues a broken stream: its next request, and the events that it returns."""
 
 import pytest
 
@@ -111,14 +111,14 @@ def test_a_different_output_the_second_time_is_an_error(other):
     for error in (LOST, NotFoundError("gone")):
         continuation.failed(error, 0.0)
         continuation.next_request()
-    with pytest.raises(QuireError, match="not the same as before"):
+    with pytest.raises(QuireError, match="differs from the tokens received before"):
         continuation.take(other)
 
 
 def test_a_gap_is_an_error():
     continuation = make()
     continuation.take(delta(0, [1]))
-    with pytest.raises(QuireError, match="at token 2, not 1"):
+    with pytest.raises(QuireError, match="continues at token 2; it should continue at 1"):
         continuation.take(delta(2, [1]))
 
 
@@ -145,6 +145,12 @@ def test_a_call_lost_before_its_first_event_is_resumed_as_long_as_others():
     refused.failed(LOST, 100.0, took_s=0.1)
     with pytest.raises(UnavailableError):
         refused.failed(LOST, 100.2, took_s=0.1)
+
+
+def test_a_call_that_was_refused_is_sent_again_not_resumed():
+    continuation = make()
+    continuation.failed(LOST, 0.0, took_s=0.1)
+    assert isinstance(continuation.next_request(), inference_pb2.GenerateRequest)
 
 
 def test_the_service_says_when_to_retry():

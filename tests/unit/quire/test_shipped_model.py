@@ -1,4 +1,4 @@
-"""The model in the repository is whole, small, and what its own files say."""
+"""The model in the repository is complete, small, and consistent with its files."""
 
 import json
 from pathlib import Path

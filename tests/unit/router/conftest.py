@@ -40,7 +40,7 @@ def model_dir(bpe: tokenizers.Tokenizer, tmp_path_factory: pytest.TempPathFactor
 
 @dataclass
 class Router:
-    """The domain service, connected to a scheduler that the test plays."""
+    """The router's inference service, connected to a fake scheduler."""
 
     inference: Inference
     scheduler: FakeScheduler

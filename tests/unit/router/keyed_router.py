@@ -1,4 +1,4 @@
-"""A router process's parts with API keys, called by both faces."""
+"""A router with API keys, and clients of both APIs."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ class Router:
         return self.stub.Generate(request, metadata=(*bearer(key), *metadata))
 
     async def submitted(self, key, *metadata, **fields):
-        """What the scheduler is told of a call."""
+        """The `Submit` of a call, as the scheduler receives it."""
         call = self.generate(key, *metadata, **fields)
         return call, await self.scheduler.submits.get()
 
@@ -105,7 +105,7 @@ async def read_all(call):
 
 
 def keyed_settings(model_dir, tmp_path):
-    """Of a router with `KEYS` in a file, and the operator's on its own."""
+    """Settings of a router with `KEYS` in one file, and the operator's key in another."""
     file = tmp_path / "keys.toml"
     file.write_text(KEYS)
     return RouterSettings(

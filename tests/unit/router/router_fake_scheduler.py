@@ -1,4 +1,4 @@
-"""A scheduler without a model: a real server of the contract that does what a test tells it."""
+"""A fake scheduler: a real server of `SchedulerService` that a test controls."""
 
 import asyncio
 import itertools
@@ -34,7 +34,7 @@ def adapter(name):
 
 
 class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
-    """What a scheduler does with the models of its worker, "w"."""
+    """A fake `LoadingService` for the scheduler's worker, "w"."""
 
     def __init__(self):
         self.is_unloaded = False
@@ -58,8 +58,11 @@ class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
         yield loading_pb2.LoadResponse(worker="w", is_done=True, was_loaded=was_loaded)
 
 
+_EPOCHS = itertools.count(1)
+
+
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Records what the router says; says itself what the test says."""
+    """Records the router's messages, and sends the messages that a test asks for."""
 
     def __init__(self, path):
         self.target = f"unix:{path}"
@@ -71,27 +74,31 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.model_id = "weights"
         self.vocab_size = VOCAB_SIZE
         self.adapters = ()
-        """Names of adapters; the digest is the name over and over."""
+        """Names of adapters; a digest is the repeated name."""
         self.model_directory = ""
-        """As if an operator had had it loaded."""
+        """The directory of a model that an operator has loaded."""
         self.loading = FakeLoading()
         self.bad_directory = None
-        """Where there is no adapter."""
+        """A directory without an adapter."""
         self.changes = asyncio.Queue()
-        """Of `adapters`."""
+        """Changes of `adapters`."""
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.resume_grace_s = 60.0
+        self.epoch = 0
+        """The epoch of the last welcome."""
+        self.superseded_epochs = ()
+        self.max_waiting = 0
+        """Unknown."""
         self.load = common_pb2.Load(num_blocks=7, num_workers=1)
         self._step_ids = itertools.count(1)
-        self._epochs = itertools.count(1)
         self._stream = None
         self._server = None
         self.knows_model = asyncio.Event()
         self.knows_model.set()
         self.num_load_calls = 0
         self.asked = asyncio.Event()
-        """Somebody has asked for the load."""
+        """Set when a caller has asked for the load."""
         self.lives = asyncio.Event()
         self.lives.set()
 
@@ -104,7 +111,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self._server.start()
 
     async def stop(self):
-        """As if killed: the streams break."""
+        """Breaks all streams, as if the scheduler were killed."""
         await self._server.stop(0)
 
     async def Connect(self, request_iterator, context):  # noqa: N802
@@ -164,8 +171,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             adapters=map(adapter, self.adapters),
             directory=self.model_directory,
         )
+        self.epoch = next(_EPOCHS)
         welcome = scheduler_pb2.SchedulerWelcome(
-            epoch=next(self._epochs), model=model, resume_grace_s=self.resume_grace_s
+            epoch=self.epoch,
+            model=model,
+            resume_grace_s=self.resume_grace_s,
+            superseded_epochs=self.superseded_epochs,
+            max_waiting=self.max_waiting,
         )
         return scheduler_pb2.ConnectResponse(welcome=welcome)
 
@@ -181,7 +193,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         logprobs: Sequence[common_pb2.TokenLogprob] = (),
         cumulative_logprob: float | None = None,
     ):
-        """Sends the news of one step: new tokens, ends and cached tokens, by sequence key."""
+        """Sends the events of one step: new tokens, ends and cached tokens, by sequence key."""
         pairs = [(key, token) for key, ids in (tokens or {}).items() for token in ids]
         step = scheduler_pb2.StepOutput(
             step_id=next(self._step_ids),
@@ -212,24 +224,24 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
-    async def tell_room(self, num_sequences=None):
-        """Says how many sequences the queues take; None: they need no counting."""
+    async def send_room(self, num_sequences=None):
+        """Sends how many sequences the queues take; None: the router need not count."""
         room = scheduler_pb2.QueueRoom(num_sequences=num_sequences)
         step = scheduler_pb2.StepOutput(room=room)
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
-    async def tell_max_model_len(self, max_model_len):
-        """Says how many tokens a request may have from now on."""
+    async def send_max_model_len(self, max_model_len):
+        """Sends how many tokens a request may have from now on."""
         step = scheduler_pb2.StepOutput(max_model_len=max_model_len)
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
-    async def tell_unloaded(self, is_unloaded):
-        """Says whether no worker has its model."""
+    async def send_unloaded(self, is_unloaded):
+        """Sends whether all workers are unloaded."""
         step = scheduler_pb2.StepOutput(is_unloaded=is_unloaded)
         await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
-    async def tell_adapters(self, *names):
-        """Says which adapters requests may have from now on."""
+    async def send_adapters(self, *names):
+        """Sends the adapters that requests may use from now on."""
         self.adapters = names
         self.changes.put_nowait(names)
         served = scheduler_pb2.ServedAdapters(adapters=map(adapter, names))
@@ -242,13 +254,13 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "directory is bad")
         was_there = request.name in self.adapters
         if not was_there:
-            await self.tell_adapters(*self.adapters, request.name)
+            await self.send_adapters(*self.adapters, request.name)
         return adapters_pb2.LoadAdapterResponse(adapter=adapter(request.name), was_there=was_there)
 
     async def UnloadAdapter(self, request, context):  # noqa: N802
         if request.name not in self.adapters:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"{request.name!r} is not loaded")
-        await self.tell_adapters(*(name for name in self.adapters if name != request.name))
+        await self.send_adapters(*(name for name in self.adapters if name != request.name))
         return adapters_pb2.UnloadAdapterResponse()
 
     async def ListAdapters(self, request, context):  # noqa: N802, ARG002
@@ -257,7 +269,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     async def resumed(self, submit, first_seq_key, so_far=None):
-        """Hands over a request that was submitted before; `so_far` is a StepOutput."""
+        """Sends `resumed` for a request that was submitted before; `so_far` is a StepOutput."""
         resumed = scheduler_pb2.Resumed(submit=submit, so_far=so_far)
         resumed.submit.first_seq_key = first_seq_key
         await self._stream.write(scheduler_pb2.ConnectResponse(resumed=resumed))

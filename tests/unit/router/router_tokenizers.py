@@ -1,4 +1,4 @@
-"""Tokenizers of each kind that the router reads, small enough to be made by a test."""
+"""Small tokenizers of each kind that the router reads."""
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers

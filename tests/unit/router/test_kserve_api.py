@@ -1,4 +1,4 @@
-"""The Open Inference Protocol, between a gRPC client and a scheduler that we play."""
+"""The Open Inference Protocol, between a gRPC client and a fake scheduler."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ def raw_text(*texts):
 
 
 def request(text="hello", *, raw=True, json_fields=None, parameters=None, **kwargs):
-    """One with the text, and the fields in any of the three ways; `kwargs` are tensors."""
+    """A request with the text, and fields in any of the three ways; `kwargs` are tensors."""
     message = pb.ModelInferRequest(model_name="tiny", id="7")
     tensors = [("text_input", "BYTES", [text])]
     if json_fields is not None:
@@ -159,7 +159,7 @@ async def test_infer_answers_as_it_was_asked(process, raw):
         assert not response.raw_output_contents
 
 
-async def test_infer_without_a_stream_begins_with_the_prompt_unless_told_otherwise(process):
+async def test_infer_without_a_stream_includes_the_prompt_by_default(process):
     call = process.stub.ModelInfer(request("hi ", raw=False, json_fields={"n": 2}))
     key = (await process.scheduler.submits.get()).first_seq_key
     a, b = process.router.tokens("a"), process.router.tokens("b")
@@ -279,13 +279,13 @@ async def test_raw_text_that_is_none_names_its_tensor(process, contents):
 
 
 @pytest.mark.parametrize("fields", [{"model": "x"}, {"return_token_ids": True}, {"user": "me"}])
-async def test_what_is_not_supported_is_refused_by_name(process, fields):
+async def test_unsupported_options_are_refused_by_name(process, fields):
     code, _, details = await refusal(process.stub.ModelInfer(request(json_fields=fields)))
     assert code == "UNIMPLEMENTED"
     assert next(iter(fields)) in details
 
 
-async def test_what_an_output_fails_of_is_the_status(process):
+async def test_an_outputs_error_is_the_status(process):
     call = process.stub.ModelInfer(request())
     key = (await process.scheduler.submits.get()).first_seq_key
     error = common_pb2.OutputError(code=grpc.StatusCode.UNAVAILABLE.value[0], message="lost")
@@ -327,7 +327,7 @@ async def test_a_bad_request_does_not_end_a_stream(process):
     response = await call.read()
     assert response.error_message == "temperature is -1.0; it must be in [0, 100]"
     assert (response.infer_response.id, final(response)) == ("7", True)
-    # One that is not streamed has one response.
+    # A request that is not streamed has one response.
     await call.write(request(exclude_input_in_output=("BOOL", [True])))
     key = (await process.scheduler.submits.get()).first_seq_key
     await process.scheduler.step({key: process.router.tokens("abc")}, finished={key: LENGTH})
@@ -344,7 +344,7 @@ async def test_a_stream_that_is_cancelled_ends_its_requests(process):
     await call.write(request(stream=("BOOL", [True])))
     keys = {(await process.scheduler.submits.get()).first_seq_key for _ in range(2)}
     call.cancel()
-    while keys:  # in one message or two
+    while keys:  # they come in one message or two
         keys -= set(await process.scheduler.cancels.get())
     with pytest.raises(asyncio.CancelledError):
         await call.read()

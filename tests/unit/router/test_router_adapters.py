@@ -1,4 +1,4 @@
-"""LoRA adapters at the router: each is a model of its own to clients, a field to the scheduler."""
+"""LoRA adapters at the router: for clients each is a model, for the scheduler a field."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 async def reconnect(router, *adapters):
-    """Has the scheduler come back with these."""
+    """Reconnect the scheduler with these adapters."""
     lost = asyncio.Event()
     router.health.on_change(lambda: None if router.health.ready else lost.set())
     await router.scheduler.stop()
@@ -31,7 +31,7 @@ async def start(router, model):
     return live, await router.scheduler.submits.get()
 
 
-async def test_a_scheduler_is_told_of_the_adapter_that_the_model_names(router):
+async def test_a_submit_has_the_adapter_that_the_model_names(router):
     await reconnect(router, "a", "b")
     for model, name in (("", ""), ("tiny", ""), ("b", "b")):
         live, submit = await start(router, model)
@@ -61,7 +61,7 @@ async def test_an_adapter_called_as_the_model_is_not_served(router):
     await live.aclose()
 
 
-async def test_an_unknown_name_is_not_found_and_told_what_there_is(router):
+async def test_an_unknown_name_is_not_found_and_the_error_lists_the_names(router):
     await reconnect(router, "a")
     with pytest.raises(NotFoundError, match="model 'c' is not served; 'tiny', 'a' are"):
         await router.inference.generate(GenerateRequest(prompt="x", model="c"))
@@ -89,7 +89,7 @@ def names(inference):
 
 
 async def next_infos(router):
-    """What is listed, once the scheduler has told something new."""
+    """The listed models, after the next change from the scheduler."""
     await router.inference._schedulers.model_change()
     return names(router.inference)
 
@@ -97,17 +97,17 @@ async def next_infos(router):
 async def test_adapters_come_and_go_as_the_scheduler_tells(router):
     changed = asyncio.create_task(next_infos(router))
     await asyncio.sleep(0)
-    await router.scheduler.tell_adapters("a", "b")
+    await router.scheduler.send_adapters("a", "b")
     assert await changed == ["tiny", "a", "b"]
     live, submit = await start(router, "b")
     assert submit.sampling.adapter.digest == b"b" * 32
     changed = asyncio.create_task(next_infos(router))
     await asyncio.sleep(0)
-    await router.scheduler.tell_adapters("a")
+    await router.scheduler.send_adapters("a")
     assert await changed == ["tiny", "a"]
     with pytest.raises(NotFoundError, match="model 'b' is not served"):
         await start(router, "b")
-    # What has begun goes on, and the text of its tokens is told.
+    # A running request continues, and its text arrives.
     key = submit.first_seq_key
     await router.scheduler.step({key: [5]}, finished={key: LENGTH})
     ends = [event async for event in live if isinstance(event, OutputFinished)]
@@ -134,7 +134,9 @@ async def test_what_is_loaded_is_listed_when_the_call_returns(router):
 
 
 async def test_an_adapter_cannot_have_the_models_name(router):
-    with pytest.raises(InvalidArgumentError, match="name is 'tiny', which is what requests call"):
+    with pytest.raises(
+        InvalidArgumentError, match="name is 'tiny', which is the name of the model"
+    ):
         await operated(router).load_adapter("tiny", "/adapters/a", "unix:")
     assert router.scheduler.adapters == ()
 

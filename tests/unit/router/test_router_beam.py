@@ -1,4 +1,4 @@
-"""A beam search between its reader and a scheduler: what is refused, what is told, what comes."""
+"""A beam search at the router: refusals, the message to the scheduler, and the outputs."""
 
 import math
 
@@ -40,7 +40,7 @@ def check(beam=BEAM, **kwargs):
         ),
     ],
 )
-def test_what_makes_no_search_is_refused(kwargs, message):
+def test_invalid_searches_are_refused(kwargs, message):
     with pytest.raises(InvalidArgumentError) as caught:
         check(**kwargs)
     assert str(caught.value) == message
@@ -61,7 +61,7 @@ def test_what_makes_no_search_is_refused(kwargs, message):
         ("structured", StructuredOutput(regex="a+")),
     ],
 )
-def test_what_changes_a_draw_is_refused_by_name(field, value):
+def test_parameters_that_change_a_draw_are_refused_by_name(field, value):
     with pytest.raises(InvalidArgumentError, match=f"sampling.{field} is set; with beam"):
         check(sampling=SamplingParams(**{field: value}))
 

@@ -1,4 +1,4 @@
-"""The incremental detokenizer against decoding everything at once, for each kind of tokenizer."""
+"""The incremental detokenizer equals decoding all at once, for each kind of tokenizer."""
 
 import pytest
 import tokenizers

@@ -1,4 +1,4 @@
-"""Streams over HTTP that break are gone on with by the id of the last event that was read."""
+"""Broken HTTP streams continue with the id of the last event that was read."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ async def http(router):
     app = web.Application()
     operators = Operators(None, has_client_certificates=False, obeys_loopback=False)
     adapters = Operations(router.inference._schedulers, router.inference.model, operators)
-    app.add_routes(routes(router.inference, adapters, guard=None))
+    app.add_routes(routes(router.inference, adapters, max_body_bytes=2**20))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -53,7 +53,7 @@ def text_of(choice):
 
 
 async def break_off(router, http, path, body, tokens):
-    """Starts a stream, reads an event and leaves; gives text and id of that, and the submit."""
+    """Starts a stream, reads an event and disconnects; returns its text, its id, and the submit."""
     calling = asyncio.create_task(http.post(path, json=body, headers=RESUMABLE))
     submit = await router.scheduler.submits.get()
     await router.scheduler.step({submit.first_seq_key: tokens})
@@ -65,7 +65,7 @@ async def break_off(router, http, path, body, tokens):
 
 
 async def go_on(router, http, path, body, event_id, submit, tokens, num_known, *, ended=False):
-    """Goes on with it elsewhere; gives the events."""
+    """Continues the stream with a new call; returns the events."""
     headers = {"Last-Event-ID": event_id}
     calling = asyncio.create_task(http.post(path, json=body, headers=headers))
     asked = await router.scheduler.resumes.get()
@@ -113,7 +113,7 @@ async def test_a_stream_goes_on_behind_the_last_event(router, http, path, prompt
     assert received == {0: OutputReceived(len(tokens), len(TEXT.encode()), finished=True)}
 
 
-async def test_who_has_everything_but_the_end_of_the_stream_gets_that(router, http):
+async def test_a_client_that_lacks_only_the_end_of_the_stream_gets_it(router, http):
     body = {"prompt": "a", "stream": True}
     tokens = router.tokens("ab")
     _, event_id, submit = await break_off(router, http, "/v1/completions", body, tokens)
@@ -168,7 +168,7 @@ async def test_an_id_that_is_none_is_refused_by_name(http, event_id, body):
         assert "Last-Event-ID" in (await response.json())["error"]["message"]
 
 
-def test_an_id_tells_what_its_reader_has():
+def test_an_event_id_encodes_what_the_reader_has():
     position = StreamPosition("a/b é", {0: OutputReceived(1, 2)})
     position.advance(OutputDelta(1, 0, (7, 8), "é", ()))
     event_id = position.advance(OutputFinished(0, FinishReason.STOP))

@@ -1,4 +1,4 @@
-"""The whole router but for its `main`, between a gRPC client and a scheduler that we play."""
+"""The whole router except its `main`, between a gRPC client and a fake scheduler."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -163,7 +163,7 @@ async def test_generate_once_fails_if_an_output_does(process):
         ({"sampling": {"top_p": 2}}, "sampling.top_p", "is 2.0; it must be in (0, 1]"),
         ({"sampling": {"logprobs": 500}}, "sampling.logprobs", "is 500"),
         ({"stop": ["x"] * 10_000}, "stop", "has 10000 entries; it must have at most 16"),
-        ({"stop": ["x" * 2**20]}, "stop[0]", "has 1048576 characters"),
+        ({"stop": ["x" * 1_000_000]}, "stop[0]", "has 1000000 characters"),
         ({"n": 0}, "n", "is 0; it must be in [1, 64]"),
     ],
 )
@@ -176,10 +176,10 @@ async def test_bad_input_is_invalid_argument_with_the_field_in_bad_request(
     assert words in error.details()
     assert details["BadRequest"].field_violations[0].field == field
     models = await process.stub.ListModels(inference_pb2.ListModelsRequest())
-    assert [model.id for model in models.models] == ["tiny"]  # the service goes on
+    assert [model.id for model in models.models] == ["tiny"]  # the service still works
 
 
-async def test_no_prompt_and_an_unknown_model_are_told_apart(process):
+async def test_no_prompt_and_an_unknown_model_have_different_errors(process):
     empty = process.stub.Generate(inference_pb2.GenerateRequest())
     error, _ = await details_of(empty.read())
     assert (error.code(), error.details()) == (
@@ -213,9 +213,9 @@ async def test_a_client_that_cancels_or_times_out_ends_its_sequences(process):
 
     submitted = asyncio.create_task(process.scheduler.submits.get())
     timeout_s = 0.2
-    while not submitted.done():  # on a busy machine it may be over before it comes so far
+    while not submitted.done():  # on a busy machine it may time out before it arrives
         timed_out = process.stub.Generate(request(), timeout=timeout_s)
-        # Both ends watch the clock, and whichever is first, the call ends the same.
+        # Both ends have a timer; the call ends the same, whichever is first.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [response async for response in timed_out]
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED

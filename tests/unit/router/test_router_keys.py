@@ -1,4 +1,4 @@
-"""API keys: who gets in by which face, and that no key is shown."""
+"""API keys: which calls are allowed at which API, and keys are never shown."""
 
 import asyncio
 import hashlib
@@ -67,7 +67,7 @@ def test_every_call_is_tried():
 
 async def test_no_call_gets_in_without_a_right_key(router):
     methods = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].methods
-    for method in methods:  # those that this test has no request for, too
+    for method in methods:  # including methods for which this test has no request
         request = CALLS.get(method.name, b"")
         call = router.channel.unary_stream(
             f"/quire.v1.InferenceService/{method.name}",
@@ -126,7 +126,7 @@ async def test_our_own_client_sends_its_key(router, settings):
         assert (await once).usage.completion_tokens == 1
 
 
-async def test_the_page_is_anybodys_and_what_it_shows_is_not(router):
+async def test_the_page_is_public_but_its_data_needs_a_key(router):
     async with router.http.get("/ui") as page, router.http.get("/ui/main.js") as script:
         assert (page.status, script.status) == (200, 200)
     for path in ("/ui/api/load", "/ui/api/kv", "/ui/api/activity", "/ui/../v1/models", "/ui/api"):
@@ -161,7 +161,7 @@ async def test_only_an_operator_loads_adapters_by_whichever_face(router):
 
 @pytest.fixture
 def logged(capfd):
-    """Reads all that a router logs; other tests' logs are theirs again afterwards."""
+    """Reads a router's logs, and restores the log settings afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     logs.configure("debug", "json", "router")

@@ -1,4 +1,4 @@
-"""Models that leave and come back, as a router's operators and clients see it."""
+"""Models that are unloaded and loaded, as a router's operators and clients see it."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def operated(schedulers, check_operator=None):
 
 
 async def reconnect(router):
-    """Has the scheduler come back as it is by now."""
+    """Reconnect the scheduler with its present state."""
     await router.scheduler.stop()
     lost = asyncio.Event()
     router.health.on_change(lambda: None if router.health.ready else lost.set())
@@ -75,7 +75,7 @@ async def test_all_workers_are_unloaded_and_loaded(router):
     assert router.scheduler.loading.directory == "/models/b"
 
 
-async def test_what_a_scheduler_refuses_is_told(router):
+async def test_a_schedulers_refusal_is_reported(router):
     loading = operated(router.inference._schedulers)
     with pytest.raises(NotFoundError, match="worker 'x' is unknown"):
         await loading.unload_models("x", PEER)
@@ -137,7 +137,7 @@ async def pair(model_dir, tmp_path):
         await fake.stop()
 
 
-async def test_of_several_schedulers_the_one_that_knows_the_worker_has_it_done(pair):
+async def test_with_several_schedulers_the_one_with_the_worker_acts(pair):
     loading = operated(pair.schedulers)
     assert len(await loading.unload_models("", PEER)) == 2
     assert len([each async for each in loading.load_models("", "", PEER) if each.is_done]) == 2
@@ -161,7 +161,7 @@ async def test_a_scheduler_that_has_only_workers_without_a_model_is_asked_too(pa
     assert [fake.loading.directory for fake in pair.fakes] == ["/b", "/b"]
 
 
-async def test_of_schedulers_that_are_not_there_one_that_is_makes_up(pair):
+async def test_one_present_scheduler_makes_up_for_absent_ones(pair):
     loading = operated(pair.schedulers)
     await pair.fakes[0].stop()
     await pair.wait_for(1)
@@ -236,7 +236,7 @@ async def test_a_model_whose_tokenizer_cannot_be_read_is_not_served(
         router.inference._schedulers.reserve_seq_keys(1)
 
 
-async def test_what_was_prepared_for_the_model_before_is_not_submitted(
+async def test_requests_prepared_for_the_old_model_are_not_submitted(
     router, other_dir, monkeypatch
 ):
     text = router.inference.text
@@ -254,7 +254,9 @@ async def test_what_was_prepared_for_the_model_before_is_not_submitted(
     assert router.scheduler.submits.empty()
 
 
-async def test_who_asks_again_for_a_tokenizer_joins_the_reading(model_dir, other_dir, monkeypatch):
+async def test_a_second_request_for_a_tokenizer_joins_the_first_read(
+    model_dir, other_dir, monkeypatch
+):
     begins, may_end = threading.Event(), threading.Event()
     directories = []
 

@@ -1,4 +1,4 @@
-"""What waits for a scheduler that does not read: never a request that has ended."""
+"""The messages that wait for a scheduler that does not read; ended requests are removed."""
 
 import gc
 import weakref
@@ -48,7 +48,7 @@ async def test_a_request_is_written_as_it_is_then(router):
 
 async def test_requests_that_end_while_the_scheduler_does_not_read_cost_no_memory(router):
     (link,) = router.inference._schedulers._links
-    unread = link._outbox = Outbox()  # nobody takes what is in it
+    unread = link._outbox = Outbox()  # its messages are not sent
     refs = []
     for _ in range(20):
         live = await router.inference.generate(GenerateRequest(prompt=(5, 6, 7)))

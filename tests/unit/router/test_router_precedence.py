@@ -1,4 +1,4 @@
-"""Priority and tenant: what metadata may say, and what of it is checked."""
+"""Priority and tenant in metadata, and their checks."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_a_priority_is_an_integer(text):
 
 
 @pytest.mark.parametrize("text", ["", "high", "1.5", "1_0", " 1", "--1", "\u0663", "9" * 5000])
-def test_what_is_no_integer_is_refused(text):
+def test_a_value_that_is_no_integer_is_refused(text):
     with pytest.raises(InvalidArgumentError, match=r"^x-quire-priority is .*must be an integer"):
         with_precedence(REQUEST, {"x-quire-priority": text})
 

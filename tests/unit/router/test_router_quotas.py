@@ -1,4 +1,4 @@
-"""Quotas: what is counted when, what is given back, and when to come again."""
+"""Quotas: when usage is counted and returned, and when to retry."""
 
 import pytest
 
@@ -92,7 +92,7 @@ def test_a_request_that_is_resumed_is_in_flight_once_until_it_ends():
     again = quota.begin("a", 1.0)
     again.take_up("r", 60)
     with pytest.raises(TooBusyError, match="60 tokens in flight"):
-        quota.begin("a", 31.0).reserve(41, 31.0)  # it lives: no period is over
+        quota.begin("a", 31.0).reserve(41, 31.0)  # it is live, so no period is over
     again.end(20)
     quota.begin("a", 31.0).reserve(100, 31.0)
 
@@ -114,7 +114,7 @@ def test_request_that_never_fits_is_the_callers_fault():
         quotas(max_tokens_in_flight=100).begin("a", 0.0).reserve(101, 0.0)
 
 
-def test_what_was_refused_leaves_nothing_behind():
+def test_refused_requests_leave_nothing_behind():
     quota = quotas(max_tokens_in_flight=100, tokens_per_minute=100, max_concurrent_requests=2)
     for _ in range(10):
         lease = quota.begin("a", 0.0)

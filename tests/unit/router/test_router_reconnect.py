@@ -1,4 +1,4 @@
-"""A scheduler that goes away and comes back: live requests go on, exactly where they were."""
+"""A scheduler that is lost and comes back: live requests continue exactly where they were."""
 
 import asyncio
 
@@ -167,7 +167,7 @@ async def test_a_model_that_lacks_tokens_of_the_tokenizer_is_not_served(router):
     assert router.inference.model.infos() == ()
 
     await router.scheduler.stop()
-    router.scheduler.vocab_size = num_tokens  # as many as it needs
+    router.scheduler.vocab_size = num_tokens  # as many as the test needs
     await router.scheduler.start()
     await router.ready.wait()
     (await start(router))[0]._close()
@@ -190,7 +190,7 @@ async def test_not_ready_while_the_scheduler_hangs_and_its_requests_go_on_when_i
     router.scheduler.lives.clear()
     await changed.wait()
     assert not router.health.ready
-    assert "has said nothing" in router.health.status
+    assert "has been silent" in router.health.status
     changed.clear()
     router.scheduler.lives.set()
     await changed.wait()
@@ -215,7 +215,7 @@ async def test_a_scheduler_that_hangs_on_is_left(router, monkeypatch):
 
 @pytest.fixture
 def link_to(monkeypatch):
-    """Makes the link to a scheduler, and the states that it tells; it is lost after 2 s."""
+    """Opens a link to a scheduler, and records its states; it counts as lost after 2 s."""
     monkeypatch.setattr(silence, "LOST_AFTER_S", 8 * silence.TICK_S)
 
     def make(target, may_prepare=None):
@@ -247,7 +247,7 @@ async def test_a_scheduler_that_hangs_before_its_welcome_is_left(tmp_path, link_
     await scheduler.start()
     link, states = link_to(scheduler.target)
     task = asyncio.create_task(link.run())
-    while "said nothing" not in await states.get():
+    while "been silent" not in await states.get():
         pass
     assert not link.is_starting
     scheduler.knows_model.set()
@@ -265,12 +265,14 @@ async def test_a_scheduler_that_has_no_model_yet_is_waited_for(tmp_path, link_to
     await scheduler.start()
     link, states = link_to(scheduler.target)
     task = asyncio.create_task(link.run())
-    while scheduler.num_load_calls < 6:  # twice a second: longer than one that hangs is waited for
+    while (
+        scheduler.num_load_calls < 6
+    ):  # twice a second: longer than the limit for a hung scheduler
         scheduler.asked.clear()
         await scheduler.asked.wait()
     scheduler.knows_model.set()
     while (state := await states.get()) != "connected":
-        assert "said nothing" not in state
+        assert "been silent" not in state
     assert scheduler.routers.qsize() == 1
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -288,7 +290,7 @@ async def test_a_scheduler_whose_model_takes_long_to_prepare_is_not_lost(tmp_pat
         await scheduler.asked.wait()
     may_prepare.set()
     while (state := await states.get()) != "connected":
-        assert "said nothing" not in state
+        assert "been silent" not in state
     assert scheduler.routers.qsize() == 1
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

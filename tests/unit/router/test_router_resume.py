@@ -1,4 +1,4 @@
-"""Resuming through a router: what its client has is left out, and who left is told of."""
+"""Resuming through a router: the client's part is skipped, and leaving is reported."""
 
 import asyncio
 from dataclasses import replace
@@ -41,7 +41,7 @@ def news(keys, tokens, *, ended=(), **fields):
 
 
 async def resume(router, submit, tokens, request=NOTHING, *, ended=False, **fields):
-    """Resumes a request with one output that has `tokens`; gives it, and its key."""
+    """Resumes a request with one output that has `tokens`; returns it and its key."""
     resuming = asyncio.create_task(router.inference.resume(request))
     asked = await router.scheduler.resumes.get()
     assert (asked.request_id, asked.tenant) == (request.request_id, request.tenant)
@@ -51,7 +51,7 @@ async def resume(router, submit, tokens, request=NOTHING, *, ended=False, **fiel
     return await resuming, key
 
 
-async def test_a_client_that_leaves_is_told_of_and_its_request_is_not_cancelled(router):
+async def test_a_leaving_client_is_reported_and_its_request_is_not_cancelled(router):
     live, submit = await start(router)
     assert submit.HasField("resume_record")
     await live.aclose()
@@ -100,7 +100,7 @@ async def test_the_client_gets_what_it_lacks_and_then_the_rest(router):
     assert events[-1] == Usage(prompt_tokens=3, completion_tokens=len(tokens), cached_tokens=0)
 
 
-async def test_a_stop_string_that_came_while_nobody_read_ends_the_output_where_it_would_have(
+async def test_a_stop_string_without_a_reader_ends_the_output_at_the_same_token(
     router,
 ):
     live, submit = await start(router, replace(REQUEST, stop=("three",)))
@@ -113,7 +113,7 @@ async def test_a_stop_string_that_came_while_nobody_read_ends_the_output_where_i
     assert await router.scheduler.cancels.get() == [key]
 
 
-async def test_who_has_all_but_the_usage_gets_the_usage(router):
+async def test_a_client_that_lacks_only_the_usage_gets_the_usage(router):
     live, submit = await start(router)
     await live.aclose()
     tokens = router.tokens("one")
@@ -135,9 +135,7 @@ async def test_who_has_all_but_the_usage_gets_the_usage(router):
         ({0: OutputReceived(finished=True)}, r"received\[0\].finished is 1"),
     ],
 )
-async def test_a_client_that_says_what_cannot_be_is_refused_and_the_request_stays(
-    router, received, message
-):
+async def test_an_impossible_resume_is_refused_and_the_request_stays(router, received, message):
     live, submit = await start(router)
     await live.aclose()
     await router.scheduler.leaves.get()
@@ -154,7 +152,7 @@ async def test_log_probabilities_go_with_their_tokens_or_are_refused_by_name(rou
     await live.aclose()
     logprobs = [
         scheduler_pb2.IndexedLogprob(index=i, logprob=common_pb2.TokenLogprob(logprob=-i))
-        for i in (1, 2)  # of token 0 it was lost with a scheduler
+        for i in (1, 2)  # token 0's was lost with a scheduler
     ]
     request = replace(NOTHING, received={0: OutputReceived(1)}, has_prompt_scores=True)
     live, _ = await resume(router, submit, [9, 9, 9], request, logprobs=logprobs)
@@ -208,7 +206,7 @@ async def test_only_its_tenant_finds_a_request_that_is_read_here(router, tenant)
     await live.aclose()
 
 
-async def test_what_the_scheduler_does_not_know_is_not_found(router):
+async def test_an_id_that_the_scheduler_does_not_know_is_not_found(router):
     resuming = asyncio.create_task(router.inference.resume(NOTHING))
     asked = await router.scheduler.resumes.get()
     await router.scheduler.refuse(asked.first_seq_key, grpc.StatusCode.NOT_FOUND, "unknown")
@@ -216,7 +214,7 @@ async def test_what_the_scheduler_does_not_know_is_not_found(router):
         await resuming
 
 
-async def test_without_a_scheduler_who_resumes_is_told_to_try_again(router):
+async def test_without_a_scheduler_a_resume_is_refused_for_a_retry(router):
     resuming = asyncio.create_task(router.inference.resume(NOTHING))
     await router.scheduler.resumes.get()
     await router.scheduler.stop()

@@ -1,4 +1,4 @@
-"""The stop string matcher against a search of the whole text."""
+"""The stop string matcher equals a search of the whole text."""
 
 import time
 
@@ -16,7 +16,7 @@ def matcher(stops, *, include=False):
 
 
 def first_stop(text, stops):
-    """The end of the stop string that is complete first, and the string: the longest if several."""
+    """The end of the stop string that completes first, and the string (the longest of several)."""
     ends = [(text.find(s) + len(s), -len(s), s) for s in stops if s in text]
     if not ends:
         return None

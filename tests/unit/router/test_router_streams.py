@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 import pytest
-from router_fake_scheduler import EOS, ERROR, LENGTH, MAX_MODEL_LEN, STOP
+from router_fake_scheduler import EOS, ERROR, LENGTH, MAX_MODEL_LEN, STOP, FakeScheduler
 
 from contract.errors import (
     AlreadyExistsError,
@@ -27,7 +27,7 @@ from quire.v1 import common_pb2
 
 
 async def start(router, **kwargs):
-    """Submits a request; gives it and what the scheduler was told."""
+    """Submits a request; returns it and the scheduler's `Submit`."""
     kwargs.setdefault("prompt", (5, 6, 7))
     live = await router.inference.generate(GenerateRequest(**kwargs))
     return live, await router.scheduler.submits.get()
@@ -44,7 +44,7 @@ async def text_of(live, index=0):
 
 
 async def settled(router):
-    """Returns when the router has heard everything the scheduler has said so far."""
+    """Returns when the router has received all messages of the scheduler."""
     live, submit = await start(router, request_id="settled")
     async with live:
         await router.scheduler.step(finished={submit.first_seq_key: LENGTH})
@@ -72,7 +72,7 @@ async def test_usage_says_how_much_of_the_prompt_is_pinned(router):
     live, submit = await start(router, n=2, cache_pin_s=60.0)
     assert submit.cache_pin_s == 60.0
     key = submit.first_seq_key
-    # Its siblings fork from the first, and pin what is pinned already.
+    # Its siblings fork from the first output, and pin the same blocks.
     await router.scheduler.step({key: [5]}, pinned={key: 32, key + 1: 32}, finished={key: LENGTH})
     await router.scheduler.step(finished={key + 1: LENGTH})
     *_, usage = [event async for event in live]
@@ -113,7 +113,7 @@ async def test_a_seed_that_is_given_is_kept_and_others_differ(router):
         await live.aclose()
 
 
-async def test_outputs_are_told_apart_and_each_ends_once(router):
+async def test_outputs_have_indexes_and_each_ends_once(router):
     live, submit = await start(router, n=3)
     first = submit.first_seq_key
     a, b = router.tokens("a")[0], router.tokens("b")[0]
@@ -141,7 +141,7 @@ async def test_tokens_that_wait_for_the_reader_are_merged_into_one_delta(router)
     assert delta == OutputDelta(0, 0, tuple(tokens), "one two three four five")
 
 
-async def test_a_reader_that_never_comes_stops_nobody_and_costs_only_its_tokens(router):
+async def test_an_absent_reader_delays_no_stream_and_costs_only_its_tokens(router):
     lazy, lazy_submit = await start(router)
     live, submit = await start(router)
     token = router.tokens("a")[0]
@@ -179,7 +179,7 @@ async def test_the_text_of_the_end_token_is_not_shown_and_its_id_is(router):
     )
     delta, finished, usage = [event async for event in live]
     assert (delta.token_ids, delta.text) == ((token, EOS), "a")
-    assert finished == OutputFinished(0, FinishReason.STOP)  # eos is nobody's stop_token_id
+    assert finished == OutputFinished(0, FinishReason.STOP)  # eos is not a stop_token_id
     assert usage.completion_tokens == 2
 
 
@@ -214,7 +214,7 @@ async def test_a_stop_string_across_steps_ends_the_output_and_cancels_the_sequen
     assert usage.completion_tokens == 3
 
 
-async def test_a_stop_string_is_found_while_nobody_reads(router):
+async def test_a_stop_string_is_found_without_a_reader(router):
     live, submit = await start(router, stop=("b",))
     await router.scheduler.step({submit.first_seq_key: router.tokens("b")})
     assert await router.scheduler.cancels.get() == [submit.first_seq_key]
@@ -320,22 +320,49 @@ async def test_too_many_live_requests_are_refused(router):
     (await start(router))[0]._close()
 
 
+async def test_a_request_that_can_never_be_queued_is_invalid(router):
+    router.inference._schedulers._links[0].max_waiting = 2
+    with pytest.raises(InvalidArgumentError, match="n is 3; it must be at most 2"):
+        await router.inference.generate(GenerateRequest(prompt="a", n=3))
+    router.scheduler.load.num_workers = 3
+    router.scheduler.load.max_num_seqs = 10
+    await router.inference.check_capacity(2, 8)
+    assert router.scheduler.num_load_calls
+    with pytest.raises(InvalidArgumentError, match="makes 18 sequences, n for each prompt; at m"):
+        await router.inference.check_capacity(3, 6)
+    with pytest.raises(InvalidArgumentError, match="holds 4 prompts; at most 3 requests may be"):
+        await router.inference.check_capacity(4, 1)
+
+
+async def test_a_scheduler_reports_how_many_sequences_it_takes(router):
+    await router.scheduler.stop()
+    scheduler = FakeScheduler(router.scheduler.target.removeprefix("unix:"))
+    scheduler.max_waiting = 7
+    router.ready.clear()
+    await scheduler.start()
+    await router.ready.wait()
+    assert router.inference._schedulers._links[0].max_waiting == 7
+    await scheduler.stop()
+
+
 async def test_what_the_queues_have_no_room_for_is_refused_before_its_text_is_looked_at(router):
     live, submit = await start(router)
-    await router.scheduler.tell_room(2)
-    await router.scheduler.step({submit.first_seq_key: router.tokens("a")})  # heard after the room
+    await router.scheduler.send_room(2)
+    await router.scheduler.step(
+        {submit.first_seq_key: router.tokens("a")}
+    )  # received after the room
     await anext(live)
     text = router.inference.text
     prompts, text._prompts = text._prompts, None  # no thread is asked
     with pytest.raises(TooBusyError, match="2 more sequences may wait, and this request has 3"):
         await router.inference.generate(GenerateRequest(prompt="a", n=3))
     text._prompts = prompts
-    second, again = await start(router, n=2)  # which takes the room, until the scheduler says more
+    second, again = await start(router, n=2)  # takes all room, until the scheduler reports more
     with pytest.raises(TooBusyError, match="0 more sequences may wait"):
         await router.inference.generate(GenerateRequest(prompt="a"))
     with pytest.raises(TooBusyError):
         router.inference.check_room("")
-    await router.scheduler.tell_room()
+    await router.scheduler.send_room()
     await router.scheduler.step({again.first_seq_key: router.tokens("a")})
     await anext(second)
     third, _ = await start(router)
@@ -343,9 +370,9 @@ async def test_what_the_queues_have_no_room_for_is_refused_before_its_text_is_lo
         await each.aclose()
 
 
-async def test_a_scheduler_that_is_met_anew_is_asked_anew_what_room_there_is(router):
+async def test_a_reconnected_scheduler_starts_with_unknown_room(router):
     live, submit = await start(router)
-    await router.scheduler.tell_room(0)
+    await router.scheduler.send_room(0)
     await router.scheduler.step({submit.first_seq_key: router.tokens("a")})
     await anext(live)
     await router.scheduler.stop()

@@ -1,4 +1,4 @@
-"""What an API key makes of a call: its tenant's requests, cache and quota, and no other's."""
+"""An API key gives a call its tenant's requests, cache and quota, and no other tenant's."""
 
 import grpc
 import grpc.aio
@@ -64,7 +64,7 @@ async def test_no_tenant_can_have_another_tenants_cache_salt(router):
             await router.finish(submit)
             async for _ in call:
                 pass
-    # Even who knows what a salt is made into, and sends that, has one of its own.
+    # Even a client that sends another tenant's derived salt gets a different one.
     _, submit = await router.submitted(BOB, cache_salt=salts[ALICE, ""], sampling={"max_tokens": 4})
     assert submit.cache_salt not in salts.values()
     assert all(len(salt) == 64 for salt in salts.values())
@@ -86,7 +86,7 @@ async def test_quota_is_named_with_when_to_come_again(router):
     async with router.http.post("/v1/completions", headers=headers, json=body) as response:
         assert response.status == 429
         assert int(response.headers["Retry-After"]) >= 1
-    await router.submitted(ALICE)  # others are served
+    await router.submitted(ALICE)  # other tenants are served
     await router.finish(submit)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizing for its own sake: bounded in size and in number, and never in generation's way."""
+"""Tokenize calls: bounded in size and number, and never delay generation."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from router.text.model_text import MAX_QUESTIONS
 
 
 class SlowTokenizer:
-    """Encodes "slow" only when it is let go on."""
+    """Blocks on the text "slow" until a test releases it."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
@@ -96,4 +96,4 @@ async def test_tokenizations_that_nobody_waits_for_leave_the_queue(router):
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
-    assert router.inference.text._questions.num_pending == 1  # the one that has begun
+    assert router.inference.text._questions.num_pending == 1  # the one that has started

@@ -21,7 +21,7 @@ def write(directory, bpe, config, **files):
     return load_tokenizer(directory)
 
 
-def test_encode_adds_special_tokens_unless_told_not_to(model_dir):
+def test_encode_adds_special_tokens_by_default(model_dir):
     tokenizer = load_tokenizer(model_dir)
     plain = tokenizer.encode("hello", add_special_tokens=False)
     assert tokenizer.encode("hello") == [0, *plain]
@@ -85,7 +85,7 @@ def test_templates_have_the_environment_that_they_are_written_for():
     assert template.render(messages, thinking=1) == '{"role": "é <b>"}\nG4TrueTrue1'
 
 
-def test_what_a_template_refuses_is_the_clients_fault_in_its_words():
+def test_a_templates_refusal_is_invalid_argument_in_its_words():
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(InvalidArgumentError, match="roles must alternate") as caught:
         template.render(MESSAGES)
@@ -95,7 +95,7 @@ def test_what_a_template_refuses_is_the_clients_fault_in_its_words():
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ messages.append(1) }}",  # changes what is not its own
+        "{{ messages.append(1) }}",  # changes its input
         "{{ ''.__class__.__mro__ }}",  # leaves the sandbox
         "{{ messages[0].content + 1 }}",  # content of another type than it expects
     ],

@@ -1,4 +1,4 @@
-"""The web page's routes: its files, and the JSON that it is made of."""
+"""The web page's routes: its files, and its JSON."""
 
 import asyncio
 import re
@@ -30,7 +30,7 @@ async def http(model_dir, tmp_path):
 
 
 class served:  # noqa: N801 - used as a function
-    """A router, and what calls it."""
+    """A router, and an HTTP client."""
 
     def __init__(self, model_dir, tmp_path, **flags):
         self._settings = RouterSettings(
@@ -169,7 +169,7 @@ def test_messages_become_plain_values():
     assert activity_to_json(common_pb2.WorkerActivity(load=load))["load"]["fragmentation"] == 0.5
 
 
-def test_what_is_not_asked_for_is_not_set():
+def test_fields_that_were_not_requested_are_not_set():
     query = query_from_url(kv_pb2.KvQuery, {"max_blocks": "0"})
     assert query.HasField("max_blocks")
     assert not query.HasField("max_sequences")

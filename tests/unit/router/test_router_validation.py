@@ -1,4 +1,4 @@
-"""Every limit of the public contract: what is refused, and with which words."""
+"""Every limit of the public contract, with the error's words."""
 
 import math
 
@@ -159,8 +159,8 @@ def test_unset_seed_and_max_tokens_are_settled():
             10,
             SamplingParams(max_tokens=55),
             (
-                "sampling.max_tokens is 55; it must be at most 54: the model's context is 64"
-                " tokens, of which the prompt takes 10"
+                "sampling.max_tokens is 55; it must be at most 54, since the model's context"
+                " has 64 tokens and the prompt 10"
             ),
         ),
         (

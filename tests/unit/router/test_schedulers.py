@@ -1,4 +1,4 @@
-"""Several schedulers behind one router: who gets a request, and who gets it next."""
+"""Several schedulers behind one router: which gets a request, and which gets it next."""
 
 import asyncio
 import contextlib
@@ -14,6 +14,7 @@ from contract.request import GenerateRequest, ResumeRequest
 from quire.v1 import kv_pb2
 from router.operations import Operations
 from router.request.inference import Inference
+from router.schedulers import link as link_module
 from router.schedulers import pool as schedulers_module
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
@@ -95,7 +96,7 @@ async def pool(model_dir, pair):
 
 
 async def place(pool, pair, prompt, **options):
-    """Starts a request; gives it, its message, and the scheduler that has it, before the other."""
+    """Starts a request; returns it, its message, its scheduler, and the other scheduler."""
     live = await pool.start(prompt, **options)
     gets = {asyncio.create_task(fake.submits.get()): fake for fake in pair}
     (got,), others = await asyncio.wait(gets, return_when=asyncio.FIRST_COMPLETED)
@@ -119,9 +120,7 @@ async def test_prompts_with_one_beginning_meet_and_others_spread(pool, pair):
     assert len(homes) == 2
 
 
-async def test_what_was_live_at_a_scheduler_that_stays_away_goes_to_another(
-    pool, pair, monkeypatch
-):
+async def test_requests_of_a_scheduler_that_stays_away_move_to_another(pool, pair, monkeypatch):
     monkeypatch.setattr(schedulers_module, "_RETURN_S", 0.01)
     live, submit, home, other = await place(pool, pair, (5, 6, 7))
     key = submit.first_seq_key
@@ -148,7 +147,7 @@ async def test_a_scheduler_that_returns_has_its_requests_again(pool, pair, monke
     await live.aclose()
 
 
-async def test_who_stood_by_gets_what_was_live(model_dir, pair):
+async def test_a_standby_gets_the_live_requests(model_dir, pair):
     one, standby = pair
     await one.start()
     async with running(model_dir, Discovery([fake.target for fake in pair])) as pool:
@@ -168,6 +167,31 @@ async def test_who_stood_by_gets_what_was_live(model_dir, pair):
         assert await standby.cancels.get() == [submit.first_seq_key]
 
 
+async def test_the_new_owner_of_the_workers_gets_the_hung_schedulers_requests(
+    model_dir, pair, monkeypatch
+):
+    """At once, though the one that hangs keeps its stream; and though it was long looked for."""
+    monkeypatch.setattr(link_module, "_MAX_BACKOFF_S", 3600.0)
+    monkeypatch.setattr(link_module, "_MIN_BACKOFF_S", 3600.0)
+    monkeypatch.setattr(schedulers_module, "_RETURN_S", 3600.0)
+    hangs, standby = pair
+    await hangs.start()
+    async with running(model_dir, Discovery([fake.target for fake in pair])) as pool:
+        await pool.wait_for(1)
+        live = await pool.start((5, 6, 7))
+        submit = await hangs.submits.get()
+        standby.superseded_epochs = (hangs.epoch,)
+        await standby.start()
+        hangs.lives.clear()
+        submit.is_again = True
+        assert await standby.submits.get() == submit
+        assert hangs.submits.empty()
+        await pool.wait_for(1)
+        await live.aclose()
+        assert await standby.cancels.get() == [submit.first_seq_key]
+        hangs.lives.set()
+
+
 async def test_schedulers_come_and_go_with_dns(model_dir, pair):
     one, other = pair
     for fake in pair:
@@ -177,7 +201,7 @@ async def test_schedulers_come_and_go_with_dns(model_dir, pair):
     async with running(model_dir, discovery) as pool:
         await pool.wait_for(1)
         resolver.targets[:] = [other.target]
-        await pool.wait_for(2)  # the one that only DNS has lost goes on
+        await pool.wait_for(2)  # a scheduler that only DNS has lost continues
         await one.stop()
         await pool.wait_for(1, num_known=1)
         live = await pool.start((5, 6, 7))
@@ -207,18 +231,18 @@ async def test_a_request_is_resumed_wherever_it_is(pool, pair):
         task.cancel()
 
 
-async def hears(fake, live, submit):
-    """Waits until the router has heard what this scheduler said before."""
+async def wait_until_received(fake, live, submit):
+    """Waits until the router has received this scheduler's earlier messages."""
     await fake.step({submit.first_seq_key: [70]})
     assert isinstance(await anext(live), OutputDelta)
 
 
-async def test_what_one_scheduler_refuses_goes_to_another_and_then_to_nobody(pool, pair):
+async def test_a_request_that_a_scheduler_refuses_is_offered_once_to_each_other(pool, pair):
     full = grpc.StatusCode.RESOURCE_EXHAUSTED
     live, submit, home, other = await place(pool, pair, (5, 6, 7), n=2)
     await home.refuse(submit.first_seq_key, full, "the queue is full")
     assert await other.submits.get() == submit
-    await hears(other, live, submit)
+    await wait_until_received(other, live, submit)
     await live.aclose()
     live, submit, home, other = await place(pool, pair, (5, 6, 7))
     await home.refuse(submit.first_seq_key, full, "the queue is full")
@@ -232,32 +256,32 @@ async def test_what_one_scheduler_refuses_goes_to_another_and_then_to_nobody(poo
 
 async def test_a_scheduler_that_is_known_to_be_full_is_left_out(pool, pair):
     live, submit, home, other = await place(pool, pair, (5, 6, 7))
-    await home.tell_room(1)
-    await hears(home, live, submit)
+    await home.send_room(1)
+    await wait_until_received(home, live, submit)
     for expected, n in ((other, 2), (home, 1), (other, 1)):  # its room is counted
         each, _, got, _ = await place(pool, pair, (5, 6, 7), n=n)
         assert got is expected
         await each.aclose()
-    await home.tell_room()
-    await hears(home, live, submit)
+    await home.send_room()
+    await wait_until_received(home, live, submit)
     each, _, got, _ = await place(pool, pair, (5, 6, 7))
     assert got is home
     await each.aclose()
     await live.aclose()
 
 
-async def test_a_scheduler_whose_models_are_unloaded_gets_what_nobody_else_can_have(pool, pair):
+async def test_an_unloaded_scheduler_gets_only_requests_that_no_other_can_serve(pool, pair):
     live, submit, home, other = await place(pool, pair, (5, 6, 7))
     for is_unloaded, expected in ((True, other), (False, home)):
-        await home.tell_unloaded(is_unloaded)
-        await hears(home, live, submit)
+        await home.send_unloaded(is_unloaded)
+        await wait_until_received(home, live, submit)
         each, _, got, _ = await place(pool, pair, (5, 6, 7))
         assert got is expected
         await each.aclose()
     await live.aclose()
     live, submit, home, other = await place(pool, pair, (5, 6, 7))
-    await home.tell_unloaded(is_unloaded=True)
-    await hears(home, live, submit)
+    await home.send_unloaded(is_unloaded=True)
+    await wait_until_received(home, live, submit)
     await other.stop()
     await pool.wait_for(1)
     each = await pool.start((5, 6, 7))
@@ -268,19 +292,19 @@ async def test_a_scheduler_whose_models_are_unloaded_gets_what_nobody_else_can_h
 
 async def test_requests_may_be_as_long_as_all_schedulers_now_take(pool, pair):
     homes = {}
-    for first in range(5, 40):  # until each has one
+    for first in range(5, 40):  # until each scheduler has a request
         live, submit, home, _ = await place(pool, pair, (first, 6, 7))
         homes.setdefault(home, (live, submit))
     assert pool.inference.model.info().max_model_len == 64
     for fake, told, expected in zip(
         (*homes, *homes), (100, 90, 32, 90), (64, 90, 32, 32), strict=True
     ):
-        await fake.tell_max_model_len(told)
-        await hears(fake, *homes[fake])
+        await fake.send_max_model_len(told)
+        await wait_until_received(fake, *homes[fake])
         assert pool.inference.model.info().max_model_len == expected
 
 
-async def test_what_nobody_knows_is_not_found(pool, pair):
+async def test_an_unknown_request_is_not_found(pool, pair):
     request = ResumeRequest("r", "", {}, has_prompt_scores=False, deadline=None)
     resuming = asyncio.create_task(pool.inference.resume(request))
     for fake in pair:
@@ -310,7 +334,7 @@ async def test_a_scheduler_with_another_model_than_the_others_is_left_out(model_
         await pool.wait_for(1)
         await other.start()
         await other.routers.get()
-        await other.routers.get()  # it is asked again and again
+        await other.routers.get()  # the router asks again and again
         assert len(pool.schedulers._connected) == 1
         live = await pool.start((5, 6, 7))
         await one.submits.get()
@@ -362,7 +386,7 @@ async def test_nothing_changes_while_a_scheduler_may_be_back_soon(pool, pair, mo
             await change
     assert pair[0].adapters == ("a",)
     assert [each.adapter.name for each in await adapters.list_adapters("unix:")] == ["a"]
-    monkeypatch.setattr(schedulers_module, "_AWAY_S", 0.0)  # it stays away, as one that stands by
+    monkeypatch.setattr(schedulers_module, "_AWAY_S", 0.0)  # it stays away, like a standby
     await adapters.unload_adapter("a", "unix:")
     assert pair[0].adapters == ()
     monkeypatch.undo()
@@ -380,6 +404,6 @@ async def test_all_schedulers_load_an_adapter_or_none(pool, pair):
     assert [fake.adapters for fake in pair] == [(), ()]
     await adapters.load_adapter("a", "/adapters/a", "unix:")
     assert [fake.adapters for fake in pair] == [("a",), ("a",)]
-    await pair[0].tell_adapters()
-    await adapters.unload_adapter("a", "unix:")  # one has none
+    await pair[0].send_adapters()
+    await adapters.unload_adapter("a", "unix:")  # one scheduler does not have it
     assert [fake.adapters for fake in pair] == [(), ()]

@@ -1,4 +1,4 @@
-"""Which forms become a grammar, and how those that do not are refused."""
+"""Which forms become a grammar, and how other forms are refused."""
 
 from pathlib import Path
 
@@ -58,10 +58,25 @@ def test_a_grammar_admits_what_the_form_does(tokenizer, form, good, bad):
 @pytest.mark.parametrize(
     ("form", "field", "problem"),
     [
-        ({"json_schema": "{"}, "json_schema", "is no JSON schema"),
-        ({"json_schema": "[]"}, "json_schema", "is no JSON schema: Expecting object"),
+        ({"json_schema": "{"}, "json_schema", "is not a JSON schema"),
+        ({"json_schema": "[]"}, "json_schema", "is not a JSON schema: Expecting object"),
         ({"json_schema": '{"type": "objec"}'}, "json_schema", "objec"),
         ({"json_schema": '{"not": {}}'}, "json_schema", "not"),
+        ({"json_schema": '{"$ref": "#"}'}, "json_schema", 'has "$ref": "#", which leads back'),
+        (
+            {
+                "json_schema": '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b~1c"},'
+                ' "b/c": {"anyOf": [{"type": "null"}, {"allOf": [{"$ref": "#/%24defs/a"}]}]}}}'
+            },
+            "json_schema",
+            "which leads back to itself; properties or items must lie in between",
+        ),
+        (
+            {"json_schema": '{"properties": {"x": {"$ref": "#/properties/x"}}}'},
+            "json_schema",
+            'has "$ref": "#/properties/x", which leads back to itself',
+        ),
+        ({"json_schema": '{"$ref": "#/nowhere"}'}, "json_schema", "/nowhere"),
         ({"regex": "a(b"}, "regex", "unclosed group"),
         ({"regex": "(?=a)b"}, "regex", "look-around"),
         ({"regex": ""}, "regex", "is empty"),
@@ -72,11 +87,24 @@ def test_a_grammar_admits_what_the_form_does(tokenizer, form, good, bad):
         ({"regex": "\ud800"}, "regex", "half of a surrogate pair"),
     ],
 )
-def test_what_is_no_form_is_refused_by_name(form, field, problem):
+def test_an_invalid_form_is_refused_by_name(form, field, problem):
     with pytest.raises(InvalidArgumentError) as error:
         grammar(**form)
     assert error.value.field == f"sampling.structured.{field}"
     assert problem in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": false}',
+        '{"type": "array", "items": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}',
+        '{"const": {"$ref": "#/const"}}',
+        '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"type": "null"}}}',
+    ],
+)
+def test_schemas_may_refer_to_themselves_in_their_parts(schema):
+    assert grammar(json_schema=schema)
 
 
 def test_a_form_that_was_asked_for_before_is_not_worked_out_again():

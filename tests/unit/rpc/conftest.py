@@ -1,4 +1,4 @@
-"""A process's servers, run in the test's own event loop on a Unix socket."""
+"""Runs a process's servers in the test's event loop, on a Unix socket."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The drain call: who may make it, and what it reports."""
+"""The drain call: its permissions, and its reports."""
 
 import asyncio
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from rpc.security.operators import Operators
 pytestmark = pytest.mark.timeout(120)
 
 
-async def test_a_process_drains_and_tells_of_it_until_it_has_drained(run_server, settings):
+async def test_a_draining_process_reports_progress_until_it_has_drained(run_server, settings):
     live, stop, leave = [3], asyncio.Event(), asyncio.Event()
     async with (
         run_server(
@@ -58,7 +58,9 @@ async def test_only_a_scheduler_has_workers_drain(run_server, settings):
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_who_is_no_operator_is_refused_and_the_process_goes_on(run_server, settings):
+async def test_callers_that_are_no_operators_are_refused_and_the_process_continues(
+    run_server, settings
+):
     def check_operator():
         raise PermissionDeniedError("a tenant's key")
 

@@ -1,4 +1,4 @@
-"""Targets that an operator lists, and names that stand for several."""
+"""Listed targets, and DNS names that stand for several targets."""
 
 import socket
 
@@ -8,7 +8,7 @@ from rpc.peers.discovery import Discovery, DnsResolver, check_targets
 
 
 class FakeResolver:
-    """Answers what it is told to; what is no tuple is raised."""
+    """Returns a test's answer; an answer that is no tuple is raised."""
 
     def __init__(self, **answers):
         self.answers = answers
@@ -66,13 +66,13 @@ async def test_the_system_resolves_a_name_to_one_family():
 @pytest.mark.parametrize(
     ("targets", "problem"),
     [
-        ([], "names none"),
+        ([], "is empty"),
         (["a:1", "b:1", "a:1"], "names a:1 twice"),
         (["dns:worker"], "has dns:worker, which must be dns:HOST:PORT"),
         (["dns::1"], "must be dns:HOST:PORT"),
         (["dns:a:70000"], "must be dns:HOST:PORT"),
     ],
 )
-def test_what_cannot_be_looked_up_is_refused(targets, problem):
+def test_prompts_that_cannot_be_looked_up_are_refused(targets, problem):
     with pytest.raises(ValueError, match=problem):
         check_targets(targets)

@@ -1,4 +1,4 @@
-"""What is too large is refused, with the limit in the answer."""
+"""Messages that are too large are refused, with the limit in the answer."""
 
 import asyncio
 
@@ -44,7 +44,7 @@ async def test_calls_beyond_the_streams_of_a_connection_wait(run_server, setting
     async with run_server(settings) as addresses, open_channel(addresses.grpc) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         watch = stub.Watch(CHECK)
-        await watch.read()  # it has the one stream
+        await watch.read()  # it has the only stream
         waiting = asyncio.ensure_future(stub.Check(CHECK, timeout=10))
         error = await failure(stub.Check(CHECK, timeout=0.2))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -61,5 +61,5 @@ async def test_reflection_can_be_turned_off(run_server, settings, reflection):
         if reflection:
             await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             assert (await call.read()).list_services_response.service
-        else:  # nothing is written: that it cannot be may come before the answer
+        else:  # nothing is written, because the write may fail before the answer comes
             assert await call.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -12,7 +12,7 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 
 @pytest.fixture
 def configure():
-    """Configure the logs as asked; everything is put back afterwards."""
+    """Configure the logs, and restore everything afterwards."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
 
@@ -26,7 +26,7 @@ def configure():
 
 
 def lines(capsys):
-    """Give what was written since the last call."""
+    """Return the lines written since the last call."""
     printed = capsys.readouterr()
     assert printed.out == ""
     return [json.loads(line) for line in printed.err.splitlines()]

@@ -72,7 +72,7 @@ async def test_the_drain_is_not_ready_then_on_drain_then_stop(run_server, settin
 
     async def on_drain():
         events.append("on_drain")
-        # Those who probe must still be answered, with no.
+        # Probes must still be answered, with 503.
         async with (
             aiohttp.ClientSession() as session,
             session.get(f"http://{addresses.http}/ready") as response,
@@ -277,7 +277,7 @@ def start():
 
 
 def next_word(process):
-    """Give the next line of output that is not a log line."""
+    """Return the next line of output that is not a log line."""
     for line in process.stdout:
         if line.strip() in ("started", "draining", "ended"):
             return line.strip()

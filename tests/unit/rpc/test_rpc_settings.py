@@ -83,7 +83,7 @@ def test_settings_are_frozen():
         (["--drain-s", "inf"], "--drain-s: inf: Input should be a finite number"),
         (["--max-message-mb", "0"], "--max-message-mb: 0: Input should be greater than"),
         (["--log-level", "loud"], "--log-level: loud: Input should be 'debug', 'info'"),
-        (["--uds", "/" + "x" * 107], "x: has 108 bytes; a socket's path may have at most 107"),
+        (["--uds", "/" + "x" * 107], "x: has 108 bytes; a socket's path must have at most 107"),
     ],
 )
 def test_a_bad_value_is_one_line_with_flag_value_and_limit(capsys, argv, line):
@@ -126,7 +126,7 @@ def test_every_bad_value_gets_its_line(capsys):
 
 
 @pytest.mark.parametrize("argv", [["--wat", "3"], ["--grpc", "3"], ["stray"]])
-def test_what_is_not_known_is_refused_by_name(capsys, argv):
+def test_unknown_fields_are_refused_by_name(capsys, argv):
     assert f"unrecognized arguments: {' '.join(argv)}" in complaint(capsys, "--model=m", *argv)
 
 
@@ -145,7 +145,7 @@ def test_help_shows_docstring_default_and_variable_of_each_flag(capsys):
 
 
 class HelpSettings(ProcessSettings):
-    """Has what Python would describe in its own words."""
+    """Has defaults that Python would describe in its own words."""
 
     peers: tuple[str, ...] = ()
     """Addresses of peers."""

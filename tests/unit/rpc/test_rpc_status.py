@@ -69,7 +69,7 @@ def faulty_service(fault):
 
 
 async def call(channel, kind, request=b"now"):
-    """Give the messages received."""
+    """Return the received messages."""
     method = getattr(channel, kind)(f"/quire.test.Faulty/{kind}")
 
     async def requests():
@@ -83,7 +83,7 @@ async def call(channel, kind, request=b"now"):
 
 @pytest.fixture
 def raising(run_server, settings):
-    """Run a service whose methods raise `error`, and give the status that a client sees."""
+    """Run a service whose methods raise `error`, and return the client's status."""
 
     async def observe(error, kind="unary_unary", request=b"now"):
         async def fault(_context):
@@ -145,7 +145,7 @@ async def test_every_error_carries_an_error_info(raising):
     assert dict(info.metadata) == {"retryable": "true"}
 
 
-async def test_who_comes_too_early_is_told_when_to_come_back(raising):
+async def test_a_full_service_sends_a_retry_delay(raising):
     seen = await raising(errors.TooBusyError("full", retry_after_s=2.5))
     assert dict(seen.trailing_metadata())["grpc-retry-pushback-ms"] == "2500"
     assert status_to_error(seen).retry_after_s == 2.5
@@ -262,7 +262,7 @@ def test_the_table_covers_every_error_there_is():
 
 
 def all_subclasses():
-    """Those with a status of their own; the others are INTERNAL, as `QuireError` is."""
+    """Errors with a status of their own; the others are INTERNAL, like `QuireError`."""
     return {
         kind
         for kind in errors.QuireError.__subclasses__()

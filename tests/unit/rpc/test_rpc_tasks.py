@@ -1,4 +1,4 @@
-"""Several streams as one: in the order in which things come, with all that follows an error."""
+"""Several streams merged in the order of arrival; an error comes when the others have ended."""
 
 import asyncio
 from contextlib import aclosing
@@ -9,7 +9,7 @@ from rpc.tasks import merged
 
 
 async def counted(name, gates, ended, error=None):
-    """Yield a number behind each gate."""
+    """Yield a number after each gate opens."""
     try:
         for number, gate in enumerate(gates):
             await gate.wait()
@@ -20,37 +20,37 @@ async def counted(name, gates, ended, error=None):
         ended.append(name)
 
 
-async def test_what_comes_first_is_told_first():
+async def test_items_come_in_the_order_of_arrival():
     first, second, ended = asyncio.Event(), asyncio.Event(), []
     streams = [counted("a", [second], ended), counted("b", [first, second], ended)]
-    told = []
+    received = []
     async with aclosing(merged(streams)) as merger:
         first.set()
-        told.append(await anext(merger))
+        received.append(await anext(merger))
         second.set()
-        told += [each async for each in merger]
-    assert told[0] == "b0"
-    assert sorted(told[1:]) == ["a0", "b1"]
+        received += [each async for each in merger]
+    assert received[0] == "b0"
+    assert sorted(received[1:]) == ["a0", "b1"]
     assert sorted(ended) == ["a", "b"]
 
 
 async def test_an_error_comes_when_the_others_have_ended():
-    gate, late, ended, told = asyncio.Event(), asyncio.Event(), [], []
+    gate, late, ended, received = asyncio.Event(), asyncio.Event(), [], []
     gate.set()
     failing = counted("a", [gate], ended, ValueError("no"))
 
     async def read():
         async for each in merged([failing, counted("b", [gate, late], ended)]):
-            told.append(each)
-            if len(told) == 2:
+            received.append(each)
+            if len(received) == 2:
                 late.set()
 
     with pytest.raises(ValueError, match="no"):
         await read()
-    assert sorted(told) == ["a0", "b0", "b1"]
+    assert sorted(received) == ["a0", "b0", "b1"]
 
 
-async def test_who_leaves_ends_all():
+async def test_closing_the_merged_stream_ends_all():
     never, ended = asyncio.Event(), []
     gate = asyncio.Event()
     gate.set()

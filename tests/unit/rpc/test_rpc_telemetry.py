@@ -1,4 +1,4 @@
-"""Trace context on its way through two processes, and spans on their way to a collector."""
+"""Trace context through two processes, and the export of spans to a collector."""
 
 import asyncio
 import contextlib
@@ -118,7 +118,7 @@ async def test_calls_side_by_side_keep_their_contexts_apart(run_server, settings
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """An OTLP collector that keeps what it gets."""
+    """An OTLP collector that keeps all spans."""
 
     def __init__(self):
         self.resource_spans = []

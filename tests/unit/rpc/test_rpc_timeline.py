@@ -1,4 +1,4 @@
-"""What a process records of itself; each in a process of its own, as it is once per process."""
+"""A process's timeline; each test runs a process, because it is configured once per process."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def test_the_files_of_several_processes_are_one_timeline(tmp_path):
     assert len({e["pid"] for e in events}) == 2
 
 
-def test_a_process_that_is_not_told_to_records_nothing():
+def test_a_process_records_no_timeline_by_default():
     timeline.configure("none", None)
     with timeline.span("nothing"):
         assert not timeline.is_on()

@@ -1,4 +1,4 @@
-"""Servers and channels with certificates: who gets in, and what who does not is told."""
+"""Servers and channels with certificates: which calls are allowed, and the others' errors."""
 
 import contextlib
 import ssl

@@ -1,4 +1,4 @@
-"""Which traces are recorded: as the client says, or else a share; a linked span as its trace."""
+"""Which traces are recorded: by the client's decision, or else a share; linked spans, too."""
 
 import pytest
 from opentelemetry import trace

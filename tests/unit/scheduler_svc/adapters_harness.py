@@ -1,4 +1,4 @@
-"""A scheduler whose workers have LoRA adapters, and a router that operates."""
+"""A scheduler whose workers have LoRA adapters, and a router that makes operators' calls."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ SQL = adapter("sql", A)
 
 
 class Router(FakeRouter):
-    """One that also operates."""
+    """A fake router that also makes operators' calls."""
 
     def __init__(self, target):
         super().__init__(target)
@@ -24,7 +24,7 @@ class Router(FakeRouter):
     async def load_adapter(self, name, directory):
         request = adapters_pb2.LoadAdapterRequest(name=name, directory=directory)
         loaded = await self.adapters.LoadAdapter(request)
-        await self.read_until(lambda: name in self.told)
+        await self.read_until(lambda: name in self.sent_adapters)
         return loaded
 
     async def unload_adapter(self, name):
@@ -35,8 +35,8 @@ class Router(FakeRouter):
         return [(each.adapter.name, each.adapter.directory) for each in answer.adapters]
 
     @property
-    def told(self):
-        """The names of which it was told last."""
+    def sent_adapters(self):
+        """The adapter names that the scheduler sent last."""
         for message in reversed(self.messages):
             if message.step.HasField("adapters"):
                 return [each.name for each in message.step.adapters.adapters]
@@ -45,7 +45,7 @@ class Router(FakeRouter):
 
 @contextlib.asynccontextmanager
 async def service(folder, num_workers, before=lambda _: None):
-    """A scheduler with so many workers attached, and a router; `before` is called with them."""
+    """A scheduler with `num_workers` attached, and a router; `before` is first called with them."""
     workers = [FakeWorker(f"unix:{folder}/w{i}") for i in range(num_workers)]
     before(workers)
     for worker in workers:

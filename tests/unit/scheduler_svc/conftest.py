@@ -39,5 +39,5 @@ async def connect():
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Record a random run, once for a file of tests; the recording and who drove it."""
+    """Record a random run, once per test module; return the recording and its driver."""
     return record(tmp_path_factory.mktemp("recording"))

@@ -1,4 +1,4 @@
-"""Random runs of a scheduler core with a simulated worker, recorded as the scheduler does it."""
+"""Random runs of a scheduler core with a simulated worker, recorded like the scheduler's."""
 
 import contextlib
 import io
@@ -38,14 +38,16 @@ INFO = WorkerInfo("w/0", "none", "m", Limits(4, 24, 8, 10, 2, 2), (1,), 0, "")
 
 
 class Driver:
-    """Routers and a worker around a core, who do what the dice say."""
+    """Random routers and a worker around a core."""
 
     searches = 0.0
 
     def __init__(self, core, seed):
         self.core = core
         self.dice = random.Random(seed)
-        self.more_dice = random.Random(f"more {seed}")  # so that requests are what they were
+        self.more_dice = random.Random(
+            f"more {seed}"
+        )  # separate, so that the requests stay the same
         self.worker = FakeWorker(core.config)
         self.unanswered = deque()
         self.now = 100.0
@@ -101,7 +103,7 @@ class Driver:
 
 
 class DriverOfSearches(Driver):
-    """A driver who has half of the requests search."""
+    """A driver in which half of the requests are beam searches."""
 
     searches = 0.5
 
@@ -116,7 +118,7 @@ class DriverOfBadMemory(Driver):
 
 
 class DriverOfResizes(Driver):
-    """A driver whose worker's pool grows, shrinks, and at times does not shrink after all."""
+    """A driver whose worker's pool grows and shrinks; some shrinks fail."""
 
     num_shrunk = 0
 
@@ -150,7 +152,7 @@ class DriverOfPressure(Driver):
 
 
 def record(folder, seed=1, max_bytes=1 << 30, num_turns=600, config=CONFIG):
-    """Record a random run; give the file and who drove it."""
+    """Record a random run; return the file and the driver."""
     with Recordings(folder, max_bytes, epoch=7) as records, records.open_core(INFO, config) as core:
         driver = Driver(core, seed)
         driver.run(num_turns)
@@ -182,7 +184,7 @@ def nothing(value):
 
 
 def rewrite(path, change=nothing, change_origin=nothing):
-    """Return the recording as the changes leave its entries and origin, dicts; checksums right."""
+    """Return the recording with changed entries and origin (both dicts), and right checksums."""
     content = MAGIC
     for number, payload in enumerate(payloads(path)):
         value = msgspec.msgpack.decode(payload)

@@ -1,4 +1,4 @@
-"""The adapters of a fake worker: its scheduler has it load and unload them."""
+"""The adapters of a fake worker, which its scheduler loads and unloads."""
 
 import asyncio
 
@@ -8,11 +8,11 @@ from quire.v1 import adapters_pb2, adapters_pb2_grpc, common_pb2
 
 
 class FakeAdapters(adapters_pb2_grpc.AdapterServiceServicer):
-    """Its adapters: what a directory holds has its last letter as digest, 32 times."""
+    """A fake `AdapterService`: an adapter's digest is 32 times its directory's last letter."""
 
     def __init__(self, worker):
         self.worker = worker
-        self.error = None  # of a load
+        self.error = None  # the error of the next load
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.was_asked = asyncio.Event()

@@ -1,4 +1,4 @@
-"""The model of a fake worker: its scheduler has it unload it, and load it or another."""
+"""The model of a fake worker, which its scheduler unloads and loads."""
 
 import asyncio
 
@@ -8,13 +8,13 @@ from quire.v1 import loading_pb2, loading_pb2_grpc
 
 
 class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
-    """Its model: what a directory holds is called by the directory's name."""
+    """A fake `LoadingService`: a model has the name of its directory."""
 
     def __init__(self, worker):
         self.worker = worker
         self.is_unloaded = False
         self.is_loading = False
-        self.error = None  # of whatever is asked
+        self.error = None  # the error of the next call
         self.was_asked = asyncio.Event()
         self.may_load = asyncio.Event()
         self.may_load.set()
@@ -41,7 +41,7 @@ class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
 
     async def Load(self, request, context):  # noqa: N802
         assert request.epoch == self.worker.epoch
-        self.is_loading = True  # until it is there, even if the caller leaves
+        self.is_loading = True  # until the model is loaded, even if the caller leaves
         yield loading_pb2.LoadResponse(worker="w", status="loading weights", progress=0.5)
         await self.may_load.wait()
         self.is_loading = False

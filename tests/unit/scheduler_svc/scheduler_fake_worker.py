@@ -13,7 +13,7 @@ from contract.codec.info import worker_info_from_proto
 from contract.codec.step import plan_from_proto, result_to_proto
 from contract.lora import LoraAdapter
 from contract.packing import pack_int32
-from contract.step import Result, TokenLogprob
+from contract.step import Result, StepLogprob
 from quire.v1 import (
     adapters_pb2_grpc,
     admin_pb2,
@@ -31,14 +31,14 @@ VOCAB_SIZE = 1000
 
 
 def read_tokens(state, token_ids):
-    """Advance the state of the fake model, in which every token so far matters."""
+    """Advance the state of the fake model, which depends on every token so far."""
     for token_id in token_ids:
         state = (state * 31 + token_id + 1) % 1_000_003
     return state
 
 
 def expected_tokens(prompt, num_tokens, output_index=0):
-    """What a sequence must produce, whatever happens on the way."""
+    """The expected output of a sequence."""
     state, token_ids = read_tokens(17 + output_index, prompt), []
     for _ in range(num_tokens):
         token_ids.append(state % VOCAB_SIZE)
@@ -61,7 +61,7 @@ class Row:
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """Serves at `target`. A paused one takes batches and answers none."""
+    """Serves at `target`. While paused, it takes batches and sends no results."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.memory_level = common_pb2.MEMORY_LEVEL_UNSPECIFIED
         self.epoch = 0
         self.held_rows = ()  # when it was attached
-        self.num_computed_before = []  # of each sequence that was announced
+        self.num_computed_before = []  # for each announced sequence
         self.announced_at = {}  # step ids, by the first token of a prompt
         self.attach_error = None
         self.resize_error = None
@@ -105,26 +105,26 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.was_asked_to_resize = asyncio.Event()
         self.num_attaches = 0
         self.rows = {}
-        self.received = []  # step ids, as batches come
-        self.answered = []  # step ids, as results go
+        self.received = []  # step ids of batches, in order
+        self.answered = []  # step ids of results, in order
         self.received_one = asyncio.Condition()
         self.running = asyncio.Event()
         self.running.set()
         self.lives = asyncio.Event()
         self.lives.set()
-        self.pause_at = None  # so many answers
+        self.pause_at = None  # pause after this many results
         self.has_paused = asyncio.Event()
         self.hold_results_for_batches = 0
         self.is_leaving = asyncio.Event()
-        self.was_left = asyncio.Event()  # a stream has ended
+        self.was_left = asyncio.Event()  # set when a stream has ended
         self.wrong_results = None
         self.failing_rows = frozenset()
         self.poison = None  # a first token of a prompt: a step with such a sequence raises
         self.num_top_logprobs = 20
-        self.execute_s = 0.0  # what a step takes; it says a thousandth more
+        self.execute_s = 0.0  # the duration of a step; it reports a thousandth more
         self.adapters = FakeAdapters(self)
         self.loading = FakeLoading(self)
-        self.executing = set()  # queues of the streams that are open
+        self.executing = set()  # queues of the open streams
         self._server = None
 
     async def start(self):
@@ -158,7 +158,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.running.set()
 
     async def run_until_answered(self, num_answered):
-        """Go on until so many results are given in all, and pause there."""
+        """Run until `num_answered` results were sent in all, and then pause."""
         self.pause_at = num_answered
         self.has_paused.clear()
         self.resume()
@@ -212,7 +212,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     def hang(self):
-        """As under SIGSTOP, until `go_on`."""
+        """Hang as under SIGSTOP, until `go_on`."""
         self.lives.clear()
         self.pause()
 
@@ -259,7 +259,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         queue.put_nowait(None)
 
     async def _hold(self, batch):
-        """Keep the result until the batch after this one has come."""
+        """Hold the result until the next batch has come."""
         if len(self.answered) < self.hold_results_for_batches:
             async with self.received_one:
                 await self.received_one.wait_for(lambda: self.received[-1] > batch.step_id)
@@ -307,7 +307,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     @staticmethod
     def _decodes(state):
-        # One that stopped counts as if it went on, up to its length: the scheduler cannot know yet.
+        # A stopped row counts as decoding up to its length, because the scheduler cannot know yet.
         return state.started and len(state.token_ids) < state.max_total
 
     @staticmethod
@@ -353,9 +353,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             if state.with_logprobs:
                 num_top = self.num_top_logprobs
                 top = ints([i % VOCAB_SIZE for i in range(num_top)])
-                likely = TokenLogprob(
-                    index, -float(token_id), top, np.full(num_top, -1, np.float32)
-                )
+                likely = StepLogprob(index, -float(token_id), top, np.full(num_top, -1, np.float32))
                 logprobs.append(likely)
         for row in failed:
             self.rows[row].stopped = True

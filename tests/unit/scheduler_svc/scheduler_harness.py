@@ -26,7 +26,7 @@ class RunningScheduler:
 
 @contextlib.asynccontextmanager
 async def running_scheduler(folder, workers, *, resolver=None, **options):
-    """Run a scheduler for as long as the block; it drains at the end."""
+    """Run a scheduler during the block; it drains at the end."""
     registry = CollectorRegistry()
     started, stop = asyncio.get_running_loop().create_future(), asyncio.Event()
 
@@ -72,7 +72,7 @@ def num_live(load):
 
 
 class FakeRouter:
-    """A router's end of the stream: submits, and keeps what it hears."""
+    """A router's end of the stream: submits requests, and records all events."""
 
     def __init__(self, target):
         self.channel = open_channel(target)
@@ -144,11 +144,11 @@ class FakeRouter:
         await self.call.write(scheduler_pb2.ConnectRequest(leave=leave))
 
     async def read(self):
-        """Take one message in."""
+        """Read and record one message."""
         message = await self.call.read()
         assert message is not grpc.aio.EOF, "the scheduler ended the stream"
         if message == scheduler_pb2.ConnectResponse(step=scheduler_pb2.StepOutput()):
-            return message  # no news, twice a second
+            return message  # a heartbeat without events
         self.messages.append(message)
         if message.WhichOneof("message") == "refused":
             self.refused[message.refused.first_seq_key] = message.refused
@@ -185,13 +185,14 @@ class FakeRouter:
         return response.load
 
     async def wait_for_load(self, condition):
-        """Ask for the load until it is as wanted; the test's timeout is the limit."""
+        """Poll the load until the condition is true; the test's timeout is the limit."""
         while not condition(load := await self.load()):
             pass
         return load
 
     async def wait_for_live(self, count):
-        """Until the scheduler has so many sequences: a submit is sent, not yet received."""
+        """Wait until the scheduler has `count` sequences, because a sent submit may not have
+        arrived."""
         await self.wait_for_load(lambda load: num_live(load) == count)
 
     async def defragment(self):

@@ -1,4 +1,4 @@
-"""What a scheduler's adapters are when workers come, go and refuse, call by call."""
+"""A scheduler's adapters when workers attach, are lost, or refuse, call by call."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ GONE = InvalidArgumentError("directory", "is not there")
 
 
 class Worker:
-    """Has adapters; what its directories hold, or why they cannot be read, is `found`."""
+    """A fake worker with adapters; `found` has the contents of its directories, or their errors."""
 
     def __init__(self, *has, found=()):
         self.has = {adapter.name: adapter for adapter in has}
@@ -80,7 +80,9 @@ async def test_what_was_to_be_unloaded_takes_no_other_of_its_name_along(service)
     assert worker.asked == []
     assert service.told == [{OLD}, set(), {NEW}]
     assert not service.adapters.is_leaving(NEW)
-    back = await service.attach("a", Worker(OLD, found={"/sql": NEW}))  # it was to be unloaded
+    back = await service.attach(
+        "a", Worker(OLD, found={"/sql": NEW})
+    )  # its adapter was to be unloaded
     assert back.has == {"sql": NEW}
 
 
@@ -88,7 +90,7 @@ async def test_what_was_lost_and_loaded_again_is_not_what_was_to_be_unloaded(ser
     await service.attach("a", Worker(OLD))
     unloading = await begin_unloading(service, "sql")
     service.sessions.clear()
-    worker = await service.attach("b", Worker())  # which cannot load it
+    worker = await service.attach("b", Worker())  # this worker cannot load it
     worker.found["/sql"] = OLD
     await service.adapters.load("sql", "/sql")
     service.is_used = False
@@ -116,7 +118,7 @@ async def test_what_the_others_find_is_another_and_nobody_has_either(service):
 async def test_a_worker_that_is_refused_has_asked_nothing_of_the_others(service):
     other = await service.attach("a", Worker(OLD, found={"/chat": CHAT}))
     worker = Worker(CHAT)
-    with pytest.raises(UnavailableError, match="worker b does not fit: directory is not there"):
+    with pytest.raises(UnavailableError, match="worker b cannot join: directory is not there"):
         await service.attach("b", worker)
     assert other.asked == []
     assert service.adapters.offered == (OLD,)
@@ -148,7 +150,7 @@ async def test_a_worker_that_loads_what_is_forgotten_meanwhile_is_refused(servic
     service.sessions.clear()
     worker = Worker(found=FOUND)
     worker.on_load = service.adapters.forget
-    with pytest.raises(UnavailableError, match="worker b does not fit: another model is served"):
+    with pytest.raises(UnavailableError, match="worker b cannot join: another model is served"):
         await service.attach("b", worker)
     assert worker.asked == ["chat"]
     assert service.adapters.held == ()
@@ -164,7 +166,7 @@ async def test_what_cannot_be_loaded_and_is_forgotten_meanwhile_is_not_lost(serv
     with pytest.raises(UnavailableError, match="another model is served now"):
         await service.attach("b", worker)
     back = await service.attach("c", Worker(OLD))
-    assert back.has == {"sql": OLD}  # it is not what came to be unloaded
+    assert back.has == {"sql": OLD}  # it is not the adapter that was unloaded
 
 
 async def test_what_is_loaded_at_all_when_they_are_forgotten_is_not_held(service):
@@ -177,7 +179,7 @@ async def test_what_is_loaded_at_all_when_they_are_forgotten_is_not_held(service
     assert service.adapters.held == ()
 
 
-async def test_who_is_about_to_end_is_asked_nothing(service):
+async def test_a_draining_process_gets_no_calls(service):
     ending = await service.attach("a", Worker())
     staying = await service.attach("b", Worker(found={"/sql": OLD}))
     ending.is_ending = True

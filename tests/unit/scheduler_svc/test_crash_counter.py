@@ -1,4 +1,4 @@
-"""Consecutive losses without progress are counted; progress is what the core says."""
+"""Consecutive losses without progress are counted; the core decides what progress is."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from scheduler_svc.workers.crash_counter import CrashCounter
 
 
 class Core:
-    """A core whose worker answers a step when a test says so."""
+    """A core whose worker answers a step when a test releases it."""
 
     def __init__(self, **changes):
         settings = {"num_blocks": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, **changes}
@@ -112,7 +112,7 @@ def test_a_loss_counts_if_the_request_ran_and_gained_nothing(progress, count):
     assert crashes.take(request) == 0, "it has been taken"
 
 
-def test_what_has_ended_is_forgotten():
+def test_ended_requests_are_forgotten():
     crashes, ended, dropped = CrashCounter(), make_request(key=0), make_request(source=2, key=1)
     for request in (ended, dropped):
         crashes.set(request, 1)

@@ -1,4 +1,4 @@
-"""Workers that say that they are about to end."""
+"""Workers that report that they drain."""
 
 import asyncio
 

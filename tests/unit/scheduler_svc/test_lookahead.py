@@ -1,4 +1,4 @@
-"""When the next step goes out, while one is in flight."""
+"""When the next step is sent, while one is in flight."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 async def learn_step_time(router, worker, execute_s):
-    """Let the scheduler have seen a prompt of four tokens, and a decode, that take so long."""
+    """Let the scheduler learn from a prompt of four tokens and a decode of this duration."""
     worker.execute_s = execute_s
     await router.submit(0, [1, 2, 3, 4], max_tokens=2)
     await router.read_until_finished(0)
@@ -20,7 +20,7 @@ async def learn_step_time(router, worker, execute_s):
 
 
 @pytest.mark.parametrize(("execute_s", "num_ahead"), [(0.0, 2), (1.0, 1)])
-async def test_what_comes_during_a_long_step_is_in_the_next_one(
+async def test_requests_that_arrive_during_a_long_step_are_in_the_next_one(
     folder, worker, connect, execute_s, num_ahead
 ):
     async with running_scheduler(folder, [worker.target]) as scheduler:
@@ -39,7 +39,7 @@ async def test_what_comes_during_a_long_step_is_in_the_next_one(
         assert router.tokens[2] == expected_tokens([6, 7, 8, 9], 4)
 
 
-async def test_a_step_that_ends_sooner_than_expected_leaves_nobody_waiting(folder, worker, connect):
+async def test_after_a_step_that_ends_early_the_next_one_is_sent_at_once(folder, worker, connect):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
         await learn_step_time(router, worker, 1.0)

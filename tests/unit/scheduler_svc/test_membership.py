@@ -1,4 +1,4 @@
-"""Workers that come and go while the scheduler runs."""
+"""Workers that are found and lost while the scheduler runs."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ class FakeResolver:
         return self.targets
 
     async def wait_until_heeded(self):
-        """Wait until an answer of now has been followed: the next question comes after that."""
+        """Wait until the present answer has taken effect: the next look-up comes after that."""
         async with self.was_asked:
             num_asked = self.num_asked + 2
             await self.was_asked.wait_for(lambda: self.num_asked >= num_asked)
@@ -91,7 +91,7 @@ async def test_a_worker_that_only_dns_has_lost_works_on(folder, worker, other, c
     assert worker.answered
 
 
-async def test_a_worker_that_is_gone_is_forgotten_and_its_sequences_go_on(
+async def test_a_removed_worker_is_forgotten_and_its_sequences_continue_elsewhere(
     folder, worker, other, connect
 ):
     resolver = FakeResolver(worker)

@@ -1,4 +1,4 @@
-"""Moves between two sessions whose workers do, or fail to do, what a test says."""
+"""Moves between two sessions, whose workers succeed or fail as a test says."""
 
 import asyncio
 import itertools
@@ -42,7 +42,7 @@ CONFIG = SchedulerConfig(
 
 
 class FakeSession:
-    """A session whose worker remembers what its blocks hold; it steps when it is waited for."""
+    """A session whose worker records its blocks' contents; it steps when a move waits for it."""
 
     instance_ids = itertools.count(1)
 
@@ -76,7 +76,7 @@ class FakeSession:
         if (plan := self.core.schedule(0.0)) is not None:
             self.unanswered.append(self.worker.execute(plan))
         if self.unanswered:
-            self.oracle.hear(self.core.update(self.unanswered.popleft()))
+            self.oracle.check(self.core.update(self.unanswered.popleft()))
         check(self.core)
 
     def load(self):
@@ -115,7 +115,7 @@ class FakeEngine:
 
 
 class FakeRoster:
-    """Engines "a", "b" and, if a test wants it, more."""
+    """Engines "a" and "b", and more if a test needs them."""
 
     def __init__(self, **sessions):
         self.engines = tuple(FakeEngine(target, session) for target, session in sessions.items())
@@ -164,7 +164,7 @@ def migrator(roster, migrations):
 
 
 def finish(*sessions):
-    """Let everything end as the oracle says it must, and leave nothing behind."""
+    """Run until all has ended as the oracle expects, and check that no block is held."""
     while sessions[0].oracle.live:
         for session in sessions:
             session.step()
@@ -175,7 +175,7 @@ def finish(*sessions):
         assert session.core.tier.pool.num_available == CONFIG.num_host_blocks
 
 
-async def test_request_moves_and_says_what_it_would_have_said(migrator, a, b, migrations):
+async def test_request_moves_and_its_output_stays_the_same(migrator, a, b, migrations):
     (request,) = a.core.drain()
     a.crashes.set(request, 2)
     moved = await migrator.migrate("r0", "b")
@@ -215,7 +215,7 @@ async def test_source_that_is_lost_during_the_pull_gives_its_requests_back(migra
     await b.pulling.wait()
     a.is_lost = True
     (request,) = a.core.drain()
-    b.core.submit(request, 0.0)  # as the fleet does it
+    b.core.submit(request, 0.0)  # like the fleet
     b.may_pull.set()
     with pytest.raises(UnavailableError, match="lost"):
         await moving
@@ -264,7 +264,7 @@ async def test_refusals(migrator, roster, b, migrations):
     with pytest.raises(UnavailableError, match="b is not attached: not there"):
         await migrator.migrate("r0", "b")
     roster.engines[1].session = FakeSession(SchedulerConfig(16, 2, 4, 16, 32))
-    with pytest.raises(FailedPreconditionError, match="'r0' cannot be moved: that worker has no"):
+    with pytest.raises(FailedPreconditionError, match="'r0' cannot be moved: the target worker"):
         await migrator.migrate("r0", "b")
     assert migrations.labels("a", "b", "failed")._value.get() == 3
 
@@ -284,12 +284,12 @@ async def test_worker_that_takes_no_kv_is_refused_before_anything_moves(
 async def test_name_of_two_requests_is_refused(migrator, b):
     b.submit(5, [1])
     next(iter(b.core.live)).request = next(iter(b.others["a"].core.live)).request
-    with pytest.raises(InvalidArgumentError, match="as 2 live requests are called"):
+    with pytest.raises(InvalidArgumentError, match="which 2 live requests have"):
         await migrator.migrate("r0", "b")
 
 
 def prompts_with_long_outputs():
-    """14 tokens each, after which the model says 18."""
+    """Prompts of 14 tokens each, after which the model outputs 18."""
     for tokens in itertools.product((0, 1), repeat=14):
         if len(expected_output("", 0, tokens, 18)) == 18:
             yield tokens
@@ -298,7 +298,7 @@ def prompts_with_long_outputs():
 class TestImbalance:
     @pytest.fixture
     def a(self):
-        """Two sequences, and one of them waits with its KV."""
+        """A worker with two sequences; one of them waits with its KV."""
         session = FakeSession()
         for key, prompt in enumerate(islice(prompts_with_long_outputs(), 2)):
             session.submit(key, prompt, max_tokens=18)
@@ -307,10 +307,10 @@ class TestImbalance:
 
     def swap_one(self, a):
         while not a.load().num_swapped:
-            assert a.oracle.live, "nobody had to wait"
+            assert a.oracle.live, "no request had to wait"
             a.step()
 
-    async def test_one_that_waits_goes_where_there_is_room(self, migrator, a, b):
+    async def test_a_waiting_request_moves_to_a_worker_with_room(self, migrator, a, b):
         self.swap_one(a)
         live, source, target = migrator._find_imbalance()
         assert (source.session, target.session) == (a, b)
@@ -330,6 +330,6 @@ class TestImbalance:
     async def test_no_room_to_its_end(self, migrator, a, b):
         self.swap_one(a)
         b.submit(7, [1, 1, 1], max_tokens=1)
-        assert migrator._find_imbalance() is None, "somebody waits there"
+        assert migrator._find_imbalance() is None, "a request waits there"
         b.core.schedule(0.0)
         assert migrator._find_imbalance() is None, "all of its blocks would be needed"

@@ -10,7 +10,7 @@ from scheduler_svc.core.request import OutputSoFar, Request
 from scheduler_svc.workers.placement import (
     SEQUENCE_TOKENS,
     Choice,
-    Placement,
+    PlacementMethod,
     Placer,
     WorkerLoad,
     num_known_tokens,
@@ -51,13 +51,13 @@ class Worker:
         return sum(common)
 
 
-def choose(workers, request, placement=Placement.LEAST_LOADED, *, can_refuse=True):
+def choose(workers, request, placement=PlacementMethod.LEAST_LOADED, *, can_refuse=True):
     choice = Placer(placement).choose(request, workers, can_refuse=can_refuse)
     return None if choice is None else choice.index
 
 
 class TestCandidates:
-    @pytest.mark.parametrize("placement", Placement)
+    @pytest.mark.parametrize("placement", PlacementMethod)
     def test_a_worker_whose_memory_is_short_comes_last(self, placement):
         pressed = Worker(0, 1, num_cached=12, is_memory_short=True)
         assert choose([pressed, Worker(8, 4)], make_request(), placement) == 1
@@ -98,7 +98,7 @@ class TestLeastLoaded:
 
 
 def test_round_robin_takes_each_in_turn():
-    placer = Placer(Placement.ROUND_ROBIN)
+    placer = Placer(PlacementMethod.ROUND_ROBIN)
     workers = [Worker(9), Worker(), Worker(0, 10)]
     chosen = [placer.choose(make_request(), workers, can_refuse=True).index for _ in range(4)]
     assert sorted(chosen[:2]) == [0, 1]
@@ -109,7 +109,7 @@ class TestPrefix:
     @staticmethod
     def choose(workers, **request):
         request = make_request(4000, **{"num_prompt_tokens": 2049, **request})
-        return choose(workers, request, Placement.PREFIX)
+        return choose(workers, request, PlacementMethod.PREFIX)
 
     def test_where_most_of_the_prompt_is_cached(self):
         assert self.choose([Worker(), Worker(num_cached=100), Worker(num_cached=99)]) == 1

@@ -1,4 +1,4 @@
-"""What a recording holds, what its format says, and what is refused as damaged."""
+"""The contents and the format of a recording, and damaged ones."""
 
 import struct
 from zlib import crc32
@@ -8,12 +8,12 @@ from recorded_runs import CONFIG, INFO, payloads, record, replay_bytes, rewrite,
 
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.journal.entries import CALLS, MAGIC, CutOff, RecordingError
-from scheduler_svc.journal.record import Recordings
+from scheduler_svc.journal.record import RecordedScheduler, Recordings
 from scheduler_svc.journal.report import describe
 
 
 def is_recorded(core):
-    return "schedule" in vars(core)
+    return isinstance(core, RecordedScheduler)
 
 
 @pytest.mark.parametrize("number", [0, 1, 50])
@@ -26,20 +26,20 @@ def test_a_damaged_byte_is_caught(recorded, number):
 
 
 @pytest.mark.parametrize("num_lost", [1, 5, 11])
-def test_a_last_frame_that_is_cut_off_is_said_and_the_rest_replayed(recorded, num_lost):
+def test_a_truncated_last_frame_is_reported_and_the_rest_replayed(recorded, num_lost):
     content, last = recorded[0].read_bytes(), payloads(recorded[0])[-1]
     result = replay_bytes(content[:-num_lost])
     assert result.difference is None
     assert result.ending == CutOff(len(last) + 8 - num_lost)
     assert result.num_steps == len(recorded[1].plans)
-    assert "it is cut off" in "\n".join(describe(result))
+    assert "the recording is cut off" in "\n".join(describe(result))
 
 
-def test_a_recording_without_an_end_is_said_to_be_of_a_killed_process(recorded):
+def test_a_recording_without_an_end_is_reported_as_of_a_killed_process(recorded):
     content, last = recorded[0].read_bytes(), payloads(recorded[0])[-1]
     result = replay_bytes(content[: -len(last) - 8])
     assert (result.difference, result.ending) == (None, None)
-    assert "it has no end" in "\n".join(describe(result))
+    assert "the recording has no end" in "\n".join(describe(result))
 
 
 def test_another_format_version_is_refused(recorded):
@@ -65,12 +65,12 @@ def test_a_setting_of_another_type_is_refused(recorded):
     def change(origin):
         origin["config"]["block_size"] = "2"
 
-    with pytest.raises(RecordingError, match=r"cannot take its settings: .*block_size"):
+    with pytest.raises(RecordingError, match=r"cannot use its settings: .*block_size"):
         replay_bytes(rewrite(recorded[0], change_origin=change))
 
 
 @pytest.mark.parametrize("content", [b"", b"QUIRE", b"#!/bin/sh\n" * 9])
-def test_what_is_no_recording_is_refused(content):
+def test_a_file_that_is_no_recording_is_refused(content):
     with pytest.raises(RecordingError, match="it is not a recording"):
         replay_bytes(content)
 
@@ -96,7 +96,7 @@ def test_recordings_share_their_limit(tmp_path):
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(RecordingError, match=r"--record: .*file/x: cannot be made"):
+    with pytest.raises(RecordingError, match=r"--record: .*file/x: cannot be created"):
         Recordings(tmp_path / "file" / "x", 10, epoch=1)
 
 
@@ -126,7 +126,7 @@ def test_a_call_of_a_newer_kind_is_refused(recorded):
     def change(entry):
         entry["call"] = "teleport"
 
-    with pytest.raises(RecordingError, match="a call 'teleport', which this release does not"):
+    with pytest.raises(RecordingError, match="a call 'teleport', which this version does not"):
         replay_bytes(rewrite(recorded[0], change))
 
 

@@ -46,7 +46,7 @@ def test_a_run_with_a_host_tier_that_goes_bad_replays_the_same(tmp_path):
     assert any(preemption.num_host_blocks for preemption in preemptions)
     assert any(preemption.has_failed_swap_in for preemption in preemptions)
     text = "\n".join(describe(result))
-    assert "is not what was swapped out" in text
+    assert "swapped in for it was corrupt" in text
     assert "host block" in text
 
 
@@ -77,7 +77,7 @@ def test_a_run_under_pressure_replays_the_same(tmp_path):
     for_memory = [each for each in result.preemptions if each.is_for_memory]
     assert len(for_memory) == result.load.num_memory_preemptions
     text = "\n".join(describe(result))
-    assert text.count("the worker's memory was critical, and too many ran") == len(for_memory)
+    assert text.count("memory was critical and too many sequences ran") == len(for_memory)
 
 
 def test_a_run_with_a_disk_replays_the_same(tmp_path):
@@ -219,7 +219,7 @@ def test_a_refusal_that_does_not_come_again_is_a_difference(recorded):
     assert before == "RequestTooLongError" != now
 
 
-def test_what_the_core_raised_is_raised_again(tmp_path):
+def test_a_replay_raises_the_recorded_error(tmp_path):
     nothing = np.array([], np.int32)
     outcome = Result(9, nothing, nothing, nothing, nothing)
 
@@ -252,7 +252,7 @@ def test_a_plan_is_shown_in_full(recorded):
 
 
 class DriverWithoutTime(Driver):
-    """A driver whose worker has time for a few tokens of prompts only."""
+    """A driver whose pacer allows only a few prompt tokens."""
 
     def schedule(self):
         bounds = (self.dice.choice([None, 0, 1, 3]), self.dice.choice([None, 1, 2]))
@@ -272,7 +272,7 @@ def test_a_run_in_which_prompts_are_bounded_replays_the_same(tmp_path):
 
 
 class DriverOfMoves(Driver):
-    """A driver who lets requests leave the core and come back to it."""
+    """A driver in which requests leave the core and come back."""
 
     def schedule(self):
         super().schedule()

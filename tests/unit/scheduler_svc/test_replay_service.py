@@ -1,4 +1,4 @@
-"""`--record` of a whole scheduler, and `quire replay` of what it wrote."""
+"""`--record` of a whole scheduler, and `quire replay` of its recordings."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 
 async def record_requests(folder, worker, connect, count=3):
-    """Serve requests with `--record`; give the recordings."""
+    """Serve requests with `--record`; return the recordings."""
     async with running_scheduler(folder, [worker.target], record=folder / "rec") as scheduler:
         router = await connect(scheduler.target)
         for key in range(count):
@@ -23,7 +23,7 @@ async def record_requests(folder, worker, connect, count=3):
     return sorted((folder / "rec").iterdir())
 
 
-async def test_what_a_scheduler_recorded_replays(folder, worker, connect, capsys):
+async def test_a_schedulers_recording_replays(folder, worker, connect, capsys):
     (path,) = await record_requests(folder, worker, connect)
     assert main(["replay", str(path)]) == 0
     output = capsys.readouterr().out
@@ -31,7 +31,7 @@ async def test_what_a_scheduler_recorded_replays(folder, worker, connect, capsys
     assert "requests    3, of which 0 were refused" in output
     assert "sequences   ended: 3 LENGTH" in output
     assert "24 sampled" in output
-    assert "it ends there: the scheduler has ended" in output
+    assert "the recording ends because: the scheduler has ended" in output
 
 
 async def test_a_step_is_shown_in_full(folder, worker, connect, capsys):
@@ -39,7 +39,7 @@ async def test_a_step_is_shown_in_full(folder, worker, connect, capsys):
     assert main(["replay", str(path), "--step", "1"]) == 0
     assert "sequence 1 in row 0: 0 of its 5 tokens computed" in capsys.readouterr().out
     assert main(["replay", str(path), "--step", "1000"]) == 1
-    assert "--step: 1000: is not in it; it has steps 1 to" in capsys.readouterr().err
+    assert "--step: 1000: it must be one of the steps 1 to" in capsys.readouterr().err
 
 
 async def test_a_damaged_recording_exits_with_one(folder, worker, connect, capsys):

@@ -1,4 +1,4 @@
-"""`ResizeKv`: a worker's pool grows and shrinks under load, or stays, and says why."""
+"""`ResizeKv`: a worker's pool grows and shrinks under load, or is refused with the reason."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ async def worker(tmp_path):
 
 
 async def resize(router, num_blocks, worker=""):
-    """Give all that is said of it."""
+    """Resize a pool, and return all messages about it."""
     request = scheduler_pb2.ResizeKvRequest(worker=worker, num_blocks=num_blocks)
     return [answer async for answer in router.stub.ResizeKv(request)]
 
@@ -51,7 +51,7 @@ async def test_a_pool_that_has_grown_takes_what_was_too_long(tmp_path, worker):
         *_, last = await resize(router, 40, worker.target)
         assert (last.num_blocks_before, last.num_blocks, last.is_done) == (16, 40, True)
         assert await num_blocks(router) == 40
-        await router.disconnect()  # who connects is told how long a sequence may be
+        await router.disconnect()  # the welcome says how long a sequence may be
         router = await FakeRouter(scheduler.target).connect()
         assert router.welcome.model.max_model_len == 160
         await router.submit(1, prompt, max_tokens=20)
@@ -60,7 +60,7 @@ async def test_a_pool_that_has_grown_takes_what_was_too_long(tmp_path, worker):
         await router.disconnect()
 
 
-async def test_a_router_that_stays_is_told_how_long_a_sequence_may_be(tmp_path, worker):
+async def test_a_connected_router_gets_the_new_max_model_len(tmp_path, worker):
     async with running_scheduler(tmp_path, [worker.target]) as scheduler:
         router = await FakeRouter(scheduler.target).connect()
         assert router.welcome.model.max_model_len == 64
@@ -72,7 +72,7 @@ async def test_a_router_that_stays_is_told_how_long_a_sequence_may_be(tmp_path, 
 
 
 async def test_a_pool_shrinks_under_sequences_that_go_on(tmp_path, worker):
-    """With their blocks moved below, and some of them preempted."""
+    """Their blocks move to lower numbers, and some of them are preempted."""
     async with running_scheduler(tmp_path, [worker.target]) as scheduler:
         router = await FakeRouter(scheduler.target).connect()
         await resize(router, MOST)
@@ -95,7 +95,7 @@ async def test_a_pool_shrinks_under_sequences_that_go_on(tmp_path, worker):
         await router.disconnect()
 
 
-async def test_what_is_held_is_told_while_it_goes(tmp_path, worker):
+async def test_held_blocks_are_reported_while_a_pool_shrinks(tmp_path, worker):
     async with running_scheduler(tmp_path, [worker.target]) as scheduler:
         router = await FakeRouter(scheduler.target).connect()
         await resize(router, MOST)
@@ -113,7 +113,7 @@ async def test_what_is_held_is_told_while_it_goes(tmp_path, worker):
         code, details = await refusal(resize(router, 32))
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert details == f"worker {worker.target} is being resized already, to 16 blocks"
-        call.cancel()  # it goes on
+        call.cancel()  # the resize continues
         worker.pause_at = None
         worker.resume()
         await router.read_until_finished(*range(6))
@@ -145,7 +145,7 @@ async def test_a_size_is_blocks_or_bytes(tmp_path, worker, size):
         (
             {"num_bytes": 15_999},
             "FAILED_PRECONDITION",
-            "num_blocks is 15; it must be at least 16: so many has a sequence of max_model_len",
+            "num_blocks is 15; it must be at least 16, which is enough for one sequence",
         ),
         (
             {"num_blocks": 20, "worker": "nobody"},
@@ -155,7 +155,7 @@ async def test_a_size_is_blocks_or_bytes(tmp_path, worker, size):
     ],
     ids=lambda value: str(value)[:24],
 )
-async def test_what_cannot_be_is_refused_by_name(tmp_path, worker, size, code, details):
+async def test_impossible_values_are_refused_by_name(tmp_path, worker, size, code, details):
     async with running_scheduler(tmp_path, [worker.target]) as scheduler:
         router = await FakeRouter(scheduler.target).connect()
         call = router.stub.ResizeKv(scheduler_pb2.ResizeKvRequest(**size))
@@ -201,7 +201,7 @@ async def test_a_worker_without_the_memory_leaves_all_as_it_was(tmp_path, worker
         await router.disconnect()
 
 
-async def test_a_worker_that_is_lost_says_how_many_it_has_when_it_is_back(tmp_path, worker):
+async def test_a_lost_worker_reports_its_blocks_when_it_returns(tmp_path, worker):
     async with running_scheduler(tmp_path, [worker.target]) as scheduler:
         router = await FakeRouter(scheduler.target).connect()
         await resize(router, MOST)
@@ -210,7 +210,7 @@ async def test_a_worker_that_is_lost_says_how_many_it_has_when_it_is_back(tmp_pa
         await worker.was_asked_to_resize.wait()
         await worker.die()
         assert (await shrinking)[0] is grpc.StatusCode.UNAVAILABLE
-        worker.info.num_blocks = 20  # it had done it
+        worker.info.num_blocks = 20  # the worker had resized already
         await worker.start()
         load = await router.wait_for_load(lambda load: load.num_blocks == 20)
         assert load.num_free_blocks == 20

@@ -1,4 +1,4 @@
-"""Requests that may be resumed: whose each is, what is kept of it, and for how long."""
+"""Resumable requests: which stream has each, what is kept of it, and for how long."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def streams():
 
 
 def submit(streams, stream, request_id="r", *, key=0, n=1, tenant="", deadline=None, **fields):
-    """What the servicer does with a resumable request."""
+    """Submit a resumable request like the servicer."""
     request = Request(
         stream.source,
         key,
@@ -77,8 +77,8 @@ def tokens_by_key(step):
 
 
 @pytest.mark.parametrize("num_steps", [3, 16, 200])
-async def test_who_resumes_gets_all_that_came_and_all_that_comes(streams, num_steps):
-    """Also when the news are taken in a batch at a time, in the middle."""
+async def test_a_resumed_stream_gets_all_earlier_and_later_events(streams, num_steps):
+    """Also if it is resumed between two batches of stored events."""
     first = streams.open("a")
     submit(streams, first, key=5, n=2)
     for step in range(num_steps):
@@ -96,9 +96,9 @@ async def test_who_resumes_gets_all_that_came_and_all_that_comes(streams, num_st
         40: list(range(1000, 1000 + num_steps)),
         41: list(range(num_steps + 1)),
     }
-    news = (await second.next_message()).step
-    assert tokens_by_key(news) == {40: [8], 41: [9]}
-    assert [end.seq_key for end in news.finished] == [41]
+    events = (await second.next_message()).step
+    assert tokens_by_key(events) == {40: [8], 41: [9]}
+    assert [end.seq_key for end in events.finished] == [41]
 
 
 async def test_everything_that_is_not_a_token_is_kept_too(streams):
@@ -155,7 +155,7 @@ async def test_what_a_router_says_when_it_submits_again_is_part_of_it(streams):
     assert not resumed.submit.outputs
 
 
-async def test_the_one_before_is_told_and_can_use_its_keys_again(streams):
+async def test_the_former_router_is_notified_and_can_reuse_its_keys(streams):
     first, second = streams.open("a"), streams.open("b")
     submit(streams, first, key=5, n=2)
     resume(streams, second, 40)
@@ -177,7 +177,7 @@ async def test_a_request_moves_on_from_stream_to_stream(streams):
     streams.deliver({routers[0].source: output([0], [2])})
     resume(streams, routers[2], 70)
     assert tokens_by_key((await next_resumed(routers[2])).so_far) == {70: [1, 2]}
-    resume(streams, routers[0], 90)  # back on the stream where it began, under another name
+    resume(streams, routers[0], 90)  # back on its first stream, with other keys
     assert tokens_by_key((await next_resumed(routers[0])).so_far) == {90: [1, 2]}
     streams.deliver({routers[0].source: output([0], [3])})
     assert tokens_by_key((await routers[0].next_message()).step)[90] == [3]
@@ -190,37 +190,37 @@ def test_another_tenants_request_is_not_found(streams, tenant):
         resume(streams, streams.open("b"), 40, tenant=tenant)
 
 
-def test_what_nobody_resumes_is_cancelled_after_the_grace_period(streams):
+def test_a_request_that_is_not_resumed_is_cancelled_after_the_grace_period(streams):
     stream = streams.open("a")
     submit(streams, stream, "left", key=0)
     submit(streams, stream, "stays", key=1)
     assert streams.resumables.leave(stream, 0, now=1.0)
-    assert list(streams.resumables.give_up(GRACE_S + 0.9)) == []
-    assert list(streams.resumables.give_up(GRACE_S + 1)) == [(stream.source, [0])]
+    assert list(streams.resumables.expire(GRACE_S + 0.9)) == []
+    assert list(streams.resumables.expire(GRACE_S + 1)) == [(stream.source, [0])]
     with pytest.raises(NotFoundError):
         resume(streams, stream, 40, "left")
-    assert list(streams.resumables.give_up(1e9)) == []
+    assert list(streams.resumables.expire(1e9)) == []
     assert len(streams.resumables) == 1
 
 
-def test_what_has_ended_is_kept_for_the_grace_period(streams):
+def test_ended_requests_are_kept_for_the_grace_period(streams):
     stream = streams.open("a")
     submit(streams, stream, n=2)
     streams.deliver({stream.source: output(ended=[0])})
     streams.deliver({stream.source: output([1], [4], ended=[1])})
-    assert list(streams.resumables.give_up(5.0)) == []
-    assert list(streams.resumables.give_up(5.0 + GRACE_S - 0.1)) == []
+    assert list(streams.resumables.expire(5.0)) == []
+    assert list(streams.resumables.expire(5.0 + GRACE_S - 0.1)) == []
     resume(streams, streams.open("b"), 40, now=14.0)
-    assert list(streams.resumables.give_up(14.0 + GRACE_S)) == []
+    assert list(streams.resumables.expire(14.0 + GRACE_S)) == []
     assert len(streams.resumables) == 0
 
 
-def test_who_nobody_reads_ends_at_its_deadline(streams):
+def test_a_request_without_a_reader_ends_at_its_deadline(streams):
     stream = streams.open("a")
     submit(streams, stream, deadline=3.0)
-    assert list(streams.resumables.give_up(3.0)) == [], "its router sees to that"
+    assert list(streams.resumables.expire(3.0)) == [], "its router sees to that"
     streams.resumables.leave(stream, 0, now=3.0)
-    assert list(streams.resumables.give_up(3.1)) == [(stream.source, [0])]
+    assert list(streams.resumables.expire(3.1)) == [(stream.source, [0])]
 
 
 def test_a_stream_that_ends_takes_along_what_is_not_kept(streams):
@@ -266,15 +266,13 @@ def test_memory_is_bounded_and_the_oldest_that_has_ended_goes_first():
         submit(streams, stream, f"r{key}", key=key)
     streams.resumables.leave(stream, 0, now=0.0)
     streams.deliver({stream.source: output([0, 1, 2, 3] * 800, [0] * 3200, ended=[2])})
-    assert list(streams.resumables.give_up(1.0)) == [], "the one that has ended is enough"
+    assert list(streams.resumables.expire(1.0)) == [], "the one that has ended is enough"
     with pytest.raises(NotFoundError):
         resume(streams, stream, 40, "r2")
     streams.deliver({stream.source: output([1, 3] * 400, [0] * 800)})
-    assert list(streams.resumables.give_up(1.0)) == [(stream.source, [0])], (
-        "then one without reader"
-    )
+    assert list(streams.resumables.expire(1.0)) == [(stream.source, [0])], "then one without reader"
     streams.deliver({stream.source: output([1, 3] * 800, [0] * 1600)})
-    assert list(streams.resumables.give_up(1.0)) == [], "who is read is not given up"
+    assert list(streams.resumables.expire(1.0)) == [], "who is read is not given up"
     with pytest.raises(TooBusyError, match="the limit is 10000"):
         submit(streams, stream, "more", key=9)
 

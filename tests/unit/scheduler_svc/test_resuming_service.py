@@ -13,7 +13,7 @@ ABORTED, NOT_FOUND = 10, 5
 
 
 async def begin(router, worker, **options):
-    """A request whose first tokens are there; the worker rests."""
+    """Start a request; it has its first tokens, and the worker is paused."""
     await router.submit(7, PROMPT, n=2, max_tokens=30, resume_record=b"x", **options)
     await router.read_until(lambda: len(router.tokens.get(8, ())) >= 3)
     worker.pause()
@@ -53,7 +53,7 @@ async def test_what_has_ended_meanwhile_is_there_to_be_had(folder, worker, conne
         assert second.finished[40].finish_reason == common_pb2.FINISH_REASON_LENGTH
 
 
-async def test_the_router_before_hears_that_it_is_over_and_no_more(folder, worker, connect):
+async def test_the_former_router_gets_aborted_and_no_more_events(folder, worker, connect):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         first, second = await connect(scheduler.target), await connect(scheduler.target, "s")
         await begin(first, worker)
@@ -68,13 +68,15 @@ async def test_the_router_before_hears_that_it_is_over_and_no_more(folder, worke
 
 
 @pytest.mark.parametrize("last_word", ["leave", "cancel"])
-async def test_what_the_router_before_says_late_ends_nothing(folder, worker, connect, last_word):
+async def test_late_messages_of_the_former_router_end_nothing(folder, worker, connect, last_word):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         first, second = await connect(scheduler.target), await connect(scheduler.target, "s")
         await begin(first, worker)
         await second.resume("request-7", 40)
         await second.read_until(lambda: 40 in second.resumed)
-        await getattr(first, last_word)(7, 8)  # as if it had not heard yet that it is over
+        await getattr(first, last_word)(
+            7, 8
+        )  # as if it did not know yet that the request has moved
         await first.submit(20, PROMPT, max_tokens=1)
         worker.resume()
         await first.read_until_finished(20)
@@ -82,7 +84,7 @@ async def test_what_the_router_before_says_late_ends_nothing(folder, worker, con
         assert has_all(second, 40)
 
 
-async def test_nobody_resumes_and_it_ends(folder, worker, connect):
+async def test_a_request_that_is_not_resumed_ends(folder, worker, connect):
     async with running_scheduler(folder, [worker.target], resume_grace_s=0.1) as scheduler:
         first, second = await connect(scheduler.target), await connect(scheduler.target, "s")
         await begin(first, worker)

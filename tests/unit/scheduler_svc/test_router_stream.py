@@ -1,4 +1,4 @@
-"""One router's stream: what is merged for a slow reader, and when one is given up."""
+"""One router's stream: events merged for a slow reader, and when a router is given up."""
 
 import asyncio
 
@@ -40,7 +40,7 @@ class TestRouterStream:
             finished=[end],
         )
 
-    async def test_what_is_pending_comes_before_the_end(self):
+    async def test_pending_events_come_before_the_end(self):
         stream = RouterStream(1, "r", 1 << 20)
         stream.deliver(make_output(1, [1], [10]))
         stream.refuse(scheduler_pb2.Refused(first_seq_key=9))

@@ -1,4 +1,4 @@
-"""LoRA adapters that come and go while a scheduler works: at all its workers, known to routers."""
+"""LoRA adapters that are loaded and unloaded at all of a scheduler's workers while it runs."""
 
 import asyncio
 
@@ -19,17 +19,17 @@ pytestmark = pytest.mark.timeout(30)
 
 @pytest.fixture(autouse=True)
 def _expects_no_requests(monkeypatch):
-    """Those of before a scheduler's start, or the end of a stream."""
+    """Requests from before the scheduler's start, or from an ended stream."""
     monkeypatch.setattr(adapters, "REUNION_S", 0.0)
 
 
-async def test_all_workers_load_and_the_router_is_told(folder):
+async def test_all_workers_load_and_the_router_is_notified(folder):
     async with service(folder, 2) as (_, router, *workers):
-        assert router.told == []
+        assert router.sent_adapters == []
         loaded = await router.load_adapter("sql", A)
         assert (loaded.adapter, loaded.was_there) == (SQL, False)
         assert [worker.adapters.names for worker in workers] == [["sql"], ["sql"]]
-        assert router.told == ["sql"]
+        assert router.sent_adapters == ["sql"]
         assert await router.listed() == [("sql", A)]
         await router.submit(0, [1, 2], adapter=SQL)
         await router.read_until_finished(0)
@@ -63,7 +63,7 @@ async def test_another_of_the_name_is_refused_and_the_first_stays(folder):
         code, details = await refusal(router.adapters.UnloadAdapter(other))
         assert (code, details) == ("NOT_FOUND", "LoRA adapter 'sql' (62626262) is not loaded")
         assert await router.listed() == [("sql", A)]
-        assert router.told == ["sql"]
+        assert router.sent_adapters == ["sql"]
 
 
 async def test_unloading_refuses_new_requests_at_once_and_lets_those_that_run_end(folder):
@@ -73,7 +73,7 @@ async def test_unloading_refuses_new_requests_at_once_and_lets_those_that_run_en
         await router.submit(0, [1, 2], max_tokens=20, adapter=SQL)
         await router.wait_for_live(1)
         unloading = asyncio.create_task(router.unload_adapter("sql"))
-        await router.read_until(lambda: router.told == [])
+        await router.read_until(lambda: router.sent_adapters == [])
         await router.submit(10, [1, 2], adapter=SQL)
         await router.read_until(lambda: 10 in router.refused)
         refused = router.refused[10]
@@ -97,14 +97,14 @@ async def test_unloading_refuses_new_requests_at_once_and_lets_those_that_run_en
 
 @pytest.mark.parametrize("num_known", [0, 3])
 async def test_a_request_comes_again_while_its_adapter_leaves(folder, num_known):
-    """It may have no tokens yet: that it is known, it says."""
+    """It may have no tokens yet; `is_again` says that it was accepted before."""
     async with service(folder, 1) as (_, router, worker):
         await router.load_adapter("sql", A)
         worker.pause()
         await router.submit(0, [1, 2], adapter=SQL)
         await router.wait_for_live(1)
         unloading = asyncio.create_task(router.unload_adapter("sql"))
-        await router.read_until(lambda: router.told == [])
+        await router.read_until(lambda: router.sent_adapters == [])
         tokens = expected_tokens([1, 2], 8)
         so_far = scheduler_pb2.OutputSoFar(
             token_ids=b"".join(t.to_bytes(4, "little") for t in tokens[:num_known])
@@ -129,7 +129,7 @@ async def test_a_request_whose_stream_has_broken_finds_its_adapter(folder, monke
         await other.submit(0, [1, 2], adapter=SQL)
         await router.wait_for_live(1)
         unloading = asyncio.create_task(router.unload_adapter("sql"))
-        await router.read_until(lambda: router.told == [])
+        await router.read_until(lambda: router.sent_adapters == [])
         monkeypatch.setattr(AdapterUse, "expect", expect)
         monkeypatch.setattr(adapters, "REUNION_S", 1000.0)
         await other.disconnect()
@@ -145,7 +145,7 @@ async def test_a_request_whose_stream_has_broken_finds_its_adapter(folder, monke
         await again.disconnect()
 
 
-async def test_what_nobody_has_claimed_yet_keeps_its_adapter(folder):
+async def test_unclaimed_sequences_keep_their_adapter(folder):
     worker = await FakeWorker(f"unix:{folder}/w").start()
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await Router(scheduler.target).connect()
@@ -156,7 +156,7 @@ async def test_what_nobody_has_claimed_yet_keeps_its_adapter(folder):
     async with running_scheduler(folder, [worker.target], socket="t") as scheduler:
         router = await Router(scheduler.target).connect()
         unloading = asyncio.create_task(router.unload_adapter("sql"))
-        await router.read_until(lambda: router.told == [])
+        await router.read_until(lambda: router.sent_adapters == [])
         await router.submit(0, [1, 2], max_tokens=300, adapter=SQL, is_again=True)
         await router.read_until_finished(0)
         assert router.tokens[0] == expected_tokens([1, 2], 300)
@@ -177,7 +177,7 @@ async def test_it_is_unloaded_after_the_steps_that_may_name_it(folder):
         unloading = asyncio.create_task(router.unload_adapter("sql"))
         while await router.listed():
             pass
-        for _ in range(5):  # so long would it take
+        for _ in range(5):  # as long as it would take
             await router.load()
         assert worker.adapters.names == ["sql"]
         worker.resume()
@@ -206,16 +206,16 @@ async def test_a_worker_that_comes_back_with_what_was_unloaded_unloads_it(folder
         workers[0].adapters.add("sql", A)
 
     async with service(folder, 1, load) as (_, router, worker):
-        assert router.told == ["sql"]
+        assert router.sent_adapters == ["sql"]
         await router.unload_adapter("sql")
         await worker.die()
-        worker.adapters.add("sql", A)  # a flag of its
+        worker.adapters.add("sql", A)  # as if by a flag
         await worker.start()
         await router.wait_for_load(lambda _: not worker.adapters.names)
         assert await router.listed() == []
 
 
-async def test_what_one_worker_has_the_others_load(folder):
+async def test_an_adapter_of_one_worker_is_loaded_by_the_others(folder):
     def load(workers):
         workers[0].adapters.add("sql", A)
         workers[1].adapters.add("chat", B)
@@ -233,7 +233,7 @@ async def test_the_next_scheduler_learns_what_was_loaded_from_its_workers(folder
         await router.disconnect()
     async with running_scheduler(folder, [worker.target], socket="t") as scheduler:
         router = await Router(scheduler.target).connect()
-        assert router.told == ["sql"]
+        assert router.sent_adapters == ["sql"]
         await router.unload_adapter("sql")
         await router.disconnect()
     await worker.die()
@@ -274,7 +274,7 @@ async def test_the_only_worker_is_used_even_if_an_adapter_is_there_no_more(folde
         await router.read_until_finished(10)
         await router.read_until(lambda: 0 in router.refused)
         assert router.refused[0].code == grpc.StatusCode.NOT_FOUND.value[0]
-        assert router.told == []
+        assert router.sent_adapters == []
         assert (await get(scheduler, "/ready"))[0] == 200
 
 
@@ -297,4 +297,4 @@ async def test_it_is_loaded_even_if_the_caller_leaves(folder, monkeypatch):
         asking.cancel()
         await has_left.wait()
         worker.adapters.may_load.set()
-        await router.read_until(lambda: router.told == ["sql"])
+        await router.read_until(lambda: router.sent_adapters == ["sql"])

@@ -1,4 +1,4 @@
-"""A scheduler that is told to end: it leaves its requests to the next one."""
+"""A scheduler that drains leaves its requests to the next one."""
 
 import grpc
 import pytest
@@ -49,7 +49,7 @@ async def test_drain_does_not_wait_for_a_worker_that_does_not_answer(
         await scheduler.task
 
 
-async def test_next_scheduler_goes_on_where_the_one_before_was_told_to_end(folder, worker, connect):
+async def test_next_scheduler_continues_where_the_drained_one_stopped(folder, worker, connect):
     async with running_scheduler(folder, [worker.target], epoch=1) as scheduler:
         before = await connect(scheduler.target)
         await before.submit(0, [1, 2], max_tokens=300)
@@ -67,10 +67,10 @@ async def test_next_scheduler_goes_on_where_the_one_before_was_told_to_end(folde
     assert before.tokens[0] + after.tokens[0] == expected_tokens([1, 2], 300)
 
 
-async def test_what_nobody_claims_from_the_next_scheduler_keeps_nobody_waiting_for_long(
+async def test_unclaimed_blocks_do_not_delay_other_requests_for_long(
     folder, worker, connect, monkeypatch
 ):
-    """Though nothing else happens that would have the scheduler look."""
+    """Although no other event wakes the scheduler up."""
     for module in ("workers.session", "core.handover.takeover"):
         monkeypatch.setattr(f"scheduler_svc.{module}.REUNION_S", 0.2)
     worker.info.num_blocks = 8

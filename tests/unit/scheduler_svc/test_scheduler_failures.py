@@ -1,4 +1,4 @@
-"""When a worker, a connection or a scheduler is lost, and what becomes of the sequences."""
+"""The sequences of a lost worker, connection or scheduler."""
 
 import asyncio
 import sys
@@ -235,7 +235,7 @@ def name_a_row_out_of_range(result):
 @pytest.mark.parametrize(
     "lie", [name_another_step, name_another_epoch, drop_a_token, name_a_row_out_of_range]
 )
-async def test_worker_that_answers_wrongly_is_attached_anew(folder, worker, connect, lie):
+async def test_worker_that_answers_wrongly_is_attached_again(folder, worker, connect, lie):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
         worker.pause()

@@ -1,4 +1,4 @@
-"""A worker that keeps its connection and does not answer: said, left, and given up."""
+"""A worker that keeps its connection but does not answer: reported, avoided, and given up."""
 
 import asyncio
 
@@ -44,7 +44,7 @@ async def test_scheduler_says_when_its_worker_hangs_and_when_it_goes_on(folder, 
         await router.submit(1, [1, 2, 3], max_tokens=40)
         _, answer = await wait_until_not_ready(scheduler)
         assert "hangs" in answer["status"]
-        assert "said nothing" in answer["status"]
+        assert "silent for" in answer["status"]
         assert worker.num_attaches == 1, "it is not given up yet"
         worker.go_on()
         await router.read_until_finished(1)
@@ -55,7 +55,7 @@ async def test_scheduler_says_when_its_worker_hangs_and_when_it_goes_on(folder, 
 
 
 async def test_sequences_leave_a_worker_that_hangs_on(folder, worker, connect, monkeypatch):
-    # Well above what a worker that does not hang is silent between two beats.
+    # Well above a healthy worker's silence between two heartbeats.
     monkeypatch.setattr(silence, "LOST_AFTER_S", 4 * silence.BEAT_S)
     other = await FakeWorker(f"unix:{folder / 'other'}").start()
     try:
@@ -83,16 +83,16 @@ async def test_sequences_leave_a_worker_that_hangs_on(folder, worker, connect, m
         await other.die()
 
 
-async def test_worker_whose_step_takes_much_too_long_is_said_to_hang(folder, worker, connect):
-    """Though it answers: its device may hang. It is given up only after --step-timeout-s."""
+async def test_worker_whose_step_takes_much_too_long_is_reported_as_hung(folder, worker, connect):
+    """It answers, but its device may hang. It is given up only after --step-timeout-s."""
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
-        await router.submit(1, [1, 2, 3], max_tokens=20)  # from which it is known what a step takes
+        await router.submit(1, [1, 2, 3], max_tokens=20)  # teaches the pacer how long a step takes
         await router.read_until_finished(1)
         worker.pause()
         await router.submit(2, [1, 2, 3], max_tokens=20)
         _, answer = await wait_until_not_ready(scheduler)
-        assert "a step takes" in answer["status"]
+        assert "a step has been running" in answer["status"]
         worker.resume()
         await router.read_until_finished(2)
         assert router.tokens[2] == expected_tokens([1, 2, 3], 20)

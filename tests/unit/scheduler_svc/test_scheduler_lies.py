@@ -1,4 +1,4 @@
-"""A worker that lies loses its link, with the reason in the log; nobody else loses anything."""
+"""A worker that sends wrong results loses its link, with the reason in the log; others do not."""
 
 import re
 
@@ -137,7 +137,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
-async def test_worker_that_lies_loses_its_link_and_its_sequences_go_on(
+async def test_worker_with_wrong_results_loses_its_link_and_its_sequences_continue(
     folder, worker, connect, capsys, lie
 ):
     async with running_scheduler(folder, [worker.target]) as scheduler:
@@ -163,7 +163,7 @@ async def test_worker_that_lies_loses_its_link_and_its_sequences_go_on(
     assert re.search(f"it sent a wrong result: {LIES[lie]}", capsys.readouterr().out)
 
 
-async def test_requests_of_a_worker_that_always_lies_are_served_by_the_other(
+async def test_requests_of_a_worker_with_wrong_results_are_served_by_the_other(
     folder, worker, connect
 ):
     honest = await FakeWorker(f"unix:{folder}/w1").start()

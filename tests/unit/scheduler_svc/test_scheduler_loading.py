@@ -27,7 +27,7 @@ OTHER = "/other"
 
 
 class Router(FakeRouter):
-    """One that also operates."""
+    """A fake router that also makes operators' calls."""
 
     def __init__(self, target):
         super().__init__(target)
@@ -50,7 +50,7 @@ class Router(FakeRouter):
 
 @contextlib.asynccontextmanager
 async def service(folder, num_workers):
-    """A scheduler with so many workers attached, and a router."""
+    """A scheduler with `num_workers` attached, and a router."""
     workers = [FakeWorker(f"unix:{folder}/w{i}") for i in range(num_workers)]
     for worker in workers:
         await worker.start()
@@ -73,7 +73,7 @@ async def refusal(call):
     return caught.value.code().name, caught.value.details()
 
 
-async def test_what_ran_goes_on_at_another_worker(folder):
+async def test_running_sequences_continue_at_another_worker(folder):
     async with service(folder, 2) as (_, router, first, second):
         second.pause()
         first.pause_at = 3
@@ -98,7 +98,7 @@ async def test_what_ran_goes_on_at_another_worker(folder):
         assert await router.unload(first.target) == {first.target: True}
 
 
-async def test_what_has_no_other_worker_waits_until_its_is_back(folder):
+async def test_requests_without_another_worker_wait_until_theirs_returns(folder):
     async with service(folder, 1) as (scheduler, router, worker):
         worker.pause_at = 4
         await router.submit(0, [1, 2], max_tokens=12)
@@ -128,17 +128,17 @@ async def test_what_has_no_other_worker_waits_until_its_is_back(folder):
         assert told.was_loaded
 
 
-async def test_routers_are_told_when_nobody_has_the_model(folder):
-    def told(router):
+async def test_routers_are_notified_when_no_worker_has_the_model(folder):
+    def unloaded_events(router):
         steps = [message.step for message in router.messages]
         return [step.is_unloaded for step in steps if step.HasField("is_unloaded")]
 
     async with service(folder, 2) as (_, router, first, second):
         await router.unload(first.target)
         await router.unload(second.target)
-        await router.read_until(lambda: told(router) == [True])
+        await router.read_until(lambda: unloaded_events(router) == [True])
         await router.load_models(first.target)
-        await router.read_until(lambda: told(router) == [True, False])
+        await router.read_until(lambda: unloaded_events(router) == [True, False])
 
 
 async def test_all_are_unloaded_and_loaded_if_none_is_named(folder):
@@ -168,7 +168,7 @@ async def test_a_worker_that_keeps_its_model_keeps_its_requests(folder):
         assert worker.num_attaches == 1
 
 
-async def test_what_cannot_be_is_refused_by_name(folder):
+async def test_impossible_values_are_refused_by_name(folder):
     async with service(folder, 2) as (_, router, first, second):
         assert (await refusal(router.unload("w9")))[0] == "NOT_FOUND"
         assert (await refusal(router.load_models("w9")))[0] == "NOT_FOUND"
@@ -195,7 +195,7 @@ async def test_one_whose_model_is_on_its_way_is_not_said_to_be_unloaded(folder):
         worker.loading.may_load.clear()
         loading = router.loading.Load(loading_pb2.LoadRequest())
         assert (await loading.read()).status == "loading weights"
-        loading.cancel()  # it goes on
+        loading.cancel()  # the load continues
         assert await refusal(router.unload()) == (
             "FAILED_PRECONDITION",
             f"worker {worker.target}: it is being loaded",
@@ -266,7 +266,7 @@ async def test_adapters_that_came_at_run_time_are_loaded_again(folder):
         assert worker.adapters.names == ["sql"]
         await router.submit(0, [1, 2], adapter=adapter("sql", "/a"))
         await router.read_until_finished(0)
-        # Another model has none of them.
+        # Another model has no adapters.
         await router.unload()
         await router.load_models(directory=OTHER)
         assert worker.adapters.names == []
@@ -285,7 +285,7 @@ async def test_however_long_adapters_take_a_load_waits_for_them(folder, monkeypa
         worker.adapters.was_asked.clear()
         worker.loading.may_load.clear()
         loading = asyncio.create_task(router.load_models())
-        worker.loading.is_unloaded = False  # so that its engine is at the adapters when it is told
+        worker.loading.is_unloaded = False  # so that its engine is loading adapters at that moment
         await worker.adapters.was_asked.wait()
         monkeypatch.setattr(loading_module, "_NOTICE_S", 0.01)
         worker.loading.may_load.set()
@@ -327,7 +327,7 @@ async def test_another_model_serves_nothing_that_was_asked_of_the_one_before(fol
         await again.disconnect()
 
 
-async def test_another_model_waits_until_nobody_serves_the_one_before(folder):
+async def test_another_model_waits_until_no_worker_serves_the_old_one(folder):
     async with service(folder, 2) as (scheduler, router, first, second):
         await router.unload(first.target)
         loading = asyncio.create_task(refusal(router.load_models(first.target, OTHER)))

@@ -1,4 +1,4 @@
-"""What the scheduler's metrics, logs and liveness say of sessions that do nothing."""
+"""The scheduler's metrics, logs and liveness for idle sessions."""
 
 import asyncio
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from scheduler_svc.workers.session import Session
 
 
 class FakeLink:
-    """A worker that answers nothing, because it is asked nothing."""
+    """The link of an idle worker, which is never called."""
 
     lost = None
     info = SimpleNamespace(worker_id="w")
@@ -149,7 +149,7 @@ def test_metrics_show_how_well_each_attached_workers_space_is_used():
         assert line in lines
 
 
-def test_scattered_blocks_are_warned_of_once_and_defragmentation_is_told():
+def test_scattered_blocks_are_logged_once_and_defragmentation_too():
     scattered, mended = Fragmentation(8, 2), Fragmentation(8, 8)
     looked = DefragmentationReport(scattered, scattered, 0, has_moved=False)
     moved = DefragmentationReport(scattered, mended, 6, has_moved=True)

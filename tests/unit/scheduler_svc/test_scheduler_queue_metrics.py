@@ -1,4 +1,4 @@
-"""The queues' metrics: bounded whatever tenants call themselves."""
+"""The queues' metrics: their number is bounded for any tenant names."""
 
 from collections import Counter
 

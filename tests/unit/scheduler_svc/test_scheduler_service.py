@@ -1,4 +1,4 @@
-"""The scheduler process over real gRPC, between a fake worker and a fake router."""
+"""The scheduler process with real gRPC, between a fake worker and a fake router."""
 
 import time
 
@@ -42,7 +42,7 @@ async def test_welcome_names_epoch_and_the_length_that_the_pool_allows(folder, c
 
 
 async def test_two_steps_are_in_flight(folder, worker, connect):
-    worker.hold_results_for_batches = 5  # result n only when batch n + 1 is there
+    worker.hold_results_for_batches = 5  # result n comes only after batch n + 1
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
         await router.submit(0, [1, 2, 3], max_tokens=20)
@@ -123,7 +123,7 @@ async def test_non_finite_logits_end_a_sequence_with_an_error(folder, worker, co
     assert router.tokens == {1: expected_tokens([1, 13], 5)}
 
 
-async def test_two_routers_hear_only_of_their_own_sequences(folder, worker, connect):
+async def test_two_routers_get_only_events_of_their_own_sequences(folder, worker, connect):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         one, other = await connect(scheduler.target), await connect(scheduler.target)
         for key in range(5):  # the same keys on both streams
@@ -184,7 +184,7 @@ async def test_router_that_disconnects_leaves_nothing_behind(folder, worker, con
         assert stays.tokens[0] == expected_tokens([1, 2, 3], 5)
 
 
-async def test_router_that_half_closes_is_let_go(folder, worker, connect):
+async def test_router_that_half_closes_is_released(folder, worker, connect):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router, other = await connect(scheduler.target), await connect(scheduler.target)
         await router.submit(0, [1, 2, 3], max_tokens=400)
@@ -219,7 +219,7 @@ async def test_slow_router_gets_several_steps_in_one_message(folder, worker, con
         for key in range(40):
             await router.submit(key, [key + 1, 2], max_tokens=150, logprobs=20)
         await router.wait_for_load(lambda load: num_live(load) > 0)
-        await router.wait_for_load(is_idle)  # all is computed, and nothing read
+        await router.wait_for_load(is_idle)  # everything is computed, and nothing is read
         await router.read_until_finished(*range(40))
     assert len(router.messages) < len(worker.answered)
     for key in range(40):
@@ -235,7 +235,7 @@ async def test_request_too_long_for_one_worker_goes_to_another(folder, worker, c
         small.attach_error = None
         await router.wait_for_load(lambda load: load.num_workers == 2)
         worker.pause()
-        for key in range(3):  # now it has more than the small one
+        for key in range(3):  # now it has more sequences than the small one
             await router.submit(key, [key], max_tokens=60)
         await router.submit(3, [7], max_tokens=600)
         await router.read_until(lambda: router.refused)
@@ -280,7 +280,7 @@ async def test_a_request_whose_deadline_has_passed_is_refused(folder, worker, co
         assert "the deadline passed" in router.refused[5].message
 
 
-async def test_one_that_waits_past_its_deadline_ends(folder, connect):
+async def test_a_waiting_sequence_ends_at_its_deadline(folder, connect):
     small = await FakeWorker(f"unix:{folder}/w0", max_num_seqs=1).start()
     small.pause()
     async with running_scheduler(folder, [small.target]) as scheduler:
@@ -298,7 +298,7 @@ async def test_one_that_waits_past_its_deadline_ends(folder, connect):
     await small.die()
 
 
-async def test_the_policy_decides_who_is_next(folder, connect):
+async def test_the_policy_decides_which_sequence_is_next(folder, connect):
     small = await FakeWorker(f"unix:{folder}/w0", max_num_seqs=1).start()
     small.pause()
     async with running_scheduler(folder, [small.target], policy="priority") as scheduler:

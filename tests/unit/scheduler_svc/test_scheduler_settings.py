@@ -1,4 +1,4 @@
-"""What an operator can tell a scheduler, and which values are refused."""
+"""A scheduler's settings, and refused values."""
 
 import pytest
 
@@ -21,7 +21,7 @@ class TestSettings:
         ("argv", "problem"),
         [
             (["--workers", "a:1,a:1"], "a:1 twice"),
-            (["--workers", ","], "names none"),
+            (["--workers", ","], "is empty"),
             (["--max-waiting", "0"], "--max-waiting: 0"),
             (["--watermark", "1"], "--watermark: 1"),
             (["--epoch", "0"], "--epoch: 0"),

@@ -1,4 +1,4 @@
-"""A scheduler around fake workers: blocks that move on demand, prompts that stay."""
+"""A scheduler with fake workers: defragmentation on demand, and pinned prompts."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from scheduler_harness import running_scheduler, wait_until_not_ready
 
 
 async def make_holes(router):
-    """Let four sequences run, and two of them go, so that held blocks lie between free ones."""
+    """Run four sequences, and end two of them, so that held blocks are between free ones."""
     for key in range(4):
         await router.submit(key, [10 + key] * 7, max_tokens=100)
     await router.read_until(lambda: all(router.tokens.get(key) for key in range(4)))
@@ -55,7 +55,7 @@ async def test_a_worker_that_is_lost_meanwhile_fails_the_call(folder, worker, co
         await make_holes(router)
         worker.pause()
         call = asyncio.create_task(router.defragment())
-        await router.load()  # most likely it has been asked for by now
+        await router.load()  # by now it has most likely been requested
         await worker.die()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
@@ -66,7 +66,7 @@ async def test_a_worker_that_is_lost_meanwhile_fails_the_call(folder, worker, co
         assert caught.value.details() == "no worker is attached"
 
 
-async def test_a_pinned_prompt_is_told_and_counted(folder, worker, connect):
+async def test_a_pinned_prompt_is_reported_and_counted(folder, worker, connect):
     async with running_scheduler(folder, [worker.target]) as scheduler:
         router = await connect(scheduler.target)
         await router.submit(1, [5] * 10, max_tokens=1, cache_pin_s=60)

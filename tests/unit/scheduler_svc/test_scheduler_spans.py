@@ -1,4 +1,4 @@
-"""What the scheduler writes of the traced sequences."""
+"""The scheduler's spans of traced sequences."""
 
 from dataclasses import replace
 
@@ -78,7 +78,7 @@ def test_finish_is_written_once_with_its_reason(recorded):
 
 
 class Worker:
-    """Answers the plans of a core, each row's token being 7, and has them told to `WorkerSpans`."""
+    """Answers a core's plans with token 7 for each row, and passes them to `WorkerSpans`."""
 
     def __init__(self, spans, **changes):
         config = SchedulerConfig(

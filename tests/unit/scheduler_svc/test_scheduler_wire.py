@@ -1,4 +1,4 @@
-"""Between a router's messages and the core: requests in, news out."""
+"""Conversion of a router's messages to requests, and of the core's events to messages."""
 
 from dataclasses import replace
 
@@ -90,7 +90,7 @@ class TestNews:
         names = [common_pb2.FinishReason.Name(end.finish_reason) for end in output.finished]
         assert names == [f"FINISH_REASON_{reason.name}" for reason in FinishReason]
 
-    def test_logprobs_follow_their_tokens_and_those_of_nobody_are_left_out(self):
+    def test_logprobs_follow_their_tokens_and_others_are_left_out(self):
         news = make_news([(1, 5, 50, 3), (2, 6, 60, 1), (1, 7, 70, 0)])
         logprobs = [
             worker_pb2.SampledLogprob(index=i, logprob=common_pb2.TokenLogprob(logprob=-i))
@@ -165,7 +165,7 @@ def test_each_adapter_has_prefixes_of_its_own():
     assert (sampling.adapter.name, sampling.adapter.digest) == ("b", b"b" * 32)
 
 
-def test_nobody_can_make_up_an_adapters_salt():
+def test_a_client_cannot_forge_an_adapters_salt():
     salt = of_adapter(ADAPTERS[0]).cache_salt
     with pytest.raises(InvalidArgumentError, match=r"cache_salt .* must not begin with U"):
         of_adapter(None, salt)
@@ -226,7 +226,7 @@ def test_a_search_asks_the_worker_for_candidates_and_ends_nothing(sampling, ends
         ({"early_stopping": 9}, "beam.early_stopping is 9"),
         (
             {"sampling": {"stop_token_ids": range(40)}},
-            "looks at 164 at once; the model has 100",
+            "needs 164 tokens at once; the model has 100",
         ),
         (
             {"outputs": [scheduler_pb2.OutputSoFar(finished=True), scheduler_pb2.OutputSoFar()]},
@@ -234,12 +234,12 @@ def test_a_search_asks_the_worker_for_candidates_and_ends_nothing(sampling, ends
         ),
     ],
 )
-def test_what_makes_no_search_is_refused(fields, problem):
+def test_invalid_searches_are_refused(fields, problem):
     with pytest.raises(InvalidArgumentError, match=problem):
         request_from_proto(beam_submit(**fields), source=3, model=MODEL, now=0.0)
 
 
-def test_what_a_search_found_goes_out_with_its_ends():
+def test_a_searchs_outputs_are_sent_with_their_ends():
     news = make_news(
         [(4, 9, 90, 0)],
         finished=[

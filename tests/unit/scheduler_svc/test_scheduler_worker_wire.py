@@ -1,4 +1,4 @@
-"""Between a worker's messages and the core: plans out, results and holdings in."""
+"""Conversion of plans to messages, and of a worker's messages to results and holdings."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the scheduler remembers of steps, and says of them."""
+"""The scheduler's log of steps, and its report."""
 
 import grpc
 import numpy as np
@@ -29,7 +29,7 @@ def sent(plan, queues):
     return SentStep(plan, 0, queues, 0.0)
 
 
-def test_a_step_is_told_of_when_it_is_answered():
+def test_a_step_is_reported_when_its_result_comes():
     log = StepLog()
     log.on_sent(
         SentStep(plan(1, num_prefill_tokens=7, swap_in_src_block_ids=TWO), 0, Queues(1, 2, 0), 0.0)
@@ -79,7 +79,7 @@ async def describe(router, **query):
     return (await router.stub.DescribeSchedulerActivity(request)).workers
 
 
-async def test_the_scheduler_says_what_each_worker_does(folder, worker, connect):
+async def test_the_scheduler_reports_each_workers_activity(folder, worker, connect):
     other = await FakeWorker(f"unix:{folder}/w2").start()
     async with running_scheduler(folder, [worker.target, other.target]) as scheduler:
         router = await connect(scheduler.target)

@@ -1,4 +1,4 @@
-"""Requests that wait for a worker: kept in order, cancelled, dropped with their router."""
+"""Requests without a worker: kept in order, cancelled, dropped with their router."""
 
 from scheduler_requests import make_request
 

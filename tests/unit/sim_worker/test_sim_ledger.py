@@ -1,4 +1,4 @@
-"""The simulated worker's blocks: right histories pass, each wrong block number is named."""
+"""The simulated worker's blocks: right histories pass, and errors name each wrong block."""
 
 import asyncio
 import random
@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from contract.errors import BrokenInvariantError
+from contract.errors import InconsistentPlanError
 from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan, Result
@@ -20,7 +20,7 @@ from sim_worker.steps import SimulatedSteps
 from sim_worker.time_model import TimeModel
 
 CANDIDATES = {name for name in Result.__slots__ if name.startswith("candidate_")}
-"""What an outcome has beside a worker's output, of searches: there are none here."""
+"""Fields of a result for beam searches, which do not occur here."""
 
 LIMITS = Limits(
     max_num_seqs=4,
@@ -64,20 +64,20 @@ def first_step(**changes):
 async def test_a_block_that_another_row_holds_may_not_be_given_to_write(steps):
     await steps.submit(0, first_step())
     step = Plan(2, 1, new_sequences=(new_row(1, blocks=(2, 1)),))
-    with pytest.raises(BrokenInvariantError, match="row 1 gets block 1 to write, which is in 1"):
+    with pytest.raises(InconsistentPlanError, match="row 1 gets block 1 to write, which is in 1"):
         await steps.submit(0, step)
 
 
 async def test_a_block_may_not_be_twice_in_a_table(steps):
     step = Plan(1, 0, new_sequences=(new_row(blocks=(3, 3)),))
-    with pytest.raises(BrokenInvariantError, match="row 0 gets block 3 to write"):
+    with pytest.raises(InconsistentPlanError, match="row 0 gets block 3 to write"):
         await steps.submit(0, step)
 
 
 async def test_a_table_may_not_grow_by_a_block_of_another(steps):
     await steps.submit(0, first_step())
     step = Plan(2, 1, appended_rows=ints(0), appended_block_ids=ints(0))
-    with pytest.raises(BrokenInvariantError, match="row 0 gets block 0 to write"):
+    with pytest.raises(InconsistentPlanError, match="row 0 gets block 0 to write"):
         await steps.submit(0, step)
 
 
@@ -87,7 +87,7 @@ async def test_a_prefix_must_be_what_was_computed(steps):
     await steps.submit(0, Plan(2, 1, new_sequences=(good,), chunk_rows=ints(1), chunk_lens=ints(1)))
     bad = new_row(2, tokens=(5, 6, 8, 7, 3), blocks=(0, 3), computed=4)
     step = Plan(3, 2, new_sequences=(bad,), chunk_rows=ints(2), chunk_lens=ints(1))
-    with pytest.raises(BrokenInvariantError, match="block 0 does not hold its position 2"):
+    with pytest.raises(InconsistentPlanError, match="block 0 does not hold its position 2"):
         await steps.submit(0, step)
 
 
@@ -95,7 +95,7 @@ async def test_a_fork_without_its_copy_is_noticed(steps):
     await steps.submit(0, first_step())
     fork = new_row(1, tokens=(5, 6, 7, 8, 9, 10), blocks=(0, 2), computed=5)
     step = Plan(2, 1, new_sequences=(fork,), chunk_rows=ints(1), chunk_lens=ints(1))
-    with pytest.raises(BrokenInvariantError, match="block 2 does not hold its position 4"):
+    with pytest.raises(InconsistentPlanError, match="block 2 does not hold its position 4"):
         await steps.submit(0, step)
 
 
@@ -123,7 +123,7 @@ async def test_a_block_that_moves_takes_its_writer_along(steps):
         "copy_dst_block_ids": ints(7),
     }
     assert (await steps.submit(0, Plan(2, 1, **moves))).sampled_rows.tolist() == [0]
-    # its old place is another's now
+    # its old block belongs to another sequence now
     other = Plan(3, 1, new_sequences=(new_row(1, blocks=(1, 2)),))
     await steps.submit(0, other)
 
@@ -131,7 +131,7 @@ async def test_a_block_that_moves_takes_its_writer_along(steps):
 async def test_a_block_may_not_move_to_where_another_is(steps):
     await steps.submit(0, first_step())
     step = Plan(2, 1, renamed_src_block_ids=ints(1), renamed_dst_block_ids=ints(0))
-    with pytest.raises(BrokenInvariantError, match="block 1 is renamed to 0, which is in a table"):
+    with pytest.raises(InconsistentPlanError, match="block 1 is renamed to 0, which is in a table"):
         await steps.submit(0, step)
 
 
@@ -146,13 +146,13 @@ def moves(step_id, num_decodes=0, **pairs):
 
 
 def resumed(step_id, blocks):
-    """The first sequence, all but its last token computed."""
+    """The first sequence again, with all tokens but the last computed."""
     new = new_row(1, tokens=(5, 6, 7, 8, 9, 10), blocks=blocks, computed=5)
     return Plan(step_id, 0, new_sequences=(new,), chunk_rows=ints(1), chunk_lens=ints(1))
 
 
 async def swapped_out(**options):
-    """Steps whose first sequence was computed in blocks 0 and 1, and went to host blocks 3 and 2.
+    """Steps whose first sequence was computed in blocks 0 and 1 and swapped to host blocks 3 and 2.
 
     Returns them and the next step's number. The disk moves a block in 1/50 s.
     """
@@ -178,7 +178,7 @@ async def until_ended(steps, step, num_moves):
             return step.step_id
 
 
-async def test_what_went_through_all_tiers_is_right():
+async def test_kv_that_went_through_all_tiers_is_right():
     steps, step_id = await swapped_out()
     step_id = await until_ended(steps, moves(step_id, disk_store=([2, 3], [1, 0])), 2)
     step_id = await until_ended(steps, moves(step_id, disk_load=([0, 1], [1, 0])), 2)
@@ -189,7 +189,7 @@ async def test_what_went_through_all_tiers_is_right():
 async def test_a_swap_in_of_the_wrong_block_is_noticed():
     steps, step_id = await swapped_out()
     await steps.submit(0, moves(step_id, swap_in=([2, 3], [5, 6])))
-    with pytest.raises(BrokenInvariantError, match="block 5 does not hold its position 0"):
+    with pytest.raises(InconsistentPlanError, match="block 5 does not hold its position 0"):
         await steps.submit(0, resumed(step_id + 1, (5, 6)))
 
 
@@ -198,14 +198,14 @@ async def test_a_swap_in_may_not_be_read_in_its_own_step():
     swap_in = {"swap_in_src_block_ids": ints(3), "swap_in_dst_block_ids": ints(5)}
     copy = {"copy_src_block_ids": ints(5), "copy_dst_block_ids": ints(7)}
     await steps.submit(0, Plan(step_id, 0, **swap_in, **copy))
-    with pytest.raises(BrokenInvariantError, match="block 7 does not hold its position 0"):
+    with pytest.raises(InconsistentPlanError, match="block 7 does not hold its position 0"):
         await steps.submit(0, resumed(step_id + 1, (7, 6)))
 
 
 async def test_a_swap_in_may_not_go_to_a_block_in_use(steps):
     await steps.submit(0, first_step())
     await steps.submit(0, moves(2, 1, swap_out=([0], [0])))
-    with pytest.raises(BrokenInvariantError, match="swapped in to block 1, which is in 1 tables"):
+    with pytest.raises(InconsistentPlanError, match="swapped in to block 1, which is in 1 tables"):
         await steps.submit(0, moves(3, 1, swap_in=([0], [1])))
 
 
@@ -221,7 +221,7 @@ async def test_a_rename_without_its_copy_is_noticed(steps):
         renamed_src_block_ids=ints(0),
         renamed_dst_block_ids=ints(7),
     )
-    with pytest.raises(BrokenInvariantError, match="block 7 does not hold its position 0"):
+    with pytest.raises(InconsistentPlanError, match="block 7 does not hold its position 0"):
         await steps.submit(0, renaming)
 
 
@@ -253,8 +253,8 @@ async def test_a_move_that_the_contract_forbids_is_named(ended, under_way, bad, 
     steps, step_id = await swapped_out()
     if ended:
         step_id = await until_ended(steps, moves(step_id, **ended), 1)
-    steps.submit(0, moves(step_id, **under_way))  # nothing ends before somebody waits
-    with pytest.raises(BrokenInvariantError, match=problem):
+    steps.submit(0, moves(step_id, **under_way))  # no move ends before a step waits for it
+    with pytest.raises(InconsistentPlanError, match=problem):
         await steps.submit(0, moves(step_id + 1, **bad))
 
 
@@ -262,7 +262,9 @@ async def test_attaching_loses_what_is_being_moved():
     steps, step_id = await swapped_out()
     steps.submit(0, moves(step_id, **STORE))
     await steps.attach(1)
-    with pytest.raises(BrokenInvariantError, match="loaded from disk block 0, which holds nothing"):
+    with pytest.raises(
+        InconsistentPlanError, match="loaded from disk block 0, which holds nothing"
+    ):
         await steps.submit(1, moves(1, **LOAD))
 
 
@@ -275,19 +277,20 @@ async def test_a_step_that_only_waits_for_the_disk_lets_one_that_computes_pass()
     assert (await waiting).stored_disk_block_ids.tolist() == []
 
 
-async def test_a_step_behind_one_that_failed_is_refused_until_somebody_attaches(steps):
+async def test_steps_after_a_failed_one_are_refused_until_the_next_attach(steps):
     step = Plan(1, 0, new_sequences=(new_row(blocks=(3, 3)),))
     results = [steps.submit(0, step), steps.submit(0, first_step())]
     done = await asyncio.gather(*results, return_exceptions=True)
-    assert [type(error).__name__ for error in done] == ["BrokenInvariantError", "UnavailableError"]
+    assert [type(error).__name__ for error in done] == ["InconsistentPlanError", "UnavailableError"]
     await steps.attach(1)
     assert (await steps.submit(1, first_step())).sampled_rows.tolist() == [0]
 
 
 @pytest.mark.parametrize(("num_host_blocks", "num_disk_blocks"), [(0, 0), (9, 0), (4, 9)])
 @pytest.mark.parametrize("seed", range(4))
-async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_blocks, num_disk_blocks):
-    """Tiny pools, small vocabulary: preemption, prefix hits, forks, moves, two steps in flight."""
+async def test_the_cores_plans_are_never_wrong(seed, num_host_blocks, num_disk_blocks):
+    """Tiny pools and vocabulary, with preemption, prefix hits, forks, moves, two steps in
+    flight."""
     dice = random.Random(seed)
     limits = Limits(4, 24, 8, 14, 2, 5, num_host_blocks, num_disk_blocks)
     steps = make_steps(limits, mean_output_len=6)
@@ -326,7 +329,7 @@ async def test_what_the_scheduler_core_plans_is_never_wrong(seed, num_host_block
 
 
 def as_input(plan):
-    """What the wire makes of a plan."""
+    """A plan after encoding and decoding."""
 
     def row(new):
         seed = common_pb2.SamplingParams.FromString(new.sampling).seed + new.output_index

@@ -1,4 +1,4 @@
-"""A scheduler with simulated workers: work is spread, preempted, recorded, and explained."""
+"""A scheduler with simulated workers: placement, preemption, recording and replay."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ def folder():
 
 @contextlib.asynccontextmanager
 async def sim_workers(folder, count, **changes):
-    """Run the process of `count` workers; give their targets."""
+    """Run a process with `count` workers; yield their targets."""
     settings = SimWorkerSettings(
         uds=folder / "w.sock", http_port=0, count=count, vocab_size=100, speedup=1000.0, **changes
     )
@@ -46,7 +46,7 @@ async def sim_workers(folder, count, **changes):
 
 
 async def serve(folder, targets, num_requests, max_tokens, **options):
-    """Give each request's tokens."""
+    """Return each request's tokens."""
     async with running_scheduler(folder, targets, **options) as scheduler:
         router = FakeRouter(scheduler.target)
         await router.connect()
@@ -73,7 +73,7 @@ async def test_many_workers_share_the_work(folder):
 
 
 async def test_searches_find_the_same_when_they_are_preempted(folder):
-    """Every token is as likely: only the order in which a worker lists them decides."""
+    """All tokens are equally likely, so only the order in which a worker lists them decides."""
 
     async def found(targets, **options):
         async with running_scheduler(folder, targets, **options) as scheduler:

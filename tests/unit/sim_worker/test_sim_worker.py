@@ -33,7 +33,7 @@ def settings(folder, **changes):
 
 
 async def generate(target, count, seed=1, **sampling):
-    """Attach and run one sequence; give the worker and the tokens."""
+    """Attach and run one sequence; return the worker and the tokens."""
     async with open_channel(target) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         info = (await stub.Attach(worker_pb2.AttachRequest(epoch=1))).worker
@@ -59,7 +59,7 @@ async def generate(target, count, seed=1, **sampling):
 
 
 async def run_and(drive, given):
-    """Run the process, `drive` it, stop it; give what `drive` gives."""
+    """Run the process, `drive` it, and stop it; return the result of `drive`."""
     stop, answers = asyncio.Event(), []
 
     async def on_started(addresses):
@@ -121,7 +121,7 @@ async def test_steps_take_the_modelled_time(folder):
     assert await run_and(drive, given) >= 0.08
 
 
-async def test_sequences_end_by_an_end_token_if_told_to(folder):
+async def test_sequences_end_by_an_end_token_if_configured(folder):
     given = settings(folder, eos_token_ids=(7,), mean_output_len=1.0, speedup=1e6)
 
     async def drive(addresses):
@@ -164,7 +164,9 @@ def test_a_step_is_bound_by_memory_or_by_arithmetic():
     assert model.step_s(0, 0, 10**9, 10**9) == 0  # swaps take no time unless a rate is given
     swapping = TimeModel(1e9, 1000, 1e12, 1e14, swap_bytes_per_s=1e12)
     assert swapping.step_s(1, 0, 10**9) == pytest.approx(0.003)  # out before it computes
-    assert swapping.step_s(1, 0, 0, 10**9) == pytest.approx(0.002)  # in meanwhile
+    assert swapping.step_s(1, 0, 0, 10**9) == pytest.approx(
+        0.002
+    )  # swap-ins overlap with computation
     assert swapping.step_s(1, 0, 0, 10**10) == pytest.approx(0.01)
     assert model.step_s(1000, 1000) == pytest.approx(0.02)  # 2e12 operations at 1e14 per second
 
@@ -192,10 +194,10 @@ def test_a_models_vocabulary_is_read_and_flags_go_before_it(tmp_path):
         ({"eos_token_ids": (9,), "vocab_size": 9}, r"eos-token-ids has 9; ids must be in \[0, 8\]"),
         ({"mean_output_len": 5.0}, "mean-output-len is set; that needs --model or --eos-token-ids"),
         ({"vocab_size": 1, "eos_token_ids": (0,)}, "all of its tokens are end tokens"),
-        ({"model": Path("/nothing")}, "config.json cannot be read"),
+        ({"model": Path("/nothing")}, "model is '/nothing': there is no such directory"),
     ],
 )
-def test_what_cannot_be_simulated_is_said(changes, message):
+def test_a_recording_that_cannot_be_simulated_is_refused(changes, message):
     with pytest.raises(ModelError, match=message):
         find_vocabulary(SimWorkerSettings(**changes))
 
@@ -204,7 +206,7 @@ def test_what_cannot_be_simulated_is_said(changes, message):
     ("argv", "message"),
     [
         (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], "must be at least max_num_seqs"),
-        (["--grpc-port", "0", "--count", "2"], "grpc_port is 0; 2 workers need as many ports"),
+        (["--grpc-port", "0", "--count", "2"], "grpc_port is 0; 2 workers need that many ports"),
         (["--speedup", "0"], "--speedup: 0"),
         (["--disk-kv-memory-gb", "1"], "disk_kv_memory_gb is 1.0; it must be 0 without host_kv"),
         (["--eos-token-ids", "x"], "--eos-token-ids: x"),

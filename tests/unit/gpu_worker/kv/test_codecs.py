@@ -1,4 +1,4 @@
-"""Codecs of KV: lossless ones give back each bit, quantized ones what their contract says."""
+"""Codecs of KV: lossless ones keep each bit, quantized ones stay within their error."""
 
 import threading
 
@@ -50,7 +50,7 @@ def test_a_level_is_parsed():
         ("zstd:", "the level of zstd must be in"),
     ],
 )
-def test_what_is_no_codec_is_refused(text, problem):
+def test_an_unknown_codec_is_refused(text, problem):
     with pytest.raises(ValueError, match=problem):
         parse_codec(text)
 

@@ -1,4 +1,4 @@
-"""What a GPU's host pool lets wait for what, told by streams that only write it down."""
+"""The order of a GPU's copies, with fake streams that record which waits for which."""
 
 import ctypes
 import gc
@@ -103,7 +103,7 @@ class FakeRegistry:
         return self.error
 
     def cudaHostUnregister(self, address):  # noqa: N802 - CUDA's
-        ctypes.string_at(address, self.pinned[address])  # a fault if it is unmapped
+        ctypes.string_at(address, self.pinned[address])  # faults if it is unmapped
         del self.pinned[address]
         return 0
 

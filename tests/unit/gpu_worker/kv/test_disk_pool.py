@@ -1,4 +1,4 @@
-"""The disk tier: what comes back is what was stored, or is said to be lost."""
+"""The disk tier: a loaded block equals the stored one, or is reported as lost."""
 
 import os
 import threading
@@ -30,7 +30,7 @@ def host():
 
 
 class GateCodec:
-    """Moves nothing before its gate is opened; the block itself is the record."""
+    """A codec that blocks until its gate is opened; the record is the block itself."""
 
     record_bytes = BLOCK_BYTES
 
@@ -66,7 +66,7 @@ def zstd():
 
 
 def ended(pool, step_id=99):
-    """Waits for all moves; what has ended well, and what has not."""
+    """Waits for all moves; returns successes and failures."""
     pool.synchronize()
     ends = pool.take_ended(step_id)
     lists = (ends.stored, ends.failed_stores, ends.loaded, ends.failed_loads)
@@ -83,7 +83,7 @@ def corrupt(pool, disk_block, offset, content):
 
 
 @pytest.mark.parametrize("codec", [None, zstd()], ids=["none", "zstd"])
-def test_what_comes_back_is_bit_identical(make, host, codec):
+def test_blocks_come_back_bit_for_bit(make, host, codec):
     pool = make(codec)
     before = host.copy()
     pool.store(ints(0, 1, 2), ints(7, 3, 0), step_id=1)
@@ -233,24 +233,24 @@ def test_loads_do_not_wait_behind_stores(make, host):
     codec.gate.clear()
     pool.store(ints(1, 2, 3, 4), ints(1, 2, 3, 4), step_id=2)
     pool.load(ints(0), ints(5), step_id=2)
-    while not pool.has_news(2):
+    while not pool.has_ended_moves(2):
         pass  # the test's time limit is the proof: no store can end
     assert pool.take_ended(2).loaded.tolist() == [5]
     assert (host[5] == host[0]).all()
     assert pool.is_busy(2)
 
 
-def test_a_result_tells_only_of_its_own_and_earlier_steps(make):
+def test_a_result_reports_only_its_own_and_earlier_steps(make):
     pool = make()
     pool.store(ints(0), ints(0), step_id=3)
     pool.store(ints(1), ints(1), step_id=4)
     pool.synchronize()
-    assert not pool.has_news(2)
+    assert not pool.has_ended_moves(2)
     assert pool.take_ended(2).stored.tolist() == []
     assert pool.take_ended(3).stored.tolist() == [0]
-    assert pool.has_news(4)
+    assert pool.has_ended_moves(4)
     assert pool.take_ended(4).stored.tolist() == [1]
-    assert not pool.has_news(4)
+    assert not pool.has_ended_moves(4)
 
 
 def test_it_is_busy_for_the_steps_whose_moves_are_under_way(make):
@@ -279,8 +279,8 @@ def test_draining_drops_what_waits_and_waits_for_what_runs(make, monkeypatch):
     codec.gate.set()
     draining.join()
     assert not pool.is_busy(1)
-    assert not pool.has_news(1)
-    # Those that ran are whole, the others hold nothing; all room is free again.
+    assert not pool.has_ended_moves(1)
+    # Stores that ran are complete, the others left nothing; all staging is free again.
     pool.load(ints(0, 1, 2, 3), ints(2, 3, 4, 5), step_id=2)
     assert ended(pool) == ([], [], [2, 3], [4, 5])
     pool.store(ints(0, 1, 4, 5), ints(4, 5, 6, 7), step_id=3)
@@ -298,17 +298,19 @@ def test_a_directory_that_is_not_there_is_an_error(host, tmp_path):
 
 
 class FakeDisk:
-    def __init__(self, *, is_busy, has_news):
+    def __init__(self, *, is_busy, has_ended_moves):
         self.is_busy = lambda step_id: is_busy and step_id == 7
-        self.has_news = lambda step_id: has_news and step_id == 7
+        self.has_ended_moves = lambda step_id: has_ended_moves and step_id == 7
 
 
 @pytest.mark.parametrize(
-    ("is_busy", "has_news", "is_done"),
+    ("is_busy", "has_ended_moves", "is_done"),
     [(True, False, False), (True, True, True), (False, True, True), (False, False, True)],
 )
-def test_a_step_that_computes_nothing_waits_until_one_move_has_ended(is_busy, has_news, is_done):
-    disk = FakeDisk(is_busy=is_busy, has_news=has_news)
+def test_a_step_that_computes_nothing_waits_until_one_move_has_ended(
+    is_busy, has_ended_moves, is_done
+):
+    disk = FakeDisk(is_busy=is_busy, has_ended_moves=has_ended_moves)
     step = LaunchedStep(7, None, None, None, ints(), 0.0, disk)
     assert step.is_idle
     assert step.is_done() == is_done

@@ -1,4 +1,4 @@
-"""Moves between device and host: bit for bit, in long runs, in the order the contract gives."""
+"""Moves between device and host: bit for bit, in long runs, in the contract's order."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def random_blocks(num_blocks=8, block_bytes=1000):
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
-def test_what_comes_back_is_bit_identical():
+def test_blocks_come_back_bit_for_bit():
     device = random_blocks()
     before = device.clone()
     pool = HostPool(device, 6)
@@ -159,7 +159,7 @@ class TestExecutor:
             )
         )
         (token,) = first.sampled_token_ids.tolist()
-        # Another sequence gets its blocks in the very step that swaps them out.
+        # Another sequence gets its blocks in the same step that swaps them out.
         executor.step(
             Plan(
                 2,

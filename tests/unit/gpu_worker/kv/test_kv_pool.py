@@ -1,4 +1,4 @@
-"""How the pool's memory is laid out."""
+"""The layout of the pool's memory."""
 
 from dataclasses import replace
 
@@ -88,7 +88,7 @@ def test_copy_moves_all_layers_and_reads_before_it_writes(model_dirs):
 
 
 def test_sequences_go_on_in_a_pool_that_is_resized(model_dirs):
-    """The blocks that stay are where they were, for everyone that has a view of them."""
+    """The remaining blocks do not move, so all views of them stay valid."""
     model = load(model_dirs.get("qwen3"))
     alone, loop = PagedLoop(model, 4, 16), PagedLoop(model, 4, 16)
     size = loop.pool.block_bytes

@@ -1,4 +1,4 @@
-"""Whether a worker's pool can be resized, up to where, and what is said if it cannot."""
+"""Whether a worker's pool can be resized, its limit, and the errors."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_a_pool_whose_size_is_fixed(changes):
     ],
     ids=str,
 )
-def test_what_cannot_be_resized_is_refused_by_name(changes, why):
+def test_impossible_resizes_are_refused_by_name(changes, why):
     with pytest.raises(ValueError, match=f"max_kv_memory_gb is 2.0; it {why}"):
         settings(max_kv_memory_gb=2, **changes)
 
@@ -74,7 +74,7 @@ def test_a_gpus_pool_has_a_fixed_size_unless_it_is_asked_for():
     assert open_pool_memory(settings(), 4, BLOCK_BYTES, CUDA) is None
 
 
-def test_what_a_gpu_lacks_to_be_resized_is_named(monkeypatch):
+def test_a_missing_feature_for_resizing_on_a_gpu_is_named(monkeypatch):
     def load_driver():
         raise VirtualMemoryError("it needs the package cuda-bindings")
 

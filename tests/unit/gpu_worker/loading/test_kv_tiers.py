@@ -1,4 +1,4 @@
-"""The lower tiers as the settings ask for them: how many blocks, how coded, what is refused."""
+"""The lower tiers by the settings: their blocks and codecs, and refused values."""
 
 import os
 
@@ -57,7 +57,7 @@ def fill(pool):
 
 
 def there_and_back(tiers):
-    """Move blocks 0 to 4 through both tiers, to 9 to 5."""
+    """Move blocks 0 to 4 through both tiers, to blocks 9 to 5."""
     host, disk = tiers.host_pool, tiers.disk_pool
     blocks = np.arange(5, dtype=np.int32)
     host.swap_out(blocks, blocks)
@@ -135,7 +135,7 @@ def codec_totals(tier, codec, direction):
 
 
 @pytest.mark.parametrize(("host", "disk"), [("int8", "lz4"), ("none", "fp8")])
-def test_what_codecs_save_and_cost_is_counted(open_tiers, host, disk):
+def test_ratio_and_time_of_codecs_are_counted(open_tiers, host, disk):
     pool, _, tiers = open_tiers(host_kv_codec=host, disk_kv_codec=disk)
     fill(pool)
     labels = [(t, c, d) for t, c in (("host", host), ("disk", disk)) for d in ("encode", "decode")]
@@ -147,7 +147,7 @@ def test_what_codecs_save_and_cost_is_counted(open_tiers, host, disk):
         )
         if codec == "none":
             assert plain == coded == 0
-        elif (tier, codec) != ("disk", "lz4"):  # which finds nothing to save in random int8
+        elif (tier, codec) != ("disk", "lz4"):  # random int8 cannot be compressed
             assert plain == 5 * pool.block_bytes
             assert 0.4 < coded / plain < 0.6
             assert seconds > 0
@@ -157,7 +157,7 @@ def test_the_disks_rate_is_measured_and_leaves_no_trace(open_tiers):
     pool, _, tiers = open_tiers(disk_kv_codec="zstd")
     assert measure.disk_bytes_per_s(tiers.disk_pool, tiers.host_pool, pool) > 0
     assert not pool.blocks_as_bytes.any()
-    assert not tiers.disk_pool.has_news(99)
+    assert not tiers.disk_pool.has_ended_moves(99)
 
 
 def test_a_disk_that_loses_what_is_stored_is_not_measured(open_tiers, monkeypatch):
@@ -175,7 +175,10 @@ def test_there_are_no_lower_tiers_on_a_cpu_unless_asked_for(open_tiers):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"host_kv_memory_gb": None}, "disk-kv-memory-gb is .*, but there are no host blocks"),
+        (
+            {"host_kv_memory_gb": None},
+            "disk-kv-memory-gb is .*, but KV reaches the disk through host blocks",
+        ),
         ({"disk_kv_memory_gb": 1e9}, r"disk-kv-memory-gb is 1000000000.0; .* has .* GiB free"),
         ({"disk_kv_dir": "/nowhere"}, "disk-kv-dir is /nowhere: No such file"),
         ({"disk_kv_dir": "/proc"}, "disk-kv-(dir|memory-gb) is"),
@@ -189,7 +192,7 @@ def test_room_that_is_not_there_is_refused(open_tiers, changes, problem):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--host-kv-codec=zstd"], "--host-kv-codec: zstd: must be none, int8 or fp8: what a"),
+        (["--host-kv-codec=zstd"], "--host-kv-codec: zstd: must be none, int8 or fp8: how much a"),
         (["--host-kv-codec=int4"], "--host-kv-codec: int4: must be one of none, lz4, zstd"),
         (["--disk-kv-codec=zstd:99"], "--disk-kv-codec: zstd:99: the level of zstd must be in"),
         (
@@ -211,7 +214,7 @@ def test_room_that_is_not_there_is_refused(open_tiers, changes, problem):
         ),
         (
             ["--kv-cache-dtype=int8", "--kv-cache-dtype-skip-layers=0,-1"],
-            "must be numbers of layers, as in 0,1,23; '-1' is none",
+            "must be numbers of layers, as in 0,1,23; '-1' is no number",
         ),
         (
             ["--host-kv-memory-gb=0", "--disk-kv-memory-gb=1"],
@@ -219,7 +222,7 @@ def test_room_that_is_not_there_is_refused(open_tiers, changes, problem):
         ),
     ],
 )
-def test_what_cannot_be_held_so_is_refused_by_name(capsys, tmp_path, flags, problem):
+def test_unsupported_tier_settings_are_refused_by_name(capsys, tmp_path, flags, problem):
     with pytest.raises(SystemExit):
         parse_settings(WorkerSettings, "quire-worker", [f"--model={tmp_path}", *flags])
     assert problem in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A worker whose model leaves the device and comes back: what it gives back, and what it says."""
+"""A worker unloads and loads its model: the memory that it frees, and its reports."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ from tests.lora_fixture import make_adapter
 from tests.models_fixture import make_model
 
 KINDS = (Executor, KvPool, HostPool, DiskPool, LlamaDecoder, TransformersModel)
-"""What holds a model's memory."""
+"""The classes that hold a model's memory."""
 PROMPT = [5, 6, 7, 8]
 
 
@@ -56,7 +56,7 @@ def other(tmp_path_factory):
 
 
 class Worker:
-    """One that runs, and its scheduler."""
+    """A running worker, and its scheduler."""
 
     def __init__(self, channel):
         self.loading = loading_pb2_grpc.LoadingServiceStub(channel)
@@ -100,7 +100,7 @@ class Worker:
             result = await call.read()
             tokens += unpack_int32(result.sampled_token_ids, "sampled_token_ids").tolist()
             step = worker_pb2.StepBatch(epoch=1, step_id=step_id, num_decodes=1)
-        self.call = call  # which stays open
+        self.call = call  # it stays open
         return tokens
 
 
@@ -139,7 +139,7 @@ async def refusal(call):
 
 
 def holders():
-    gc.unfreeze()  # what is frozen is not told of
+    gc.unfreeze()  # `gc.get_objects` does not list frozen objects
     found = [each for each in gc.get_objects() if type(each) in KINDS]
     gc.freeze()
     return {id(each): weakref.ref(each) for each in found}
@@ -185,7 +185,7 @@ async def test_the_pools_memory_goes_whoever_still_has_a_view_of_it(model, tmp_p
         await worker.tokens(4)
         assert view.any()
         await worker.unload()
-        assert not view.any()  # the system has its pages, and gives others
+        assert not view.any()  # the system has taken the pages back
 
 
 async def test_without_its_model_it_is_its_schedulers_and_can_do_nothing(model, tmp_path):
@@ -198,7 +198,7 @@ async def test_without_its_model_it_is_its_schedulers_and_can_do_nothing(model, 
             while await worker.call.read() is not grpc.aio.EOF:
                 pass
         assert await worker.call.details() == "the model is unloaded"
-        assert (await worker.attach(2)).is_unloaded  # by the next scheduler, too
+        assert (await worker.attach(2)).is_unloaded  # the next scheduler learns it, too
         state = await worker.describe()
         assert (state.is_unloaded, state.epoch, state.has_scheduler) == (True, 2, True)
         assert state.num_rows_used == 0
@@ -233,7 +233,7 @@ async def test_another_model_is_loaded_in_its_place(model, other, tmp_path):
         assert (second.id, second.directory, list(second.adapters)) == ("other", str(other), [])
         assert await worker.tokens(8) != tokens
         await worker.unload()
-        await worker.load()  # which was there last
+        await worker.load()  # the last model
         assert (await worker.attach()).worker.model == second
         await worker.unload()
         await worker.load(model)
@@ -241,7 +241,7 @@ async def test_another_model_is_loaded_in_its_place(model, other, tmp_path):
         assert await worker.tokens(8) == tokens
 
 
-async def test_what_cannot_be_loaded_leaves_it_unloaded(model, tmp_path, monkeypatch):
+async def test_a_failed_load_leaves_the_worker_unloaded(model, tmp_path, monkeypatch):
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     (broken / "model.safetensors").unlink()
@@ -277,7 +277,7 @@ async def test_what_cannot_be_loaded_leaves_it_unloaded(model, tmp_path, monkeyp
         assert not (await worker.attach()).is_unloaded
 
 
-async def test_who_asks_for_it_while_it_is_on_its_way_is_told_how_far_it_is(
+async def test_a_load_during_a_load_joins_it_and_reports_progress(
     model, other, tmp_path, monkeypatch
 ):
     async with running(model, tmp_path) as worker:
@@ -295,7 +295,7 @@ async def test_who_asks_for_it_while_it_is_on_its_way_is_told_how_far_it_is(
         first = worker.loading.Load(loading_pb2.LoadRequest(epoch=1))
         while (await first.read()).status != "making room for KV":
             pass
-        first.cancel()  # it goes on
+        first.cancel()  # the load continues
         code, details = await refusal(worker.load(other))
         assert (code, details) == (
             "FAILED_PRECONDITION",
@@ -309,9 +309,7 @@ async def test_who_asks_for_it_while_it_is_on_its_way_is_told_how_far_it_is(
         assert not (await worker.attach()).is_unloaded
 
 
-async def test_who_asks_for_it_while_it_goes_gets_it_back_when_it_is_gone(
-    model, tmp_path, monkeypatch
-):
+async def test_a_load_during_an_unload_starts_afterwards(model, tmp_path, monkeypatch):
     goes, may_go = asyncio.Event(), asyncio.Event()
     close = AdapterServicer.close
 
@@ -334,7 +332,7 @@ async def test_who_asks_for_it_while_it_goes_gets_it_back_when_it_is_gone(
         assert not (await worker.attach()).is_unloaded
 
 
-async def test_one_whose_step_does_not_end_says_so_and_ends(model, tmp_path, monkeypatch):
+async def test_a_worker_with_a_hung_step_reports_it_and_ends(model, tmp_path, monkeypatch):
     stop = StepLoop.stop
     said = []
 
@@ -352,7 +350,7 @@ async def test_one_whose_step_does_not_end_says_so_and_ends(model, tmp_path, mon
         await run()
     assert said == [
         "UNAVAILABLE",
-        "the model's memory is not given back: a step takes too long",
+        "the model's memory cannot be freed: a step takes too long",
     ]
 
 

@@ -31,7 +31,7 @@ PROMPTS = [random_prompt(length, seed=length) for length in (21, 40, 3, 33)]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, two adapters, and what each makes of it: checkpoints by the adapter's number."""
+    """A model, two adapters, and the merged checkpoint for each adapter's number."""
 
     model: object
     merged: tuple
@@ -45,7 +45,7 @@ def make_case(model, root):
 
 
 class Worker:
-    """An executor over a pool that it gives out in order; row i is that of prompt i."""
+    """An executor over a pool whose blocks are allocated in order; prompt i is in row i."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Rows with adapters get the tokens of merged weights, whatever rows compute beside them."""
+"""Rows with adapters get the tokens of merged weights, beside any other rows."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def case(request, model_dirs, tmp_path_factory):
 
 
 class Oracle:
-    """Guesses what each row will get, and in every other guess a wrong last token."""
+    """Guesses each row's next tokens; in every other guess the last token is wrong."""
 
     num_draft_tokens = 3
 
@@ -94,7 +94,7 @@ def test_one_prompt_under_all(case):
     assert len({tuple(tokens) for tokens in results}) == 3
 
 
-def test_one_comes_while_others_run_and_goes_when_its_row_is_released(case):
+def test_an_adapter_is_added_at_run_time_and_freed_when_its_row_is_released(case):
     worker = Worker(case)
     root = case.merged[1].parent
     late = load_adapter("late", root / "b", open_model(case.model, "").config, torch.float32, CPU)
@@ -139,7 +139,7 @@ def test_guesses_change_nothing(llama):
 def test_only_steps_without_an_adapter_replay_graphs(llama):
     worker, graphs = Worker(llama), FakeGraphs()
     worker.executor.capture_graphs(graphs, lambda _: None)
-    prompts, numbers = ONE_PROMPT[:2], [2, 0]  # as long as each other: neither decodes alone
+    prompts, numbers = ONE_PROMPT[:2], [2, 0]  # equally long, so that neither decodes alone
     results = worker.generate(prompts, numbers)
     assert token_lists(results) == expected(llama, prompts, numbers)
     assert not graphs.num_replays

@@ -1,4 +1,4 @@
-"""What an adapter must have and say to be loaded."""
+"""Which adapters are loaded, and which are refused."""
 
 import json
 
@@ -102,7 +102,7 @@ def test_an_expression_leaves_the_choice_to_the_tensors(model_dirs, adapter):
         ("lora_alpha", "many"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(model_dirs, adapter, field, value):
+def test_unsupported_options_are_refused_by_name(model_dirs, adapter, field, value):
     edit_config(adapter, **{field: value})
     assert_refused(model_dirs, adapter, "adapter_config.json", field)
 

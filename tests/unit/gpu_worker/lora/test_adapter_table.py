@@ -1,4 +1,4 @@
-"""An adapter that goes stays for the rows that have it."""
+"""A removed adapter is kept until no row uses it."""
 
 import numpy as np
 import pytest
@@ -48,14 +48,14 @@ def step(step_id, *, new=(), released=()):
     )
 
 
-def test_one_that_no_row_has_goes_at_once(rows):
+def test_an_unused_adapter_is_freed_at_once(rows):
     table = AdapterTable({1: SQL, 2: CHAT}, rows.adapters_in_use)
     rows.apply(step(1, new=[(0, 2)]))
     table.remove(1)
     assert table.by_number == {2: CHAT}
 
 
-def test_one_that_rows_have_goes_with_the_last_of_them(rows):
+def test_a_used_adapter_is_freed_with_its_last_row(rows):
     table = AdapterTable({1: SQL}, rows.adapters_in_use)
     rows.apply(step(1, new=[(0, 1), (2, 1), (1, 0)]))
     table.remove(1)
@@ -74,7 +74,7 @@ def test_a_new_attachment_frees_what_the_rows_before_had(rows):
     assert not table.by_number
 
 
-def test_what_comes_is_seen_by_whoever_looks(rows):
+def test_added_adapters_are_visible_in_earlier_views(rows):
     table = AdapterTable({}, rows.adapters_in_use)
     seen = table.by_number
     table.add(1, CHAT)

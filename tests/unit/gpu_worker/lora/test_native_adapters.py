@@ -1,4 +1,4 @@
-"""Steps with adapters as one native program, against the same layers op by op."""
+"""Steps with adapters as one native program equal the same layers op by op."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def llama(model_dirs, tmp_path_factory):
 
 
 def has_no_code(worker):
-    """The worker, its adapters as if native code did not take them."""
+    """The worker without native code for its adapters."""
     table = worker.executor._adapters._adapters
     table |= {number: replace(adapter, native=None) for number, adapter in table.items()}
     return worker

@@ -1,4 +1,4 @@
-"""Memory that grows and shrinks behind addresses that stay, on a CPU and by CUDA's driver calls."""
+"""Memory that grows and shrinks at fixed addresses, on a CPU and by CUDA's driver calls."""
 
 import mmap
 import sys
@@ -49,7 +49,7 @@ def test_what_stays_is_left_as_it_is_at_its_address(memory):
 
 
 @pytest.mark.parametrize("num_kept", [CHUNK, CHUNK + 1, 2 * CHUNK - 1])
-def test_what_comes_is_zero_though_it_was_something_before(memory, num_kept):
+def test_new_blocks_are_zero_even_if_their_memory_was_used(memory, num_kept):
     memory.bytes[: 3 * CHUNK] = 7
     memory.resize(num_kept)
     memory.resize(5 * CHUNK)
@@ -141,7 +141,7 @@ def test_what_a_cpus_pool_grows_by_is_taken_at_once():
     assert resident_bytes() - before > 0.9 * size
 
 
-def test_addresses_that_a_cpu_does_not_give_are_said():
+def test_a_refused_reservation_of_addresses_is_an_error():
     with pytest.raises(OutOfMemoryError, match=f"{2**62} bytes of addresses cannot be reserved"):
         CpuChunks(2**62, lambda: 0)
 
@@ -170,7 +170,7 @@ def test_without_the_package_the_error_names_it(monkeypatch):
 
 
 def test_the_fake_driver_has_every_name_that_is_used():
-    """And where cuda-bindings is installed, so has the real one."""
+    """So has the real one, if cuda-bindings is installed."""
     names = ["CUmemAllocationProp", "CUmemAccessDesc", "CUresult", "CUmemAllocationType"]
     names += ["CUmemLocationType", "CUmemAccess_flags", "CUmemAllocationGranularity_flags"]
     names += [name for name in vars(FakeCudaDriver) if name.startswith("cuMem")]

@@ -1,4 +1,4 @@
-"""When memory counts as short, by example: at once when it is worse, after a while when better."""
+"""The memory level by example: a worse one takes effect at once, a better one after a while."""
 
 import pytest
 from pydantic import ValidationError
@@ -11,7 +11,7 @@ OK, WARNING, CRITICAL = MemoryLevel
 
 
 def levels(meter, *readings):
-    return [meter.take(reading) for reading in readings]
+    return [meter.add(reading) for reading in readings]
 
 
 def test_less_than_a_share_of_all_is_short():
@@ -32,7 +32,7 @@ def test_a_worse_level_counts_at_once():
 def test_a_better_level_counts_after_five_readings():
     meter = LevelMeter()
     assert levels(meter, CRITICAL, OK, OK, OK, OK) == [CRITICAL] * 5
-    assert meter.take(OK) is OK
+    assert meter.add(OK) is OK
 
 
 def test_the_worst_of_the_better_readings_counts():
@@ -41,11 +41,11 @@ def test_the_worst_of_the_better_readings_counts():
     assert levels(meter, OK, OK, OK, OK, OK) == [WARNING] * 4 + [OK]
 
 
-def test_a_reading_that_is_no_better_begins_the_calm_anew():
+def test_a_reading_that_is_no_better_restarts_the_count():
     meter = LevelMeter()
     levels(meter, WARNING, OK, OK, OK, OK)
     assert levels(meter, WARNING, OK, OK, OK, OK) == [WARNING] * 5
-    assert meter.take(OK) is OK
+    assert meter.add(OK) is OK
 
 
 def test_a_device_that_is_full_by_plan_has_less_to_lose():
@@ -54,7 +54,7 @@ def test_a_device_that_is_full_by_plan_has_less_to_lose():
     assert choose_thresholds(0.5, 0.25, 20, 1000) == Thresholds(0.5, 0.25)
 
 
-def test_the_share_that_nobody_says_fits_the_one_that_somebody_does():
+def test_an_unset_threshold_fits_the_one_that_is_set():
     assert choose_thresholds(0.0, None, 500, 1000) == Thresholds(0.0, 0.0)
     assert choose_thresholds(None, 0.2, 500, 1000) == Thresholds(0.2, 0.2)
 

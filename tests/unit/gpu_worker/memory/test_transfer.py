@@ -20,7 +20,7 @@ def into_a_buffer(arrays, device):
 
 
 @pytest.mark.parametrize("send", [upload, into_a_buffer])
-def test_what_arrives_is_what_was_sent(send):
+def test_received_contents_equal_those_sent(send):
     tensors = send(ARRAYS, CPU)
     for tensor, array in zip(tensors, ARRAYS, strict=True):
         assert tensor.dtype == torch.from_numpy(array.copy()).dtype

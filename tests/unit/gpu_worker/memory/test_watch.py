@@ -1,4 +1,4 @@
-"""A worker says when its device's memory gets short, once for each change."""
+"""A worker reports when its device's memory gets short, once for each change."""
 
 import structlog
 import torch
@@ -10,7 +10,7 @@ from gpu_worker.memory.watch import CpuSystem, DeviceMemory, MemoryMonitor
 
 
 class FakeDriver:
-    """Of a device of 1000 bytes, of which torch has 900."""
+    """The driver of a device with 1000 bytes, 900 of them reserved by torch."""
 
     def __init__(self):
         self.free, self.allocated = 100, 800
@@ -19,12 +19,12 @@ class FakeDriver:
         return DeviceMemory(1000, self.free, 900, self.allocated, split=90)
 
 
-def test_levels_change_with_what_can_be_had_and_are_told_once():
+def test_levels_follow_available_memory_and_are_logged_once():
     driver = FakeDriver()
     monitor = MemoryMonitor(driver)
     with structlog.testing.capture_logs() as logs:
         assert monitor.check() is MemoryLevel.OK
-        driver.free, driver.allocated = 10, 890  # 20 bytes to be had
+        driver.free, driver.allocated = 10, 890  # 20 bytes are available
         assert monitor.check() is MemoryLevel.WARNING
         assert monitor.check() is MemoryLevel.WARNING
         driver.free, driver.allocated = 0, 891
@@ -82,7 +82,7 @@ def test_a_cpu_has_what_its_control_group_leaves(tmp_path, monkeypatch):
     assert (seen.total, seen.available) == (1000, 25)
 
 
-def test_files_pages_that_nobody_maps_can_be_had(tmp_path, monkeypatch):
+def test_unmapped_file_pages_count_as_available(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("1000\n")

@@ -1,4 +1,4 @@
-"""Compares what a sequence got with what `transformers` would have generated, greedily in fp32."""
+"""Compares a sequence's tokens with the greedy output of `transformers` in fp32."""
 
 import functools
 from pathlib import Path
@@ -18,10 +18,10 @@ def _reference(directory: Path) -> PreTrainedModel:
 
 @torch.inference_mode()
 def assert_equals_transformers(directory: Path, sequence: Sequence) -> None:
-    """Fail unless every token is the likeliest to transformers after those before it.
+    """Fail unless, by transformers, every token is the likeliest after the tokens before it.
 
-    So, one after another, they are what it would generate. One pass over all of them tells, and
-    compares the logits of every position too.
+    Then the tokens equal its greedy output. One forward pass checks all of them, and compares the
+    logits of every position, too.
     """
     token_ids = torch.tensor([sequence.tokens[:-1]])
     logits = _reference(directory)(token_ids, use_cache=False).logits[0]
@@ -31,7 +31,7 @@ def assert_equals_transformers(directory: Path, sequence: Sequence) -> None:
 
 @torch.inference_mode()
 def greedy_continuation(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
-    """What transformers generates, past the model's end token if it comes."""
+    """The output of transformers, without stopping at the model's end token."""
     output = _reference(directory).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),

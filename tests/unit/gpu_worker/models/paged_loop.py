@@ -1,4 +1,4 @@
-"""A worker's step loop reduced to what the decoder's tests need: chunks, decodes, greedy tokens."""
+"""A small step loop for the decoders' tests: chunks, decodes, greedy tokens."""
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class PagedLoop:
         kv_cache_dtype: str = "auto",
         skip_layers: AbstractSet[int] = frozenset(),
     ) -> None:
-        """`config` is that of the model; it may be left out for native ones, which have it."""
+        """`config` is the model's; it is not needed for our own models, which have it."""
         self.model = model
         dtype = torch.float32 if config is not None else model.embedding.dtype
         config = config or model.config
@@ -68,7 +68,7 @@ class PagedLoop:
 
     @torch.inference_mode()
     def generate(self, sequences: list[Sequence], num_tokens: int, chunk_len: int = 16) -> None:
-        """Give each sequence `num_tokens` greedy tokens."""
+        """Generate `num_tokens` greedy tokens for each sequence."""
         for sequence in sequences:
             length = len(sequence.prompt) + num_tokens
             num_blocks = -(-length // self.pool.block_size)

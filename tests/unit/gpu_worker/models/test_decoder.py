@@ -1,4 +1,4 @@
-"""The native decoder against transformers, through the paged path."""
+"""The native decoder with paged KV equals transformers."""
 
 import pytest
 import torch
@@ -49,6 +49,35 @@ VARIANTS = [
             }
         },
     ),
+    *(
+        ("qwen2", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **yarn}})
+        for yarn in (
+            {"factor": 8.0, "original_max_position_embeddings": 64},
+            {
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 20.0,
+                "beta_slow": 2.0,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.3,
+                "truncate": False,
+            },
+        )
+    ),
+    (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0 + 0.3 * pair for pair in range(8)],
+                "long_factor": [9.0] * 8,
+                "original_max_position_embeddings": 256,
+                "factor": 2.0,
+            }
+        },
+    ),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Models that run on a class from outside this tree."""
+"""Models that run on a user's class."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ PATH = "my_models.gpt2:Gpt2"
 
 
 def write_example(directory):
-    """Make the package that docs/models.md shows; returns where it is imported from."""
+    """Write the package of docs/models.md; return its import directory."""
     [example] = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     package = directory / "my_models"
     package.mkdir()

@@ -1,4 +1,4 @@
-"""What a config.json means, and how a wrong one is refused."""
+"""How a config.json is parsed, and how a wrong one is refused."""
 
 import json
 
@@ -149,7 +149,7 @@ def test_rope_as_old_and_new_transformers_write_it(tmp_path, changes, expected):
             },
             (512, None, 512),
         ),
-        ("Llama", {"sliding_window": 512}, (None, None, None)),  # has none, whatever it says
+        ("Llama", {"sliding_window": 512}, (None, None, None)),  # the family ignores the field
     ],
 )
 def test_the_window_of_each_layer(tmp_path, family, changes, windows):
@@ -189,7 +189,7 @@ NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
     ("changes", "message"),
     [
         (NEOX | {"hidden_act": "mish"}, "hidden_act is 'mish'; supported are gelu"),
-        (NEOX | {"rotary_pct": 0.2}, "rotary_pct is 0.2; of the 16 dimensions of a head it must"),
+        (NEOX | {"rotary_pct": 0.2}, "rotary_pct is 0.2; it must rotate an even number of"),
         (NEOX | {"num_attention_heads": 6}, "num_attention_heads must divide hidden_size, 64"),
         (
             {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
@@ -205,7 +205,7 @@ NEOX = {"architectures": ["GPTNeoXForCausalLM"]}
         ),
     ],
 )
-def test_what_these_families_do_not_support_is_named(tmp_path, changes, message):
+def test_unsupported_features_of_the_families_are_named(tmp_path, changes, message):
     keys = {"num_key_value_heads": None} if "num_attention_heads" in changes else {}
     with pytest.raises(ModelError) as caught:
         read(write(tmp_path, **changes, **keys))
@@ -259,13 +259,17 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn'; supported are float32"),
         ({"dtype": ["float32"]}, "dtype is ['float32']; supported are float32"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "rope_scaling.rope_type is 'yarn'; supported are",
+            {"rope_scaling": {"type": "ntk", "factor": 4.0}},
+            "rope_scaling.rope_type is 'ntk'; supported are",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0, 0.0]}},
+            "rope_scaling.short_factor is [1.0, 0.0]; it must be a list of positive numbers",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
-            "rope_parameters.full_attention is unknown; known are factor, high_freq_factor",
+            "rope_parameters.full_attention is unknown; known are attention_factor, beta_fast",
         ),
         ({"rope_scaling": [1]}, "rope_scaling is [1]; it must be an object"),
         (
@@ -284,7 +288,7 @@ def test_an_unknown_dtype_is_refused(tmp_path):
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path, changes, message):
+def test_unsupported_options_are_refused_by_name(tmp_path, changes, message):
     with pytest.raises(ModelError) as caught:
         read(write(tmp_path, **changes))
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: {message}")

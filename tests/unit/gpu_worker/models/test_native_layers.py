@@ -1,4 +1,4 @@
-"""The layers as one native program, against the same layers op by op."""
+"""The layers as one native program equal the same layers op by op."""
 
 import ctypes
 import struct
@@ -103,7 +103,7 @@ def test_it_gives_the_bits_of_the_ops_where_layers_share_memory_in_turn(model_di
 
 @torch.inference_mode()
 def test_a_program_of_any_size_reads_nothing_of_the_steps_before(model_dirs):
-    """At and beside the borders of sizes, one after another, with no number behind their tokens."""
+    """Steps at and beside the borders of program sizes, with NaN after their tokens."""
     model = load(model_dirs.get("llama", max_position_embeddings=2048), BF16)
 
     def fresh():
@@ -140,7 +140,7 @@ def test_maps_fetch_for_the_attention_that_follows_them(model_dirs, monkeypatch)
 
     monkeypatch.setattr(library, "run", look)
     run(model, [random_prompt(20, seed=1)], 3)
-    attention, fetched = 0, []  # the next one's fields; whether there is one, and which is fetched
+    attention, fetched = 0, []  # the next attention's fields, if any, and the prefetched KV
     for share, fields in reversed(seen):
         if share == library.attention.share_address:
             attention = fields

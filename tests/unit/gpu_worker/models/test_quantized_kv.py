@@ -1,4 +1,4 @@
-"""Models over quantized KV: near to what they are over plain KV, and the same after a swap."""
+"""Models with quantized KV: close to those with plain KV, and unchanged by a swap."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def paged_loop(model_dirs, family, kv_cache_dtype, **options):
 
 
 def distance(sequence, other):
-    """Of the logits over the same prompt, relative."""
+    """The relative distance of the logits over the same prompt."""
     ours, theirs = (torch.stack(s.logits[: len(s.prompt)]) for s in (sequence, other))
     return float((ours - theirs).norm() / theirs.norm())
 
@@ -63,7 +63,7 @@ def test_skipping_all_layers_is_plain_kv(model_dirs, kv_cache_dtype):
 @every_dtype
 @pytest.mark.parametrize("plain_layer", [0, 1])
 def test_a_model_in_bfloat16_may_have_one_plain_layer(model_dirs, kv_cache_dtype, plain_layer):
-    """They run as one native program where there is one."""
+    """It runs as one native program, if there is one."""
     model = load(model_dirs.get("qwen3", dtype="bfloat16"), torch.bfloat16)
     prompt = random_prompt(41, seed=1)
     plain, mixed = Sequence(prompt), Sequence(prompt)

@@ -1,15 +1,18 @@
-"""Decoders of transformers through paged attention, against themselves."""
+"""Decoders of transformers with paged attention equal the originals."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import AutoConfig
 
 from gpu_worker.models import transformers_attention, transformers_model
 from gpu_worker.models.registry import open_model
 from gpu_worker.models.transformers_attention import AttentionOptions, read_window
 from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.quantized_linear import Quantization
 from tests.unit.gpu_worker.models.against_transformers import (
     NUM_TOKENS,
     assert_equals_transformers,
@@ -17,7 +20,7 @@ from tests.unit.gpu_worker.models.against_transformers import (
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
 
 ALTERNATING = ["sliding_attention", "full_attention"]
-# Its embeddings are scaled by 8, and would drown the layers if they were not small and several.
+# Its embeddings are scaled by 8, so small ones and several layers keep the layers' effect visible.
 GEMMA = {
     "head_dim": 16,
     "sliding_window": 20,
@@ -95,6 +98,40 @@ def test_a_native_family_runs_on_transformers_if_asked(model_dirs):
     assert outputs[0][1] == outputs[1][1]
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
+        ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish'; supported are gelu"),
+    ],
+)
+def test_transformers_runs_what_our_implementation_lacks(model_dirs, family, overrides, reason):
+    directory = model_dirs.get(family, **overrides)
+    with capture_logs() as logs:
+        source = open_model(directory)
+    (log,) = logs
+    assert log["event"] == "transformers runs the model, slower than ours would"
+    assert reason in log["reason"]
+    model = source.load(torch.float32, CPU, lambda _: None)
+    sequence = Sequence(random_prompt(41, seed=1))
+    PagedLoop(model, block_size=8, config=source.config).generate([sequence], NUM_TOKENS)
+    assert_equals_transformers(directory, sequence)
+
+
+def test_what_transformers_cannot_take_over_is_refused_for_the_first_reason(model_dirs):
+    directory = model_dirs.get("llama", hidden_act="gelu")
+    with pytest.raises(ModelError, match=r"hidden_act is 'gelu'; only 'silu' is supported"):
+        open_model(directory, quantization=Quantization.INT8)
+
+
+def test_a_damaged_file_is_named(model_dirs, tmp_path):
+    directory = shutil.copytree(model_dirs.get("phi", **FAMILIES["phi"]), tmp_path / "phi")
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read as safetensors"):
+        open_model(directory).load(torch.float32, CPU, lambda _: None)
+
+
 def test_the_config_is_what_the_model_does(model_dirs):
     config = open_model(model_dirs.get("deepseek_v3", **FAMILIES["deepseek_v3"])).config
     assert (config.num_layers, config.num_kv_heads, config.head_dim) == (2, 4, 24)
@@ -133,7 +170,9 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
         ("t5", {}, "it is no causal language model of transformers"),
     ],
 )
-def test_what_paged_attention_cannot_serve_is_refused(tmp_path, family, overrides, reason):
+def test_attention_that_paged_attention_does_not_support_is_refused(
+    tmp_path, family, overrides, reason
+):
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = AutoConfig.for_model(family, **sizes, **overrides)
     config.architectures = ["SomeForCausalLM"]
@@ -169,13 +208,13 @@ def test_other_masks_are_refused(sees):
 
 def test_masks_that_read_tensors_are_refused():
     on_meta = torch.ones(128, dtype=torch.bool, device="meta")
-    with pytest.raises(ModelError, match="its masks depend on what they are for"):
+    with pytest.raises(ModelError, match="its masks depend on the tokens"):
         read_window(lambda _b, _h, q, k: (k <= q) & on_meta[k], 128)
 
 
 @pytest.mark.parametrize("layer_types", [None, ["full_attention", "sliding_attention"]])
 def test_a_window_that_only_the_mask_has_is_refused(model_dirs, monkeypatch, layer_types):
-    # Imported by now, and so not bound to the patch for good.
+    # Imported before the patch, so that the patch does not outlive the test.
     assert transformers_model.__name__
     monkeypatch.setattr(transformers_attention, "read_options", options_without_window)
     fields = {"layer_types": layer_types} if layer_types else {}
@@ -189,7 +228,7 @@ def options_without_window(_query, _given):
     return AttentionOptions(scale=1.0, window=None, softcap=None, sinks=None)
 
 
-def test_an_architecture_that_nobody_has_is_named(tmp_path):
+def test_an_unknown_architecture_is_named(tmp_path):
     fields = {"architectures": ["NobodysForCausalLM"], "model_type": "nobodys"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ModelError, match=r"cannot be read by transformers: .*nobodys"):

@@ -1,4 +1,4 @@
-"""The last layer computes what is wanted alone, and gives the same bits as if it were all."""
+"""The last layer computes only the wanted tokens, with the same bits as if it computed all."""
 
 from dataclasses import dataclass, replace
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Case:
-    """A step: of each sequence its tokens so far, those that it computes, and samples after."""
+    """A step: each sequence's tokens so far, computed tokens, and sampled tokens."""
 
     starts: tuple[int, ...]
     lens: tuple[int, ...]
@@ -57,7 +57,7 @@ CASES = {
 
 
 def batch_of(case):
-    """The step's inputs, and those of what comes before it."""
+    """The inputs of the step, and those of the steps before it."""
     generator = np.random.default_rng(3)
     rows = Rows(LIMITS)
     rows.token_ids[:] = generator.integers(500, size=rows.token_ids.shape)
@@ -103,7 +103,7 @@ def step(model, case, *, is_all_wanted):
     with torch.inference_mode():
         if before is not None:
             model.forward(before.token_ids, before.positions, pool, before.metadata)
-        for _ in range(2):  # the second time by a program that was kept
+        for _ in range(2):  # the second time with a cached program
             hidden = model.forward(batch.token_ids, batch.positions, pool, metadata)
             if is_all_wanted:
                 hidden = batch.metadata.select(hidden)

@@ -1,4 +1,4 @@
-"""Runs models in several processes, as ranks, and in one; says what each of them sampled."""
+"""Runs models in several processes, as ranks, and in one; returns each one's samples."""
 
 import json
 import os
@@ -40,7 +40,7 @@ PROMPT_LENS = (5, 40, 17, 1)
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and over how many ranks it is shared out."""
+    """A model, and the number of ranks that share it."""
 
     directory: str
     tensor_size: int = 1
@@ -54,7 +54,7 @@ class Case:
 
 
 def run_ranks(cases: Sequence[Case], num_ranks: int) -> list[list[Any]]:
-    """What each rank sampled in each case; all cases have so many ranks."""
+    """Each rank's samples in each case; all cases have `num_ranks` ranks."""
     store, port = open_store(ADDRESS)
     text = json.dumps([asdict(case) for case in cases])
     ranks = [
@@ -83,7 +83,7 @@ def run_ranks(cases: Sequence[Case], num_ranks: int) -> list[list[Any]]:
 
 
 def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:
-    """What this process samples: tokens by row, log-probabilities."""
+    """This process's samples: tokens by row, and log-probabilities."""
     torch.set_num_threads(1)
     device, dtype = torch.device("cpu"), getattr(torch, case.dtype)
     quantization = None if case.quantization is None else Quantization(case.quantization)

@@ -1,4 +1,4 @@
-"""How ranks meet: what is said over a link, who is refused, what settings contradict each other."""
+"""How ranks connect: messages over a link, refused ranks, and contradictory settings."""
 
 import socket
 import subprocess
@@ -43,7 +43,7 @@ def test_frames_arrive_whole_and_in_order(links):
 def test_the_end_of_one_end_is_seen_at_the_other(links):
     ours, theirs = links
     ours.close()
-    with pytest.raises(ConnectionError, match="the other end is gone"):
+    with pytest.raises(ConnectionError, match="the other end has closed the connection"):
         theirs.receive()
 
 
@@ -86,7 +86,7 @@ def test_all_ranks_are_welcomed_when_the_last_has_come_and_strangers_are_sent_aw
     assert reports[-1] == "waiting for ranks 2"
     for link in links[1:]:
         assert link.receive() == Frame(Kind.WELCOME, b'{"store_port": 7}')
-    leader.tell(Frame(Kind.LAUNCH, b"step"))
+    leader.send(Frame(Kind.LAUNCH, b"step"))
     leader.close()
     for link in links[1:]:
         assert [link.receive().kind for _ in range(2)] == [Kind.LAUNCH, Kind.CLOSE]
@@ -96,7 +96,7 @@ def test_all_ranks_are_welcomed_when_the_last_has_come_and_strangers_are_sent_aw
 
 @pytest.fixture
 def other_rank():
-    """A process of rank 1, and our end of its link: it has said hello."""
+    """A process of rank 1 that has sent its hello, and our end of its link."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         member = Member(settings(master_port=listener.getsockname()[1]), 1)
         process = subprocess.Popen(command(), stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -133,7 +133,7 @@ def free_port():
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"rank": 2}, "rank is 2; .* the last one is 1"),
+        ({"rank": 2}, "rank is 2; .* it must be at most 1"),
         ({"local_ranks": 3}, "local_ranks is 3; from rank 0 on there are 2"),
         ({"local_ranks": 1}, "master_port is 0; it must be set"),
         ({"disk_kv_memory_gb": 1.0}, "disk_kv_memory_gb is 1.0; it must be 0 with"),

@@ -1,4 +1,4 @@
-"""Two ranks sample what one does: each family, its layers shared out, or in two stages."""
+"""Two ranks sample the same as one process: each family, tensor and pipeline parallel."""
 
 import pytest
 
@@ -24,7 +24,7 @@ SHARED_OUT = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """By variant and sizes: what one process samples, and each of two."""
+    """By variant and sizes: the samples of one process, and of each of two ranks."""
     dirs = ModelDirs(tmp_path_factory.mktemp("models"))
     keys = [*SHARED_OUT, ("int8", TENSOR), ("gptq", TENSOR)]
     cases = [Case(str(dirs.get(name, **FAMILIES[name])), *sizes) for name, sizes in SHARED_OUT]
@@ -75,13 +75,13 @@ def test_kv_heads_fewer_than_ranks_are_repeated(results):
 
 
 def test_quantized_weights_are_shared_out(results):
-    """Rounded by shares, so not bit for bit."""
+    """Not bit for bit, because each rank rounds its share."""
     alone, rank_0, _ = results["int8", TENSOR]
     assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=0.3)
 
 
 def test_a_quantized_checkpoint_is_shared_out(results):
-    """Its groups of 32 are cut in two by one of its maps, which is dequantized, not by others."""
+    """One of its maps cuts groups of 32 in two and is dequantized; the others are not."""
     alone, rank_0, rank_1 = results["gptq", TENSOR]
     assert rank_0["tokens"] == rank_1["tokens"] == alone["tokens"]
     assert rank_0["prompt"] == pytest.approx(alone["prompt"], abs=1e-3)

@@ -1,4 +1,4 @@
-"""Which part of a model each rank holds."""
+"""The part of a model that each rank holds."""
 
 import pytest
 
@@ -71,7 +71,7 @@ def model(tmp_path_factory):
         ((6, 1), "tensor-parallel-size is 6; it must divide intermediate_size, 112"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused_by_name(model, sizes, problem):
+def test_sizes_that_do_not_divide_are_refused_by_name(model, sizes, problem):
     with pytest.raises(ModelError) as error:
         open_model(model, place=Place(0, *sizes))
     assert str(error.value) == problem

@@ -9,7 +9,7 @@ import torch
 
 import contract.sampling
 from contract.sampling import SamplingParams
-from gpu_worker.parallel.shared_sampling import SamplesForAll, TakesSamples
+from gpu_worker.parallel.shared_sampling import ReceivedSamples, SharedSampler
 from gpu_worker.sampling.grammars import StructuredOutput
 from gpu_worker.sampling.sampler import Sampler, sample_others
 
@@ -131,7 +131,7 @@ def test_a_resumed_row_is_forced_to_what_it_would_have_been(asking):
         assert steps.num_logits == 0
 
 
-def test_a_forced_row_whose_states_are_not_finite_is_told_of(asking):
+def test_a_forced_row_with_states_that_are_not_finite_is_reported(asking):
     add_all(asking)
     sampled = Steps(asking).step([0, 1, 4], 0, spoiled=[1])
     assert sampled.is_finite.tolist() == [True, False, True]
@@ -146,7 +146,7 @@ def test_a_step_in_which_all_are_forced_makes_no_logits(asking):
     assert sampled.logprobs is None
 
 
-def test_a_stuck_row_is_told_of_by_its_place_among_all(asking):
+def test_a_stuck_row_is_reported_by_its_index(asking):
     add_all(asking)
     asking.add(5, SamplingParams(seed=5, structured=RUNS), np.array([7, EOS, EOS], np.int32), 1)
     assert Steps(asking).step([1, 0, 5], 0).stuck.tolist() == [2]
@@ -167,5 +167,5 @@ def test_a_row_that_samples_another_token_than_its_run_s_is_stuck_at_once(asking
 def test_ranks_that_make_logits_together_make_those_of_all_rows(asking):
     add_all(asking)
     assert asking.forced(np.array([1])) is not None
-    for kind in (SamplesForAll, TakesSamples):
+    for kind in (SharedSampler, ReceivedSamples):
         assert kind(asking, None).forced(np.array([1])) is None

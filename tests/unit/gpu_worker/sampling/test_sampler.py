@@ -220,7 +220,7 @@ def test_logprobs_are_those_of_the_model_before_anything_else():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_with_a_logit_that_is_not_finite_is_told_apart(bad):
+def test_a_row_with_a_logit_that_is_not_finite_is_marked(bad):
     logits = torch.zeros(3, 600)
     logits[:, 3] = 5.0
     logits[1, 599] = bad

@@ -1,4 +1,4 @@
-"""Host blocks that go from one worker to another."""
+"""Host blocks that move from one worker to another."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ def blocks(*ids):
 
 
 def make_pool(seed, *, has_checksums=False):
-    """A host pool with something in each block."""
+    """A host pool with random content in each block."""
     device = torch.zeros(4, BLOCK_BYTES, dtype=torch.uint8)
     pool = HostPool(device, NUM_BLOCKS, has_checksums=has_checksums)
     content = np.random.default_rng(seed).integers(0, 256, NUM_BLOCKS * BLOCK_BYTES, np.uint8)
@@ -43,7 +43,7 @@ def make_pool(seed, *, has_checksums=False):
 
 
 class Steps:
-    """What a worker's server has its host blocks from."""
+    """Fake steps of a worker's service, with a host pool."""
 
     def __init__(self, pool):
         self.pool = pool
@@ -182,7 +182,7 @@ async def test_worker_with_other_kv_is_refused(target, tmp_path, info):
 async def test_other_worker_that_answers_at_the_address_gives_nothing(
     source, target, tmp_path, dialled
 ):
-    """Its epoch and KV format are right, so nothing else tells it from the one that was meant."""
+    """Its epoch and KV format match, so only the instance id distinguishes it."""
     async with serving(tmp_path / "meant", make_pool(3)) as meant:
         assert len({source.instance_id, target.instance_id, meant.instance_id, 0}) == 4
         address = {"source": source, "target": target}[dialled].target
@@ -228,7 +228,7 @@ class BadSource(worker_pb2_grpc.WorkerServiceServicer):
 @pytest.mark.parametrize(
     ("pieces", "words"),
     [
-        ([], "gave 0 blocks of 2"),
+        ([], "sent 0 of 2 blocks"),
         ([worker_pb2.ReadKvResponse(content=bytes(64), crc32=1)], "damaged on the way"),
         ([worker_pb2.ReadKvResponse(content=bytes(65))], "65 bytes; it must be whole blocks"),
         (

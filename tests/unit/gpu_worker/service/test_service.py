@@ -1,4 +1,4 @@
-"""The gRPC face of a worker: epochs, the stream of steps, and what is refused."""
+"""A worker's gRPC service: epochs, the stream of steps, and refusals."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ from quire.v1 import common_pb2, worker_pb2
 from tests.served_worker import failure, served
 
 
-async def test_attach_tells_what_the_worker_has(worker):
+async def test_attach_returns_the_worker_info(worker):
     response = await worker.attach(3)
     assert response.worker.worker_id == "w0"
     assert response.worker.model.max_model_len == 32
@@ -101,7 +101,7 @@ async def test_a_wrong_number_of_decodes_ends_the_stream_as_internal(worker):
     code, message = await failure(call)
     assert code is grpc.StatusCode.INTERNAL
     assert "num_decodes is 2, but 1 rows decode in step 2" in message
-    # The worker goes on for a scheduler that starts over.
+    # The worker works for a scheduler that attaches again.
     await worker.attach(1)
     call = worker.stub.Execute()
     await call.write(first_batch())
@@ -181,7 +181,7 @@ async def test_a_bad_batch_is_refused_by_field_after_the_results_before_it(worke
     assert details.startswith(message)
 
 
-async def test_before_the_model_is_there_nobody_may_attach(tmp_path):
+async def test_attach_is_refused_before_the_model_is_loaded(tmp_path):
     async with served(WorkerService(), tmp_path / "worker.sock") as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Attach(worker_pb2.AttachRequest(epoch=1))

@@ -1,4 +1,4 @@
-"""The gRPC face of a worker that ends: it answers what it was sent, and says good-bye."""
+"""A worker's gRPC service while it drains: it sends its results, and then ends streams."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ async def test_draining_ends_the_stream_after_its_results_and_refuses_more(worke
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_scheduler_that_asked_is_told_of_a_drain_and_leaves_when_it_likes(worker):
+async def test_a_scheduler_that_awaits_a_drain_is_notified_and_ends_its_stream_itself(worker):
     await worker.attach(1)
     asked = asyncio.ensure_future(worker.stub.AwaitDrain(worker_pb2.AwaitDrainRequest()))
     call = worker.stub.Execute()
@@ -46,7 +46,7 @@ async def test_a_scheduler_that_asked_is_told_of_a_drain_and_leaves_when_it_like
     await drain
 
 
-async def test_a_scheduler_that_was_told_and_stays_is_left(worker):
+async def test_a_scheduler_that_stays_after_the_notice_is_disconnected(worker):
     await worker.attach(1)
     asked = asyncio.ensure_future(worker.stub.AwaitDrain(worker_pb2.AwaitDrainRequest()))
     call = worker.stub.Execute()
@@ -59,7 +59,7 @@ async def test_a_scheduler_that_was_told_and_stays_is_left(worker):
 
 
 class SlowSteps:
-    """Steps whose results come when the test says so."""
+    """Steps whose results come when the test releases them."""
 
     num_rows_used = 0
 

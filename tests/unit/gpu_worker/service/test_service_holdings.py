@@ -1,4 +1,4 @@
-"""What a worker tells the next scheduler that it holds: rows, and blocks with labels."""
+"""The holdings that a worker reports to the next scheduler: rows, and labelled blocks."""
 
 import grpc
 import grpc.aio
@@ -16,7 +16,7 @@ async def holdings(worker, epoch):
     return [part async for part in call]
 
 
-async def test_the_next_scheduler_is_told_of_rows_and_labels(worker):
+async def test_the_next_scheduler_gets_rows_and_labels(worker):
     await worker.attach(1)
     assert await holdings(worker, 1) == []
     call = worker.stub.Execute()

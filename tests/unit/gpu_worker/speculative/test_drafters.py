@@ -1,4 +1,4 @@
-"""What guesses, and how much: n-grams, a small model, and what a guess may cost."""
+"""Drafters (n-grams and a small model), and the number of guesses."""
 
 import numpy as np
 import pytest
@@ -44,10 +44,10 @@ def ngram_guess(tokens, most=4, sizes=(2, 3)):
         ([1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6]),
         ([1, 2, 7, 8, 9, 1, 2, 5, 6, 1, 2], [5, 6, 1, 2]),  # the last occurrence
         ([3, 1, 2, 7, 8, 9, 1, 2, 5, 3, 1, 2], [7, 8, 9, 1]),  # but the longest one first
-        ([9, 5, 5, 5], [5, 5, 5, 5]),  # what it copies reaches into what it copies
+        ([9, 5, 5, 5], [5, 5, 5, 5]),  # the source overlaps the copy
         ([8, 1, 2, 1, 2], [1, 2, 1, 2]),
         ([1, 2, 3, 4], []),
-        ([2, 3, 2], []),  # one token is too little to go by
+        ([2, 3, 2], []),  # one token is too short for a match
         ([1], []),
     ],
 )
@@ -75,7 +75,7 @@ def test_ngrams_are_indexed_as_tokens_come_and_forgotten_with_their_sequence():
 
 
 class SmallModel:
-    """The fake model as one that guesses, and what it is asked to compute."""
+    """The fake model as a draft model, with a record of its computed tokens."""
 
     def __init__(self, num_draft_tokens=3):
         self.model = FakeModel()
@@ -125,7 +125,7 @@ def test_the_small_model_computes_only_what_is_new_to_it():
     small.guess(0)
     small.append(0, *right[:4])  # all three guesses were right: the last is not computed yet
     assert small.guess(0) == ([right[4:7]], [2, 1, 1])
-    small.append(0, 70)  # none was
+    small.append(0, 70)  # no guess was right
     assert small.guess(0)[1] == [1, 1, 1]
     small.append(0, 71)
     assert small.guess(0)[0] == [continue_greedily([*PROMPT, *right[:4], 70, 71], 3)]
@@ -185,7 +185,7 @@ ROWS = np.arange(2)
 
 
 def learned(token_s, guess_s=0.0, step_s=1.0, num_rows=1):
-    """Lengths that know what steps and guesses cost, all of which were kept."""
+    """Lengths that have learned the costs of steps and guesses; all guesses were kept."""
     lengths = DraftLengths(2, 4)
     for num_guessed in (0, 4, 0, 4):
         seconds = step_s + token_s * (num_rows + num_guessed)
@@ -217,7 +217,7 @@ def test_rows_whose_guesses_fail_get_fewer_and_then_none():
     assert succeeding[-1] == 4
 
 
-def test_who_fails_is_tried_again_and_a_new_sequence_begins_anew():
+def test_a_failing_row_is_tried_again_and_a_new_sequence_starts_fresh():
     lengths = learned(token_s=0.3)
     for _ in range(8):
         lengths.learn_chances(ROWS, np.array([4, 4]), np.array([0, 0]))

@@ -1,4 +1,4 @@
-"""Guesses that are verified: a row gets what it would have got, in fewer steps."""
+"""Verified guesses: a row gets the same tokens as without them, in fewer steps."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ NUM_GUESSES = 3
 
 
 class Script:
-    """Guesses the greedy continuation, wrong from the place on that `right` says for a row."""
+    """Guesses the greedy continuation; `right` says how many guesses of a row are right."""
 
     num_draft_tokens = NUM_GUESSES
 
@@ -45,7 +45,7 @@ class Script:
 
 
 class Driver:
-    """A scheduler that leaves it to the worker how far its rows come in a step."""
+    """A scheduler that lets the worker decide how many tokens its rows gain in a step."""
 
     def __init__(self, drafter=None, eos_token_ids=(), model=None):
         self.drafter = drafter
@@ -76,7 +76,7 @@ class Driver:
         )
 
     def run(self, *new_rows, num_steps=40):
-        """Start rows and decode until all have ended; `num_decodes` counts those that had more."""
+        """Start rows and decode until all have ended."""
         self.start(*new_rows)
         goes_on = sum(len(new.token_ids) + 1 < new.max_total_tokens for new in new_rows)
         for _ in range(num_steps):
@@ -94,7 +94,7 @@ def blocks(row):
 
 
 def plain(*new_rows, eos_token_ids=(), **more):
-    """What the rows get without guesses: greedy rows by the model, alone and one by one."""
+    """The rows' tokens without guesses; greedy rows are computed alone, token by token."""
     driver = Driver(eos_token_ids=eos_token_ids, **more)
     driver.start(*new_rows)
     for _ in range(20):
@@ -205,7 +205,7 @@ def test_draws_biases_minimums_and_logprobs_are_what_they_are_without(right):
 
 def test_a_wrong_guess_that_breaks_the_model_ends_no_row():
     right = continue_greedily(PROMPT, 4)
-    bad = (right[2] + 1) % LIMITS.vocab_size  # what is guessed after the first two tokens
+    bad = (right[2] + 1) % LIMITS.vocab_size  # the guess after the first two tokens
     assert bad not in right
     driver = Driver(Script(right=0), model=FakeModel(nan_after=bad))
     driver.start(new_row(1, PROMPT, blocks(1), max_total=18))

@@ -1,11 +1,11 @@
-"""Labels follow bytes: copied where they are copied, gone where they are written."""
+"""Labels follow bytes: they are copied with them, and removed when they are overwritten."""
 
 import numpy as np
 import pytest
 
 from contract.limits import Limits
 from contract.sampling import SamplingParams
-from contract.step import NewSequence, Plan, TokenLogprob
+from contract.step import NewSequence, Plan, StepLogprob
 from gpu_worker.step.block_labels import BlockLabels
 from gpu_worker.step.rows import Rows
 
@@ -87,7 +87,7 @@ def test_a_swap_out_over_a_labelled_host_block_takes_the_label_away(worker):
     assert worker.tier("host") == {}
 
 
-def test_what_a_step_writes_has_no_label_any_more(worker):
+def test_blocks_that_a_step_writes_lose_their_labels(worker):
     worker.step(named={block: block for block in range(6)})
     worker.step(new_sequences=(new_row(0, [1, 2, 3], 10, 2),), chunk_rows=[0], chunk_lens=[8])
     assert worker.tier() == {0: 0, 4: 4, 5: 5}
@@ -95,7 +95,7 @@ def test_what_a_step_writes_has_no_label_any_more(worker):
     assert worker.tier() == {0: 0, 4: 4, 5: 5}, "a token was written to block 3 after that"
 
 
-def test_the_label_that_came_first_is_told_first(worker):
+def test_labels_are_reported_in_their_order(worker):
     worker.step(named={7: 1})
     worker.step(named={2: 2, 5: 3})
     worker.step(named={7: 4})
@@ -140,7 +140,7 @@ def test_a_failed_swap_in_makes_its_block_void_and_its_row_untold(worker):
     assert worker.tier("host") == {}
     worker.step(new_sequences=(new_row(0, [2, 3], 6, 4),), chunk_rows=[0], chunk_lens=[2])
     worker.step(named={2: 20}, num_decodes=1)
-    assert 2 not in worker.tier(), "whoever named it did not know"
+    assert 2 not in worker.tier(), "it was labelled without knowing that it is void"
     assert worker.rows.held(worker.labels.has_void) == ()
     worker.step(copy_src_block_ids=[2], copy_dst_block_ids=[9], num_decodes=1)
     assert worker.labels.has_void(ints(9))
@@ -155,7 +155,7 @@ def test_a_failed_swap_in_makes_its_block_void_and_its_row_untold(worker):
     assert len(worker.rows.held(worker.labels.has_void)) == 1
 
 
-def test_of_a_row_whose_kv_is_broken_no_copy_is_told(worker):
+def test_copies_of_a_row_with_wrong_kv_lose_their_labels(worker):
     worker.step(new_sequences=(new_row(0, [1, 2], 6),), chunk_rows=[0], chunk_lens=[6])
     worker.step(
         named={1: 10, 5: 50}, num_decodes=1, swap_out_src_block_ids=[1], swap_out_dst_block_ids=[3]
@@ -168,7 +168,7 @@ def test_of_a_row_whose_kv_is_broken_no_copy_is_told(worker):
 
 
 class TestHeldRows:
-    def test_all_of_a_row_is_told(self, worker):
+    def test_holdings_have_every_field_of_a_row(self, worker):
         new = (new_row(0, [1, 2], 6), new_row(1, [3, 4], 6, identity=b""))
         worker.step(new_sequences=new, chunk_rows=[0], chunk_lens=[6])
         worker.rows.token_ids[0, 6] = 9
@@ -188,7 +188,7 @@ class TestHeldRows:
         assert (len(held.token_ids), held.num_computed_tokens) == (7, 6)
         assert (held.has_stopped, held.had_logprobs) == (True, True)
 
-    def test_the_log_probabilities_of_its_last_tokens_are_told(self, worker):
+    def test_the_log_probabilities_of_the_last_tokens_are_reported(self, worker):
         rows = worker.rows
         worker.step(new_sequences=(new_row(0, [1, 2], 6), new_row(1, [3, 4], 6)))
         before = rows.incarnation[[1, 0]]
@@ -202,4 +202,4 @@ class TestHeldRows:
 
 
 def logprob(index, value):
-    return TokenLogprob(index, float(value), ints(), np.empty(0, np.float32))
+    return StepLogprob(index, float(value), ints(), np.empty(0, np.float32))

@@ -1,4 +1,4 @@
-"""Decode steps that replay graphs give what eager ones do; a replay calls what was captured."""
+"""Decode steps that replay graphs equal eager ones; a fake replay calls the computation."""
 
 from itertools import pairwise
 
@@ -155,7 +155,7 @@ def test_a_model_gives_the_same_tokens_as_without_graphs(model_dirs, family, sam
     assert outputs[0] == outputs[1]
 
 
-def test_captures_that_fail_are_told_and_steps_go_on_without():
+def test_failed_captures_are_logged_and_steps_run_without_graphs():
     model, told = FakeModel(), []
     executor = Executor(model, FakePool(64, 4), LIMITS, (), CPU)
     graphs = FakeGraphs(fails_at=2)

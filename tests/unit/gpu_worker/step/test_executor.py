@@ -29,7 +29,7 @@ def ints(*values):
 
 
 class Driver:
-    """A scheduler that counts as the contract says, over a pool that it gives out in order."""
+    """A scheduler that follows the contract, and allocates the pool's blocks in order."""
 
     def __init__(self, eos_token_ids=(), model=None, spans=None):
         self.model = model or FakeModel()
@@ -183,7 +183,7 @@ def test_a_stop_token_is_reported_once_and_the_row_is_computed_no_more():
     driver.step(new_sequences=(new_row(0, PROMPT, [0, 1, 2]),), chunk_rows=[0], chunk_lens=[7])
     assert driver.step(num_decodes=1).stopped_rows.tolist() == []
     assert driver.step(num_decodes=1).stopped_rows.tolist() == [0]
-    # Steps that the scheduler sent before it knew.
+    # Steps that the scheduler sent before it knew of the end.
     for _ in range(2):
         late = driver.step(num_decodes=1)
         assert late.sampled_rows.tolist() == late.stopped_rows.tolist() == []
@@ -276,7 +276,7 @@ def test_steps_launched_ahead_of_results_give_the_same_and_hide_what_follows_an_
     for step_id in range(2, 6):
         launched.append(executor.launch(Plan(step_id, 2)))
         results.append(executor.collect(launched.pop(0)))
-    # Row 1 goes and its row is taken while its last token is on its way.
+    # Sequence 1 leaves and its row is reused while its last token is in flight.
     taken = Plan(
         6,
         1,
@@ -314,7 +314,7 @@ def test_reset_forgets_the_rows_and_keeps_the_blocks():
 
 
 class RecordedSpans:
-    """Spans, each with its number as its context."""
+    """Records spans; a span's context is its number."""
 
     def __init__(self):
         self.spans = []
@@ -370,13 +370,13 @@ def test_prefill_that_is_cut_off_has_a_span_and_no_decode():
 
 
 class UnselectingModel(FakeModel):
-    """Looks at nothing that metadata wants."""
+    """A model that ignores `metadata.wanted`."""
 
     def forward(self, token_ids, positions, pool, metadata):
         return super().forward(token_ids, positions, pool, replace(metadata, wanted=None))
 
 
-def test_a_model_that_returns_more_than_is_wanted_is_told_both_numbers():
+def test_a_wrong_number_of_hidden_states_is_an_error_with_both_numbers():
     driver = Driver(model=UnselectingModel())
     message = (
         r"UnselectingModel\.forward returned hidden states of 7 tokens; metadata.num_wanted is 1"

@@ -1,4 +1,4 @@
-"""Pinned labels by a clock that the test turns."""
+"""Pinned labels, with a clock that the test sets."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def clock():
     return Clock()
 
 
-def test_a_pin_is_told_until_its_time_is_over(clock):
+def test_a_pin_is_reported_until_it_expires(clock):
     pins = LabelPins(4, clock)
     pins.pin([(A, 5.0), (B, 9.0)])
     clock.now += 4

@@ -1,4 +1,4 @@
-"""A device without memory for a step computes it in parts, and every sequence gets its tokens."""
+"""If the memory is too small for a step, it is computed in parts, with the same tokens."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def ints(*values):
 
 
 class CrampedModel(FakeModel):
-    """Has memory for so many tokens at once, and for the logits of so many sequences."""
+    """A model with memory for a limited number of tokens, and of sequences' logits."""
 
     def __init__(self, max_tokens, max_logits=100):
         super().__init__()
@@ -141,5 +141,5 @@ def test_after_a_shortage_fewer_tokens_are_tried_for_a_while():
     assert not limit.allows(51)
     for _ in range(64):
         assert not limit.allows(100)
-        limit.note_step()
+        limit.count_step()
     assert limit.allows(100)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from contract.errors import BrokenInvariantError, InvalidArgumentError
+from contract.errors import InconsistentPlanError, InvalidArgumentError
 from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
@@ -59,7 +59,7 @@ def test_a_sequence_prefills_in_chunks_then_decodes(rows):
         new_sequences=[new_row(2, [5, 6, 7, 8, 9], [3, 1])], chunk_rows=[2], chunk_lens=[3]
     )
     assert facts(rows.apply(first)) == ([2], [0], [3], 0, [])
-    # Not named: it waits, and does not decode.
+    # A row that the plan does not name waits, and does not decode.
     assert facts(rows.apply(step())) == ([], [], [], 0, [])
     last = step(chunk_rows=[2], chunk_lens=[2])
     assert facts(rows.apply(last)) == ([2], [3], [2], 0, [0])
@@ -121,7 +121,7 @@ def test_an_ended_row_is_counted_but_not_computed_until_it_is_released(rows):
     rows.end(np.array([0]), rows.incarnation[[0]], np.array([4]), np.array([True]))
     assert facts(rows.apply(step(num_decodes=2)))[0] == [1]
     assert facts(rows.apply(step(num_decodes=2)))[0] == [1]
-    # In name it has reached its length now, as the scheduler counts, who may not know of the end.
+    # By the scheduler's count it has reached its length now; the scheduler may not know of the end.
     assert facts(rows.apply(step(num_decodes=1)))[0] == [1]
     assert facts(rows.apply(step(num_decodes=1, released_rows=[0])))[0] == [1]
     assert rows.num_used == 1
@@ -139,7 +139,7 @@ def test_a_released_row_is_free_for_the_next_in_the_same_step(rows):
         )
     )
     assert rows.num_used == 1
-    # What the first sequence did arrives late and touches the second one in nothing.
+    # The first sequence's late result does not affect the second one.
     rows.end(np.array([0]), late, np.array([4]), np.array([True]))
     rows.store_sampled(np.array([0]), late, np.array([1]), np.array([44]))
     assert rows.has_ended(np.array([0]), late)
@@ -157,7 +157,9 @@ def test_blocks_are_appended_before_anything_is_computed(rows):
 
 def test_a_wrong_number_of_decodes_breaks_an_invariant(rows):
     rows.apply(step(new_sequences=[new_row(0, [1], [0])], chunk_rows=[0], chunk_lens=[1]))
-    with pytest.raises(BrokenInvariantError, match="num_decodes is 0, but 1 rows decode in step 7"):
+    with pytest.raises(
+        InconsistentPlanError, match="num_decodes is 0, but 1 rows decode in step 7"
+    ):
         rows.apply(step(step_id=7, num_decodes=0))
 
 

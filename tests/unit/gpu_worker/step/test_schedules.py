@@ -1,4 +1,4 @@
-"""Random schedules: whatever the order of steps, each sequence gives its own tokens."""
+"""Random schedules: in any order of steps, each sequence gets its own tokens."""
 
 import random
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class Sequence:
 
 @dataclass(eq=False)
 class Held:
-    """A sequence in a row, as a scheduler counts it: tokens that are only promised included."""
+    """A sequence in a row by the scheduler's count, which includes tokens in flight."""
 
     seq: Sequence
     num_tokens: int
@@ -81,7 +81,7 @@ def random_sequence(rng):
 
 
 class Simulation:
-    """A scheduler that decides at random, `depth` steps ahead of what it knows."""
+    """A scheduler that decides at random, `depth` steps ahead of the results."""
 
     def __init__(self, seed, depth):
         self.rng = random.Random(seed)
@@ -106,7 +106,7 @@ class Simulation:
     def launch(self):
         released = [row for row in self.rows if self.rows[row].seq.has_ended]
         if self.rows and self.rng.random() < 0.1:
-            # Preempted, which needs to know its tokens: nothing may be in flight.
+            # Preemption needs all tokens, so nothing may be in flight.
             while self.in_flight:
                 self.collect()
             released = [row for row in self.rows if self.rows[row].seq.has_ended]

@@ -11,7 +11,7 @@ PROMPTS = np.full(8, 100)
 
 
 def start_s(positions, *, execute_s=0.1, num_decodes=0, num_drafting=0):
-    """Of a step in which each row samples at one of `positions`."""
+    """The head start after a step in which each row samples at one of `positions`."""
     rows = np.arange(len(positions))
     scheduled = ScheduledRows(
         rows=rows,
@@ -26,14 +26,14 @@ def start_s(positions, *, execute_s=0.1, num_decodes=0, num_drafting=0):
     return head_start_s(scheduled, PROMPTS, execute_s)
 
 
-def test_a_first_token_gets_a_head_start_where_nobody_else_waits_for_the_next_step():
+def test_a_first_token_gets_a_head_start_if_no_other_row_decodes():
     assert start_s([100]) == HEAD_START_S
     assert start_s([130, 100]) == HEAD_START_S
     assert start_s([130, 100], num_decodes=1) == 0
     assert start_s([130, 100], num_drafting=1) == 0
 
 
-def test_what_is_no_first_token_gets_none():
+def test_later_tokens_get_no_head_start():
     assert start_s([]) == 0, "of a prompt that is not complete"
     assert start_s([101, 130]) == 0, "of beams, or of sequences that are computed again"
 

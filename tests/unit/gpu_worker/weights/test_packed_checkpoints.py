@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from bench.quantize import FORMS, write
 from gpu_worker.models.registry import open_model
-from gpu_worker.weights.checkpoint import Piece
 from gpu_worker.weights.json_fields import JsonFields, ModelError
 from gpu_worker.weights.packed_maps import (
     PackedMaps,
@@ -29,6 +28,7 @@ from gpu_worker.weights.stored_format import (
     ScaleShape,
     read_stored_format,
 )
+from gpu_worker.weights.tensor_file import Piece
 from kernels.cpu.library import native
 from kernels.cpu.linear import PackedLinear
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load, random_prompt
@@ -297,7 +297,7 @@ def test_group_sizes_must_divide(model_dirs, tmp_path):
         load(packed)
 
 
-def test_what_is_quantized_is_not_quantized_again(packed):
+def test_quantized_kv_is_not_quantized_again(packed):
     with pytest.raises(ModelError, match=r"quantization_config is set, and quantization is int8"):
         open_model(packed, quantization=Quantization.INT8)
 
@@ -338,7 +338,7 @@ GOOD = {name: form.config for name, form in FORMS.items()}
         ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(model_dirs, tmp_path, name, changes, message):
+def test_unsupported_options_are_refused_by_name(model_dirs, tmp_path, name, changes, message):
     directory = shutil.copytree(model_dirs.get("llama"), tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = GOOD[name] | changes

@@ -107,10 +107,37 @@ def test_a_misshapen_tensor_is_named(directory):
         load(directory)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
-def test_pickles_are_refused(directory, name):
-    (directory / "model.safetensors").rename(directory / name)
-    with pytest.raises(ModelError, match=rf"{name} is a pickle.* only safetensors is read"):
+def test_tensors_in_pickles_are_read(directory):
+    expected = load(directory)
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    torch.save(tensors, directory / "pytorch_model.bin")
+    assert torch.equal(load(directory).embedding, expected.embedding)
+    half = len(tensors) // 2
+    shards = {"a.bin": list(tensors)[:half], "b.bin": list(tensors)[half:]}
+    (directory / "pytorch_model.bin").unlink()
+    for shard, names in shards.items():
+        torch.save({name: tensors[name] for name in names}, directory / shard)
+    weight_map = {name: shard for shard, names in shards.items() for name in names}
+    index = directory / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert torch.equal(load(directory).embedding, expected.embedding)
+
+
+class _RunsCode:
+    def __reduce__(self):
+        return print, ("code of a pickle ran",)
+
+
+def test_code_in_pickles_is_not_run(directory, capsys):
+    (directory / "model.safetensors").unlink()
+    path = directory / "pytorch_model.bin"
+    torch.save({"model.norm.weight": _RunsCode()}, path)
+    with pytest.raises(ModelError, match=r"pytorch_model.bin cannot be read as tensors of torch"):
+        load(directory)
+    assert capsys.readouterr().out == ""
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(ModelError, match=r"pytorch_model.bin cannot be read as tensors of torch"):
         load(directory)
 
 
@@ -118,6 +145,23 @@ def test_a_directory_without_weights(directory):
     (directory / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"holds neither model\.safetensors nor model\.safetens"):
         load(directory)
+
+
+@pytest.mark.parametrize("model_class", ["", "transformers"])
+def test_nan_is_refused_and_infinity_is_not(directory, model_class):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def load_it():
+        return open_model(directory, model_class).load(torch.float32, CPU, lambda _: None)
+
+    infinities = torch.zeros(112, 64).index_fill(1, torch.tensor([0]), torch.inf)
+    infinities[:, 1] = -torch.inf
+    change(directory, lambda tensors: tensors.update({name: infinities}))
+    load_it()
+    infinities[5, 7] = torch.nan
+    change(directory, lambda tensors: tensors.update({name: infinities}))
+    with pytest.raises(ModelError, match=rf"{name} has NaN"):
+        load_it()
 
 
 def test_a_truncated_file(directory):

@@ -1,4 +1,4 @@
-"""Stands in for a service process: answers /ready as told by FAKE_* and ends at SIGTERM."""
+"""A fake service process: answers /ready as FAKE_* variables say, and ends at SIGTERM."""
 
 import json
 import os

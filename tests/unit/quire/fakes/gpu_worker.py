@@ -1,4 +1,4 @@
-"""Is found as `python -m gpu_worker` in place of the service."""
+"""Replaces the service's `python -m gpu_worker`."""
 
 from fake_process import run
 

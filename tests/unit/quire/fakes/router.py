@@ -1,4 +1,4 @@
-"""Is found as `python -m router` in place of the service."""
+"""Replaces the service's `python -m router`."""
 
 from fake_process import run
 

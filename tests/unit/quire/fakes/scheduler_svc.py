@@ -1,4 +1,4 @@
-"""Is found as `python -m scheduler_svc` in place of the service."""
+"""Replaces the service's `python -m scheduler_svc`."""
 
 from fake_process import run
 

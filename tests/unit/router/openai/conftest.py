@@ -20,11 +20,21 @@ def adapters() -> FakeAdapters:
 
 
 @pytest.fixture
-async def server(inference, adapters) -> AsyncIterator[tuple[str, int]]:
-    """The face on a loopback port, run as `rpc.server` runs it."""
-    app = web.Application()
-    app.add_routes(routes(inference, adapters, guard=PageGuard("quire.test"), max_body_bytes=2**20))
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+def may_be_compressed() -> bool:
+    return False
+
+
+@pytest.fixture
+async def server(inference, adapters, may_be_compressed) -> AsyncIterator[tuple[str, int]]:
+    """The OpenAI API on a loopback port, run as `rpc.server` runs it."""
+    guard = PageGuard(frozenset({"quire.test"}), frozenset({"https://app.test"}))
+    app = web.Application(middlewares=[guard.middleware(None)])
+    app.add_routes(
+        routes(inference, adapters, max_body_bytes=2**20, may_be_compressed=may_be_compressed)
+    )
+    runner = web.AppRunner(
+        app, handler_cancellation=True, shutdown_timeout=0.1, auto_decompress=False
+    )
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield runner.addresses[0]
@@ -34,5 +44,6 @@ async def server(inference, adapters) -> AsyncIterator[tuple[str, int]]:
 @pytest.fixture
 async def http(server) -> AsyncIterator[aiohttp.ClientSession]:
     host, port = server
-    async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
+    headers = {"Content-Type": "application/json"}
+    async with aiohttp.ClientSession(f"http://{host}:{port}", headers=headers) as session:
         yield session

@@ -1,4 +1,4 @@
-"""An inference service that answers from a script, and records what it was asked."""
+"""An inference service that answers from a script, and records its requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ def delta(
 
 
 def play(events: Iterable[Event | Exception]) -> Script:
-    """The same events for every request; an exception is raised in its place."""
+    """Return the same events for every request; an exception among them is raised."""
     events = list(events)
 
     async def script(_: GenerateRequest) -> AsyncIterator[Event]:
@@ -103,9 +103,10 @@ class FakeText:
         self._model = model
 
     async def render_chat(
-        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+        self, model: str, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any
     ) -> str:
         del model
+        messages = list(messages)
         self.chats.append((messages, template_kwargs))
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
@@ -128,7 +129,7 @@ class FakeText:
         return [*([0] if add_special_tokens else ()), *map(ord, text)]
 
     async def tokenize_chat(
-        self, model: str, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+        self, model: str, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any
     ) -> list[int]:
         return [*map(ord, await self.render_chat(model, messages, **template_kwargs))]
 
@@ -146,6 +147,9 @@ class FakeInference:
     def __init__(self) -> None:
         self.script: Script = spell("Hi!")
         self.refusal: Exception | None = None
+        self.quota_refusal: Exception | None = None
+        self.quota_checks: list[int] = []
+        self.most_live: int | None = None
         self.requests: list[GenerateRequest] = []
         self.lives: list[FakeLiveRequest] = []
         self.model = FakeModel()
@@ -155,6 +159,15 @@ class FakeInference:
 
     def check_room(self, model: str) -> None:
         pass
+
+    async def check_capacity(self, num_requests: int, n: int) -> None:
+        if self.most_live is not None and num_requests * n > self.most_live:
+            raise InvalidArgumentError("prompt", f"makes this a call of {num_requests * n}")
+
+    def check_quota(self, num_bytes: int) -> None:
+        self.quota_checks.append(num_bytes)
+        if self.quota_refusal is not None:
+            raise self.quota_refusal
 
     async def generate(self, request: GenerateRequest) -> FakeLiveRequest:
         if self.refusal is not None:
@@ -172,12 +185,14 @@ class FakeInference:
 
 
 class FakeAdapters:
-    """What a router has its schedulers do with adapters; they are as many as names are loaded."""
+    """Fakes the router's calls to schedulers about adapters."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, ...]] = []
         self.names: set[str] = set()
         self.refusal: Exception | None = None
+        self.quota_refusal: Exception | None = None
+        self.quota_checks: list[int] = []
 
     async def load_adapter(
         self, name: str, directory: str, peer: str

@@ -1,4 +1,4 @@
-"""Bodies that are taken: every field arrives, with OpenAI's defaults and vLLM's names."""
+"""Accepted bodies: every field arrives, with OpenAI's defaults and vLLM's names."""
 
 import json
 
@@ -159,7 +159,7 @@ async def test_the_minus_one_of_vllm_means_every_token(http, inference):
     assert inference.requests[0].stop == (".",)
 
 
-async def test_what_vllm_bench_sends_is_understood(http, inference):
+async def test_requests_of_vllm_bench_are_understood(http, inference):
     completion = {
         "model": "org/tiny",
         "prompt": "x",

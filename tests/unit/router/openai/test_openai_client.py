@@ -1,4 +1,4 @@
-"""The `openai` package, unmodified, against the face."""
+"""The `openai` package, unmodified, uses the OpenAI API."""
 
 import openai
 import pytest
@@ -142,7 +142,7 @@ async def test_a_logprob_of_minus_infinity_is_a_number(client, inference):
     assert logprobs.top_logprobs == [{"a": -9999.0, "b": -9999.0}]
 
 
-async def test_headers_say_how_urgent_a_call_is_and_for_whom(client, inference):
+async def test_headers_set_priority_and_tenant(client, inference):
     headers = {"X-Quire-Priority": "3", "X-Quire-Tenant": "a"}
     await client.completions.create(model="org/tiny", prompt=["a", "b"], extra_headers=headers)
     await client.chat.completions.create(model="org/tiny", messages=HELLO, extra_headers=headers)
@@ -201,7 +201,7 @@ async def test_chat_logprobs_have_bytes(client, inference):
 
 async def test_a_conversation_can_be_sent_back(client, inference):
     first = await client.chat.completions.create(model="org/tiny", messages=HELLO)
-    answered = first.choices[0].message.model_dump()  # with nulls for all that it does not hold
+    answered = first.choices[0].message.model_dump()  # absent fields are null
     await client.chat.completions.create(model="org/tiny", messages=[*HELLO, answered, *HELLO])
     assert inference.requests[-1].prompt == "<user>Hello<assistant>Hi!<user>Hello<assistant>"
 

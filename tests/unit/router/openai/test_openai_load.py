@@ -1,4 +1,4 @@
-"""The load generator of `bench/`, against the face."""
+"""The closed-loop clients of `bench/` use the OpenAI API."""
 
 import importlib
 from pathlib import Path
@@ -15,7 +15,7 @@ BENCH = Path(__file__).parents[4] / "bench"
 @pytest.fixture
 def load(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("harness.load")
+    return importlib.import_module("harness.closed_loop")
 
 
 @pytest.fixture

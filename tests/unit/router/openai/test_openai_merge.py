@@ -39,7 +39,7 @@ async def test_a_reader_that_waits_holds_the_streams_back():
     async with aclosing(merge([long(), long()])) as merged:
         await anext(merged)
         for _ in range(100):
-            await asyncio.sleep(0)  # gives the streams every chance to run ahead
+            await asyncio.sleep(0)  # lets the streams run ahead
         assert num_taken <= 1 + 2 * 2
 
 

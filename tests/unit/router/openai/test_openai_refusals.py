@@ -1,6 +1,7 @@
-"""What the OpenAI face refuses: fields by name, bodies by size and form, and how it says so."""
+"""The OpenAI API's refusals: fields by name, bodies by size and form, and the errors."""
 
 import asyncio
+import gzip
 import json
 
 import pytest
@@ -14,7 +15,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 async def refused(http, path, body, status=400, **kwargs):
-    """The error that a body is refused with; what is not bytes is sent as JSON."""
+    """The error for a refused body; a body that is not bytes is sent as JSON."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     async with http.post(path, data=data, **kwargs) as response:
         assert response.status == status, await response.text()
@@ -135,13 +136,13 @@ async def test_bad_chat_is_refused_by_name(http, inference, fields, param, messa
         b"nonsense",
         b'{"prompt": "\xff"}',
         b'{"prompt": "\\ud800"}',
-        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": ' + b"[" * 1_000 + b"]" * 1_000 + b"}",
         b'{"prompt": "x", "max_tokens": ' + b"9" * 10_000 + b"}",
         b"\x00" * 100,
     ],
     ids=["empty", "cut", "words", "utf8", "surrogate", "nesting", "digits", "zeros"],
 )
-async def test_what_is_not_json_is_refused(http, body):
+async def test_a_body_that_is_not_json_is_refused(http, body):
     error = await refused(http, COMPLETIONS, body)
     assert "body is not valid JSON" in error["message"]
 
@@ -162,17 +163,21 @@ async def test_a_value_too_long_to_quote_is_cut(http):
 async def test_a_body_of_100_mb_is_refused_from_its_headers(server):
     reader, writer = await asyncio.open_connection(*server)
     writer.write(
-        b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 104857600\r\n\r\n{"prompt": "'
+        b"POST /v1/completions HTTP/1.1\r\nHost: quire.test\r\nContent-Type: application/json\r\n"
+        b'Content-Length: 104857600\r\n\r\n{"prompt": "'
     )
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 413 ")
     error = json.loads(await reader.readuntil(b"}}"))["error"]
-    assert error["message"] == "body is 104857600 bytes; it must be at most 1048576"
+    assert error["message"] == (
+        "body has 104857600 bytes; it must have at most 1048576 (--max-body-mb)"
+    )
     writer.close()
     await writer.wait_closed()
 
 
-@pytest.mark.parametrize("encoding", [None, "gzip"])
+@pytest.mark.parametrize("may_be_compressed", [True])
+@pytest.mark.parametrize("encoding", [None, "gzip", "deflate"])
 async def test_a_body_without_length_is_refused_when_it_grows(http, inference, encoding):
     async def pieces():
         for _ in range(40):
@@ -184,13 +189,39 @@ async def test_a_body_without_length_is_refused_when_it_grows(http, inference, e
     ) as response:
         assert response.status == 413
         error = (await response.json())["error"]
-    assert error["message"] == "body exceeds 1048576 bytes"
+    assert error["message"] == "body has more bytes; it must have at most 1048576 (--max-body-mb)"
     assert not inference.requests
 
 
-async def test_a_body_that_is_not_what_its_encoding_says_is_refused(http):
-    error = await refused(http, COMPLETIONS, b"plain", headers={"Content-Encoding": "gzip"})
-    assert error["message"].startswith("body cannot be read")
+@pytest.mark.parametrize("may_be_compressed", [True])
+@pytest.mark.parametrize(
+    ("coding", "body", "problem"),
+    [
+        ("gzip", b"plain", "body is not gzip"),
+        ("deflate", b"plain", "body is not deflate"),
+        ("gzip", gzip.compress(b"{}")[:-4], "body is not one whole gzip stream"),
+        ("gzip", gzip.compress(b"{}") * 2, "body is not one whole gzip stream"),
+    ],
+)
+async def test_a_body_that_is_not_what_its_encoding_says_is_refused(http, coding, body, problem):
+    error = await refused(http, COMPLETIONS, body, headers={"Content-Encoding": coding})
+    assert error["message"].startswith(problem)
+
+
+@pytest.mark.parametrize("may_be_compressed", [True])
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+async def test_a_compressed_body_is_taken_if_it_may_be(http, inference, coding):
+    async with http.post(
+        COMPLETIONS, data=json.dumps({"prompt": "x" * 9999}).encode(), compress=coding
+    ) as response:
+        assert response.status == 200
+    assert inference.requests[0].prompt == "x" * 9999
+
+
+@pytest.mark.parametrize("may_be_compressed", [True])
+async def test_an_unknown_content_encoding_is_refused(http):
+    error = await refused(http, COMPLETIONS, b"x", 415, headers={"Content-Encoding": "br"})
+    assert error["message"].startswith('Content-Encoding is "br"; it must be gzip or deflate')
 
 
 async def test_paths_and_methods_that_are_not_there(http):
@@ -239,14 +270,14 @@ async def test_a_request_id_that_no_header_can_carry_is_refused(http):
 
 async def test_a_header_that_is_no_utf8_is_refused(server):
     reader, writer = await asyncio.open_connection(*server)
-    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Request-Id: \xe4\r\n\r\n")
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: quire.test\r\nX-Request-Id: \xe4\r\n\r\n")
     assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
     assert b"X-Request-Id is" in await reader.readuntil(b"}}")
     writer.close()
     await writer.wait_closed()
 
 
-async def test_a_bug_is_500_and_says_nothing_of_itself(http, inference: FakeInference):
+async def test_a_bug_is_500_without_details(http, inference: FakeInference):
     inference.refusal = RuntimeError("a secret")
     error = await refused(http, COMPLETIONS, {"prompt": "x"}, status=500)
     assert error["message"] == "internal error"

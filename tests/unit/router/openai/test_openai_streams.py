@@ -1,4 +1,4 @@
-"""Streams on the wire: exact bytes, backpressure, and clients that leave."""
+"""Streams: exact bytes, backpressure, and clients that disconnect."""
 
 import asyncio
 import json
@@ -12,6 +12,11 @@ from contract.outputs import FinishReason, OutputFinished, Usage
 from router.http.responses import answer, sse
 
 HELLO = [{"role": "user", "content": "Hello"}]
+
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: quire.test\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n"
+)
 
 
 async def test_a_stream_byte_for_byte(http, inference):
@@ -154,9 +159,7 @@ async def test_a_client_that_leaves_before_the_first_event_ends_its_requests(
     inference.script = script
     body = json.dumps({"prompt": ["x"] * num_prompts, "stream": True}).encode()
     reader, writer = await asyncio.open_connection(*server)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    )
+    writer.write(HEAD % len(body) + body)
     for _ in range(num_prompts):
         await begun.acquire()
     if status_within_s < 1:
@@ -180,9 +183,7 @@ async def test_a_client_that_leaves_ends_its_requests(server, inference, stream,
     inference.script = script
     body = json.dumps({"prompt": ["x"] * num_prompts, "stream": stream}).encode()
     reader, writer = await asyncio.open_connection(*server)
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    )
+    writer.write(HEAD % len(body) + body)
     if stream:
         await reader.readuntil(b'"text":"a"')
     await inference.generated.wait()
@@ -202,13 +203,11 @@ async def test_a_client_that_never_reads_stops_only_its_own_stream(server, http,
     sleeper = socket.create_connection(server)
     sleeper.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     body = json.dumps({"prompt": "x", "stream": True, "request_id": "sleeper"}).encode()
-    sleeper.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    )
+    sleeper.sendall(HEAD % len(body) + body)
     await inference.generated.wait()
     (live,) = inference.lives
     taken = -1
-    while live.num_taken != taken:  # until the socket is full, and the stream stands still
+    while live.num_taken != taken:  # until the socket is full and the stream stops
         taken = live.num_taken
         async with http.post("/v1/completions", json={"prompt": "x"}) as response:
             assert (await response.json())["choices"][0]["text"] == "Hi!"

@@ -1,4 +1,4 @@
-"""What vLLM has beside OpenAI's routes: /tokenize, /detokenize, /version, /load."""
+"""vLLM's additional routes: /tokenize, /detokenize, /version, /load."""
 
 from importlib.metadata import version
 
@@ -66,7 +66,7 @@ async def test_tokens_become_text_with_special_tokens(http):
         ("/detokenize", {"tokens": [1, 0x110000]}, "tokens[1]", "tokens[1] is 1114112"),
     ],
 )
-async def test_what_makes_no_sense_is_refused_by_name(http, path, body, param, message):
+async def test_invalid_values_are_refused_by_name(http, path, body, param, message):
     error = (await post(http, path, body, status=400))["error"]
     assert error["param"] == param
     assert message in error["message"]
@@ -78,7 +78,7 @@ async def test_an_unknown_model_is_not_found(http):
         assert "nonesuch" in error["message"]
 
 
-async def test_the_version_and_the_load_are_told(http):
+async def test_version_and_load_are_served(http):
     async with http.get("/version") as response:
         assert await response.json() == {"version": version("quire")}
     async with http.get("/load") as response:

@@ -1,4 +1,4 @@
-"""Which calls and which content are read in an output's text, however it is cut in pieces."""
+"""Tool calls and content are parsed from an output's text, however it is cut into pieces."""
 
 import json
 

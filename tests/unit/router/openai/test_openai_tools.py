@@ -1,4 +1,4 @@
-"""Tools, by the `openai` package: what the model is shown and held to, what the client is told."""
+"""Tools with the `openai` package: the model's prompt and grammar, and the client's result."""
 
 import json
 
@@ -28,7 +28,7 @@ async def client(server):
 
 
 async def streamed(client, **options):
-    """What the deltas of the one choice come to: content, calls, finish reason."""
+    """The deltas of a choice, merged: content, calls, finish reason."""
     content, calls, reasons = "", [], []
     async for chunk in await client.chat.completions.create(
         model="org/tiny", messages=HELLO, stream=True, **options
@@ -119,14 +119,14 @@ async def test_a_forced_call_of_one_function_is_its_arguments(client, inference,
     assert [call.function.arguments for call in message.tool_calls] == ['{"a": 1}']
     structured = inference.requests[-1].sampling.structured
     assert structured.form == "json_schema"
-    assert json.loads(structured.json_schema) == PARAMETERS
+    assert json.loads(structured.schema_text) == PARAMETERS
 
 
 async def test_a_required_call_chooses_its_function(client, inference):
     inference.script = spell('{"name": "now", "arguments": {}}')
     options = {"tools": [ADD, NOW], "tool_choice": "required"}
     assert await streamed(client, **options) == ("", [["now", "{}"]], "tool_calls")
-    text = inference.requests[-1].sampling.structured.json_schema
+    text = inference.requests[-1].sampling.structured.schema_text
     add, now = json.loads(text)["anyOf"]
     assert add["properties"] == {"name": {"const": "add"}, "arguments": PARAMETERS}
     assert now["properties"]["arguments"]["properties"] == {}
@@ -170,7 +170,7 @@ async def test_a_call_that_was_cut_short_says_so(client, inference):
         ),
     ],
 )  # fmt: skip
-async def test_what_makes_no_sense_is_refused_by_name(client, inference, options, message):
+async def test_invalid_values_are_refused_by_name(client, inference, options, message):
     with pytest.raises(openai.BadRequestError, match=message):
         await client.chat.completions.create(**{"model": "org/tiny", "messages": HELLO, **options})
     assert not inference.requests
@@ -188,7 +188,7 @@ STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
         ("{{ tools }}<tool_call>", {"tools": [STRICT]}, r"tools\[0\].function.strict is true"),
     ],
 )
-async def test_what_the_model_cannot_do_is_refused_by_name(
+async def test_features_that_the_model_lacks_are_refused_by_name(
     client, inference, template, options, message
 ):
     inference.text.template = ChatTemplate(template, {})

@@ -51,7 +51,7 @@ def schedule(core: Scheduler, now: float = 0.0) -> Plan:
 def answer(
     core: Scheduler, plan: Plan, *rows: int, stopped=(), failed=(), failed_blocks=(), **disk
 ) -> StepEvents:
-    """Each of `rows` sampled token 7; `disk` has ends of disk moves, by the outcome's fields."""
+    """Each of `rows` samples token 7; `disk` has ended disk moves, by the result's fields."""
     outcome = Result(
         plan.step_id,
         np.array(rows, np.int32),
@@ -80,31 +80,32 @@ def grown(plan: Plan) -> dict[int, int]:
 
 
 def stores(plan: Plan) -> dict[int, int]:
-    """Host block to disk block."""
+    """A plan's stores: host block to disk block."""
     sources, targets = plan.disk_store_src_block_ids, plan.disk_store_dst_block_ids
     return dict(zip(sources.tolist(), targets.tolist(), strict=True))
 
 
 def loads(plan: Plan) -> dict[int, int]:
-    """Disk block to host block."""
+    """A plan's loads: disk block to host block."""
     sources, targets = plan.disk_load_src_block_ids, plan.disk_load_dst_block_ids
     return dict(zip(sources.tolist(), targets.tolist(), strict=True))
 
 
 def outs(plan: Plan) -> dict[int, int]:
-    """Device block to host block."""
+    """A plan's swap-outs: device block to host block."""
     sources, targets = plan.swap_out_src_block_ids, plan.swap_out_dst_block_ids
     return dict(zip(sources.tolist(), targets.tolist(), strict=True))
 
 
 def ins(plan: Plan) -> dict[int, int]:
-    """Host block to device block."""
+    """A plan's swap-ins: host block to device block."""
     sources, targets = plan.swap_in_src_block_ids, plan.swap_in_dst_block_ids
     return dict(zip(sources.tolist(), targets.tolist(), strict=True))
 
 
 def run_to_disk(core, key):
-    """Take [key + 1] * 9 to its end; its two full blocks are cached. Return the first plan."""
+    """Run the prompt [key + 1] * 9 to its end, so that its two full blocks are cached; return the
+    first plan."""
     submit(core, key, [key + 1] * 9, max_tokens=1)
     first = schedule(core)
     answer(core, first, 0)

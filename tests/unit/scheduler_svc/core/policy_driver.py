@@ -1,4 +1,4 @@
-"""Drives a core under a policy: in which order it admits, serves and ends what was submitted."""
+"""Drives a core with a policy, and records in which order it admits and serves requests."""
 
 from collections import Counter
 from types import MappingProxyType
@@ -32,14 +32,14 @@ def make_core(policy="fcfs", args=NO_ARGS, **overrides) -> Scheduler:
 
 
 def request(key, *, num_tokens=4, max_tokens=1, **more) -> Request:
-    """Prompts differ from the first token on, so that nothing is found in the prefix cache."""
+    """A request whose first token is unique, so that the prefix cache finds nothing."""
     prompt = np.full(num_tokens, key, np.int32)
     tenant = more.get("tenant", "").encode()  # for the worker to see
     return Request(ROUTER, SeqKey(key), f"r{key}", prompt, 1, max_tokens, tenant, **more)
 
 
 class Worker:
-    """Answers one step after the other; every row that may sample does, and none stops."""
+    """Answers one step after the other; every row that may sample samples, and none stops."""
 
     def __init__(self, core: Scheduler, now: float = 0.0) -> None:
         self.core, self.now = core, now
@@ -79,9 +79,9 @@ class Worker:
             self.known[row] += 1
             self.service[self.tenant[row]] += 2
         sampled = np.array(rows, np.int32)
-        news = self.core.update(Result(plan.step_id, sampled, sampled, NONE, NONE))
-        self.admitted += [item.seq_key for item in news.admitted]
-        self.ends |= {end.seq_key: end.reason for end in news.finished}
+        events = self.core.update(Result(plan.step_id, sampled, sampled, NONE, NONE))
+        self.admitted += [item.seq_key for item in events.admitted]
+        self.ends |= {end.seq_key: end.reason for end in events.finished}
         return True
 
     def run(self) -> list[int]:

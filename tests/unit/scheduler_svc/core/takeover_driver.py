@@ -1,4 +1,4 @@
-"""A core that is replaced, through a worker that remembers its KV: what tests of it share."""
+"""Replaces a scheduler core, with a worker whose KV records its context."""
 
 from dataclasses import replace
 
@@ -35,23 +35,23 @@ class Pair:
         self.config = replace(CONFIG, **changes)
         self.worker = FakeWorker(self.config)
         self.core = Scheduler(self.config)
-        self.heard: dict[int, list[int]] = {}
+        self.received: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
         self.ends: list[Finished] = []
         self.unheard = 0
 
     def submit(self, request, now=0.0):
         self.core.submit(request, now)
-        self._hear(self.core.take_adopted())
+        self._receive(self.core.take_adopted())
         check(self.core)
 
-    def step(self, num_steps=1, *, is_heard=True, now=0.0):
+    def step(self, num_steps=1, *, is_received=True, now=0.0):
         for _ in range(num_steps):
             if (plan := self.core.schedule(now)) is None:
                 return
             outcome = self.worker.execute(plan)
-            if is_heard:
-                self._hear(self.core.update(outcome))
+            if is_received:
+                self._receive(self.core.update(outcome))
             check(self.core)
 
     def run(self, now=0.0):
@@ -64,18 +64,18 @@ class Pair:
         check(self.core)
 
     def again(self, request):
-        """The request as its router submits it, with what it has heard."""
-        heard = [self.heard.get(request.first_seq_key + i, []) for i in range(request.n)]
-        outputs = tuple(OutputSoFar(np.array(ids, np.int32), finished=False) for ids in heard)
+        """The request as its router submits it again, with the received tokens."""
+        received = [self.received.get(request.first_seq_key + i, []) for i in range(request.n)]
+        outputs = tuple(OutputSoFar(np.array(ids, np.int32), finished=False) for ids in received)
         return replace(request, outputs=outputs)
 
-    def _hear(self, news):
-        if news is None:
+    def _receive(self, events):
+        if events is None:
             return
-        for key, token in zip(news.seq_keys.tolist(), news.token_ids.tolist(), strict=True):
-            self.heard.setdefault(key, []).append(token)
-        self.reasons.update((end.seq_key, end.reason) for end in news.finished)
-        self.ends += news.finished
+        for key, token in zip(events.seq_keys.tolist(), events.token_ids.tolist(), strict=True):
+            self.received.setdefault(key, []).append(token)
+        self.reasons.update((end.seq_key, end.reason) for end in events.finished)
+        self.ends += events.finished
 
 
 def make_request(key=0, prompt=PROMPT, n=1, **fields):
@@ -85,14 +85,14 @@ def make_request(key=0, prompt=PROMPT, n=1, **fields):
     )
 
 
-def assert_all_heard(pair, request):
+def assert_all_received(pair, request):
     for index in range(request.n):
         expected = expected_output("", index, request.prompt_token_ids.tolist(), MAX_TOKENS)
-        assert pair.heard[request.first_seq_key + index] == expected
+        assert pair.received[request.first_seq_key + index] == expected
 
 
 def long_request(key=0, n=1, *, num_prompt=16, least=10):
-    """One whose outputs do not end soon."""
+    """A request whose outputs are long."""
     num_more = num_prompt - len(PROMPT)
     prompts = ([*PROMPT, *map(int, f"{tail:0{num_more}b}")] for tail in range(2**num_more))
     return make_request(key, next(p for p in prompts if min(lengths(p, n)) >= least), n)

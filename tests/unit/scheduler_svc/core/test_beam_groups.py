@@ -1,4 +1,4 @@
-"""Searches in the block space by example: which beam's row and blocks go where."""
+"""Beam searches in the block space by example: the rows and blocks of each beam."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus
 
 LIKELY = {0: -0.1, 1: -0.2, 2: -3.0, 3: -9.0}
-"""After anything: the two beams of a search are its best one's children, as long as both last."""
+"""The candidates after any token; a search's two beams are then both children of the best one."""
 
 
 def search(
@@ -46,7 +46,7 @@ def search(
 
 
 def report(core: Scheduler, plan: Plan, **rows: dict[int, float]) -> StepEvents:
-    """Each row named, as in `r0={7: -0.5}`, reports these candidates."""
+    """Each named row, as in `r0={7: -0.5}`, reports these candidates."""
     by_row = {int(name.removeprefix("r")): likely for name, likely in rows.items()}
     likely = list(by_row.values())
     outcome = Result(
@@ -110,7 +110,7 @@ def test_a_beam_without_a_child_gives_its_place_away():
     report(core, third, r0={5: -9.0, 6: -9.1}, r1={7: -0.1, 8: -0.2})
     fourth = schedule(core)
     assert tokens(fourth) == [[1, 2, 3, 4, 5, 1, 7], [1, 2, 3, 4, 5, 1, 8]]
-    # Row 1 goes on in block 2. Row 0 is another beam now, with a copy; its block 1 is used again.
+    # Row 1 continues in block 2. Row 0 is another beam now, with a copy; its block 1 is reused.
     assert new(fourth) == [(1, 6, [0, 2]), (0, 6, [0, 1])]
     assert copies(fourth) == [(2, 1)]
     assert sorted(fourth.released_rows.tolist()) == [0, 1]
@@ -222,7 +222,7 @@ def test_what_resumes_shares_what_it_has_in_common():
     assert (num_computed, chunks(others)) == (4, {other: 3})
     assert other_blocks[0] == blocks[0]
     assert core.load().num_recomputed_tokens == 6 + 2
-    # The search goes on when both have reported, whichever comes first.
+    # The search continues when both beams have reported, in either order.
     report(core, resumed, **{f"r{row}": {5: -0.1, 4: -9.0}})
     report(core, others, **{f"r{other}": {6: -0.1, 4: -9.0}})
     assert tokens(schedule(core)) == [[1, 2, 3, 4, 5, 6, 0, 5], [1, 2, 3, 4, 5, 6, 1, 6]]
@@ -254,7 +254,7 @@ def test_a_beam_that_cannot_sample_ends_its_search():
     ]
 
 
-def test_a_search_of_a_lost_worker_starts_anew():
+def test_a_search_of_a_lost_worker_starts_over():
     core = make_core()
     search(core, 0, [1, 2, 3], n=2)
     report(core, schedule(core), r0=LIKELY)

@@ -1,4 +1,4 @@
-"""Beam search by example: what goes on, what is done, when it is over."""
+"""Beam search by example: which beams continue, which are done, and when the search ends."""
 
 from dataclasses import replace
 
@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 
 from contract.sampling import EarlyStopping
-from scheduler_svc.core.beams.search import BeamParams, BeamSearch, Candidates
+from scheduler_svc.core.beams.search import BeamParams, BeamSearcher, Candidates
 
 END = 9
 
 
-def make_search(max_tokens=8, min_tokens=0, **params) -> BeamSearch:
+def make_search(max_tokens=8, min_tokens=0, **params) -> BeamSearcher:
     settings = {"width": 2, "end_token_ids": (END,)} | params
     prompt = np.array([5, 6], np.int32)
-    return BeamSearch(BeamParams(**settings), prompt, max_tokens=max_tokens, min_tokens=min_tokens)
+    return BeamSearcher(
+        BeamParams(**settings), prompt, max_tokens=max_tokens, min_tokens=min_tokens
+    )
 
 
 def candidates(**likely: float) -> Candidates:
@@ -23,11 +25,11 @@ def candidates(**likely: float) -> Candidates:
     return Candidates(np.array(tokens, np.int32), np.array(list(likely.values()), np.float32))
 
 
-def outputs(search: BeamSearch) -> list[list[int]]:
+def outputs(search: BeamSearcher) -> list[list[int]]:
     return [beam.token_ids[2:].tolist() for beam in search.beams]
 
 
-def found(search: BeamSearch) -> list[tuple[int, ...]]:
+def found(search: BeamSearcher) -> list[tuple[int, ...]]:
     return [tuple(hypothesis.token_ids.tolist()) for hypothesis in search.hypotheses]
 
 
@@ -35,7 +37,7 @@ def test_the_likeliest_continuations_of_all_beams_go_on():
     search = make_search()
     assert search.advance([candidates(t1=-1.0, t2=-2.0, t3=-3.0, t4=-4.0)]) == (0, 0)
     assert outputs(search) == [[1], [2]]
-    # -1 and -2 so far: 7 makes -2.5 of the second, and overtakes the first's 3
+    # -1 and -2 so far: with 7 the second has -2.5, and overtakes the first with 3
     parents = search.advance([candidates(t4=-1.0, t3=-2.0), candidates(t7=-0.5, t8=-5.0)])
     assert parents == (0, 1)
     assert outputs(search) == [[1, 4], [2, 7]]
@@ -92,7 +94,7 @@ def test_the_penalty_favours_the_longer_or_the_shorter(penalty, best):
 
 @pytest.mark.parametrize("stopping", EarlyStopping)
 def test_when_it_stops(stopping):
-    """Two are done, with -0.6 and -1.05; the best that goes on has -1.1 ÷ 2 tokens so far."""
+    """Two are done, with -0.6 and -1.05; the best live beam has -1.1 ÷ 2 tokens so far."""
     search = make_search(early_stopping=stopping)
     search.advance([candidates(t9=-0.6, t1=-1.0, t2=-1.2, t3=-4.0)])
     search.advance([candidates(t5=-0.1, t9=-1.1, t6=-8.0), candidates(t7=-8.0)])
@@ -102,7 +104,7 @@ def test_when_it_stops(stopping):
         return
     assert search.beams  # -0.55 would be better than -1.05
     search.advance([candidates(t5=-2.3, t6=-2.4), candidates(t7=-8.0)])
-    # -3.4 ÷ 3 is worse than -1.05; ÷ 8, if nothing more is lost, it were better
+    # -3.4 ÷ 3 is worse than -1.05; -3.4 ÷ 8 would be better
     assert bool(search.beams) is (stopping is EarlyStopping.NEVER)
 
 
@@ -114,8 +116,8 @@ def test_candidates_that_are_too_few_leave_fewer_beams():
     assert found(search) == [(1, END), (END,)]
 
 
-def noted_search() -> BeamSearch:
-    """Two beams, which have 5 6 2 7 in common, and two hypotheses, with 5 6 and 5 6 2 7."""
+def noted_search() -> BeamSearcher:
+    """Two beams, which share 5 6 2 7, and two hypotheses, which share 5 6 and 5 6 2 7."""
     search = make_search(early_stopping=EarlyStopping.NEVER)
     search.advance([candidates(t9=-1.0, t2=-2.0, t1=-3.0, t3=-4.0)])
     search.advance([candidates(t7=-0.5, t4=-9.0), candidates(t8=-5.0, t4=-9.0)])

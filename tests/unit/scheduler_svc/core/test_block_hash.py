@@ -1,4 +1,4 @@
-"""Names of blocks, against their definition: any language must compute the same."""
+"""Block hashes equal their definition, which any language can implement."""
 
 from hashlib import sha256
 

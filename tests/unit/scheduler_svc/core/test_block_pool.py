@@ -1,4 +1,4 @@
-"""What defragmentation asks of a pool, by example."""
+"""The methods of a pool that defragmentation uses, by example."""
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_reference_counts_can_be_watched_but_not_changed():
         counts[0] = 0
 
 
-def test_of_two_contents_that_a_block_is_said_to_have_the_first_counts():
+def test_of_two_labels_for_a_block_the_first_counts():
     pool = make_pool()
     pool.restore([], [3, 3, 4], [b"p", b"q", b"p"])
     assert pool.find([b"p"]) == [3]
@@ -92,7 +92,7 @@ def test_of_two_contents_that_a_block_is_said_to_have_the_first_counts():
     assert (pool.num_cached, pool.num_free) == (1, 5)
 
 
-def test_of_what_another_scheduler_left_the_youngest_name_goes_first():
+def test_of_inherited_blocks_the_youngest_label_is_evicted_first():
     evicted = []
     pool = make_pool(4, evicted=evicted)
     pool.restore([[2]], [3, 2, 0], [b"prefix", b"held", b"what continues it"])
@@ -137,7 +137,7 @@ def test_a_pool_may_be_empty():
     assert (pool.num_available, pool.allocate(0), pool.ref_counts.tolist()) == (0, [], [])
 
 
-def test_of_what_is_restored_what_became_known_last_is_evicted_first():
+def test_of_restored_blocks_the_last_published_is_evicted_first():
     pool = BlockPool(4, DeviceBlockId)
     pool.restore([[1]], [2, 1, 3], [b"a", b"b", b"c"])
     assert (pool.num_free, pool.num_cached, pool.ref_count(1)) == (1, 2, 1)
@@ -150,3 +150,12 @@ def test_of_two_restored_blocks_with_one_content_the_older_is_kept():
     pool.restore([], [2, 1], [b"a", b"a"])
     assert pool.find([b"a"]) == [2]
     assert pool.num_free == 3
+
+
+@pytest.mark.parametrize("num_blocks", [3, 6, 9])
+def test_a_resized_pool_knows_as_many_blocks_as_it_has(num_blocks):
+    pool = make_pool()
+    pool.retire_from(min(num_blocks, 6))
+    pool.resize(num_blocks)
+    assert len(pool.ref_counts) == pool.num_blocks == num_blocks
+    assert pool.allocate(num_blocks) == list(range(num_blocks))

@@ -1,4 +1,4 @@
-"""The block space by example: what random histories seldom reach, and what they cannot see."""
+"""The block space by example: cases that random histories seldom reach, or cannot check."""
 
 from collections import deque
 
@@ -43,7 +43,7 @@ class Pair:
 
 @pytest.fixture
 def pair():
-    """Its host has the two full blocks of [1] * 9, its device none; it swaps in one a step."""
+    """The host has the two full blocks of [1] * 9, the device none; a step swaps in one block."""
     pair = Pair(num_blocks=8, num_host_blocks=8, max_swap_blocks=1)
     pair.run_alone(0, [1] * 9)
     for key in range(2, 10):  # they evict one block each
@@ -90,7 +90,7 @@ def test_all_of_a_pool_can_be_taken():
     assert sorted(pool.allocate(pool.num_available)) == [0, 1, 2]
 
 
-def test_what_is_forgotten_is_free():
+def test_forgotten_blocks_are_free():
     pool = BlockPool(1, DeviceBlockId)
     pool.publish(pool.allocate(1), [BlockHash(b"1")])
     pool.drop([0])
@@ -113,7 +113,7 @@ def test_blocks_keep_their_order_when_a_later_one_is_on_its_way_for_another(pair
     while not pair.schedule().swap_in_dst_block_ids.size:
         pair.answer()
     pair.schedule()
-    while len(pair.unanswered) > 1:  # up to the first block; the second is still on its way
+    while len(pair.unanswered) > 1:  # up to the first block; the second is still in flight
         pair.answer()
     submit(pair.core, 21, [1] * 9)
     pair.run()

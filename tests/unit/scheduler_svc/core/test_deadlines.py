@@ -1,4 +1,4 @@
-"""Deadlines by example: who ends in the queue, and who is refused before."""
+"""Deadlines by example: which sequences end in the queue, and which are refused."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,11 @@ from policy_driver import ROUTER, Worker, make_core, request
 
 from scheduler_svc.core.errors import DeadlineError
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.limits import Rates
+from scheduler_svc.core.limits import WorkerRates
 from scheduler_svc.core.request import FinishReason, Request, SeqKey
 
 
-def test_one_that_waits_past_its_deadline_ends_without_a_block():
+def test_a_waiting_sequence_ends_at_its_deadline_without_a_block():
     core = make_core()
     core.submit(request(0, max_tokens=8), 0.0)
     core.submit(request(1, deadline=5.0), 1.0)
@@ -38,7 +38,7 @@ def test_siblings_of_an_expired_sequence_expire_with_it():
     check(core)
 
 
-def test_what_runs_is_not_expired():
+def test_running_sequences_do_not_expire():
     core = make_core()
     core.submit(request(0, max_tokens=4, deadline=1.0), 0.0)
     worker = Worker(core, now=0.5)
@@ -48,7 +48,7 @@ def test_what_runs_is_not_expired():
     assert worker.ends == {0: FinishReason.LENGTH}
 
 
-RATES = Rates(prefill_tokens_per_s=1000.0, step_s=0.02)
+RATES = WorkerRates(prefill_tokens_per_s=1000.0, step_s=0.02)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ RATES = Rates(prefill_tokens_per_s=1000.0, step_s=0.02)
         (1, 0, -0.25, "passed 0.250 s ago"),
     ],
 )
-def test_what_cannot_be_done_in_time_is_refused(num_tokens, min_tokens, left_s, problem):
+def test_a_deadline_that_cannot_be_met_is_refused(num_tokens, min_tokens, left_s, problem):
     core = make_core()
     item = request(
         1, num_tokens=num_tokens, max_tokens=20, min_tokens=min_tokens, deadline=50 + left_s
@@ -75,11 +75,11 @@ def test_what_cannot_be_done_in_time_is_refused(num_tokens, min_tokens, left_s, 
 
 def test_nothing_is_refused_for_rates_that_are_not_known():
     item = request(1, num_tokens=100, deadline=0.001)
-    for rates in (Rates(), Rates(step_s=1.0), Rates(prefill_tokens_per_s=1.0)):
+    for rates in (WorkerRates(), WorkerRates(step_s=1.0), WorkerRates(prefill_tokens_per_s=1.0)):
         make_core().check_deadline(item, 0.0, rates)
 
 
-def test_what_the_prefix_cache_has_takes_no_time():
+def test_cached_tokens_take_no_time():
     core = make_core()
     item = request(1, num_tokens=101, deadline=0.05)
     with pytest.raises(DeadlineError, match="101 prompt tokens"):

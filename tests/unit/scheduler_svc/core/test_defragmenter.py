@@ -20,7 +20,7 @@ def held(core) -> list[int]:
 
 
 def make_scattered(**overrides):
-    """Three prompts of two blocks each, of which the first and second have just ended."""
+    """Three prompts of two blocks each; the first two have just ended."""
     settings = {"enable_prefix_caching": False, "defragment_interval_s": 0.0}
     core = make_core(num_blocks=12, **(settings | overrides))
     for key in range(3):

@@ -1,4 +1,4 @@
-"""Who holds what: an example with every kind of block."""
+"""Reports of sequences and blocks: an example with every kind of block."""
 
 import numpy as np
 import pytest
@@ -111,7 +111,7 @@ def test_core_without_host_blocks_has_one_tier():
     assert device.state_to_num_blocks[FREE] == 16
 
 
-def test_pinned_block_is_told_from_a_held_one():
+def test_pinned_and_held_blocks_are_distinguished():
     core = make_host_core()
     request = Request(
         *(ROUTER, SeqKey(1), "r", np.arange(9, dtype=np.int32), 1, 2, b""), cache_pin_s=60.0

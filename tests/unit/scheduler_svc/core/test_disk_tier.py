@@ -1,4 +1,4 @@
-"""The disk tier by example: which block moves where, in which step, and who waits for it."""
+"""The disk tier by example: which block moves where, in which step, and which sequence waits."""
 
 import numpy as np
 import pytest
@@ -25,11 +25,11 @@ from scheduler_svc.core.request import FinishReason
 
 
 def make_full(num_prompts=5, **overrides):
-    """A core of four device, four host and four disk blocks that has done five prompts.
+    """A core of four device, four host and four disk blocks that has computed five prompts.
 
-    Of prompt 0 the full blocks are disk blocks 1 and 0; of prompt 1 host block 3 and disk block 2;
-    of prompt 2 host blocks 1 and 0; of prompt 3 device block 3 and host block 2; of prompt 4 device
-    blocks 0 and 1.
+    The full blocks of prompt 0 are in disk blocks 1 and 0; of prompt 1 in host block 3 and disk
+    block 2; of prompt 2 in host blocks 1 and 0; of prompt 3 in device block 3 and host block 2; of
+    prompt 4 in device blocks 0 and 1.
     """
     settings = {
         "num_host_blocks": 4,
@@ -85,7 +85,7 @@ def test_a_host_block_that_is_evicted_before_it_is_filled_is_lost():
     assert stores(plan) == {0: 0}, "what an earlier plan has put there, only"
 
 
-def test_what_the_disk_has_is_not_stored_again():
+def test_blocks_on_the_disk_are_not_stored_again():
     core = make_full(num_disk_blocks=16)
     submit(core, 10, [1] * 9, max_tokens=1)
     ((seq, _),) = core.fetching._awaited.items()
@@ -109,7 +109,7 @@ def test_no_more_stores_than_the_limit_are_under_way():
     assert stores(plan) == {1: 1}, "what host block 2 held is lost"
 
 
-def test_while_the_disk_is_busy_one_step_is_there_to_hear_of_it():
+def test_while_the_disk_is_busy_one_step_waits_for_its_results():
     core = make_full(num_prompts=3)
     submit(core, 3, [4] * 9, max_tokens=1)
     answer(core, schedule(core), 0)
@@ -252,7 +252,7 @@ def test_a_drained_core_gives_back_what_waits_for_the_disk():
     assert [request.first_seq_key for request in core.drain()] == [10]
 
 
-# Two blocks of 400 bytes, 8 s at 100 bytes/s; the tokens they spare: 8 s at 1 token/s.
+# Loading two blocks of 400 bytes takes 8 s at 100 bytes/s; computing their tokens 8 s at 1 token/s.
 @pytest.mark.parametrize(
     ("disk_bytes_per_s", "tokens_per_s", "is_loaded"),
     [(101, 1.0, True), (99, 1.0, False), (100, 1.01, False), (0, 1.0, False), (100, 0, True)],
@@ -273,10 +273,10 @@ def test_by_cost_only_what_is_loaded_faster_than_computed_is(
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("stored_disk_block_ids", "no store to disk block 2 is under way"),
-        ("failed_disk_block_ids", "no store to disk block 2 is under way"),
-        ("loaded_host_block_ids", "no load to host block 2 is under way"),
-        ("failed_host_block_ids", "no load to host block 2 is under way"),
+        ("stored_disk_block_ids", "no store to disk block 2 is in progress"),
+        ("failed_disk_block_ids", "no store to disk block 2 is in progress"),
+        ("loaded_host_block_ids", "no load to host block 2 is in progress"),
+        ("failed_host_block_ids", "no load to host block 2 is in progress"),
     ],
 )
 def test_the_end_of_a_move_that_nobody_made_is_a_bug(name, what):

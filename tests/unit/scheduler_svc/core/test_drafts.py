@@ -1,10 +1,10 @@
-"""A worker that drafts: a step brings several tokens, and only its result says how many."""
+"""A worker that drafts: a step yields several tokens, and only its result says how many."""
 
 import pytest
 from core_driver import answer, chunks, grown, make_core, new, schedule, submit
 
 from scheduler_svc.core.errors import DeadlineError
-from scheduler_svc.core.limits import Rates
+from scheduler_svc.core.limits import WorkerRates
 from scheduler_svc.core.request import FinishReason
 
 K = 3
@@ -35,21 +35,21 @@ def test_blocks_come_ahead_of_what_the_steps_in_flight_may_bring():
 
 def test_a_result_brings_several_tokens_in_order():
     core, second = started()
-    news = answer(core, second, 0, 0, 0)
-    assert news.token_ids.tolist() == [7, 7, 7]
-    assert news.seq_keys.tolist() == [1, 1, 1]
-    assert news.result_index.tolist() == [0, 1, 2]
+    events = answer(core, second, 0, 0, 0)
+    assert events.token_ids.tolist() == [7, 7, 7]
+    assert events.seq_keys.tolist() == [1, 1, 1]
+    assert events.result_index.tolist() == [0, 1, 2]
     assert core.rows.num_tokens(0) == 9
 
 
-def test_tokens_of_several_rows_are_told_apart():
+def test_tokens_of_several_rows_are_distinguished():
     core = make_core(num_draft_tokens=K)
     submit(core, 1, PROMPT)
     submit(core, 2, [9, 8])
     first = schedule(core)
     answer(core, first, 0, 1)
-    news = answer(core, schedule(core), 0, 1, 1, 1)
-    assert news.seq_keys.tolist() == [1, 2, 2, 2]
+    events = answer(core, schedule(core), 0, 1, 1, 1)
+    assert events.seq_keys.tolist() == [1, 2, 2, 2]
     assert [core.rows.num_tokens(row) for row in (0, 1)] == [7, 6]
 
 
@@ -60,7 +60,7 @@ def test_a_sequence_ends_with_the_result_that_has_its_last_token():
     fourth = schedule(core)
     (finished,) = answer(core, third, 0).finished
     assert (finished.reason, fourth.num_decodes) == (FinishReason.LENGTH, 1)
-    last = schedule(core)  # only now does the worker hear of it
+    last = schedule(core)  # only this step releases the row at the worker
     assert (last.num_decodes, last.released_rows.tolist()) == (0, [0])
     answer(core, fourth)
     answer(core, last)
@@ -111,7 +111,7 @@ def test_guesses_are_shorter_than_a_block():
 
 
 def test_a_deadline_can_be_met_in_as_few_steps_as_guesses_may_need():
-    rates = Rates(prefill_tokens_per_s=1000.0, step_s=1.0)
+    rates = WorkerRates(prefill_tokens_per_s=1000.0, step_s=1.0)
     request = {"min_tokens": 8, "max_tokens": 8, "deadline": 3.5}
     cores = [make_core(num_draft_tokens=drafts) for drafts in (0, K)]
     requests = []

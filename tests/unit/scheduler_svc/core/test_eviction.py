@@ -1,4 +1,4 @@
-"""The orders of eviction by example: which block goes when, exactly."""
+"""The orders of eviction by example, with exact blocks."""
 
 import pytest
 from hypothesis import given
@@ -11,17 +11,17 @@ ALL = pytest.mark.parametrize("eviction", list(Eviction))
 
 
 class Cache:
-    """A pool whose blocks are known by name, such as "a0" for the first block of prompt a."""
+    """A pool whose blocks have names, such as "a0" for the first block of prompt a."""
 
     def __init__(self, eviction: Eviction, num_blocks: int = 8) -> None:
         self.evicted: list[str] = []
-        self.pool = BlockPool(num_blocks, DeviceBlockId, self._hear, eviction)
+        self.pool = BlockPool(num_blocks, DeviceBlockId, self._record, eviction)
 
-    def _hear(self, _block, block_hash):
+    def _record(self, _block, block_hash):
         self.evicted.append(block_hash.decode())
 
     def use(self, *names: str) -> list[DeviceBlockId]:
-        """Find the first of a table's blocks, compute the others; return the held table."""
+        """Find a table's first blocks, compute the others, and return the held table."""
         found = self.pool.find([name.encode() for name in names])
         self.pool.share(found)
         new = self.pool.allocate(len(names) - len(found))
@@ -69,7 +69,7 @@ def test_fifo_evicts_what_was_cached_first_whatever_has_hit_it_since():
 
 
 def test_fifo_does_not_mind_blocks_without_a_name():
-    """Such as a table's last, which is not full, and copies of what another block has."""
+    """Such as a table's last block, which is not full, and copies of another block."""
     cache = Cache(Eviction.FIFO)
     cache.run("a0")
     table = [*cache.use("b0"), *cache.pool.allocate(1), *cache.use("b1")]
@@ -114,7 +114,7 @@ def test_what_is_evicted_is_new_when_it_comes_again(eviction):
 
 @pytest.mark.parametrize("eviction", [Eviction.LFU, Eviction.FIFO])
 @pytest.mark.parametrize("is_held", [False, True])
-def test_what_is_not_to_be_trusted_is_new_when_it_comes_again(eviction, is_held):
+def test_distrusted_contents_are_new_when_computed_again(eviction, is_held):
     cache = Cache(eviction)
     cache.run("a0")
     cache.run("a0")  # hit once
@@ -144,8 +144,9 @@ def test_a_block_that_is_not_to_be_trusted_is_free_at_once(eviction):
     num_blocks=st.integers(4, 10),
     uses=st.lists(st.tuples(st.text("ab", min_size=1, max_size=4), st.integers(0, 2)), max_size=40),
 )
-def test_whatever_is_found_has_its_prefix_found_too(eviction, num_blocks, uses):
-    """Prompts are words; their blocks are the words' beginnings, and some are held for a while."""
+def test_if_a_block_is_found_its_prefix_is_found_too(eviction, num_blocks, uses):
+    """Prompts are words, and their blocks are prefixes of words; some blocks are held for a
+    while."""
     cache = Cache(eviction, num_blocks)
     held: list[list[DeviceBlockId]] = []
     for word, num_kept in uses:

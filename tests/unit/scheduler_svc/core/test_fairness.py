@@ -1,4 +1,4 @@
-"""Fairness between tenants: by example, and the bound that it keeps whatever they ask."""
+"""Fairness between tenants: examples, and a bound that holds for any requests."""
 
 from collections import Counter
 
@@ -10,14 +10,14 @@ from scheduler_svc.core.policies.fair import TenantFair
 
 
 def test_fair_gives_each_tenant_its_turn():
-    """Equal work: one of `a`, one of `b`, however many of `a` came first."""
+    """With equal work, `a` and `b` alternate, however many requests of `a` came first."""
     requests = [(float(i), request(i, tenant="a")) for i in range(4)]
     requests += [(9.0, request(9, tenant="b")), (10.0, request(10, tenant="b"))]
     assert admission_order("fair", requests) == [0, 9, 1, 10, 2, 3]
 
 
 def test_fair_weighs_what_was_served():
-    """`a` asks for 1 + 2·8 an output, `b` for 4 + 2·1 each: three of `b` cost one of `a`."""
+    """An output of `a` costs 1 + 2·8, one of `b` 4 + 2·1: three of `b` cost about one of `a`."""
     requests = [(float(i), request(i, num_tokens=1, max_tokens=8, tenant="a")) for i in range(3)]
     requests += [(9.0, request(10 + i, tenant="b")) for i in range(6)]
     assert admission_order("fair", requests) == [0, 10, 11, 12, 1, 13, 14, 15, 2]
@@ -96,11 +96,11 @@ def gap_between_tenants(policy, backlogs, num_rows) -> float:
 
 
 def most_apart(num_rows) -> int:
-    """Twice the most that a batch holds, however much either asks for: the paper's bound."""
+    """The paper's bound for any requests: twice the most tokens of a batch."""
     return 2 * (12 + 2 * num_rows * 8)
 
 
-@settings(max_examples=settings().max_examples // 5)  # some hundred steps each
+@settings(max_examples=settings().max_examples // 5)  # each has some hundred steps
 @given(a=BACKLOG, b=BACKLOG, num_rows=st.integers(1, 4))
 def test_two_backlogged_tenants_are_served_alike(a, b, num_rows):
     assert gap_between_tenants("fair", {"a": a, "b": b}, num_rows) <= most_apart(num_rows)

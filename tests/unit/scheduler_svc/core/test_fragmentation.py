@@ -1,4 +1,4 @@
-"""The detector of fragmentation against a count by hand."""
+"""The measure of fragmentation equals a count by hand."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Who gives up room on the host for one that comes back, and how much."""
+"""Which sequences give up host blocks for one that comes back, and how many."""
 
 import pytest
 from core_driver import answer, make_core, schedule, submit
@@ -12,7 +12,7 @@ from scheduler_svc.core.sequence import SeqStatus
 
 
 class Host:
-    """Its six blocks are those of sequences 0, 1 and 2, in this order of two each."""
+    """A host whose six blocks belong to sequences 0, 1 and 2, in this order, two each."""
 
     def __init__(self, num_disk_blocks, num_host_blocks=6):
         self.core = make_core(
@@ -32,7 +32,7 @@ class Host:
         assert [self.blocks(key) for key in range(3)] == [(2, 0)] * 3
 
     def blocks(self, key):
-        """How many a sequence has on the host, and on the disk."""
+        """A sequence's number of blocks on the host and on the disk."""
         return len(self.seqs[key].host_block_ids), len(self.seqs[key].disk_block_ids)
 
     def make_room(self, key, num_blocks):
@@ -78,7 +78,7 @@ def test_there_may_be_no_room_at_all():
     assert host.swapped == [0]
 
 
-def test_nobody_loses_kv_while_a_swap_in_may_make_room():
+def test_no_sequence_loses_kv_while_a_swap_in_may_make_room():
     host = Host(num_disk_blocks=1)
     host.tier.swap_in(host.seqs[2].host_block_ids, [DeviceBlockId(8), DeviceBlockId(9)])
     assert not host.make_room(0, 2)
@@ -86,7 +86,7 @@ def test_nobody_loses_kv_while_a_swap_in_may_make_room():
     assert host.swapped == [0, 1, 2]
 
 
-def test_nobody_loses_kv_while_a_load_may_make_room():
+def test_no_sequence_loses_kv_while_a_load_may_make_room():
     host = Host(num_disk_blocks=1, num_host_blocks=7)
     host.tier.disk.load(*host.tier.disk.pool.allocate(1), host.tier.take_free(), None)
     assert not host.make_room(0, 2)
@@ -99,5 +99,5 @@ def test_a_store_that_fails_concerns_who_needs_it_and_waits():
     block = DiskBlockId(3)
     for seq in host.seqs[:2]:
         seq.disk_block_ids = (block,)
-    host.seqs[1].move(SeqStatus.FETCHING)  # it has found the content on the host again
+    host.seqs[1].set_status(SeqStatus.FETCHING)  # it has found the content on the host again
     assert host.core.host_room.spilled_to(block) == host.seqs[:1]

@@ -20,7 +20,7 @@ from scheduler_svc.core.invariants import check
 
 
 def run_alone(core, key, prompt, max_tokens=1):
-    """Take a sequence to its end; its blocks are cached afterwards."""
+    """Run a sequence to its end; its blocks are cached afterwards."""
     submit(core, key, prompt, max_tokens=max_tokens)
     while not (plan := schedule(core)).released_rows.size:
         answer(core, plan, 0)
@@ -29,7 +29,7 @@ def run_alone(core, key, prompt, max_tokens=1):
 
 
 def make_preempted(**overrides):
-    """A core in which 1, with tokens 5 6 7 and two sampled, has just had to make room for 0."""
+    """A core in which sequence 1, with tokens 5 6 7 and two sampled, was just preempted for 0."""
     settings = {"num_host_blocks": 4, "preemption_mode": PreemptionMode.SWAP}
     core = make_core(num_blocks=3, **(settings | overrides))
     submit(core, 0, [1, 2, 3, 4], max_tokens=8)
@@ -104,7 +104,7 @@ def test_without_room_on_the_host_a_sequence_is_recomputed():
     assert core.load().num_swapped == 0
 
 
-# One block of 400 bytes goes out and in: 8 s at 100 bytes/s. Its four tokens: 8 s at 0.5 tokens/s.
+# Swapping 400 bytes out and in takes 8 s at 100 bytes/s; computing four tokens 8 s at 0.5 tokens/s.
 @pytest.mark.parametrize(
     ("bytes_per_s", "tokens_per_s", "swaps"),
     [(101, 0.5, True), (99, 0.5, False), (100, 0.51, False), (0, 0.5, False), (0, 0, False)],
@@ -127,8 +127,8 @@ def test_tokens_of_a_failed_swap_in_are_computed_again_and_what_came_of_it_is_dr
     following = schedule(core)
     ((row, _, _),) = new(following)
     answer(core, plan, failed_blocks=[target])
-    news = answer(core, following, row)
-    assert not news.token_ids.size, "computed from what the failed swap-in left"
+    events = answer(core, following, row)
+    assert not events.token_ids.size, "computed from what the failed swap-in left"
     plan = schedule(core)
     assert plan.released_rows.tolist() == [row]
     ((_, num_computed, _),) = new(plan)
@@ -145,7 +145,7 @@ def test_a_failure_that_no_swap_in_explains_is_a_bug():
 
 
 def make_swapping_in():
-    """A core in which one of 1's three blocks is being swapped in, and two wait their turn."""
+    """A core in which one of sequence 1's three blocks is being swapped in, and two wait."""
     core = make_core(
         num_blocks=5,
         num_host_blocks=4,
@@ -241,7 +241,7 @@ def test_a_prompt_is_found_across_the_tiers_and_promoted():
     core.cancel(ROUTER, [1])
     submit(core, 2, [1] * 13, max_tokens=1)
     first = schedule(core)
-    # Block 0 is on the device; three of the others' come free, and are not full or get demoted.
+    # Block 0 is on the device; three blocks of others are freed, and are not full or are demoted.
     assert not first.new_sequences
     plans = [first]
     while not (plan := schedule(core)).new_sequences:
@@ -362,7 +362,7 @@ def test_what_comes_of_a_prompt_that_breaks_the_model_is_forgotten_by_the_host_t
     assert new(plan)[0][1] == 0
 
 
-def test_while_swap_ins_wait_nobody_is_admitted_who_would_evict():
+def test_while_swap_ins_wait_no_admission_evicts_blocks():
     core = make_core(num_blocks=12, num_host_blocks=8, max_swap_blocks=2)
     for key, length in enumerate((16, 16, 16, 8, 8)):
         run_alone(core, key, [key] * length)

@@ -1,4 +1,4 @@
-"""What a sequence finds in which tier, with a copy of each of its blocks where the test puts it."""
+"""Which blocks a sequence finds in which tier, with copies of its blocks in chosen tiers."""
 
 from dataclasses import replace
 
@@ -7,13 +7,14 @@ import pytest
 from core_driver import make_core, submit
 
 from contract.hashing import extend_chain, root_hash
+from scheduler_svc.core.prefix import Publisher
 from scheduler_svc.core.sequence import SeqStatus
 
-PROMPT = range(16)  # four blocks; the last token is to be computed, so that three can be found
+PROMPT = range(16)  # four blocks; three can be found, because the last token must be computed
 
 
 class Place:
-    """A core in which a sequence waits, and whose tiers have what they are given."""
+    """A core with a waiting sequence, and tiers with given blocks."""
 
     def __init__(self, **request):
         self.core = make_core(num_host_blocks=8, num_disk_blocks=8)
@@ -26,7 +27,7 @@ class Place:
         self.lookup = self.core.lookup
 
     def put(self, tier, *indices):
-        """Have a tier cache those of the prompt's blocks; return them."""
+        """Cache these blocks of the prompt in a tier, and return them."""
         pool = self.pools[tier]
         blocks = pool.allocate(len(indices))
         for block, index in zip(blocks, indices, strict=True):
@@ -45,7 +46,7 @@ def test_what_the_device_has_is_not_taken_from_the_host():
     assert place.found() == (device, [], host[1:3], 12)
 
 
-def test_what_is_on_its_way_is_shared():
+def test_blocks_being_swapped_in_are_shared():
     place = Place()
     device, host = place.put("device", 0), place.put("host", 1, 2)
     place.pools["host"].share(host[:1])
@@ -53,7 +54,7 @@ def test_what_is_on_its_way_is_shared():
     assert place.found() == (device, [9], host[1:], 12)
 
 
-def test_one_who_needs_the_logits_of_its_prompt_finds_nothing():
+def test_a_request_for_prompt_logprobs_ignores_the_prefix_cache():
     place = Place(reads_prefix_cache=False)
     place.put("device", 0, 1)
     place.put("disk", 0, 1, 2)
@@ -63,14 +64,14 @@ def test_one_who_needs_the_logits_of_its_prompt_finds_nothing():
 
 
 def test_a_swapped_one_has_its_own_kv_from_where_it_is_nearest():
-    place = Place(reads_prefix_cache=False)  # for its prompt, which is computed
+    place = Place(reads_prefix_cache=False)  # for its prompt's log-probabilities
     place.seq.status, place.seq.num_computed_tokens = SeqStatus.SWAPPED, 10
     place.seq.host_block_ids = (5, 6, 7)
     device = place.put("device", 0, 1, 2)
     assert place.found() == (device[:2], [], [7], 10)
 
 
-def test_without_a_prefix_cache_nobody_finds_anything():
+def test_without_a_prefix_cache_nothing_is_found():
     core = make_core(enable_prefix_caching=False)
     submit(core, 0, PROMPT)
     (seq,) = core.live
@@ -126,3 +127,28 @@ def test_of_a_prompt_whose_last_token_begins_a_block_all_before_it_counts():
     assert place.lookup.num_cached_tokens(place.seq.request) == 12
     request = replace(place.seq.request, prompt_token_ids=np.arange(17, dtype=np.int32))
     assert place.lookup.num_cached_tokens(request) == 16
+
+
+class FakeRows:
+    """One row, with the prompt."""
+
+    def read_blocks(self, _, indices):
+        return [np.array(PROMPT[4 * index :][:4], "<i4").tobytes() for index in indices]
+
+    def tokens(self, _):
+        return np.array(PROMPT, np.int32)
+
+
+def test_a_block_is_published_when_it_is_full_and_no_other_is_on_its_way():
+    place = Place()
+    (block,) = place.core.pool.allocate(1)
+    publisher = Publisher(place.core.config, place.core.pool, FakeRows())
+    place.seq.row, place.seq.block_ids = 0, [block]
+    place.seq.block_hashes.clear()
+    place.seq.loading_block_ids = (block,)
+    publisher.publish_last([place.seq], [0])
+    assert place.core.pool.find(place.hashes) == []
+    place.seq.loading_block_ids = ()
+    publisher.publish_last([place.seq], [0])
+    assert place.core.pool.find(place.hashes) == [block]
+    assert place.seq.block_hashes == place.hashes[:1]

@@ -1,4 +1,4 @@
-"""Long prompts by example: how much of a step they get, and whom they do not hold up."""
+"""Long prompts by example: their share of a step, and the prompts that they do not delay."""
 
 from policy_driver import Worker, make_core, request
 
@@ -164,7 +164,7 @@ def test_a_prompt_is_long_by_what_keeps_the_device_busy():
     assert read_prompts(core) == PromptQueue(0, num_tokens=17, num_short_tokens=8, num_short=1)
 
 
-def test_nobody_decodes_and_nothing_is_paced():
+def test_without_decodes_nothing_is_paced():
     core = make_core(max_num_seqs=4, max_num_batched_tokens=16, long_prefill_threshold=8)
     core.submit(request(1, num_tokens=40), 0.0)
     worker = Worker(core)

@@ -1,4 +1,4 @@
-"""The heap from whose middle sequences are taken, against a sorted list."""
+"""The heap with removals from the middle equals a sorted list."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from scheduler_svc.core.cache.marked_heap import MarkedHeap
 
 @dataclass(frozen=True)
 class Waiting:
-    """What the heap asks of a sequence."""
+    """The part of a sequence that the heap uses."""
 
     seq_id: int
 
@@ -28,7 +28,7 @@ def test_the_first_is_the_least_after_any_removal(keys, again, data):
         model[seq_id] = key
     for seq_id in data.draw(st.permutations(range(len(keys)))):
         heap.discard(Waiting(seq_id))
-        heap.discard(Waiting(seq_id))  # it is not there any more
+        heap.discard(Waiting(seq_id))  # it is not in the heap any more
         del model[seq_id]
         if seq_id < again:  # preempted: it waits again
             heap.push((9,), Waiting(seq_id))

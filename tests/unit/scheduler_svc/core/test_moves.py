@@ -28,15 +28,15 @@ def make_host_core(num_blocks=16, **overrides):
 
 
 def running(core, num_prompt_tokens=5, num_outputs=1, n=1):
-    """A request that has computed its prompt and sampled so many tokens; nothing is in flight."""
+    """A request with a computed prompt and `num_outputs` sampled tokens; no step is in flight."""
     submit(core, KEY, range(num_prompt_tokens), n=n)
     for _ in range(num_outputs):
         answer(core, schedule(core), *range(n))
     return core
 
 
-def settle(core, *steps):
-    """Let the steps be answered that a move waits for."""
+def answer_steps(core, *steps):
+    """Answer the steps that a move waits for."""
     while core.steps.last_answered < max(steps):
         answer(core, schedule(core))
 
@@ -46,8 +46,8 @@ def move(giving, taking):
     check(giving)
     room = taking.begin_import(export.moved)
     check(taking)
-    settle(giving, export.ready_step)
-    settle(taking, room.ready_step)
+    answer_steps(giving, export.ready_step)
+    answer_steps(taking, room.ready_step)
     taking.end_import(room.import_id, giving.end_export(export.export_id, leaves=True))
     check(giving)
     check(taking)
@@ -93,20 +93,20 @@ def test_running_request_leaves_by_swap_and_computes_nothing_again():
     assert plan.new_sequences[0].num_prompt_tokens == 5
     assert plan.new_sequences[0].max_total_tokens == 13
     assert taking.load().num_recomputed_tokens == 0
-    news = answer(taking, plan, 0)
-    assert news.seq_keys.tolist() == [KEY]
-    assert not news.admitted, "its source has heard of that"
+    events = answer(taking, plan, 0)
+    assert events.seq_keys.tolist() == [KEY]
+    assert not events.admitted, "its source has heard of that"
 
 
 def test_tokens_in_flight_are_dropped_and_drawn_again():
     giving, taking = running(make_host_core()), make_host_core()
     in_flight = schedule(giving)
     export = giving.begin_export(ROUTER, KEY)
-    news = answer(giving, in_flight, 0)
-    assert not len(news.token_ids)
+    events = answer(giving, in_flight, 0)
+    assert not len(events.token_ids)
     assert export.ready_step == 3
     room = taking.begin_import(export.moved)
-    settle(giving, 3)
+    answer_steps(giving, 3)
     taking.end_import(room.import_id, giving.end_export(export.export_id, leaves=True))
     answer(taking, schedule(taking))
     assert new(schedule(taking)) == [(0, 5, [0, 1])]
@@ -179,8 +179,8 @@ def test_blocks_of_a_request_that_is_cancelled_on_the_way_are_held_until_the_mov
     answer(giving, schedule(giving))
     assert len(giving.cancel(ROUTER, [KEY])) == 1
     check(giving)
-    assert num_held(giving.tier.pool) == 2, "somebody may be reading them"
-    assert num_held(taking.tier.pool) == 2, "somebody may be writing them"
+    assert num_held(giving.tier.pool) == 2, "a step may be reading them"
+    assert num_held(taking.tier.pool) == 2, "a step may be writing them"
     indices = giving.end_export(export.export_id, leaves=True)
     assert indices == ()
     taking.end_import(room.import_id, indices)
@@ -193,7 +193,7 @@ def test_one_output_that_is_cancelled_on_the_way_does_not_arrive():
     giving, taking = running(make_host_core(), n=2, num_outputs=2), make_host_core()
     export = giving.begin_export(ROUTER, KEY)
     room = taking.begin_import(export.moved)
-    settle(giving, export.ready_step)
+    answer_steps(giving, export.ready_step)
     giving.cancel(ROUTER, [KEY])
     indices = giving.end_export(export.export_id, leaves=True)
     assert indices == (1,)
@@ -211,7 +211,7 @@ def test_lost_worker_gives_back_what_was_leaving():
     assert request.outputs[0].token_ids.tolist() == [7]
 
 
-def test_what_arrived_can_be_found_by_others():
+def test_arrived_blocks_can_be_found_by_others():
     giving, taking = running(make_host_core(), num_prompt_tokens=9), make_host_core()
     move(giving, taking)
     submit(taking, 5, [*range(9), 3])
@@ -221,10 +221,10 @@ def test_what_arrived_can_be_found_by_others():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"num_host_blocks": 0}, "that worker has no host tier"),
-        ({"num_host_blocks": 1}, "it has 2 host blocks, and that worker 1 free"),
-        ({"block_size": 8}, "a block is 4 tokens in 100 bytes here, and 8 tokens"),
-        ({"bytes_per_block": 50}, "4 tokens in 50 bytes there"),
+        ({"num_host_blocks": 0}, "the target worker has no host tier"),
+        ({"num_host_blocks": 1}, "it has 2 host blocks, but the target worker has only 1 free"),
+        ({"block_size": 8}, "a block has 4 tokens in 100 bytes, but at the target worker 8 tokens"),
+        ({"bytes_per_block": 50}, "at the target worker 4 tokens in 50 bytes"),
         ({"max_model_len": 8}, "together they may be 8"),
     ],
 )
@@ -242,7 +242,7 @@ def test_core_that_cannot_give_a_request_refuses_by_name():
         make_host_core().begin_export(ROUTER, KEY)
     with pytest.raises(MigrationRefusedError, match="no host tier"):
         running(make_host_core(num_host_blocks=0)).begin_export(ROUTER, KEY)
-    with pytest.raises(MigrationRefusedError, match="2 device blocks, and its worker has 1 free"):
+    with pytest.raises(MigrationRefusedError, match="2 device blocks, but its worker has only 1"):
         running(make_host_core(num_host_blocks=1)).begin_export(ROUTER, KEY)
     core = running(make_host_core())
     core.begin_export(ROUTER, KEY)

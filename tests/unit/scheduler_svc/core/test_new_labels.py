@@ -1,9 +1,9 @@
-"""Names of blocks, on their way to the worker."""
+"""New labels that wait for the next plan."""
 
 from scheduler_svc.core.handover.labels import NewLabels
 
 
-def test_what_a_step_computes_is_told_with_the_one_after_it():
+def test_blocks_of_a_step_are_labelled_with_the_next_step():
     labels = NewLabels()
     labels.give([1], [bytes(32)])
     labels.begin_step()
@@ -28,7 +28,7 @@ def test_what_moves_in_the_step_is_named_where_it_will_be():
     assert labels.take()[0].tolist() == [5, 1]
 
 
-def test_what_is_not_to_be_trusted_is_not_named():
+def test_distrusted_blocks_get_no_label():
     labels = NewLabels()
     for block in (1, 2):
         labels.give([block], [bytes(32)])

@@ -1,4 +1,4 @@
-"""How much of prompts a step may compute, and when it is late, from the steps before it."""
+"""The pacer's bounds on prompt tokens, and late steps, learned from earlier steps."""
 
 import math
 
@@ -28,14 +28,15 @@ def pacer_after(*steps, max_slowdown=1.5, max_step_s=1.5, config=CPU) -> StepPac
     pacer = StepPacer(Pace(max_slowdown, max_step_s), config)
     now_s = 0.0
     for num_prompt_tokens, num_decodes, execute_s in steps:
-        pacer.sent(plan_of(num_prompt_tokens, num_decodes), now_s)
+        pacer.on_sent(plan_of(num_prompt_tokens, num_decodes), now_s)
         now_s += execute_s
-        pacer.answered(execute_s, now_s)
+        pacer.on_result(execute_s, now_s)
     return pacer
 
 
 def pace(*steps, max_slowdown=1.5, queue=(8, 0, 0), num_short=1) -> int | None:
-    """Of steps (prompt tokens, decodes, seconds), for (decodes, tokens, short ones' tokens)."""
+    """The bound after steps (prompt tokens, decodes, seconds); a queue is (decodes, tokens,
+    short)."""
     prompts = PromptQueue(*queue, num_short)
     return pacer_after(*steps, max_slowdown=max_slowdown).max_paced_tokens(prompts)
 
@@ -47,7 +48,7 @@ def test_there_is_no_bound_before_both_kinds_of_step_are_known():
 
 
 def test_tokens_fill_what_a_step_may_take_longer():
-    # A token takes 1 ms, a decode 100 ms: half as long again are 50 tokens.
+    # A token takes 1 ms, a decode 100 ms: 50 tokens make the step half as long again.
     assert pace((100, 0, 0.1), (0, 8, 0.1)) == 50
     assert pace((100, 0, 0.1), (0, 8, 0.1), max_slowdown=3.0) == 200
 
@@ -61,7 +62,8 @@ def test_a_step_that_was_faster_than_a_decode_does_not_make_tokens_free():
 
 
 def pace_by(few_s, many_s) -> int | None:
-    """Of a decode of 100 ms, and what 10 tokens beside it and 110 alone take."""
+    """The bound beside a decode of 100 ms, if 10 tokens beside it and 110 alone take these
+    times."""
     return pace((0, 8, 0.1), (10, 8, few_s), (110, 0, many_s))
 
 
@@ -130,7 +132,7 @@ def test_no_bound_if_none_is_wanted():
 
 
 def bound(*steps, **settings) -> int | None:
-    """Of the prompts of any step, after steps (prompt tokens, decodes, seconds)."""
+    """The bound on any step's prompt tokens, after steps (prompt tokens, decodes, seconds)."""
     return pacer_after(*steps, **settings).max_prompt_tokens
 
 
@@ -179,10 +181,10 @@ def test_a_machine_that_becomes_slower_is_noticed():
 
 
 def late_after_s(*steps, in_flight):
-    """After steps (prompt tokens, decodes, seconds), with others (prompt tokens, decodes) going."""
+    """When a step is late, after steps (prompt tokens, decodes, seconds), with others in flight."""
     pacer = pacer_after(*steps)
     for num_prompt_tokens, num_decodes in in_flight:
-        pacer.sent(plan_of(num_prompt_tokens, num_decodes), 0.0)
+        pacer.on_sent(plan_of(num_prompt_tokens, num_decodes), 0.0)
     return pacer.is_late_after_s
 
 
@@ -192,7 +194,7 @@ def test_steps_are_late_after_ten_times_what_they_take():
     assert late_after_s(*known, in_flight=[(0, 8)]) == 1.5, "no less: a process may be starved"
 
 
-def test_nobody_can_say_when_a_step_of_an_unknown_kind_is_late():
+def test_a_step_of_an_unknown_kind_is_never_late():
     assert late_after_s(in_flight=[(10, 0)]) is None
     assert late_after_s((100, 0, 1.0), in_flight=[(0, 8)]) is None
     assert late_after_s((0, 8, 1.0), in_flight=[(10, 0)]) is None
@@ -205,10 +207,10 @@ def test_a_step_that_computes_nothing_may_wait_as_long_as_it_is_alone():
 
 
 def next_due_s(*steps, in_flight, at_s=7.0):
-    """As `late_after_s`, for steps that are sent at a time."""
+    """When the next step is due, after these steps and with others in flight."""
     pacer = pacer_after(*steps)
     for num_prompt_tokens, num_decodes in in_flight:
-        pacer.sent(plan_of(num_prompt_tokens, num_decodes), at_s)
+        pacer.on_sent(plan_of(num_prompt_tokens, num_decodes), at_s)
     return pacer.next_due_s
 
 
@@ -221,7 +223,7 @@ def test_the_next_step_is_due_shortly_before_the_one_in_flight_ends():
     assert next_due_s(*KNOWN, in_flight=[(390, 8)]) == pytest.approx(7.3), "decodes count, too"
 
 
-def test_the_next_step_is_due_at_once_behind_a_short_one_or_one_that_nobody_knows():
+def test_the_next_step_is_due_at_once_after_a_short_or_unknown_one():
     assert next_due_s(*KNOWN, in_flight=[]) == -math.inf
     assert next_due_s(*KNOWN, in_flight=[(0, 8)]) < 7
     assert next_due_s(*KNOWN, in_flight=[(0, 0)]) < 7, "it waits for the disk"
@@ -230,20 +232,20 @@ def test_the_next_step_is_due_at_once_behind_a_short_one_or_one_that_nobody_know
 
 def test_a_step_begins_when_the_one_before_it_is_answered():
     pacer = pacer_after(*KNOWN)
-    pacer.sent(plan_of(100, 0), 1.0)
-    pacer.sent(plan_of(400, 0), 1.05)
-    pacer.answered(0.1, 1.1)
+    pacer.on_sent(plan_of(100, 0), 1.0)
+    pacer.on_sent(plan_of(400, 0), 1.05)
+    pacer.on_result(0.1, 1.1)
     assert pacer.next_due_s == pytest.approx(1.4)
 
 
 def test_a_wait_behind_the_step_before_does_not_make_the_next_one_late():
     pacer = pacer_after()
     now_s = 0.0
-    pacer.sent(plan_of(0, 8), now_s)
+    pacer.on_sent(plan_of(0, 8), now_s)
     for _ in range(40):  # each is launched as the one before begins, and takes 0.1 s of its own
-        pacer.sent(plan_of(0, 8), now_s)
+        pacer.on_sent(plan_of(0, 8), now_s)
         now_s += 0.1
-        pacer.answered(0.2, now_s)
+        pacer.on_result(0.2, now_s)
     assert pacer.next_due_s - now_s == pytest.approx(0.075, abs=0.005)
 
 

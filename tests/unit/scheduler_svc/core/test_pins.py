@@ -1,4 +1,4 @@
-"""Pins by example: what stays in the prefix cache, until when, and what it gives way to."""
+"""Pins by example: which blocks stay cached, until when, and when pins are given up."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ A, B, C = range(8), range(50, 58), range(100, 108)
 
 
 def run(core, key, prompt, now=0.0, **options) -> list[int]:
-    """Take a request of one token to its end; return how much of each prompt was pinned."""
+    """Run a request of one token to its end; return the pinned tokens of each prompt."""
     submit(core, key, prompt, max_tokens=1, **options)
     pinned = []
     while core.load().num_running + core.load().num_waiting:
@@ -48,7 +48,7 @@ def test_a_pinned_prompt_outlives_newer_ones_until_its_time_has_passed():
     assert (core.load().num_pinned_blocks, core.load().num_cached_blocks) == (0, 4)
 
 
-def test_who_asks_for_more_than_the_quota_gets_the_beginning():
+def test_a_pin_above_the_quota_pins_the_beginning():
     core = make_core(num_blocks=8, max_pinned_share=0.25)
     assert run(core, 0, range(20), cache_pin_s=10.0) == [8]
     assert core.load().num_pinned_blocks == 2
@@ -75,8 +75,8 @@ def test_of_a_request_that_comes_back_with_output_the_prompt_is_pinned_and_no_mo
     core = make_core()
     outputs = (OutputSoFar(np.arange(9, dtype=np.int32), finished=False),)
     submit(core, 0, A, max_tokens=12, cache_pin_s=10.0, outputs=outputs)
-    news = answer(core, schedule(core), 0)
-    assert [pin.num_tokens for pin in news.pinned] == [8]
+    events = answer(core, schedule(core), 0)
+    assert [pin.num_tokens for pin in events.pinned] == [8]
     assert core.load().num_pinned_blocks == 2
 
 
@@ -149,8 +149,8 @@ def test_a_prompt_found_on_the_host_is_pinned_when_its_swap_in_has_succeeded():
             answer(core, plans.pop(0))
     assert core.load().num_pinned_blocks == 0
     assert plans[0].swap_in_dst_block_ids.size == 2
-    news = answer(core, plans[0])
-    assert [pin.num_tokens for pin in news.pinned] == [8]
+    events = answer(core, plans[0])
+    assert [pin.num_tokens for pin in events.pinned] == [8]
     assert core.load().num_pinned_blocks == 2
 
 
@@ -178,7 +178,7 @@ def test_pins_end_one_after_the_other():
     assert num_pinned == [4, 2, 2, 0]
 
 
-def test_what_is_not_to_be_trusted_is_not_pinned():
+def test_distrusted_blocks_are_not_pinned():
     core = make_core(max_pinned_share=0.5)
     submit(core, 0, A, cache_pin_s=10.0)
     plan = schedule(core)

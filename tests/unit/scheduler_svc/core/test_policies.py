@@ -1,4 +1,4 @@
-"""Policies by example: in which order sequences are admitted, and which one is preempted."""
+"""Policies by example: the order of admission, and the preempted sequence."""
 
 import sys
 from itertools import pairwise
@@ -162,7 +162,7 @@ def test_a_policy_that_cannot_be_is_named(name, args, problem):
 
 
 def test_ranks_of_one_policy_compare():
-    """Every built-in gives keys that sort, whatever a request asks."""
+    """The ranks of every built-in policy are comparable, for any requests."""
     for name in ("fcfs", "priority", "fair", "deadline", "priority+fair+deadline"):
         policy = make_policy(name, ())
         assert isinstance(policy, Policy)

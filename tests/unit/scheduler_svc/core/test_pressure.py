@@ -1,4 +1,4 @@
-"""What a core does while its worker's memory is short, by example."""
+"""A core while its worker's memory is short, by example."""
 
 import pytest
 from core_driver import ROUTER, answer, chunks, make_core, new, outs, schedule, submit
@@ -17,7 +17,7 @@ HOST = {
 
 
 def run_some(core, num_seqs, **fields):
-    """Have so many run, one block each, whose first token is sampled; return the rows."""
+    """Run `num_seqs` sequences of one block each to their first token; return the rows."""
     for key in range(num_seqs):
         submit(core, key, [key, key], max_tokens=20, **fields)
     plan = schedule(core)
@@ -28,7 +28,7 @@ def run_some(core, num_seqs, **fields):
 
 
 def step(core, now=0.0):
-    """Have all that run get one token each; return the plan."""
+    """Give each running sequence one token; return the plan."""
     plan = schedule(core, now)
     rows = [seq.row for seq in core.running if seq.status.name == "DECODE"]
     answer(core, plan, *rows)
@@ -39,7 +39,7 @@ def num_running(core):
     return core.load().num_running
 
 
-def test_at_warning_nobody_is_added_to_those_that_run():
+def test_at_warning_no_more_sequences_run():
     core = make_core()
     run_some(core, 2)
     core.set_memory_level(WARNING)
@@ -50,7 +50,7 @@ def test_at_warning_nobody_is_added_to_those_that_run():
     assert core.load().num_preemptions == 0
 
 
-def test_at_warning_who_ends_makes_room_for_the_next():
+def test_at_warning_an_ended_sequence_makes_room_for_the_next():
     core = make_core()
     run_some(core, 2)
     core.set_memory_level(WARNING)
@@ -143,7 +143,7 @@ def test_a_level_that_comes_back_does_not_halve_sooner():
     assert num_running(core) == 2
 
 
-def test_who_is_preempted_is_swapped_out_where_that_makes_room():
+def test_a_preempted_sequence_is_swapped_out_if_that_makes_room():
     core = make_core(**HOST)
     run_some(core, 2)
     core.set_memory_level(CRITICAL)
@@ -151,7 +151,7 @@ def test_who_is_preempted_is_swapped_out_where_that_makes_room():
     assert core.load().num_swapped == 1
 
 
-def test_who_is_preempted_is_not_swapped_out_into_the_same_memory():
+def test_a_preempted_sequence_is_not_swapped_out_into_the_same_memory():
     core = make_core(**HOST, host_is_device_memory=True)
     run_some(core, 2)
     core.set_memory_level(CRITICAL)
@@ -180,11 +180,11 @@ def test_a_search_runs_whole_or_not_at_all():
     submit(core, 0, [1] * 6, beam=beam)
     assert len(new(schedule(core))) == 1, "alone it may, however wide it is"
     submit(core, 10, [2] * 6)
-    assert core.schedule(0.0) is None, "the search waits for its result, and nobody starts"
+    assert core.schedule(0.0) is None, "the search waits for its result, and no sequence starts"
     assert core.load().num_waiting == 1
 
 
-def test_a_level_that_is_told_again_changes_no_bound():
+def test_a_repeated_level_changes_no_bound():
     pressure = Pressure()
     pressure.set_level(WARNING, 6)
     pressure.set_level(WARNING, 2)

@@ -1,4 +1,4 @@
-"""A pool that grows and shrinks by example: which block goes where, and when it is gone."""
+"""A pool that grows and shrinks by example: which block moves where, and when it is removed."""
 
 import pytest
 from core_driver import ROUTER, answer, make_core, new, schedule, submit
@@ -28,7 +28,7 @@ def held(core):
 
 
 def run_three(core, max_tokens=3):
-    """Sequences in blocks [0, 1], [2, 3], [4, 5], the next one to be answered."""
+    """Run sequences in blocks [0, 1], [2, 3], [4, 5]; one step is in flight."""
     for key in range(3):
         submit(core, key, [10 * key + token for token in PROMPT], max_tokens=max_tokens)
     plan = schedule(core)
@@ -89,7 +89,7 @@ def test_held_blocks_move_below_and_are_gone_when_the_step_is_answered():
     check(core)
 
 
-def test_what_goes_counts_as_free_nowhere():
+def test_leaving_blocks_count_as_free_nowhere():
     core = core_of()
     answer(core, run_three(core, max_tokens=9), 0, 1, 2)
     core.cancel(ROUTER, [0])
@@ -201,7 +201,10 @@ def test_a_pool_that_waits_for_pins_alone_gives_them_up():
     ("num_blocks", "why"),
     [
         (25, "num_blocks is 25; the worker has reserved room for at most 24"),
-        (7, "num_blocks is 7; it must be at least 8: so many has a sequence of max_model_len, 32"),
+        (
+            7,
+            "num_blocks is 7; it must be at least 8, which is enough for one sequence",
+        ),
     ],
 )
 def test_a_size_beyond_its_limits_is_refused(num_blocks, why):
@@ -219,7 +222,7 @@ def test_a_size_that_what_is_live_does_not_fit_is_refused():
     with pytest.raises(ResizeRefusedError, match="request 'request-0', which is live, needs more"):
         core.shrink(9)
     core.shrink(10)
-    with pytest.raises(ResizeRefusedError, match="num_blocks is 9; it is about to become 10"):
+    with pytest.raises(ResizeRefusedError, match="num_blocks is 9; a resize to 10 is in progress"):
         core.shrink(9)
 
 

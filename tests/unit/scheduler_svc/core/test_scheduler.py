@@ -9,7 +9,12 @@ from core_driver import ROUTER, answer, chunks, grown, make_core, new, schedule,
 
 from contract.hashing import extend_chain, root_hash
 from contract.step import Result, StepId
-from scheduler_svc.core.errors import BrokenInvariantError, QueueFullError, RequestTooLongError
+from scheduler_svc.core.errors import (
+    BrokenInvariantError,
+    QueueFullError,
+    RequestTooLongError,
+    TooManySequencesError,
+)
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.request import FinishReason
 
@@ -24,15 +29,15 @@ def test_a_prompt_is_computed_then_decodes_until_its_length():
     assert (chunks(second), second.num_decodes) == ({}, 1)
     assert core.schedule(0.0) is None, "two steps are in flight"
 
-    news = answer(core, first, 0)
-    assert [(a.seq_key, a.num_cached_tokens, a.queue_s) for a in news.admitted] == [(5, 0, 2.0)]
-    assert (news.seq_keys.tolist(), news.token_ids.tolist()) == ([5], [7])
+    events = answer(core, first, 0)
+    assert [(a.seq_key, a.num_cached_tokens, a.queue_s) for a in events.admitted] == [(5, 0, 2.0)]
+    assert (events.seq_keys.tolist(), events.token_ids.tolist()) == ([5], [7])
     third = schedule(core)
     assert third.num_decodes == 1
     answer(core, second, 0)
     assert core.schedule(0.0) is None, "it has its length when the third step is done"
-    news = answer(core, third, 0)
-    assert [(f.seq_key, f.reason) for f in news.finished] == [(5, FinishReason.LENGTH)]
+    events = answer(core, third, 0)
+    assert [(f.seq_key, f.reason) for f in events.finished] == [(5, FinishReason.LENGTH)]
     assert schedule(core).released_rows.tolist() == [0]
 
 
@@ -142,13 +147,13 @@ def test_the_last_to_come_is_preempted_and_resumes_with_its_tokens():
     assert core.load().num_preemptions == 1
     assert (plan.released_rows.tolist(), plan.num_decodes) == ([1], 1)
     for _ in range(20):
-        if (news := answer(core, plan, 0)).finished:
+        if (events := answer(core, plan, 0)).finished:
             break
         plan = schedule(core)
     resumed = schedule(core).new_sequences[0]
     assert resumed.token_ids.tolist() == [5, 6, 7, 7, 7]
     assert resumed.num_prompt_tokens == 3
-    assert [f.seq_key for f in news.finished] == [0]
+    assert [f.seq_key for f in events.finished] == [0]
 
 
 def test_siblings_share_the_prompt_and_copy_its_last_block():
@@ -176,15 +181,15 @@ def test_a_token_after_the_stop_is_dropped_and_blocks_wait_for_the_step_in_fligh
     core = make_core(num_blocks=4, enable_prefix_caching=False)
     submit(core, 0, [1, 2, 3, 4, 5])
     first, second = schedule(core), schedule(core)
-    news = answer(core, first, 0, stopped=[0])
-    assert [(f.reason, f.stop_token_id) for f in news.finished] == [(FinishReason.STOP, 7)]
+    events = answer(core, first, 0, stopped=[0])
+    assert [(f.reason, f.stop_token_id) for f in events.finished] == [(FinishReason.STOP, 7)]
     assert core.load().num_free_blocks == 2, "step two may still write"
-    news = answer(core, second, 0)
-    assert news.seq_keys.tolist() == []
+    events = answer(core, second, 0)
+    assert events.seq_keys.tolist() == []
     assert core.load().num_free_blocks == 4
 
 
-def test_blocks_of_broken_logits_are_found_by_nobody():
+def test_blocks_of_rows_without_finite_logits_cannot_be_found():
     core = make_core()
     submit(core, 0, [1, 2, 3, 4, 5])
     (finished,) = answer(core, schedule(core), failed=[0]).finished
@@ -241,6 +246,12 @@ def test_a_full_queue_refuses_and_says_how_full():
         submit(core, 2, [1])
 
 
+def test_more_sequences_than_may_ever_wait_are_refused_for_good():
+    core = make_core(max_waiting=2)
+    with pytest.raises(TooManySequencesError, match=r"3 sequences; at most 2 may wait"):
+        submit(core, 0, [1], n=3)
+
+
 def test_a_result_out_of_order_is_a_bug():
     core = make_core()
     submit(core, 0, [1])
@@ -286,8 +297,8 @@ def test_an_output_whose_form_cannot_be_followed_ends_and_its_blocks_stay_findab
     core = make_core()
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     submit(core, 0, prompt, max_tokens=5)
-    news = answer(core, schedule(core), stuck_rows=[0])
-    (finished,) = news.finished
+    events = answer(core, schedule(core), stuck_rows=[0])
+    (finished,) = events.finished
     assert finished.reason is FinishReason.ERROR
     assert "form" in finished.error
     submit(core, 1, prompt, max_tokens=1)

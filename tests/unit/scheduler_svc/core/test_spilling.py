@@ -1,4 +1,4 @@
-"""Swapped sequences that spill to the disk, by example: who makes room for whom, and comes back."""
+"""Swapped sequences that spill to the disk, by example, and come back."""
 
 import numpy as np
 import pytest
@@ -24,9 +24,9 @@ from scheduler_svc.core.sequence import SeqStatus
 
 
 def make_spilled(**overrides):
-    """A core in which 2, with seven computed tokens in two blocks, has just spilled both for 1.
+    """A core in which sequence 2, with seven tokens in two blocks, has just spilled both for 1.
 
-    Return it and the plan; 0 runs alone.
+    Returns the core and the plan; only sequence 0 runs.
     """
     settings = {
         "num_host_blocks": 3,
@@ -65,7 +65,7 @@ def test_no_more_blocks_spill_than_there_is_need_for():
     assert core.load().num_spilled_blocks == 1
 
 
-def test_of_what_spills_others_find_the_full_blocks():
+def test_others_find_the_full_blocks_of_a_spilled_sequence():
     core, plan = make_spilled(enable_prefix_caching=True)
     answer(core, plan, 0, stored_disk_block_ids=stores(plan).values())
     chain = []
@@ -74,7 +74,7 @@ def test_of_what_spills_others_find_the_full_blocks():
 
 
 def fetch_spilled(core, plan, **ends):
-    """Let 2 have its turn; return the plan after the one that loads its blocks to the host."""
+    """Let sequence 2 resume; return the plan after the one that loads its blocks to the host."""
     answer(core, plan, 0, stored_disk_block_ids=[0, 1])
     core.cancel(ROUTER, [0, 1])
     plan = schedule(core)
@@ -136,7 +136,7 @@ def test_a_spilled_sequence_that_is_cancelled_leaves_nothing():
 
 
 def preempt_beside(*prompts):
-    """Have a sequence of three blocks preempted while `prompts` are on a host of four and wait."""
+    """Preempt a sequence of three blocks, while waiting `prompts` have blocks on a host of four."""
     core = make_core(
         num_blocks=6, num_host_blocks=4, num_disk_blocks=8, preemption_mode=PreemptionMode.SWAP
     )
@@ -155,19 +155,19 @@ def preempt_beside(*prompts):
     return core, plan
 
 
-def test_what_was_fetched_for_one_that_waits_is_let_go_for_one_that_is_swapped_out():
+def test_fetched_blocks_of_a_waiting_prompt_are_released_for_a_swap_out():
     core, plan = preempt_beside([1] * 9)  # two blocks
     assert len(outs(plan)) == 3
     assert core.load().num_swapped == 1
 
 
-def test_no_more_is_let_go_than_there_is_need_for():
+def test_no_more_blocks_are_released_than_needed():
     core, plan = preempt_beside([1] * 5, [2] * 5)  # a block each
     assert len(outs(plan)) == 3
     assert core.load().num_cached_host_blocks == 0, "the first's is still held"
 
 
-def test_what_was_fetched_for_one_that_waits_is_let_go_for_one_that_comes_back():
+def test_fetched_blocks_of_a_waiting_prompt_are_released_for_a_resuming_sequence():
     core, _ = preempt_beside([1] * 5, [2] * 5)
     (swapped,) = [seq for seq in core.live if seq.status is SeqStatus.SWAPPED]
     assert core.tier.pool.num_available == 0
@@ -218,7 +218,7 @@ def test_by_cost_the_way_of_what_spills_counts(num_host_blocks, disk_bytes_per_s
     assert bool(outs(plan)) == bool(stores(plan)) == spills
 
 
-def test_without_room_anywhere_the_first_in_order_has_that_of_those_behind_it(monkeypatch):
+def test_without_room_the_first_in_order_takes_that_of_later_ones(monkeypatch):
     core, plan = make_spilled(num_disk_blocks=2)
     answer(core, plan, 0, stored_disk_block_ids=[0, 1])
     swapped = {seq.seq_key: seq for seq in core.live if seq.status is SeqStatus.SWAPPED}
@@ -231,7 +231,7 @@ def test_without_room_anywhere_the_first_in_order_has_that_of_those_behind_it(mo
     check(core)
 
 
-def test_who_is_not_wholly_on_the_host_yet_does_not_spill():
+def test_a_sequence_not_wholly_on_the_host_does_not_spill():
     core, plan = make_spilled()
     answer(core, plan, 0, stored_disk_block_ids=[0, 1])
     (swapped,) = [seq for seq in core.live if seq.seq_key == 1]

@@ -1,4 +1,4 @@
-"""Which sequences go on, and where, when a scheduler core is replaced."""
+"""Which sequences continue, and where, when a scheduler core is replaced."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from takeover_driver import (
     MAX_TOKENS,
     PROMPT,
     Pair,
-    assert_all_heard,
+    assert_all_received,
     long_request,
     make_request,
     num_outputs,
@@ -33,25 +33,25 @@ def test_a_sequence_runs_on_where_it_was_and_computes_nothing_again():
     pair.submit(pair.again(request))
     assert not pair.core.takeover.unclaimed
     pair.run()
-    assert_all_heard(pair, request)
+    assert_all_received(pair, request)
     num_left = num_outputs(request) - 6
     assert pair.worker.num_computed_tokens - num_computed == num_left
     assert pair.core.load().num_recomputed_tokens == 0
 
 
-def test_tokens_that_nobody_heard_of_are_told_and_not_drawn_again(monkeypatch):
+def test_tokens_that_no_router_received_are_sent_and_not_drawn_again(monkeypatch):
     monkeypatch.setattr("tests.property.worker.crc32", lambda _: 1)  # no log-probabilities
     pair, request = Pair(), long_request()
     pair.submit(request)
     pair.step(4)
-    pair.step(2, is_heard=False)
+    pair.step(2, is_received=False)
     num_computed = pair.worker.num_computed_tokens
-    assert len(pair.heard[0]) == 4
+    assert len(pair.received[0]) == 4
     pair.replace_core()
     pair.submit(pair.again(request))
-    assert len(pair.heard[0]) == 6
+    assert len(pair.received[0]) == 6
     pair.run()
-    assert_all_heard(pair, request)
+    assert_all_received(pair, request)
     assert pair.worker.num_computed_tokens - num_computed == num_outputs(request) - 6
 
 
@@ -60,31 +60,31 @@ def test_tokens_whose_log_probabilities_are_lost_are_drawn_again(monkeypatch):
     pair, request = Pair(), long_request()
     pair.submit(request)
     pair.step(4)
-    pair.step(2, is_heard=False)
+    pair.step(2, is_received=False)
     pair.replace_core()
     pair.submit(pair.again(request))
-    assert len(pair.heard[0]) == 4
+    assert len(pair.received[0]) == 4
     pair.run()
-    assert_all_heard(pair, request)
+    assert_all_received(pair, request)
     assert pair.core.load().num_recomputed_tokens == 2
 
 
-def test_tokens_whose_log_probabilities_are_kept_are_told_with_them(monkeypatch):
+def test_tokens_are_reported_with_kept_log_probabilities(monkeypatch):
     monkeypatch.setattr("tests.property.worker.crc32", lambda _: 4 * 3)  # of three tokens
     pair, request = Pair(), long_request()
     pair.submit(request)
     pair.step(4)
-    pair.step(2, is_heard=False)
+    pair.step(2, is_received=False)
     num_computed = pair.worker.num_computed_tokens
     pair.replace_core()
     pair.core.submit(pair.again(request), 0.0)
-    news = pair.core.take_adopted()
-    assert len(news.token_ids) == 2
-    assert news.logprobs == tuple((i, log_of(16 + 4 + i)) for i in range(2))
-    assert news.result_index.tolist() == [0, 1]
-    pair._hear(news)
+    events = pair.core.take_adopted()
+    assert len(events.token_ids) == 2
+    assert events.logprobs == tuple((i, log_of(16 + 4 + i)) for i in range(2))
+    assert events.result_index.tolist() == [0, 1]
+    pair._receive(events)
     pair.run()
-    assert_all_heard(pair, request)
+    assert_all_received(pair, request)
     assert pair.worker.num_computed_tokens - num_computed == num_outputs(request) - 6
 
 
@@ -95,10 +95,10 @@ def test_a_sequence_that_stopped_unheard_ends(monkeypatch):
     pair, request = Pair(), make_request(prompt=prompt)
     pair.submit(request)
     pair.step(2)
-    pair.step(1, is_heard=False)
+    pair.step(1, is_received=False)
     pair.replace_core()
     pair.submit(pair.again(request))
-    assert_all_heard(pair, request)
+    assert_all_received(pair, request)
     assert pair.reasons == {0: FinishReason.STOP}
     load = pair.core.load()
     assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
@@ -115,7 +115,7 @@ def test_outputs_that_share_their_prompt_share_it_still():
     load = pair.core.load()
     assert load.num_free_blocks + load.num_cached_blocks >= num_free - 3
     pair.run()
-    assert_all_heard(pair, request)
+    assert_all_received(pair, request)
     num_had = sum(6 - (index > 0) for index in range(3))  # siblings start a step later
     assert pair.worker.num_computed_tokens - num_computed == num_outputs(request) - num_had
 
@@ -123,14 +123,14 @@ def test_outputs_that_share_their_prompt_share_it_still():
 def test_outputs_of_which_nothing_was_heard_are_adopted_each():
     pair, request = Pair(), long_request(n=2)
     pair.submit(request)
-    pair.step(3, is_heard=False)
-    pair.step(1, is_heard=False)
+    pair.step(3, is_received=False)
+    pair.step(1, is_received=False)
     pair.replace_core()
     assert len(pair.core.takeover.unclaimed) == 2
     pair.submit(request)
     assert not pair.core.takeover.unclaimed
     pair.run()
-    assert_all_heard(pair, request)
+    assert_all_received(pair, request)
 
 
 def test_a_prompt_that_was_half_computed_goes_on_from_there():
@@ -141,7 +141,7 @@ def test_a_prompt_that_was_half_computed_goes_on_from_there():
     pair.replace_core()
     pair.submit(request)
     pair.run()
-    assert_all_heard(pair, request)
+    assert_all_received(pair, request)
     num_prompt = len(request.prompt_token_ids)
     assert pair.worker.num_computed_tokens == num_prompt + num_outputs(request) - 1
 
@@ -154,11 +154,11 @@ def test_without_a_prefix_cache_sequences_run_on_all_the_same():
     pair.replace_core()
     pair.submit(pair.again(request))
     pair.run()
-    assert_all_heard(pair, request)
+    assert_all_received(pair, request)
     assert pair.worker.num_computed_tokens - num_computed == num_outputs(request) - 6
 
 
-def test_what_nobody_claims_is_free_after_a_time_and_stays_cached():
+def test_unclaimed_blocks_are_freed_after_a_time_and_stay_cached():
     pair, request = Pair(), long_request()
     pair.submit(request)
     pair.step(6)
@@ -174,7 +174,7 @@ def test_what_nobody_claims_is_free_after_a_time_and_stays_cached():
     assert load.num_cached_blocks > 0
 
 
-def test_what_nobody_claims_gives_way_to_who_could_not_run_otherwise():
+def test_unclaimed_blocks_give_way_to_a_sequence_that_could_not_run_otherwise():
     pair, request = Pair(num_blocks=12), long_request()
     pair.submit(request)
     pair.step(6)
@@ -185,7 +185,7 @@ def test_what_nobody_claims_gives_way_to_who_could_not_run_otherwise():
     assert pair.core.takeover.unclaimed, "its request may be on its way"
     pair.step(now=REUNION_S)
     assert not pair.core.takeover.unclaimed
-    assert 1 in pair.heard
+    assert 1 in pair.received
 
 
 def test_another_request_of_that_name_does_not_get_its_tokens():
@@ -207,7 +207,7 @@ def test_another_request_of_that_name_does_not_get_its_tokens():
 
 
 def test_a_block_that_two_rows_claim_to_write_is_copied():
-    """A worker that lies, or a block that somebody found by its hash."""
+    """The worker's report is wrong, or another sequence found the block by its hash."""
     pair, request = Pair(), long_request()
     pair.submit(request)
     pair.step(6)
@@ -233,4 +233,4 @@ def test_a_row_with_more_tokens_than_its_request_may_have_is_not_believed():
     pair.core.inherit(Holdings((lie,), held.device), 0.0)
     pair.submit(pair.again(request))
     pair.run()
-    assert_all_heard(pair, request)
+    assert_all_received(pair, request)

@@ -34,7 +34,7 @@ def test_pins_stay_for_the_rest_of_their_time_and_outlive_newer_prompts():
     assert pair.core.load().num_pinned_blocks == 0
 
 
-def test_rows_that_nobody_has_claimed_give_way_to_a_search_and_pins_do_not():
+def test_unclaimed_rows_give_way_to_a_search_and_pins_do_not():
     pair, pinned = Pair(max_num_seqs=3), make_request(max_tokens=1, cache_pin_s=20.0)
     pair.submit(pinned)
     pair.run()
@@ -48,7 +48,7 @@ def test_rows_that_nobody_has_claimed_give_way_to_a_search_and_pins_do_not():
     assert pair.core.load().num_pinned_blocks == 2
 
 
-def test_of_more_pins_than_the_quota_those_that_end_last_stay_and_of_them_the_beginning():
+def test_above_the_quota_the_pins_that_end_last_stay_beginning_with_their_first_blocks():
     pair, prompts = Pair(max_pinned_share=1.0), ([0] * 8, [1] * 8)
     for key, (prompt, pin_s) in enumerate(zip(prompts, (30.0, 20.0), strict=True)):
         pair.submit(make_request(key, prompt, max_tokens=1, cache_pin_s=pin_s))
@@ -61,7 +61,7 @@ def test_of_more_pins_than_the_quota_those_that_end_last_stay_and_of_them_the_be
     assert pinned == {*chains[0], chains[1][0]}
 
 
-def test_a_prompt_pinned_anew_is_told_anew():
+def test_a_prompt_that_is_pinned_again_is_reported_again():
     pair = Pair()
     for key, pin_s in enumerate([10.0, 5.0, 30.0]):
         pair.submit(make_request(key, max_tokens=1, cache_pin_s=pin_s))

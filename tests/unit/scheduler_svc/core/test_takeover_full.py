@@ -1,4 +1,4 @@
-"""A scheduler core is replaced while its worker's memory is full, and some of it on the host."""
+"""A scheduler core is replaced while the device is full and some KV is on the host."""
 
 from collections import deque
 from dataclasses import replace
@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from takeover_driver import Pair, assert_all_heard, lengths, make_request
+from takeover_driver import Pair, assert_all_received, lengths, make_request
 
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.handover.takeover import REUNION_S
@@ -16,7 +16,7 @@ CRAMPED = {"num_blocks": 20, "num_host_blocks": 64, "max_swap_blocks": 4}
 
 
 def long_requests(count):
-    """Some of one output and some of two, each of which has 20 tokens at least."""
+    """Requests with one or two outputs of at least 20 tokens each."""
     dice, requests = Random(1), []
     while len(requests) < count:
         key, n = 10 * len(requests), 1 + len(requests) % 2
@@ -31,28 +31,30 @@ REQUESTS = long_requests(5)
 
 @pytest.fixture(autouse=True)
 def _no_log_probabilities(monkeypatch):
-    """They would be lost of some tokens, which are drawn again."""
+    """Those of some tokens would be lost, and these tokens would be drawn again."""
     monkeypatch.setattr("tests.property.worker.crc32", lambda _: 1)
 
 
-def run_two_ahead(pair, num_results, *, num_unheard=0):
+def run_two_ahead(pair, num_results, *, num_not_received=0):
     """As the engine does it, with two steps in flight at the end."""
-    outcomes, news = deque(), []
+    outcomes, events = deque(), []
     for _ in range(num_results):
         while len(outcomes) < 2 and (plan := pair.core.schedule(0.0)) is not None:
             outcomes.append(pair.worker.execute(plan))
-        news.append(pair.core.update(outcomes.popleft()))
+        events.append(pair.core.update(outcomes.popleft()))
     while len(outcomes) < 2 and (plan := pair.core.schedule(0.0)) is not None:
         outcomes.append(pair.worker.execute(plan))
-    for each in news[: len(news) - num_unheard]:
-        pair._hear(each)
+    for each in events[: len(events) - num_not_received]:
+        pair._receive(each)
 
 
 def submit_again(pair, requests, *, num_steps_between):
     for request in requests:
         keys = range(request.first_seq_key, request.first_seq_key + request.n)
         outputs = tuple(
-            OutputSoFar(np.array(pair.heard.get(key, []), np.int32), finished=key in pair.reasons)
+            OutputSoFar(
+                np.array(pair.received.get(key, []), np.int32), finished=key in pair.reasons
+            )
             for key in keys
         )
         if all(output.finished for output in outputs):
@@ -63,7 +65,8 @@ def submit_again(pair, requests, *, num_steps_between):
 
 
 def run_to_the_end(pair):
-    """What had ended before, and has a row still, keeps its blocks until `REUNION_S`."""
+    """Run to the end. Sequences that had ended but still have a row keep blocks until
+    `REUNION_S`."""
     pair.step(100)
     pair.run(now=REUNION_S)
 
@@ -71,9 +74,9 @@ def run_to_the_end(pair):
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("num_steps_between", [0, 1])
 def test_nothing_is_computed_again_whenever_it_happens(num_steps_between, order):
-    """Not what runs, nor what is swapped out, nor what needs a block of which none is free.
+    """Running and swapped sequences continue, and so do those that need a block when none is free.
 
-    The first to come again takes nothing from those that come after it.
+    The first one that returns takes nothing from those that return later.
     """
     num_swapped = 0
     for num_results in range(1, 56, 3):
@@ -86,7 +89,7 @@ def test_nothing_is_computed_again_whenever_it_happens(num_steps_between, order)
         submit_again(pair, REQUESTS[::order], num_steps_between=num_steps_between)
         run_to_the_end(pair)
         for request in REQUESTS:
-            assert_all_heard(pair, request)
+            assert_all_received(pair, request)
         assert pair.core.load().num_recomputed_tokens == 0, f"after {num_results} results"
     assert num_swapped > 20
 
@@ -100,8 +103,8 @@ def test_nothing_is_computed_again_whenever_it_happens(num_steps_between, order)
         ({"num_blocks": 200, "num_host_blocks": 0}, False),
     ],
 )
-def test_what_needs_a_block_and_has_no_place_to_wait_is_computed_again(changes, computes_again):
-    """To the same tokens; and what finds a free block is not."""
+def test_a_sequence_that_needs_a_block_without_host_room_is_recomputed(changes, computes_again):
+    """The tokens are the same. A sequence that finds a free block is not recomputed."""
     num_recomputed = 0
     for num_results in range(1, 56 if computes_again else 19, 3):  # else they have ended
         pair = Pair(**changes)
@@ -112,13 +115,13 @@ def test_what_needs_a_block_and_has_no_place_to_wait_is_computed_again(changes, 
         submit_again(pair, REQUESTS, num_steps_between=0)
         run_to_the_end(pair)
         for request in REQUESTS:
-            assert_all_heard(pair, request)
+            assert_all_received(pair, request)
         num_recomputed += pair.core.load().num_recomputed_tokens
     assert (num_recomputed > 0) == computes_again
 
 
-def test_what_was_swapped_out_ahead_of_its_source_by_a_token_is_found():
-    """Also if that token is the first of a block."""
+def test_a_swapped_sequence_one_token_ahead_of_its_router_is_found():
+    """This holds even if that token is the first of a block."""
     num_ahead = 0
     for num_results in range(4, 30):
         pair = Pair(**CRAMPED)
@@ -127,13 +130,13 @@ def test_what_was_swapped_out_ahead_of_its_source_by_a_token_is_found():
         run_two_ahead(pair, num_results)
         swapped = [seq for seq in pair.core.live if seq.host_block_ids]
         for seq in swapped:
-            del pair.heard[seq.seq_key][seq.num_computed_tokens - seq.num_prompt_tokens :]
+            del pair.received[seq.seq_key][seq.num_computed_tokens - seq.num_prompt_tokens :]
         num_ahead += len(swapped)
         pair.replace_core()
         submit_again(pair, REQUESTS, num_steps_between=0)
         run_to_the_end(pair)
         for request in REQUESTS:
-            assert_all_heard(pair, request)
+            assert_all_received(pair, request)
         assert pair.core.load().num_recomputed_tokens == 0, f"after {num_results} results"
     assert num_ahead > 20
 
@@ -145,11 +148,11 @@ def test_less_than_a_block_is_computed_again_of_what_was_swapped_out_far_ahead_o
     run_two_ahead(pair, 20)
     swapped = [seq for seq in pair.core.live if seq.host_block_ids]
     for seq in swapped:
-        del pair.heard[seq.seq_key][-3:]
+        del pair.received[seq.seq_key][-3:]
     pair.replace_core()
     submit_again(pair, REQUESTS, num_steps_between=0)
     run_to_the_end(pair)
     for request in REQUESTS:
-        assert_all_heard(pair, request)
+        assert_all_received(pair, request)
     num_recomputed = pair.core.load().num_recomputed_tokens
     assert 0 < num_recomputed < pair.config.block_size * len(swapped)

@@ -1,6 +1,6 @@
-"""The scheduler dies while a request moves, with its KV, from one worker to another: at each stage.
+"""The scheduler dies at each stage of a request's move between workers.
 
-Two workers that remember their KV, and a core for each, which are replaced together.
+There are two workers that record their KV, and a core for each; both cores are replaced together.
 """
 
 from dataclasses import replace
@@ -40,19 +40,23 @@ REQUEST = Request(
 class Side:
     """A worker and its core."""
 
-    def __init__(self, heard: list[int], *, caching: bool):
+    def __init__(self, received: list[int], *, caching: bool):
         self.config = replace(CONFIG, enable_prefix_caching=caching)
-        self.worker, self.core, self.heard = FakeWorker(self.config), Scheduler(self.config), heard
+        self.worker, self.core, self.received = (
+            FakeWorker(self.config),
+            Scheduler(self.config),
+            received,
+        )
 
     def step(self, now=0.0):
         if (plan := self.core.schedule(now)) is not None:
-            self.hear(self.core.update(self.worker.execute(plan)))
+            self.receive(self.core.update(self.worker.execute(plan)))
         check(self.core)
         return plan is not None
 
-    def hear(self, news):
-        if news is not None:
-            self.heard += news.token_ids.tolist()
+    def receive(self, events):
+        if events is not None:
+            self.received += events.token_ids.tolist()
 
     def replace_core(self):
         self.core = Scheduler(self.config)
@@ -66,7 +70,7 @@ def take_contents(giving, taking, export, room):
 
 
 def move(giving, taking, stage):
-    """Go through a move up to a stage."""
+    """Do a move up to a stage."""
     export = giving.core.begin_export(REQUEST.source, REQUEST.first_seq_key)
     room = taking.core.begin_import(export.moved)
     if stage == "asked for":
@@ -91,27 +95,27 @@ def move(giving, taking, stage):
     "stage", ["asked for", "swapped out", "copied", "arrived and waiting", "arrived and running"]
 )
 def test_a_request_that_moves_goes_on_without_computing_anything_again(stage, caching):
-    heard: list[int] = []
-    sides = [Side(heard, caching=caching) for _ in range(2)]
+    received: list[int] = []
+    sides = [Side(received, caching=caching) for _ in range(2)]
     giving, taking = sides
     giving.core.submit(REQUEST, 0.0)
-    while len(heard) < NUM_BEFORE:
+    while len(received) < NUM_BEFORE:
         giving.step()
     move(giving, taking, stage)
     for side in sides:
         side.replace_core()
         check(side.core)
     num_computed = sum(side.worker.num_computed_tokens for side in sides)
-    num_before = len(heard)
-    outputs = (OutputSoFar(np.array(heard, np.int32), finished=False),)
+    num_before = len(received)
+    outputs = (OutputSoFar(np.array(received, np.int32), finished=False),)
     again = replace(REQUEST, outputs=outputs)
     its_own = max(sides, key=lambda side: side.core.takeover.num_held_tokens(again))
     its_own.core.submit(again, 0.0)
-    its_own.hear(its_own.core.take_adopted())
+    its_own.receive(its_own.core.take_adopted())
     while its_own.step():
         pass
-    assert heard == expected_output("", 0, PROMPT, MAX_TOKENS)
-    num_new = len(heard) - num_before
+    assert received == expected_output("", 0, PROMPT, MAX_TOKENS)
+    num_new = len(received) - num_before
     assert sum(side.worker.num_computed_tokens for side in sides) - num_computed == num_new
     for side in sides:
         while side.step(now=CONFIG.claim_s):

@@ -11,7 +11,7 @@ from tests.property.beams import expected_search
 
 
 def search(pair, num_kills=0, every=7):
-    """Take a search to its end, through deaths of the scheduler; return what it found."""
+    """Run a search to its end, with deaths of the scheduler; return its result."""
     request = make_request(n=2, **SEARCHES)
     pair.submit(request)
     for _ in range(num_kills):
@@ -36,7 +36,7 @@ def test_a_search_goes_on_where_it_was(every):
     assert load.num_free_blocks + load.num_cached_blocks == load.num_blocks
 
 
-def test_a_search_whose_note_does_not_fit_starts_anew():
+def test_a_search_whose_note_does_not_fit_starts_over():
     pair, request = Pair(), make_request(n=2, **SEARCHES)
     expected = search(Pair())
     pair.submit(request)

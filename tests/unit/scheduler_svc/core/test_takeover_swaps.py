@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from takeover_driver import CONFIG, Pair, assert_all_heard, long_request
+from takeover_driver import CONFIG, Pair, assert_all_received, long_request
 
 from scheduler_svc.core.sequence import SeqStatus
 
@@ -13,7 +13,7 @@ def swapped(pair):
 
 
 def crowd(**changes):
-    """Two sequences, the second of which has been swapped out."""
+    """Two sequences; the second one has been swapped out."""
     pair = Pair(num_blocks=14, num_host_blocks=16, **changes)
     requests = [long_request(key, num_prompt=18 - key, least=25) for key in range(2)]
     for request in requests:
@@ -31,18 +31,30 @@ def test_a_sequence_that_was_swapped_out_is_swapped_again_with_its_partial_tail(
     before = seq.num_computed_tokens
     pair.replace_core()
     num_held = pair.core.takeover.num_held_tokens(pair.again(seq.request))
-    assert num_held == (0 if caching else before), "what the prefix cache has, anybody finds"
+    assert num_held == (0 if caching else before), "every sequence can find cached blocks"
     for request in requests:
         pair.submit(pair.again(request))
     (seq,) = swapped(pair)
     assert seq.num_computed_tokens == before
     pair.run()
     for request in requests:
-        assert_all_heard(pair, request)
+        assert_all_received(pair, request)
     assert pair.core.load().num_recomputed_tokens == 0
 
 
-def test_without_a_prefix_cache_nobody_else_finds_what_was_swapped_out():
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_was_swapped_out_stands_in_the_queue_with_what_is_left_of_it(caching):
+    pair, _ = crowd(enable_prefix_caching=caching)
+    (seq,) = swapped(pair)
+    pair.replace_core()
+    pair.submit(pair.again(seq.request))
+    (seq,) = swapped(pair)
+    num_left = len(seq.token_ids) - seq.num_computed_tokens
+    assert 0 < num_left < len(seq.token_ids)
+    assert pair.core.num_queued_tokens == num_left
+
+
+def test_without_a_prefix_cache_no_other_sequence_finds_swapped_blocks():
     pair, requests = crowd(enable_prefix_caching=False)
     pair.replace_core()
     (other,) = (replace(pair.again(request), request_id="other") for request in requests[1:])
@@ -54,13 +66,13 @@ def test_without_a_prefix_cache_nobody_else_finds_what_was_swapped_out():
     assert load.num_free_host_blocks + load.num_cached_host_blocks == load.num_host_blocks
 
 
-def test_without_a_prefix_cache_the_full_blocks_of_what_was_swapped_out_are_found_without_a_tail():
-    """Its router has not heard of the last tokens that were computed."""
+def test_without_a_prefix_cache_full_swapped_blocks_are_found_without_a_tail():
+    """Its router has not received the last computed tokens."""
     pair, requests = crowd(enable_prefix_caching=False)
     (seq,) = swapped(pair)
     num_full, num_in_tail = divmod(seq.num_computed_tokens, CONFIG.block_size)
     pair.replace_core()
-    heard = pair.heard[seq.seq_key]
+    heard = pair.received[seq.seq_key]
     heard[:] = heard[: len(heard) - num_in_tail]
     pair.submit(pair.again(seq.request))
     (seq,) = swapped(pair)
@@ -70,4 +82,4 @@ def test_without_a_prefix_cache_the_full_blocks_of_what_was_swapped_out_are_foun
             pair.submit(pair.again(request))
     pair.run()
     for request in requests:
-        assert_all_heard(pair, request)
+        assert_all_received(pair, request)

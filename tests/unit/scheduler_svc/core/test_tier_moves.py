@@ -1,4 +1,4 @@
-"""Moves between the tiers, without a scheduler: what asks for a step, and when one has ended."""
+"""Moves between the tiers, without a scheduler: when they need a step, and when they have ended."""
 
 import numpy as np
 import pytest
@@ -53,12 +53,12 @@ def test_the_end_of_a_move_that_has_not_gone_out_is_a_bug():
     tier = make_tier()
     (host,) = tier.pool.allocate(1)
     disk = tier.disk.keep(host, None)
-    with pytest.raises(BrokenInvariantError, match=f"no store to disk block {disk} is under way"):
+    with pytest.raises(BrokenInvariantError, match=f"no store to disk block {disk} is in progress"):
         tier.disk.answer(outcome(stored_disk_block_ids=[disk]))
     send(tier)
     tier.disk.answer(outcome(stored_disk_block_ids=[disk]))
     tier.disk.load(disk, host, None)
-    with pytest.raises(BrokenInvariantError, match=f"no load to host block {host} is under way"):
+    with pytest.raises(BrokenInvariantError, match=f"no load to host block {host} is in progress"):
         tier.disk.answer(outcome(loaded_host_block_ids=[host]))
 
 
@@ -134,14 +134,14 @@ def test_one_disk_block_is_a_disk():
     assert send(tier, 2).disk_store_dst == [0]
 
 
-def test_a_block_that_is_taken_is_filled_by_who_takes_it():
+def test_a_move_to_a_block_that_is_allocated_again_is_dropped():
     tier = make_tier(num_host_blocks=1)
     tier.pool.drop(tier.swap_out([DeviceBlockId(0)], [HASH]))
     tier.take_free()
     assert send(tier).swap_out_src == []
 
 
-def test_one_content_is_stored_once_and_what_has_no_name_each_time():
+def test_a_content_is_stored_once_and_unnamed_blocks_each_time():
     tier = make_tier()
     host = tier.pool.allocate(4)
     kept = [tier.disk.keep(*each) for each in zip(host, [HASH, None, HASH, None], strict=True)]
@@ -154,7 +154,7 @@ def test_one_content_is_stored_once_and_what_has_no_name_each_time():
 
 
 def make_stored(tier):
-    """Have the one content in the host's block 0 and the disk's block 0; nobody holds either."""
+    """Put the same content into host block 0 and disk block 0; neither is held."""
     host = tier.swap_out([DeviceBlockId(0)], [HASH])
     disk = tier.disk.keep(host[0], HASH)
     send(tier)
@@ -166,7 +166,7 @@ def end_of_store(tier, disk):
     tier.disk.pool.drop(disk)
 
 
-def test_what_is_not_to_be_trusted_is_found_in_no_tier():
+def test_distrusted_blocks_are_found_in_no_tier():
     tier = make_tier()
     host, disk = make_stored(tier)
     end_of_store(tier, disk)
@@ -175,7 +175,7 @@ def test_what_is_not_to_be_trusted_is_found_in_no_tier():
     assert (tier.pool.find([HASH]), tier.disk.pool.find([HASH])) == ([], [])
 
 
-def test_what_is_not_to_be_trusted_is_not_found_when_its_store_ends():
+def test_distrusted_blocks_are_not_found_when_their_store_ends():
     tier = make_tier()
     _, disk = make_stored(tier)
     tier.forget([HASH])
@@ -184,7 +184,7 @@ def test_what_is_not_to_be_trusted_is_not_found_when_its_store_ends():
     assert tier.disk.pool.num_free == 4
 
 
-def test_what_is_not_to_be_trusted_is_not_found_when_its_load_ends():
+def test_distrusted_blocks_are_not_found_when_their_load_ends():
     tier = make_tier()
     host, disk = make_stored(tier)
     end_of_store(tier, disk)

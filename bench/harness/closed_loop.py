@@ -1,9 +1,9 @@
-"""Loads a server with streams of random tokens, and measures what clients feel.
+"""Closed-loop clients: they load a server with random prompts, and measure its latency.
 
-A closed loop: each of `concurrency` slots sends its next prompt when its last one is complete. The
-prompts are token ids, all different, so no prefix cache helps and no tokenizer is measured; with
-`ignore_eos` every answer has its full length. Only what is counted is parsed, so that one core of
-this reads more than one router can send.
+Each of `concurrency` clients sends its next prompt when its last one is complete. The prompts are
+token ids and all differ, so no prefix cache helps and no tokenizer is measured; with `ignore_eos`
+every answer has its full length. Clients parse only the parts that they count, so that one core
+of theirs reads more than one router can send.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _JSON = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is sent."""
+    """The requests of a load."""
 
     model: str
     num_prompts: int
@@ -45,7 +45,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What came back, at one concurrency. Times are in milliseconds."""
+    """Throughput and latency at one concurrency. Times are in milliseconds."""
 
     concurrency: int
     num_output_tokens: int
@@ -57,9 +57,10 @@ class LoadResult:
     ttft_p50_ms: float
     ttft_p99_ms: float
     tpot_mean_ms: float
-    """Time per output token after the first, as each request has it on average."""
+    """Time per output token after the first, averaged within each request."""
     itl_p99_ms: float
-    """Between two pieces of one stream; a piece has one token or, if the server merges, more."""
+    """Time between two pieces of a stream. A piece has one token, or several if the server
+    merges."""
 
     def metrics(self) -> dict[str, float]:
         """The numbers by name, with the concurrency at the end of each."""
@@ -106,7 +107,7 @@ Turn: TypeAlias = Callable[[Workload, int], Awaitable[Result]]
 async def take_turns(
     sides: Mapping[str, Turn[Result]], workload: Workload, concurrency: int, num_rounds: int
 ) -> dict[str, list[Result]]:
-    """Give all sides the same prompts in each round, others in the next: no prefix cache helps."""
+    """Give all sides the same prompts in a round, and new ones in each round."""
     results: dict[str, list[Result]] = {side: [] for side in sides}
     for index, side in turns(sides, num_rounds):
         if not any(len(each) > index for each in results.values()):
@@ -159,7 +160,7 @@ def _bodies(workload: Workload, draw: random.Random, count: int) -> list[bytes]:
 @dataclass(frozen=True, slots=True)
 class _Stream:
     arrivals: list[float]
-    """When its pieces came, in seconds since its request was sent."""
+    """Arrival times of its pieces, in seconds since the request was sent."""
     num_tokens: int
 
 
@@ -178,25 +179,25 @@ async def _send_all(
             raise BenchError("stream ended without text or usage")
         streams.append(_Stream(arrivals, num_tokens))
 
-    await in_slots(bodies, concurrency, send)
+    await in_parallel(bodies, concurrency, send)
     return streams
 
 
-async def in_slots(
+async def in_parallel(
     items: Iterable[Any], concurrency: int, send: Callable[[Any], Awaitable[None]]
 ) -> None:
     """Send each item, `concurrency` at a time."""
     remaining = iter(items)
 
     async def slot() -> None:
-        for item in remaining:  # shared by the slots: each takes the next one
+        for item in remaining:  # shared by the clients: each takes the next item
             await send(item)
 
     try:
         async with asyncio.TaskGroup() as slots:
             for _ in range(concurrency):
                 slots.create_task(slot())
-    except BaseExceptionGroup as group:  # the first says why
+    except BaseExceptionGroup as group:  # the first error is the cause
         raise group.exceptions[0] from None
 
 
@@ -212,10 +213,10 @@ async def post_stream(
         async for piece in response.content.iter_any():
             *events, rest = (rest + piece).split(b"\n\n")
             for event in events:
-                if b'"finish_reason":null' in event:  # nearly all: text, and nothing else to know
+                if b'"finish_reason":null' in event:  # nearly all events: text, and nothing else
                     on_text()
                     continue
-                if event == b"data: [DONE]" or event.startswith(b":"):  # a comment: it is alive
+                if event == b"data: [DONE]" or event.startswith(b":"):  # a comment is a heartbeat
                     continue
                 chunk = json.loads(event.removeprefix(b"data: "))
                 if "error" in chunk:
@@ -265,7 +266,7 @@ def _summarize(streams: Sequence[_Stream], concurrency: int, duration_s: float) 
 
 
 def draw_prompts(workload: Workload) -> list[list[int]]:
-    """The workload's prompts: others for each seed, and others than HTTP's."""
+    """The workload's prompts; they differ for each seed, and from those over HTTP."""
     draw = random.Random(f"prompts {workload.seed}")
     return [
         [draw.randrange(workload.vocab_size) for _ in range(workload.input_len)]
@@ -281,7 +282,7 @@ def sampling_of(workload: Workload) -> common_pb2.SamplingParams:
 
 
 async def grpc_tok_s(target: str, workload: Workload, concurrency: int) -> float:
-    """Send all over gRPC; return tokens per second. Raises BenchError if an answer is cut."""
+    """Send all prompts over gRPC; return tokens per second. BenchError: an answer is too short."""
     requests = [
         inference_pb2.GenerateRequest(
             model=workload.model,
@@ -297,11 +298,11 @@ async def grpc_tok_s(target: str, workload: Workload, concurrency: int) -> float
         async def send(request: inference_pb2.GenerateRequest) -> None:
             nonlocal num_tokens
             async for response in stub.Generate(request):
-                num_tokens += len(response.delta.token_ids)  # none in an end
+                num_tokens += len(response.delta.token_ids)  # the end has none
 
         await stub.ListModels(inference_pb2.ListModelsRequest())  # connects
         started = time.perf_counter()
-        await in_slots(requests, concurrency, send)
+        await in_parallel(requests, concurrency, send)
         duration_s = time.perf_counter() - started
     if num_tokens != workload.num_prompts * workload.output_len:
         raise BenchError(f"{num_tokens} tokens came for {workload}")

@@ -1,0 +1,252 @@
+"""Exactness: whatever is done to a stream's KV, the stream is what it is alone, in every format.
+
+    python bench/exactness.py --streams 2500
+    python bench/exactness.py --formats bfloat16,bfloat16+int8 --streams 500 --json FILE
+
+For each format of weights and KV, a service of one router, one scheduler and two workers serves 64
+streams at a time from pools that hold a sixth of them: greedy and sampled outputs, several per
+prompt, penalties, grammars, beams, and LoRA adapters; the workers guess tokens by n-grams. So
+sequences are preempted, swapped to the host, spilled to the disk, and recomputed. Besides,
+the disk tier's file system is filled up and freed again and again, so that moves to the disk fail;
+the scheduler is killed, and the next one takes over; and workers are killed, so that the other one
+recomputes what they held. Each stream is compared, token for token, with what it gave alone.
+
+The disk tier needs a small file system of its own, so this mounts a tmpfs; without the right to
+mount, moves to the disk do not fail, and the table says so.
+
+Ends with 1 if a token differs, or if something that should have happened to the KV did not.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from adapters import write_adapter
+from faults.service import ChaosService, Fault, What, chaos_service
+from faults.streams import Case, Streams, make_cases
+from harness.case import SHIPPED_MODEL, BenchError, Results, Table, arguments, main, progress
+
+from contract.sampling import BeamSearch, SamplingParams
+from gpu_worker.models.llama_config import LlamaConfig
+from gpu_worker.models.registry import open_model
+
+FORMATS = ("float32", "bfloat16", "bfloat16+int8", "bfloat16+fp8")
+"""The dtype of the weights, and the format of the KV where it is another."""
+_NUM_BLOCKS = 160
+"""Enough for the longest request, and for a sixth of the streams."""
+_HOST_GB = 0.004
+_DISK_GB = 0.006
+_DISK_MB = 16
+"""The size of the file system of both disk tiers, and of the file that fills it."""
+_FULL_S = 1.0
+_ADAPTER = "exact-adapter"
+_DISTURBANCES = (
+    ("preempted", "scheduler", "quire_num_preemptions_total"),
+    ("recomputed tokens", "scheduler", "quire_recomputed_tokens_total"),
+    ("swapped out", "scheduler", "quire_kv_swapped_out_blocks_total"),
+    ("stored on disk", "scheduler", "quire_kv_stored_blocks_total"),
+    ("failed disk moves", "scheduler", "quire_kv_failed_disk_moves_total"),
+    ("adopted tokens", "scheduler", "quire_adopted_tokens_total"),
+    ("right guesses", "worker-0", "quire_worker_spec_decode_num_accepted_tokens_total"),
+)
+"""What must have happened to a format's streams: title, process and counter."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """The processes' counters, summed over their restarts."""
+
+    totals: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+
+    async def add(self, service: ChaosService, process: str) -> None:
+        """Add the counters of a process that is about to end."""
+        metrics: Mapping[str, float] = await service.metrics(process)
+        for title, of, counter in _DISTURBANCES:
+            if of == process:
+                self.totals[title] += int(metrics.get(counter, 0))
+
+
+def more_cases(chance: random.Random, num: int) -> Iterator[Case]:
+    """Draw requests of the kinds that `make_cases` has not: beams, and an adapter's."""
+    for index in range(num):
+        prompt = tuple(chance.randrange(2, 4000) for _ in range(chance.randrange(20, 200)))
+        sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+        if index % 2:
+            yield Case(prompt, sampling, model=_ADAPTER)
+        else:
+            beam = BeamSearch(width=3)
+            yield Case(prompt, replace(sampling, max_tokens=32), n=2, beam=beam)
+
+
+@contextlib.contextmanager
+def small_disk(directory: Path) -> Iterator[bool]:
+    """Mount a tmpfs at `directory`; yields whether that was allowed."""
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_MB}m", "tmpfs", str(directory)]
+    is_mounted = subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    try:
+        yield is_mounted
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(directory)], check=False)
+
+
+async def fill_and_free(directory: Path, has_space: asyncio.Lock) -> None:
+    """Until cancelled, fill the file system, unless it must have space, and free it again."""
+    filler = directory / "filler"
+    while True:
+        async with has_space:
+            with contextlib.suppress(OSError):  # no space left: as it should be
+                filler.write_bytes(bytes(_DISK_MB * 2**20))
+            await asyncio.sleep(_FULL_S)
+            filler.unlink(missing_ok=True)
+        await asyncio.sleep(_FULL_S)
+
+
+async def kill_often(
+    service: ChaosService, counts: Counts, every_s: float, has_space: asyncio.Lock
+) -> None:
+    """Until cancelled, kill the scheduler, and each fourth time a worker."""
+    number = 0
+    while True:
+        await asyncio.sleep(every_s)
+        number += 1
+        name = "scheduler" if number % 4 else f"worker-{number // 4 % 2}"
+        await counts.add(service, name)
+        counts.kills[name.partition("-")[0]] += 1
+        async with contextlib.AsyncExitStack() as stack:
+            if name != "scheduler":  # a worker does not start where its tier has no space
+                await stack.enter_async_context(has_space)
+            await service.befall(Fault(What.KILLED, name))
+            await service.wait_until_ready()
+
+
+@contextlib.asynccontextmanager
+async def running(*tasks: asyncio.Task[None]) -> AsyncIterator[None]:
+    """Cancel the tasks at the end; raises what one of them raised."""
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+
+
+async def run_format(given: argparse.Namespace, name: str, model: Path) -> tuple[Streams, Counts]:
+    """Serve the streams in one format, disturb them, and return them judged."""
+    dtype, _, kv_dtype = name.partition("+")
+    chance = random.Random(given.seed)
+    counts = Counts()
+    with tempfile.TemporaryDirectory(prefix="quire-exact-") as root:
+        adapter, disk = Path(root) / _ADAPTER, Path(root) / "disk"
+        adapter.mkdir()
+        config = open_model(model).config
+        assert isinstance(config, LlamaConfig), "adapters are for these"
+        write_adapter(adapter, config, rank=4)
+        worker_flags = [
+            *(f"--dtype={dtype}", f"--kv-cache-dtype={kv_dtype or 'auto'}"),
+            *(f"--host-kv-memory-gb={_HOST_GB}", f"--disk-kv-memory-gb={_DISK_GB}"),
+            *(f"--disk-kv-dir={disk}", "--kv-checksum", "--speculative=ngram"),
+            f"--lora={_ADAPTER}={adapter}",
+        ]
+        with small_disk(disk) as may_fill:
+            async with chaos_service(
+                Path(root), model, _NUM_BLOCKS, worker_flags=worker_flags
+            ) as service:
+                streams = Streams(service.targets)
+                try:
+                    cases = make_cases(chance, given.cases * 2 // 3)
+                    cases += more_cases(chance, given.cases // 3)
+                    await streams.prepare(cases)
+                    has_space = asyncio.Lock()
+                    tasks = [kill_often(service, counts, given.every, has_space)]
+                    tasks += [fill_and_free(disk, has_space)] if may_fill else []
+                    async with (
+                        running(*map(asyncio.ensure_future, tasks)),
+                        streams.keep_live(given.live, chance),
+                    ):
+                        await until_judged(streams, given.streams, name)
+                    await service.wait_until_ready()
+                    for process in ("scheduler", "worker-0"):
+                        await counts.add(service, process)
+                finally:
+                    await streams.close()
+                    if given.logs is not None:
+                        service.save_logs(given.logs / name)
+        if not may_fill:
+            counts.totals["failed disk moves"] = -1
+    return streams, counts
+
+
+async def until_judged(streams: Streams, num: int, name: str) -> None:
+    """Wait until so many streams were compared; say from time to time how many are."""
+    told_s = time.monotonic()
+    while streams.verdict.num_streams < num:
+        await asyncio.sleep(0.2)
+        if time.monotonic() > told_s + 10:
+            told_s = time.monotonic()
+            verdict = streams.verdict
+            progress(f"{name}: {verdict.num_streams} of {num}, {len(verdict.errors)} wrong")
+
+
+async def run(given: argparse.Namespace) -> Results:
+    unknown = set(given.formats) - set(FORMATS)
+    if unknown:
+        raise BenchError(f"--formats has {', '.join(unknown)}; it may have {', '.join(FORMATS)}")
+    titles = [title for title, _, _ in _DISTURBANCES]
+    table = Table(
+        "format:<14", "streams:d", "tokens:d", "differ:d", "kills:d", *(f"{t}:d" for t in titles)
+    )
+    results: dict[str, float | int | bool] = {"differ": 0, "streams": 0, "undisturbed": 0}
+    for name in given.formats:
+        streams, counts = await run_format(given, name, given.model)
+        verdict = streams.verdict
+        num_wrong = len(verdict.errors) + verdict.lost + verdict.duplicated + verdict.contradicted
+        totals = [counts.totals[title] for title in titles]
+        table.row(
+            name, verdict.num_streams, verdict.num_tokens, num_wrong, counts.kills.total(), *totals
+        )
+        for problem in verdict.errors[:20]:
+            print(f"  wrong: {problem}")
+        key = name.replace("+", "_")
+        results |= {f"{key}_{t.replace(' ', '_')}": n for t, n in zip(titles, totals, strict=True)}
+        results["differ"] += num_wrong
+        results["streams"] += verdict.num_streams
+        results["undisturbed"] += sum(total == 0 for total in totals)
+    return results
+
+
+def formats(text: str) -> Sequence[str]:
+    return tuple(text.split(","))
+
+
+def _parse() -> argparse.Namespace:
+    parser = arguments(__doc__, quick="unused: give fewer --streams")
+    add = parser.add_argument
+    add("--formats", type=formats, default=FORMATS, help="separated by commas")
+    add("--streams", type=int, default=2500, help="streams to compare in each format")
+    add("--live", type=int, default=64, help="streams at a time")
+    add("--cases", type=int, default=48, help="different requests")
+    add("--every", type=float, default=4.0, metavar="S", help="seconds between kills")
+    add("--seed", type=int, default=0, help="seed of the requests")
+    add("--model", type=Path, default=SHIPPED_MODEL)
+    add("--logs", type=Path, metavar="DIR", help="also keep the processes' logs here")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    results = main(_parse(), run)
+    if results["differ"] or results["undisturbed"]:
+        sys.exit("a stream differs, or was not disturbed in each way: see above")

@@ -1,0 +1,209 @@
+"""Worst bodies: how long can one request hold a router's event loop?
+
+    python bench/worst_bodies.py --minutes 1
+
+Sends bodies of at most the limit (`--max-body-mb`), one at a time: nested, many tiny items, long
+texts, escapes, numbers, unknown fields, tools, schemas, and messages of every gRPC method
+(faults/bodies.py). Half of them are drawn freely; the others are like the worst so far. A heartbeat
+in the router (engines/watched_router.py) measures, after each,
+
+- `cpu_ms`: the most processor time that the event loop's thread took between two heartbeats, 2 ms
+  apart. It does not depend on what else runs on the machine.
+- `gap_ms`: how late a heartbeat was by the clock, which other processes and threads make larger.
+
+Prints the worst bodies, the largest of both, and the router's memory before and after. Ends with 1
+if a body is answered with an error of the service.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import grpc.aio
+from engines.watched_router import CPU, GAP
+from faults.bodies import Body, draw_like, draw_shape, make
+from harness.case import SHIPPED_MODEL, Results, Table, arguments, main, progress
+from harness.processes import Process, free_ports
+
+from rpc.peers.channel import open_channel
+
+_MIB = 2**20
+_NUM_WORST = 12
+_ANSWER_S = 60.0
+_SETTLE_S = 2.0
+_WARM_UP = 50
+"""Bodies before memory is first measured."""
+_FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A body, and how it was answered."""
+
+    body: Body
+    status: str
+    took_s: float
+    cpu_s: float
+    gap_s: float
+
+
+class Sender:
+    """Sends bodies to a router."""
+
+    def __init__(self, router: Process, channel: grpc.aio.Channel) -> None:
+        self._router = router
+        self._channel = channel
+        self.faults: list[str] = []
+
+    async def measure(self, body: Body) -> Measured:
+        await self._read()
+        started_s = time.monotonic()
+        status = await (self._post(body) if body.is_http else self._call(body))
+        took_s = time.monotonic() - started_s
+        gap_s, cpu_s = await self._read()
+        return Measured(body, status, took_s, cpu_s, gap_s)
+
+    async def _post(self, body: Body) -> str:
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+        headers = {"Content-Type": "application/json"}
+        async with (
+            aiohttp.ClientSession(self._router.base_url, timeout=timeout) as session,
+            session.post(body.path, data=body.data, headers=headers) as response,
+        ):
+            text = await response.text()
+            if response.status >= 500 and response.status != 503:
+                self.faults.append(f"{body.shape}: {response.status} {text[:200]}")
+            return str(response.status)
+
+    async def _call(self, body: Body) -> str:
+        streams = body.path.endswith(("/Generate", "/Resume", "/ModelStreamInfer"))
+        make_call = self._channel.stream_stream if streams else self._channel.stream_unary
+        call = make_call(body.path)(iter([body.data]), timeout=_ANSWER_S)
+        try:
+            if streams:
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            else:
+                await call
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _FAULTS:
+                self.faults.append(f"{body.shape}: {error.code().name} {error.details()}")
+            return error.code().name
+        return "OK"
+
+    async def _read(self) -> tuple[float, float]:
+        """Take the largest gap, and the most processor time, since the last call."""
+        text = await self._router.get("/metrics")
+        assert text is not None, "it answers"
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:6] == "bench_")
+        return float(values[GAP]), float(values[CPU])
+
+
+async def search(
+    sender: Sender, rng: random.Random, until_s: float, max_bytes: int
+) -> list[Measured]:
+    """Send bodies until a time; return those that held the loop the longest, worst first."""
+    worst: list[Measured] = []
+    num_sent = 0
+    while time.monotonic() < until_s:
+        if worst and rng.randrange(2):
+            shape = draw_like(rng, rng.choice(worst).body.shape)
+        else:
+            shape = draw_shape(rng)
+        measured = await sender.measure(make(shape, max_bytes))
+        num_sent += 1
+        others = [each for each in worst if each.body.shape != shape]
+        worst = sorted([*others, measured], key=lambda each: -each.cpu_s)[:_NUM_WORST]
+        if num_sent % 200 == 0:
+            progress(
+                f"{num_sent} bodies; the worst held the loop for {worst[0].cpu_s * 1e3:.1f} ms"
+            )
+    progress(f"{num_sent} bodies")
+    return worst
+
+
+@contextlib.asynccontextmanager
+async def service(directory: Path, max_model_len: int) -> AsyncIterator[Process]:
+    """Start a watched router, a scheduler and a simulated worker; they end with the block."""
+    model = f"--model={SHIPPED_MODEL}"
+    module_to_flags = {
+        "sim_worker": [model, f"--max-model-len={max_model_len}", "--speedup=100"],
+        "scheduler_svc": [f"--workers=unix:{directory}/sim_worker.sock"],
+        "engines.watched_router": [
+            model, f"--scheduler=unix:{directory}/scheduler_svc.sock", "--local-drain",
+        ],
+    }  # fmt: skip
+    ports = free_ports(len(module_to_flags))
+    processes: list[Process] = []
+    for (module, flags), port in zip(module_to_flags.items(), ports, strict=True):
+        listen = [f"--uds={directory}/{module}.sock", f"--http-port={port}"]
+        argv = ["-m", module, *listen, *flags]
+        processes.append(Process(module, argv, directory / f"{module}.log", port))
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            await process.wait_until_ready()
+        yield processes[-1]
+    finally:
+        for process in reversed(processes):
+            await process.stop(10.0)
+
+
+async def measure(given: argparse.Namespace) -> Results:
+    rng = random.Random(given.seed)
+    minutes = 0.2 if given.quick else given.minutes
+    with tempfile.TemporaryDirectory(prefix="quire-worst-") as name:
+        async with (
+            service(Path(name), given.max_model_len) as router,
+            open_channel(f"unix:{name}/engines.watched_router.sock") as channel,
+        ):
+            sender = Sender(router, channel)
+            for _ in range(_WARM_UP):
+                await sender.measure(make(draw_shape(rng), _MIB))
+            await asyncio.sleep(_SETTLE_S)
+            rss_before = router.rss_bytes()
+            idle = [await sender._read() for _ in range(20)]  # noqa: SLF001 - what a scrape adds
+            gc.collect()
+            worst = await search(sender, rng, time.monotonic() + 60 * minutes, _MIB)
+            await asyncio.sleep(_SETTLE_S)
+            rss_after = router.rss_bytes()
+            router.check_runs()
+    table = Table("body:<56", "bytes:,d", "status:<18", "took ms:.0f", "cpu ms:.1f", "gap ms:.1f")
+    for each in worst:
+        table.row(
+            str(each.body.shape)[:56], len(each.body.data), each.status,
+            each.took_s * 1e3, each.cpu_s * 1e3, each.gap_s * 1e3,
+        )  # fmt: skip
+    for fault in sender.faults[:10]:
+        print(f"  wrong: {fault}")
+    return {
+        "cpu_ms": worst[0].cpu_s * 1e3,
+        "gap_ms": max(each.gap_s for each in worst) * 1e3,
+        "idle_cpu_ms": max(cpu_s for _, cpu_s in idle[1:]) * 1e3,
+        "rss_before_mib": rss_before / _MIB,
+        "rss_after_mib": rss_after / _MIB,
+        "faults": len(sender.faults),
+        "seed": given.seed,
+    }
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__, quick="for 12 seconds")
+    parser.add_argument("--minutes", type=float, default=1.0, help="of sending")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing")
+    parser.add_argument("--max-model-len", type=int, default=131_072, help="the model's context")
+    results = main(parser.parse_args(), measure)
+    for name, value in results.items():
+        print(f"  {name:>16}  {f'{value:.1f}' if isinstance(value, float) else value}")
+    if results["faults"]:
+        sys.exit("some bodies were answered with an error of the service: see above")

@@ -1,0 +1,163 @@
+"""Reads the tensors of a GGUF file under the names and in the order that `transformers` gives them.
+
+A quantized matrix of a layer appears as its blocks: its name ends with the type instead of
+"weight", as in `model.layers.0.mlp.up_proj.Q4_K`. Other quantized tensors, such as the embedding,
+are decoded when they are read.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from gpu_worker.weights.gguf_blocks import unpack_blocks
+from gpu_worker.weights.json_fields import ModelError
+from gpu_worker.weights.tensor_file import Piece
+from model_files.gguf_header import GgufTensor, read_header
+
+_TOP: Final = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_IN_LAYERS: Final = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "block_sparse_moe.gate",
+}
+_EXPERTS: Final = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+_IN_CONFIG: Final = re.compile(r"rope_(freqs|factors_(long|short))\.weight")
+"""Tensors that config.json holds."""
+_LAYER: Final = re.compile(r"blk\.(\d+)\.(.+)")
+_PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a tensor of the file: all, or those of one expert."""
+
+    tensor: GgufTensor
+    expert: int | None = None
+    num_rotated_heads: int | None = None
+    """Heads whose rows are in the order of Llama's own rotation, pair by pair."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+
+
+class GgufFile:
+    """The tensors of one file; see `TensorFile`."""
+
+    def __init__(self, path: Path, heads: dict[str, int]) -> None:
+        """Map the file.
+
+        Args:
+            path: Of the file.
+            heads: Numbers of heads of "attn_q" and "attn_k" if their rows are to be put in
+                another order: see `rotated_heads`.
+
+        Raises:
+            ModelError: It is damaged, or has a tensor that no supported architecture has.
+        """
+        self.path = path.resolve()
+        self._bytes = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+        self._name_to_rows: dict[str, _Rows] = {}
+        for name, tensor in read_header(self.path).tensors.items():
+            if not _IN_CONFIG.fullmatch(name):
+                self._add(name, tensor, heads)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._name_to_rows)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        rows = self._name_to_rows[name]
+        return (rows.shape[0], rows.tensor.row_bytes) if _is_blocks(name, rows) else rows.shape
+
+    def tensor(self, piece: Piece) -> torch.Tensor:
+        rows = self._name_to_rows[piece.name]
+        kind = rows.tensor.type
+        raw = self._raw(rows)
+        if len(rows.shape) > 1 and piece.where:
+            raw = raw[piece.where[0]]
+        if _is_blocks(piece.name, rows):
+            return raw
+        if kind.is_quantized:
+            numbers = unpack_blocks(kind.name, raw).dequantized()
+        else:
+            numbers = raw.view(_PLAIN[kind.name])
+        if len(rows.shape) == 1:
+            numbers = numbers.flatten()
+            return numbers[piece.where[0]] if piece.where else numbers
+        return numbers[:, piece.where[1]] if len(piece.where) > 1 else numbers
+
+    def _raw(self, rows: _Rows) -> torch.Tensor:
+        """uint8 `[N, bytes]`; one row if it has one dimension."""
+        tensor = rows.tensor
+        raw = self._bytes[tensor.start : tensor.start + tensor.num_bytes].view(-1, tensor.row_bytes)
+        if rows.expert is not None:
+            num_rows = rows.shape[0]
+            raw = raw[rows.expert * num_rows : (rows.expert + 1) * num_rows]
+        if rows.num_rotated_heads is None:
+            return raw
+        if len(tensor.shape) == 1:  # a bias
+            raw = raw.view(tensor.shape[0], -1)
+        pairs = raw.view(rows.num_rotated_heads, -1, 2, raw.shape[1])
+        return pairs.transpose(1, 2).reshape(-1, tensor.row_bytes)
+
+    def _add(self, name: str, tensor: GgufTensor, heads: dict[str, int]) -> None:
+        base, _, end = name.rpartition(".")
+        in_layer = _LAYER.fullmatch(base)
+        if in_layer is None:
+            if base not in _TOP:
+                raise ModelError(f"{self.path} has {name}, which is unknown")
+            self._name_to_rows[f"{_TOP[base]}.{end}"] = _Rows(tensor)
+            return
+        index, part = in_layer.groups()
+        layer = f"model.layers.{index}"
+        if part not in _IN_LAYERS and part not in _EXPERTS:
+            raise ModelError(f"{self.path} has {name}, which is unknown")
+        if end == "weight" and tensor.type.is_quantized:
+            end = tensor.type.name
+        if part in _EXPERTS:
+            for expert in range(tensor.shape[0]):
+                module = f"{layer}.block_sparse_moe.experts.{expert}.{_EXPERTS[part]}"
+                self._name_to_rows[f"{module}.{end}"] = _Rows(tensor, expert)
+            return
+        rows = _Rows(tensor, num_rotated_heads=heads.get(part))
+        self._name_to_rows[f"{layer}.{_IN_LAYERS[part]}.{end}"] = rows
+
+
+def open_gguf_files(directory: Path) -> list[GgufFile]:
+    """The files of a directory that `model_files` laid out; none if it has none.
+
+    Raises:
+        ModelError: As `GgufFile`.
+    """
+    paths = sorted(directory.glob("*.gguf"))
+    if not paths:
+        return []
+    metadata = read_header(paths[0].resolve()).metadata
+    heads = {}
+    if metadata.get("general.architecture") == "llama":
+        # Its converter permutes rows for a rotation of neighbouring pairs.
+        num_heads = metadata["llama.attention.head_count"]
+        num_kv_heads = metadata.get("llama.attention.head_count_kv", num_heads)
+        heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
+    return [GgufFile(path, heads) for path in paths]
+
+
+def _is_blocks(name: str, rows: _Rows) -> bool:
+    return name.endswith(f".{rows.tensor.type.name}")

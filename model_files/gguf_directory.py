@@ -1,0 +1,97 @@
+"""Lays a GGUF file out as a Hugging Face directory, which is what every process reads.
+
+The directory has the JSON files that the metadata stands for, and links to the file, from which
+the worker reads the tensors.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from model_files.errors import ModelError
+from model_files.gguf_config import end_tokens, to_config
+from model_files.gguf_header import GgufHeader, read_header
+from model_files.gguf_tokenizer import to_tokenizer, to_tokenizer_config
+
+_FORM: Final = "1"
+"""Changes when the files made here change."""
+_PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def lay_out(path: Path, cache_dir: Path) -> Path:
+    """The directory of a GGUF file, made in `cache_dir` unless it is there already.
+
+    Args:
+        path: The file; of a model in several files, any.
+        cache_dir: Is made if need be.
+
+    Raises:
+        ModelError: The file cannot be read, or asks for something unsupported; or the cache cannot
+            be written.
+    """
+    parts = parts_of(path)
+    known = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
+    digest = hashlib.sha256(json.dumps([_FORM, known]).encode()).hexdigest()[:16]
+    directory = cache_dir / "gguf" / f"{path.stem}-{digest}"
+    if directory.is_dir():
+        return directory
+    header = read_header(parts[0])
+    for part in parts[1:]:
+        header.tensors.update(read_header(part).tensors)
+    files = _files(header)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory.parent) as made_in:
+            made = Path(made_in) / "made"
+            made.mkdir()
+            for name, text in files.items():
+                (made / name).write_text(text, encoding="utf-8")
+            for number, part in enumerate(parts):
+                (made / f"model-{number:05}.gguf").symlink_to(part)
+            _move(made, directory)
+    except OSError as error:
+        raise ModelError(
+            f"cache-dir is {cache_dir}, which cannot be written: {error.strerror}; a GGUF file"
+            " needs it for what is derived from its metadata"
+        ) from error
+    return directory
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All files of the model that one of its files belongs to."""
+    path = path.resolve()
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, _, count = match.groups()
+    parts = [path.with_name(f"{stem}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1)]
+    for part in parts:
+        if not part.is_file():
+            raise ModelError(f"{path} is one of {int(count)} files; there is no {part}")
+    return parts
+
+
+def _files(header: GgufHeader) -> dict[str, str]:
+    def as_text(fields: dict[str, Any]) -> str:
+        return json.dumps(fields, indent=2) + "\n"
+
+    return {
+        "config.json": as_text(to_config(header)),
+        "generation_config.json": as_text({"eos_token_id": end_tokens(header)}),
+        "tokenizer.json": to_tokenizer(header).to_str(),
+        "tokenizer_config.json": as_text(to_tokenizer_config(header)),
+    }
+
+
+def _move(made: Path, directory: Path) -> None:
+    """Put it in place at once; another process may have been faster."""
+    try:
+        made.rename(directory)
+    except OSError:
+        if not directory.is_dir():
+            raise
+        shutil.rmtree(made)

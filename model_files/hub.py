@@ -1,0 +1,114 @@
+"""Downloads a model from the Hugging Face hub into the hub's own cache.
+
+Its package reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE from the environment.
+"""
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from model_files.errors import ModelError
+
+_SMALL_FILES: Final = ("*.json", "*.jinja")
+_SAFETENSORS: Final = "model*.safetensors"
+_PICKLES: Final = "pytorch_model*.bin"
+_GGUF: Final = "*.gguf"
+_IN_FOLDERS: Final = "*/*"
+"""Other formats, and training states."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model on the hub."""
+
+    given: str
+    """As the person wrote it, for errors."""
+    repository: str
+    revision: str | None
+    """A branch, tag or commit; None: the main branch."""
+    gguf: str | None = None
+    """Pattern of GGUF files, to take those alone."""
+
+
+def download_from_hub(
+    name: HubName, report: Callable[[str, float | None], None], *, with_weights: bool
+) -> Path:
+    """The directory of the model's files in the cache; `report` gets status and progress.
+
+    Raises:
+        ModelError: The hub has no such model, or cannot be reached while the cache lacks it.
+    """
+    report(f"looking up {name.given}", None)
+    if name.gguf is not None:
+        directory = _download(name, report, name.gguf)
+        if not any(directory.glob(name.gguf)):
+            raise ModelError(f"model is {name.given!r}; {name.repository} has no such file")
+        return directory
+    if not with_weights:
+        return _download(name, report, *_SMALL_FILES)
+    directory = _download(name, report, *_SMALL_FILES, _SAFETENSORS)
+    if not any(directory.glob(_SAFETENSORS)):
+        directory = _download(name, report, *_SMALL_FILES, _PICKLES)
+    if not (directory / "config.json").exists():
+        raise ModelError(
+            f"model is {name.given!r}; {name.repository} has no config.json. If it has GGUF files,"
+            f" name one: {name.repository}/FILE.gguf"
+        )
+    return directory
+
+
+def _download(name: HubName, report: Callable[[str, float | None], None], *patterns: str) -> Path:
+    # Imported here: it takes a second, and most models are directories.
+    from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
+
+    try:
+        return Path(
+            snapshot_download(
+                name.repository,
+                revision=name.revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=None if name.gguf else [_IN_FOLDERS],
+                tqdm_class=_reporting_bar(f"downloading {name.given}", report),
+            )
+        )
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(
+            f"model is {name.given!r}; {name.repository} has no revision {name.revision!r}"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"model is {name.given!r}; there is no such directory, and the hub has no"
+            f" {name.repository}, or it needs a token that may read it (HF_TOKEN)"
+        ) from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ModelError(
+            f"model is {name.given!r}; there is no such directory, the hub cannot be reached, and"
+            f" its cache lacks the model: {_first_line(error)} Connect this machine, or run `hf"
+            f" download {name.repository}` where there is a network and name the directory here"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model is {name.given!r}; it cannot be downloaded: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _reporting_bar(status: str, report: Callable[[str, float | None], None]) -> Any:
+    """A progress bar that shows nothing and reports the bytes' share."""
+    from tqdm import tqdm  # noqa: PLC0415 - a requirement of huggingface_hub
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
+
+        def display(self, *_: Any, **__: Any) -> bool:
+            if self.unit == "B" and self.total:
+                report(status, min(1.0, self.n / self.total))
+            return True
+
+    return Bar

@@ -1,0 +1,137 @@
+"""Bounds gRPC requests of clients before they are parsed: bytes, quota, and number of fields."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pool
+from google.protobuf.descriptor import Descriptor
+
+from contract.errors import InvalidArgumentError
+from router.request.inference import Inference
+from rpc.status import rewrapped
+
+MAX_FIELDS: Final = 16_384
+"""Most fields of one message, those of its submessages included. A packed list is one field."""
+MAX_SMALL_BYTES: Final = 64 * 1024
+"""Largest message of a method that takes no prompt, text or tokens."""
+_MAX_VARINT_BYTES: Final = 10
+
+_GENERATING: Final = frozenset(
+    (
+        "/quire.v1.InferenceService/Generate",
+        "/quire.v1.InferenceService/GenerateOnce",
+        "/inference.GRPCInferenceService/ModelInfer",
+        "/inference.GRPCInferenceService/ModelStreamInfer",
+    )
+)
+_LARGE: Final = _GENERATING | {
+    "/quire.v1.InferenceService/Tokenize",
+    "/quire.v1.InferenceService/Detokenize",
+}
+
+
+class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Checks requests as bytes; it runs inside `KeyInterceptor`, which finds the caller."""
+
+    def __init__(self, inference: Inference, max_bytes: int) -> None:
+        """`max_bytes` of a message with a prompt, text or tokens: `--max-body-mb`."""
+        self._inference = inference
+        self._max_bytes = max_bytes
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Check each request of the call before it is parsed."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        method = handler_call_details.method
+        return rewrapped(
+            handler,
+            lambda behavior: behavior,
+            wrap_deserializer=lambda parse: self._bounded(method, parse),
+        )
+
+    def _bounded(self, method: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+        def bounded(data: bytes) -> Any:
+            self._check_size(method, len(data))
+            if method in _GENERATING:
+                self._inference.check_quota(len(data))
+            check_num_fields(data, _request_type(method))
+            return parse(data)
+
+        return bounded
+
+    def _check_size(self, method: str, num_bytes: int) -> None:
+        if method in _LARGE:
+            most, setting = self._max_bytes, " (--max-body-mb)"
+        else:
+            most, setting = min(MAX_SMALL_BYTES, self._max_bytes), ""
+        if num_bytes > most:
+            raise InvalidArgumentError(
+                "request", f"has {num_bytes} bytes; it must have at most {most}{setting}"
+            )
+
+
+def _request_type(method: str) -> Descriptor:
+    name = method.removeprefix("/").replace("/", ".")
+    found = descriptor_pool.Default().FindMethodByName(name)
+    message: Descriptor = found.input_type
+    return message
+
+
+def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> None:
+    """Count a message's fields on the wire; the count ends at the limit.
+
+    Bytes that are no message are left to the parser.
+
+    Raises:
+        InvalidArgumentError: It has more than `most`.
+    """
+    if len(data) <= 2 * most:  # a field has two bytes
+        return
+    num_fields = 0
+    parts = [(0, len(data), kind)]
+    while parts:
+        at, end, message = parts.pop()
+        number_to_field = message.fields_by_number
+        while at < end:
+            num_fields += 1
+            if num_fields > most:
+                raise InvalidArgumentError(
+                    "request",
+                    f"has more than {most} fields, those of its messages included; it must have"
+                    " fewer (lists of numbers must be packed)",
+                )
+            try:
+                tag, at = _varint(data, at)
+                match tag & 7:  # the wire type; a group's begin and end have nothing more
+                    case 0:  # varint
+                        _, at = _varint(data, at)
+                    case 1:  # 64 bits
+                        at += 8
+                    case 2:  # a length and its bytes
+                        size, at = _varint(data, at)
+                        field = number_to_field.get(tag >> 3)
+                        if field is not None and field.message_type is not None:
+                            parts.append((at, min(at + size, end), field.message_type))
+                        at += size
+                    case 5:  # 32 bits
+                        at += 4
+            except IndexError:
+                break  # the parser will refuse it, after it has parsed what comes before
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number at a place, and the place after it; raises IndexError if there is none."""
+    value = 0
+    for i in range(_MAX_VARINT_BYTES):
+        byte = data[at + i]
+        value |= (byte & 0x7F) << 7 * i
+        if byte <= 0x7F:  # noqa: PLR2004 - the highest bit says that it goes on
+            return value, at + i + 1
+    raise IndexError

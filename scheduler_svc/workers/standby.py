@@ -1,0 +1,151 @@
+"""Watches the workers for a standby, until none of them has a live scheduler.
+
+Workers obey only the newest epoch. So a standby that takes over too early does no harm: the workers
+refuse the plans of the former scheduler, which then ends.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+import grpc.aio
+import structlog
+
+from quire.v1 import worker_pb2, worker_pb2_grpc
+from rpc.peers.channel import open_channel
+from rpc.peers.discovery import Discovery, keep_members
+from rpc.security.tls import ClientTls
+
+_POLL_INTERVAL_S: Final = 0.1
+_POLL_TIMEOUT_S: Final = 0.5
+_NEW_WORKER_S: Final = 2.0
+"""How long to leave a new worker to the serving scheduler, which tries twice a second to attach it.
+"""
+
+log = structlog.get_logger()
+
+
+async def wait_for_vacancy(
+    workers: Discovery, absence_s: float, silence_s: float, tls: ClientTls | None = None
+) -> int:
+    """Wait until some workers answer, and none of them has a live scheduler.
+
+    This may return in several standbys at once. Then the workers obey the standby with the newest
+    epoch and refuse the others.
+
+    Args:
+        workers: Finds the workers.
+        absence_s: How long a worker must have had no stream to a scheduler.
+        silence_s: How long a scheduler with a stream to a worker must have been silent.
+        tls: For calls to workers; None: plaintext.
+
+    Returns:
+        The newest epoch that a worker has seen.
+    """
+    log.info("standing by", workers=await workers.targets())
+    watches: list[_Watch] = []
+    vacant = asyncio.Event()
+
+    def judge() -> None:
+        if any(watch.is_reached is None for watch in watches):
+            return
+        reached = [watch for watch in watches if watch.is_reached]
+        # A new worker has had no scheduler yet, so only the others count.
+        judged = [watch for watch in reached if watch.epoch] or reached
+        if judged and all(watch.is_vacant for watch in judged):
+            vacant.set()
+
+    def join(target: str) -> _Watch:
+        watches.append(_Watch(target, absence_s, silence_s, tls, judge))
+        return watches[-1]
+
+    members = asyncio.create_task(
+        keep_members(workers, join=join, may_leave=lambda _: True, left=watches.remove)
+    )
+    waiting = asyncio.create_task(vacant.wait())
+    try:
+        await asyncio.wait((members, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if members.done():
+            await members
+    finally:
+        for task in (members, waiting):
+            task.cancel()
+        await asyncio.gather(members, waiting, return_exceptions=True)
+    log.warning(
+        "taking over, because no worker has a live scheduler",
+        quiet_s={watch.target: round(watch.quiet_s, 1) for watch in watches if watch.is_reached},
+    )
+    return max(watch.epoch for watch in watches)
+
+
+class _Watch:
+    """Polls one worker, and measures how long its scheduler has been silent.
+
+    The measure is the number of polls with an answer, not the clock. So the time in which the
+    standby itself was stopped, or the worker was too busy to answer, does not count as silence of
+    the scheduler.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        absence_s: float,
+        silence_s: float,
+        tls: ClientTls | None,
+        on_poll: Callable[[], None],
+    ) -> None:
+        self.target = target
+        self.epoch = 0
+        """The newest epoch that the worker has seen."""
+        self.is_reached: bool | None = None
+        """Whether the worker has answered recently; None: not yet known."""
+        self.quiet_s = 0.0
+        """How long the worker has had no message from a scheduler."""
+        self.is_vacant = False
+        self._absence_s = absence_s
+        self._silence_s = silence_s
+        self._tls = tls
+        self._on_poll = on_poll
+        self._beats: tuple[int, int] | None = None
+        """Epoch and number of heartbeats in the last answer."""
+        self._unanswered_s = 0.0
+
+    async def run(self) -> None:
+        """Poll until cancelled."""
+        async with open_channel(self.target, tls=self._tls) as channel:
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+            while True:
+                await self._poll(stub)
+                self._on_poll()
+                await asyncio.sleep(_POLL_INTERVAL_S)
+
+    async def _poll(self, stub: worker_pb2_grpc.WorkerServiceStub) -> None:
+        try:
+            answer = await stub.DescribeDevice(
+                worker_pb2.DescribeDeviceRequest(), timeout=_POLL_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            is_silent = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            self._unanswered_s += _POLL_TIMEOUT_S if is_silent else _POLL_INTERVAL_S
+            if self._unanswered_s >= self._silence_s:
+                self.is_reached, self._beats = False, None
+        else:
+            self._on_answer(answer)
+
+    def _on_answer(self, answer: worker_pb2.DescribeDeviceResponse) -> None:
+        beats = (answer.epoch, answer.num_beats)
+        if self._beats is None:
+            self.quiet_s = 0.0
+        # Older workers do not count heartbeats.
+        has_beaten = beats != self._beats or not answer.num_beats
+        if answer.has_scheduler:
+            limit_s = self._silence_s
+        else:
+            limit_s = self._absence_s if answer.epoch else max(self._absence_s, _NEW_WORKER_S)
+        if answer.has_scheduler and has_beaten:
+            self.quiet_s = 0.0
+        else:
+            self.quiet_s += _POLL_INTERVAL_S
+        self.is_vacant = self.quiet_s >= limit_s
+        self.epoch, self.is_reached = answer.epoch, True
+        self._beats, self._unanswered_s = beats, 0.0

@@ -1,0 +1,200 @@
+"""Which variants of Triton's kernels a worker needs after its warm-up.
+
+A program, not a test: Triton must be imported without TRITON_INTERPRET. Takes a model directory
+and a seed. A worker's executor runs on the CPU; each op first goes through its Triton launcher,
+which launches nothing but records what Triton would compile for, and then to its twin. After
+`warm_up`, a scheduler drives random requests through the executor: prompts, decodes, mixed steps,
+prefix hits, forks, swaps, masks, draws. Prints, as JSON, how many variants the warm-up needs, and
+each variant that only the requests need.
+"""
+
+import contextlib
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import JITFunction, native_specialize_impl
+
+from kernels import ops, reference
+from kernels.cpu import library
+
+VARIANTS = set()
+BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
+
+
+def record(kernel, *args, grid, warmup, **constants):
+    """Stands in for JITFunction.run: records the key by which Triton finds a compiled kernel."""
+    del grid, warmup
+    bound = dict(zip(kernel.arg_names, args, strict=False)) | constants
+    key = [kernel.fn.__name__]
+    for param in kernel.params:
+        value = bound[param.name]
+        if param.is_constexpr:
+            key.append(f"{param.name}={value}")
+            continue
+        is_const = param.is_const
+        is_special = not param.do_not_specialize
+        by_alignment = not param.do_not_specialize_on_alignment
+        kind, hint = native_specialize_impl(BACKEND, value, is_const, is_special, by_alignment)
+        key.append(f"{param.name}: {kind} {hint}")
+    options = [
+        f"{name}={constants[name]}" for name in ("num_warps", "num_stages") if name in constants
+    ]
+    VARIANTS.add((*key, *options))
+
+
+def through_launcher(twin):
+    launch = ops.launcher(twin)
+
+    def op(*args, **kwargs):
+        launch(*args, **kwargs)
+        return twin(*args, **kwargs)
+
+    return op
+
+
+JITFunction.run = record
+for name in reference.__all__:
+    setattr(ops, name, through_launcher(getattr(reference, name)))
+library.native = lambda: None
+
+# After the ops are replaced: modules may import them by name.
+from contract.limits import Limits  # noqa: E402
+from contract.sampling import SamplingParams, StructuredOutput  # noqa: E402
+from gpu_worker.kv.device_pool import KvPool  # noqa: E402
+from gpu_worker.kv.host_pool import HostPool  # noqa: E402
+from gpu_worker.models.registry import open_model  # noqa: E402
+from gpu_worker.sampling.grammars import StructuredOutput as Grammars  # noqa: E402
+from gpu_worker.sampling.sampler import Sampler  # noqa: E402
+from gpu_worker.step.executor import Executor  # noqa: E402
+from gpu_worker.step.warm_up import warm_up  # noqa: E402
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig  # noqa: E402
+from scheduler_svc.core.request import Request, SeqKey, SourceId  # noqa: E402
+from scheduler_svc.core.scheduler import Scheduler  # noqa: E402
+
+
+def draw_by_kernel(self, logits, places, rows, positions, *, is_suppressed):
+    del is_suppressed
+    return self._draw_by_kernel(logits, places, rows, positions)
+
+
+Sampler._draw = draw_by_kernel
+
+CPU = torch.device("cpu")
+
+
+class NoStreams:
+    """Stands in for the copy streams of a GPU, so that swaps are staged as there."""
+
+    def __getattr__(self, _):
+        return contextlib.nullcontext
+
+
+def make_executor(model, num_blocks, num_host_blocks):
+    source = open_model(model)
+    config = source.config
+    limits = Limits(
+        max_num_seqs=12,
+        max_model_len=120,
+        max_num_batched_tokens=64,
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        block_size=4,
+        vocab_size=config.vocab_size,
+    )
+    loaded = source.load(torch.float32, CPU, lambda _: None)
+    pool = KvPool(config, num_blocks, limits.block_size, torch.float32, CPU)
+    grammars = Grammars(
+        model / "tokenizer.json", config.vocab_size, config.eos_token_ids, CPU, is_beside=False
+    )
+    host = HostPool(pool.blocks_as_bytes, num_host_blocks, streams=NoStreams())
+    executor = Executor(
+        loaded, pool, limits, config.eos_token_ids, CPU, host_pool=host, structured=grammars
+    )
+    return executor, limits
+
+
+def draw_sampling(chance):
+    return SamplingParams(
+        seed=chance.getrandbits(32),
+        temperature=chance.choice([0.0, 0.0, 1.0]),
+        top_k=chance.choice([0, 20]),
+        top_p=chance.choice([1.0, 0.9]),
+        frequency_penalty=chance.choice([0.0, 0.0, 0.5]),
+        logprobs=chance.choice([None, None, 2]),
+        structured=chance.choice([None, None, None, StructuredOutput(grammar="start: /[a-z ]+/")]),
+    )
+
+
+def serve(executor, limits, chance, num_requests):
+    """Drive random requests to their end; returns how many steps of each kind there were."""
+    core = Scheduler(
+        SchedulerConfig(
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+            num_host_blocks=limits.num_host_blocks,
+            preemption_mode=PreemptionMode.SWAP,
+            watermark=0.0,
+        )
+    )
+    samplings = {}
+    beginnings = [[chance.randrange(5, 400) for _ in range(40)] for _ in range(2)]
+    seen = dict.fromkeys(("decode", "mixed", "prefill", "swap_out", "swap_in", "copy"), 0)
+    waiting, now = num_requests, 0.0
+    for _ in range(5000):
+        if not (waiting or list(core.live)):
+            break
+        if waiting and chance.random() < 0.2:
+            key = waiting * 10
+            waiting -= 1
+            tail = [chance.randrange(5, 400) for _ in range(chance.randrange(1, 30))]
+            prompt = chance.choice(beginnings)[: chance.choice((0, 13, 40))] + tail
+            name = str(key).encode()
+            samplings[name] = draw_sampling(chance)
+            core.submit(
+                Request(
+                    SourceId(0),
+                    SeqKey(key),
+                    "",
+                    np.array(prompt, np.int32),
+                    chance.choice((1, 1, 2, 3)),
+                    chance.randrange(1, 40),
+                    name,
+                ),
+                now,
+            )
+        now += 1.0
+        plan = core.schedule(now)
+        if plan is None:
+            continue
+        new = tuple(replace(each, sampling=samplings[each.sampling]) for each in plan.new_sequences)
+        num_chunks = len(plan.chunk_rows)
+        kind = "mixed" if plan.num_decodes and num_chunks else "prefill" if num_chunks else "decode"
+        seen[kind] += 1
+        seen["swap_out"] += len(plan.swap_out_src_block_ids)
+        seen["swap_in"] += len(plan.swap_in_src_block_ids)
+        seen["copy"] += len(plan.copy_src_block_ids)
+        core.update(executor.step(replace(plan, new_sequences=new)))
+    return seen
+
+
+def main():
+    model, seed = Path(sys.argv[1]), int(sys.argv[2])
+    executor, limits = make_executor(model, num_blocks=70, num_host_blocks=60)
+    warm_up(executor, limits, has_structured_output=True)
+    known = set(VARIANTS)
+    seen = serve(executor, limits, random.Random(seed), num_requests=25)
+    new = sorted(map(list, VARIANTS - known))
+    sys.stdout.write(json.dumps({"num_known": len(known), "new": new, "seen": seen}) + "\n")
+
+
+main()

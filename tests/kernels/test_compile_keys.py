@@ -1,0 +1,26 @@
+"""Nothing compiles while serving: the warm-up launches every variant that a step may need."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models_fixture import make_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])  # mistral has a sliding window
+def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(family: str, tmp_path: Path):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    model = make_model(tmp_path / "model", family)
+    program = [sys.executable, "-m", "tests.kernels.compile_keys", str(model), "1"]
+    done = subprocess.run(program, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["new"] == []
+    assert found["num_known"] >= 10
+    assert all(found["seen"].values()), found["seen"]

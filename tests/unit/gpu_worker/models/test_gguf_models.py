@@ -1,0 +1,112 @@
+"""GGUF files against `transformers`, which decodes them by itself."""
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from gpu_worker.models.registry import open_model
+from gpu_worker.weights.json_fields import ModelError
+from kernels.cpu import quantized
+from model_files.locate import find_model
+from tests.gguf_fixture import KINDS, SIZES, SMALL_KINDS, write_gguf
+from tests.unit.gpu_worker.models.against_transformers import NUM_TOKENS, assert_equals_transformers
+from tests.unit.gpu_worker.models.paged_loop import PagedLoop, Sequence, load, random_prompt
+
+
+@pytest.fixture
+def as_directory(model_dirs, tmp_path):
+    """Writes a file of a family and a kind; returns it and the directory laid out for it."""
+
+    def make(family, kind, **metadata):
+        overrides = SIZES | metadata.pop("overrides", {})
+        source = model_dirs.get(family, **overrides)
+        file = write_gguf(source, tmp_path / f"{family}-{kind}.gguf", kind, **metadata)
+        return file, find_model(str(file), tmp_path / "cache")
+
+    return make
+
+
+def _oracle(file, directory):
+    """A directory in which transformers has decoded the file."""
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.save_pretrained(directory)
+    return directory
+
+
+@torch.inference_mode()
+def _perplexity(logits, tokens):
+    return torch.nn.functional.cross_entropy(logits, tokens).exp().item()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "overrides"),
+    [
+        *(("llama", kind, {}) for kind in KINDS),
+        ("qwen2", "Q8_0", {"tie_word_embeddings": True}),
+        ("qwen3", "Q5_1", {"head_dim": 128}),  # transformers ignores a file's head dim
+    ],
+)
+def test_greedy_tokens_equal_those_of_transformers(as_directory, tmp_path, family, kind, overrides):
+    file, directory = as_directory(family, kind, overrides=overrides)
+    oracle = _oracle(file, tmp_path / "oracle")
+    sequence = Sequence(random_prompt(41, seed=1))
+    PagedLoop(load(directory), block_size=16).generate([sequence], NUM_TOKENS)
+    assert_equals_transformers(oracle, sequence)
+    tokens = torch.tensor(sequence.tokens)
+    reference = AutoModelForCausalLM.from_pretrained(oracle, dtype=torch.float32)
+    logits = reference(tokens[None, :-1]).logits[0]
+    ours = _perplexity(torch.stack(sequence.logits)[:40], tokens[1:41])
+    assert ours == pytest.approx(_perplexity(logits[:40], tokens[1:41]), rel=1e-3)
+
+
+def test_experts_that_a_file_joins_are_taken_apart(as_directory, model_dirs):
+    """Transformers cannot read this file; it has the directory that the file was made from."""
+    overrides = {"sliding_window": None, "rope_parameters": {"rope_theta": 10000.0}}
+    _, directory = as_directory("mixtral", "F32", overrides=overrides)
+    sequence = Sequence(random_prompt(41, seed=1))
+    PagedLoop(load(directory), block_size=16).generate([sequence], NUM_TOKENS)
+    assert_equals_transformers(model_dirs.get("mixtral", **SIZES, **overrides), sequence)
+
+
+@pytest.mark.parametrize("kind", [*SMALL_KINDS, "Q4_K", "Q5_K"])
+def test_bits_stay_packed_where_our_kernel_multiplies(as_directory, kind):
+    if not quantized.can_pack(torch.zeros(8, 256, dtype=torch.int8), torch.bfloat16):
+        pytest.skip("this CPU has no kernel of ours")
+    _, directory = as_directory("llama", kind)
+    with capture_logs() as logs:
+        model = load(directory, torch.bfloat16)
+    (log,) = (line for line in logs if line["event"] == "quantized checkpoint")
+    assert log["dequantized_weights"] == 0
+    assert log["packed_weights"] == 2 * 256 * (256 + 2 * 128 + 256 + 3 * 256)
+    packed, decoded = (Sequence(random_prompt(41, seed=1)) for _ in range(2))
+    PagedLoop(model, block_size=16).generate([packed], 1, chunk_len=64)
+    PagedLoop(load(directory), block_size=16).generate([decoded], 1, chunk_len=64)
+    torch.testing.assert_close(
+        torch.stack(packed.logits), torch.stack(decoded.logits), rtol=0.05, atol=0.5
+    )
+
+
+def test_several_files_are_one_model(as_directory):
+    alone, in_one = as_directory("llama", "Q4_1")
+    first, in_three = as_directory("llama", "Q4_1", max_tensors=8)
+    assert first.name == "llama-Q4_1-00001-of-00003.gguf"
+    expected, found = (Sequence(random_prompt(9, seed=1)) for _ in range(2))
+    PagedLoop(load(in_one), block_size=16).generate([expected], 4)
+    alone.unlink()
+    PagedLoop(load(in_three), block_size=16).generate([found], 4)
+    assert found.output == expected.output
+    assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
+
+
+def test_quantization_on_top_is_refused(as_directory):
+    from gpu_worker.weights.quantized_linear import Quantization  # noqa: PLC0415
+
+    _, directory = as_directory("llama", "Q8_0")
+    with pytest.raises(ModelError, match=r"config.json: quantization_config is set"):
+        open_model(directory, quantization=Quantization.INT8)

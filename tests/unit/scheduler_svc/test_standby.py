@@ -1,0 +1,158 @@
+"""When a scheduler that stands by takes over: when no worker's scheduler gives a sign of life."""
+
+import asyncio
+import contextlib
+
+import grpc
+import grpc.aio
+import pytest
+
+from contract.epoch import MAX_EPOCH, MAX_LEAD_MS, clock_epoch, epoch_after
+from contract.errors import InvalidArgumentError
+from quire.v1 import worker_pb2, worker_pb2_grpc
+from rpc.peers.discovery import Discovery
+from scheduler_svc.workers import standby
+from scheduler_svc.workers.attach import newest_epoch
+from scheduler_svc.workers.standby import wait_for_vacancy
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Its scheduler beats before each look, while it does not hang."""
+
+    def __init__(self, epoch=7, *, has_scheduler=False, hangs=False, counts=True):
+        self.epoch, self.has_scheduler, self.hangs = epoch, has_scheduler, hangs
+        self.num_beats = int(counts)
+        self.num_looks = 0
+        self.looked = asyncio.Condition()
+
+    async def DescribeDevice(self, request, context):  # noqa: N802, ARG002
+        async with self.looked:
+            self.num_looks += 1
+            self.looked.notify_all()
+        if self.num_beats and self.has_scheduler and not self.hangs:
+            self.num_beats += 1
+        return worker_pb2.DescribeDeviceResponse(
+            epoch=self.epoch, has_scheduler=self.has_scheduler, num_beats=self.num_beats
+        )
+
+    async def wait_for_looks(self, num_looks):
+        async with self.looked:
+            await self.looked.wait_for(lambda: self.num_looks >= num_looks)
+
+
+class BusyWorker(FakeWorker):
+    """Answers every other time."""
+
+    async def DescribeDevice(self, request, context):  # noqa: N802
+        answer = await super().DescribeDevice(request, context)
+        if self.num_looks % 2 == 0:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "busy")
+        return answer
+
+
+@pytest.fixture
+async def serve(tmp_path):
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(worker, name="w"):
+            server = grpc.aio.server()
+            worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
+            target = f"unix:{tmp_path / name}.sock"
+            server.add_insecure_port(target)
+            await server.start()
+            stack.push_async_callback(server.stop, None)
+            return target
+
+        yield start
+
+
+def stand_by(*targets, absence_s=0.0, silence_s=0.5):
+    return asyncio.create_task(wait_for_vacancy(Discovery(targets), absence_s, silence_s))
+
+
+def test_the_epoch_is_the_clock_and_newer_than_any_seen():
+    assert clock_epoch() <= epoch_after(0) <= clock_epoch()
+    ahead = clock_epoch() + MAX_LEAD_MS
+    assert epoch_after(ahead) == ahead + 1
+    with pytest.raises(InvalidArgumentError, match="restart that worker"):
+        epoch_after(MAX_EPOCH)
+
+
+async def test_the_newest_epoch_is_of_the_workers_that_answer(serve, tmp_path):
+    gone = f"unix:{tmp_path}/gone.sock"
+    assert await newest_epoch(Discovery([gone])) == 0
+    seen = [await serve(FakeWorker(epoch), f"w{epoch}") for epoch in (0, 4999)]
+    assert await newest_epoch(Discovery([*seen, gone])) == 4999
+
+
+async def test_it_waits_while_a_worker_has_a_scheduler_and_returns_the_newest_epoch(serve):
+    one, other = FakeWorker(has_scheduler=True), FakeWorker(epoch=9)
+    waiting = stand_by(await serve(one, "one"), await serve(other, "other"))
+    await one.wait_for_looks(8)
+    assert not waiting.done()
+    one.has_scheduler = False
+    assert await waiting == 9
+
+
+async def test_it_takes_over_from_a_scheduler_that_is_silent_to_all_workers(serve):
+    one, other = FakeWorker(has_scheduler=True), FakeWorker(has_scheduler=True)
+    waiting = stand_by(await serve(one, "one"), await serve(other, "other"))
+    await one.wait_for_looks(2)
+    one.hangs = True
+    num_looks = one.num_looks
+    await one.wait_for_looks(num_looks + 8)
+    assert not waiting.done(), "the other worker hears it"
+    other.hangs = True
+    await waiting
+
+
+async def test_a_silence_that_is_too_short_counts_for_nothing(serve):
+    worker = FakeWorker(has_scheduler=True)
+    waiting = stand_by(await serve(worker))
+    for _ in range(4):
+        worker.hangs = not worker.hangs
+        await worker.wait_for_looks(worker.num_looks + 3)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_a_worker_that_counts_no_beats_is_believed(serve):
+    """One of an earlier version."""
+    worker = FakeWorker(has_scheduler=True, counts=False)
+    waiting = stand_by(await serve(worker))
+    await worker.wait_for_looks(8)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_it_does_not_wait_for_every_answer(serve):
+    await stand_by(await serve(BusyWorker()), absence_s=0.3)
+
+
+async def test_it_waits_for_a_worker(serve, tmp_path):
+    waiting = stand_by(f"unix:{tmp_path}/w.sock")
+    probe = FakeWorker(has_scheduler=True)
+    beside = stand_by(await serve(probe, "probe"))
+    await probe.wait_for_looks(3)
+    assert not waiting.done()
+    beside.cancel()
+    await serve(FakeWorker())
+    await waiting
+
+
+async def test_a_worker_that_has_just_started_waits_for_the_scheduler_that_serves(
+    serve, monkeypatch
+):
+    monkeypatch.setattr(standby, "_NEW_WORKER_S", 0.5)
+    worker = FakeWorker(epoch=0)
+    waiting = stand_by(await serve(worker))
+    await worker.wait_for_looks(3)
+    assert not waiting.done()
+    await waiting
+
+
+async def test_a_worker_that_has_just_started_delays_no_take_over(serve, monkeypatch):
+    monkeypatch.setattr(standby, "_NEW_WORKER_S", float("inf"))
+    await stand_by(await serve(FakeWorker(epoch=0), "new"), await serve(FakeWorker(), "old"))
