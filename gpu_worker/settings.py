@@ -48,7 +48,7 @@ class WorkerSettings(ProcessSettings):
     quantization: Literal["int8", "int4"] | None = None
     """Quantize the weights of linear maps when they are read, for less memory and faster decoding;
     on CPUs, for our own implementations or yours. int8: a scale per output. int4: a scale and an
-    offset per 64 (else 32) inputs of an output; the map to the vocabulary stays int8. Unset: not
+    offset per 32 inputs of an output; the map to the vocabulary stays int8. Unset: not
     quantized."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters as NAME=DIR, in PEFT's format, separated by commas. A request whose model is

@@ -91,6 +91,8 @@ def native_adapter(layers: Sequence[Mapping[MapName, LowRankMap]]) -> NativeAdap
             down, up = low_rank.down, low_rank.up
             if not (isinstance(down, PackedLinear) and isinstance(up, PackedLinear)):
                 return None
+            if down.dtype is not torch.bfloat16:
+                return None
             pairs[name] = down, up
         packed.append(pairs)
     return NativeAdapter(packed)

@@ -6,8 +6,9 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.decoder_layer import DecoderLayer, GatedMlp
 from gpu_worker.models.llama_config import LlamaConfig
 from kernels.cpu.fields import LayerCaches
+from kernels.cpu.linear import PackedLinear
 from kernels.cpu.program.decoder import NativeDecoder
-from kernels.cpu.program.layer_calls import NativeLayer, NativeLinear, can_gate
+from kernels.cpu.program.layer_calls import NativeLayer
 from kernels.cpu.program.workspace import NativeShape
 from kernels.kv_formats import LARGEST
 
@@ -26,7 +27,8 @@ class NativeLayers:
         self._cos_sin = cos_sin
         native = [_native_layer(layer) for layer in layers]
         self._layers = [layer for layer in native if layer is not None]
-        self._is_whole = len(self._layers) == len(layers)
+        is_bfloat16 = final_norm.dtype is torch.bfloat16
+        self._is_whole = is_bfloat16 and len(self._layers) == len(layers)
         self._shape = NativeShape(
             hidden_size=config.hidden_size,
             num_heads=config.num_heads,
@@ -35,7 +37,7 @@ class NativeLayers:
             intermediate_size=config.intermediate_size,
             rms_norm_eps=config.rms_norm_eps,
             has_qk_norm=any(layer.qk_norm is not None for layer in self._layers),
-            is_gated=all(can_gate(layer.gate_up) for layer in self._layers),
+            is_gated=all(layer.gate_up.can_gate for layer in self._layers),
         )
         self._key_cache: torch.Tensor | None = None
         self._decoder: NativeDecoder | None = None
@@ -70,10 +72,10 @@ def _native_layer(layer: DecoderLayer) -> NativeLayer | None:
         return None
     qkv, output, gate_up, down = layer.qkv, layer.attention_output, mlp.gate_up, mlp.down
     if not (
-        isinstance(qkv, NativeLinear)
-        and isinstance(output, NativeLinear)
-        and isinstance(gate_up, NativeLinear)
-        and isinstance(down, NativeLinear)
+        isinstance(qkv, PackedLinear)
+        and isinstance(output, PackedLinear)
+        and isinstance(gate_up, PackedLinear)
+        and isinstance(down, PackedLinear)
     ):
         return None
     norms = layer.qk_norm

@@ -20,7 +20,6 @@ from gpu_worker.weights.quantized_linear import (
     Quantization,
     QuantizedWeight,
     can_multiply,
-    has_kernel,
     make_quantized_linear,
 )
 from gpu_worker.weights.stored_format import (
@@ -147,6 +146,20 @@ def dequantize_fp8(stored: Fp8Format, tensors: Mapping[str, torch.Tensor]) -> to
     return weight * scales
 
 
+def _join(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Join along N."""
+    offsets = None
+    if any(part.offsets is not None for part in parts):
+        each = (torch.zeros_like(p.scales) if p.offsets is None else p.offsets for p in parts)
+        offsets = torch.cat(tuple(each))
+    return QuantizedWeight(
+        parts[0].quantization,
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        offsets,
+    ).without_zero_offsets()
+
+
 _CPU: Final = torch.device("cpu")
 _META: Final = torch.device("meta")
 _GIB: Final = 1024**3
@@ -213,13 +226,10 @@ class PackedMaps:
         integers = [part for part in parts if isinstance(part, QuantizedWeight)]
         kinds = {(part.quantization, part.scales.shape[1]) for part in integers}
         if len(integers) == len(parts) and len(kinds) == 1 and self._device == _CPU:
-            joined = self._join(integers)
-            # Torch's operators take 7 times as long as decoded float32 (48 tokens of SmolLM2-135M
-            # from a Q4_1 file, one thread of an AMD Zen 5: 41 s and 5.5 s).
-            is_fast = has_kernel(joined) or not isinstance(self._stored, GgufFormat)
-            if is_fast and can_multiply(joined):
+            joined = _join(integers)
+            if can_multiply(joined, self._dtype):
                 self._num_packed += joined.values.numel()
-                return make_quantized_linear(joined, bias)
+                return make_quantized_linear(joined, bias, self._dtype)
         weight = torch.cat([self._dequantized(part) for part in parts])
         self._num_dequantized += weight.numel()
         return make_linear(weight, bias)
@@ -325,19 +335,6 @@ class PackedMaps:
         self._fill(Piece(f"{name}.bias", (num_out,)), bias)
         if not bias.is_meta and bias.any():
             raise ModelError(f"{name}.bias is not zero; by config.json the map has none")
-
-    def _join(self, parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-        """Join along N; rounds scales and offsets to the activations' dtype."""
-        offsets = None
-        if any(part.offsets is not None for part in parts):
-            each = (torch.zeros_like(p.scales) if p.offsets is None else p.offsets for p in parts)
-            offsets = torch.cat(tuple(each)).to(self._dtype)
-        return QuantizedWeight(
-            parts[0].quantization,
-            torch.cat([part.values for part in parts]),
-            torch.cat([part.scales for part in parts]).to(self._dtype),
-            offsets,
-        ).without_zero_offsets()
 
     def _dequantized(self, part: QuantizedWeight | torch.Tensor) -> torch.Tensor:
         weight = part.dequantized() if isinstance(part, QuantizedWeight) else part

@@ -180,7 +180,7 @@ class Weights:
         self.num_quantized += 1
         if weight.is_meta:  # planning only
             return make_linear(weight, bias)
-        return make_quantized_linear(quantize(weight, quantization), bias)
+        return make_quantized_linear(quantize(weight, quantization), bias, self.dtype)
 
     def ignore(self, pattern: str) -> None:
         """Accept unused tensors whose whole name matches a regular expression."""

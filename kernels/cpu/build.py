@@ -17,7 +17,7 @@ _FLAGS: Final = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-Wno-psabi", "-
 _LINK_FLAGS: Final = ("-shared", "-lm")
 """Not linked to OpenMP: its symbols come from the library that torch has loaded."""
 _CPU_INFO: Final = Path("/proc/cpuinfo")
-_TIMEOUT_S: Final = 120
+_TIMEOUT_S: Final = 300
 
 
 class BuildError(Exception):

@@ -111,12 +111,9 @@ class Library:
         """The second half of `attention` with the same fields, if there are partial results."""
         self.linear = kernel(
             "linear",
-            "num_rows num_in num_out *x *weight *bias *out out_type x_stride out_stride is_gated"
+            "num_rows num_in num_out x_type kept out_type *x *weight *scales *offsets *bias *out"
+            " group x_stride out_stride is_gated"
             " *next.attention next.num_runs next.num_runs_after",
-        )
-        self.quantized = kernel(
-            "quantized",
-            "bits num_rows num_in num_out group *x *weight *scales *offsets *bias *out x_stride",
         )
         self.low_rank_down = kernel(
             "low_rank_down", "*rows map num_in *x *ranks x_stride ranks_stride"
@@ -128,9 +125,6 @@ class Library:
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
-        library.quire_has_linear.restype = ctypes.c_int64
-        self.has_linear = bool(library.quire_has_linear())
-        """Whether the CPU has a dot product of bfloat16, without which linear maps do nothing."""
 
 
 class Call(NamedTuple):

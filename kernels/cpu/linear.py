@@ -1,9 +1,10 @@
-"""Linear maps with bfloat16 weights in C: near memory speed for few rows, near the CPU's for many.
+"""Linear maps in C: near memory speed for few rows, near the CPU's for many.
 
-Symbols: `T` tokens, `K` input features, `N` output features.
+Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch.nn import functional
@@ -14,67 +15,159 @@ from kernels.cpu.library import DTYPES, Call, Field, Library, native
 from kernels.cpu.program.kv_ahead import NOTHING_AHEAD, PANEL, KvAhead
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
 
+_KEPT_AS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.int16: 3}
+"""C's number for how weights are kept, by the dtype of the panels; int16 holds four of 4 bits."""
+_UNROLL: Final = 8
+"""Input features that C unpacks together of integers."""
+_GROUP_MULTIPLE: Final = 32
+
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Return whether `pack` takes this weight [N, K]; it needs the CPU's dot product of bfloat16.
-
-    What else the CPU has does not matter: with matrix registers (AMX), too, oneDNN rounds a row's
-    sums by how many rows there are, and a preempted sequence would draw other tokens.
-    """
-    library = native()
+    """Return whether `pack` takes this weight [N, K]."""
     return (
-        library is not None
-        and library.has_linear
+        native() is not None
         and weight.device.type == "cpu"
-        and weight.dtype is torch.bfloat16
-        and weight.shape[1] % 2 == 0
+        and weight.dtype in DTYPES
+        and (weight.dtype is torch.float32 or weight.shape[1] % 2 == 0)
     )
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedLinear":
     """Lay out `weight` [N, K] for `x @ weight.T + bias`, `bias` [N]; `can_pack` must hold."""
+    num_in = weight.shape[1]
+    padded = _padded(weight)
+    if weight.dtype is torch.float32:
+        panels = padded.view(-1, PANEL, num_in).transpose(1, 2)
+    else:
+        panels = padded.view(-1, PANEL, num_in // 2, 2).transpose(1, 2)
+    return _packed(weight, panels, None, None, bias, weight.dtype)
+
+
+def can_pack_integers(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether `pack_integers` takes values [N, K], for activations of this dtype."""
+    return (
+        native() is not None
+        and values.device.type == "cpu"
+        and dtype in DTYPES
+        and values.shape[1] % _UNROLL == 0
+    )
+
+
+def pack_integers(
+    bits: int,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> "PackedLinear":
+    """Lay out a quantized weight for `x @ weight.T + bias`; `can_pack_integers` must hold.
+
+    Scales and offsets are rounded to float16: at 4 bits, those for values from 0 to 15.
+
+    Args:
+        bits: 8 or 4.
+        values: int8[N, K], integers of so many bits. The weight is `values * scale + offset`.
+        scales: [N, G], one for K / G values, a multiple of 8 or all of K.
+        offsets: [N, G], each for a multiple of 32 values; or, at 8 bits, None for zeros.
+        bias: [N] of `dtype`, or None.
+        dtype: of the activations, float32 or bfloat16.
+    """
+    num_in = values.shape[1]
+    group_size = num_in // scales.shape[1]
+    assert group_size % _UNROLL == 0, "whole groups are unpacked"
+    if offsets is not None:
+        assert group_size % _GROUP_MULTIPLE == 0, "sums of groups are taken a vector at a time"
+    padded = _padded(values)
+    if bits == 8:  # noqa: PLR2004
+        panels = padded.view(-1, PANEL, num_in // 2, 2).transpose(1, 2)
+    else:
+        assert offsets is not None, "integers of 4 bits begin at 0"
+        offsets = offsets.float() - 8 * scales.float()
+        nibbles = (padded + 8).view(-1, PANEL, num_in // 8, 4, 2).to(torch.int32)
+        shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int32).view(4, 1)
+        words = (nibbles << shifts).sum(3, dtype=torch.int32)  # [N / 32, 32, K / 8, 2]
+        panels = words.transpose(1, 2).to(torch.int16)
+    return _packed(values, panels, scales, offsets, bias, dtype)
+
+
+def _packed(
+    weight: torch.Tensor,
+    panels: torch.Tensor,
+    scales: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> "PackedLinear":
     library = native()
     assert library is not None, "can_pack was not asked"
     num_out, num_in = weight.shape
-    padded = functional.pad(weight, (0, 0, 0, -num_out % PANEL))
-    panels = WEIGHT_MEMORY.hold(padded.view(-1, PANEL, num_in // 2, 2).transpose(1, 2))
-    return PackedLinear(library, panels, None if bias is None else bias.contiguous(), num_out)
+    return PackedLinear(
+        _library=library,
+        dtype=dtype,
+        num_out=num_out,
+        num_in=num_in,
+        panels=WEIGHT_MEMORY.hold(panels),
+        _scales=None if scales is None else _by_panel(scales),
+        _offsets=None if offsets is None else _by_panel(offsets),
+        _bias=None if bias is None else bias.contiguous(),
+    )
+
+
+def _padded(weight: torch.Tensor) -> torch.Tensor:
+    """Add rows to a multiple of PANEL."""
+    return functional.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
+
+
+def _by_panel(of_groups: torch.Tensor) -> torch.Tensor:
+    """Rearrange `[N, G]` to float16[ceil(N / 32), G, 32]."""
+    panels = _padded(of_groups).view(-1, PANEL, of_groups.shape[1]).transpose(1, 2)
+    return panels.to(torch.float16).contiguous()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLinear:
-    """The map `x @ weight.T + bias`, bfloat16 with fp32 sums.
+    """The map `x @ weight.T + bias` with fp32 sums.
 
     A row's result depends on no other row.
     """
 
     _library: Library
-    panels: torch.Tensor
-    """The weight as C reads it: bfloat16[ceil(N / 32), K / 2, 32, 2]."""
-    _bias: torch.Tensor | None
+    dtype: torch.dtype
+    """Of the activations, float32 or bfloat16."""
     num_out: int
     """N."""
-
-    @property
-    def num_in(self) -> int:
-        """K."""
-        return self.panels.shape[1] * 2
+    num_in: int
+    """K."""
+    panels: torch.Tensor
+    """The weight as C reads it: float32[ceil(N / 32), K, 32], bfloat16[ceil(N / 32), K / 2, 32, 2],
+    int8 of that shape, or for 4 bits int16[ceil(N / 32), K / 8, 32, 2]."""
+    _scales: torch.Tensor | None
+    """float16[ceil(N / 32), G, 32] of integers."""
+    _offsets: torch.Tensor | None
+    _bias: torch.Tensor | None
 
     @property
     def can_gate(self) -> bool:
         """Whether `call` can be gated: no panel has both gates and what they gate."""
         return self.num_out % (2 * PANEL) == 0
 
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Map bfloat16 `[T, K]` to `[T, N]`.
+    @property
+    def can_fetch_ahead(self) -> bool:
+        """Whether `call` fetches anything for a later one."""
+        return self.panels.dtype is torch.bfloat16
 
-        `dtype` may be float32: the same numbers, without a conversion afterwards.
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Map `[T, K]` to `[T, N]`.
+
+        `dtype` may be float32 where x is bfloat16: the same numbers, without a conversion
+        afterwards.
 
         Raises:
             ValueError: shape, dtype, device or strides do not fit.
         """
-        check_tensor("x", x, (x.shape[0], self.num_in), torch.bfloat16, self.panels)
-        out = x.new_empty((x.shape[0], self.num_out), dtype=dtype)
+        check_tensor("x", x, (x.shape[0], self.num_in), self.dtype, self.panels)
+        out = x.new_empty((x.shape[0], self.num_out), dtype=dtype or self.dtype)
         self._library.linear(*self._fields(x, out, x.shape[0], NOTHING_AHEAD, is_gated=False))
         return out
 
@@ -89,9 +182,9 @@ class PackedLinear:
     ) -> Call:
         """Return the call that maps the first rows of `x` `[T, K]` to `out` `[T, N]`.
 
-        Both are bfloat16; rows may lie apart. `ahead` is what it fetches for a later call. If
-        `is_gated`, the map's output is `[gate, up]`, and `out` `[T, N / 2]` gets `silu(gate) * up`,
-        rounded where the map and `silu_mul` round; `can_gate` must hold.
+        Both have the map's dtype; rows may lie apart. `ahead` is what it fetches for a later call.
+        If `is_gated`, the map's output is `[gate, up]`, and `out` `[T, N / 2]` gets
+        `silu(gate) * up`, rounded where the map and `silu_mul` round; `can_gate` must hold.
         """
         fields = self._fields(x, out, num_rows, ahead, is_gated=is_gated)
         return Call(self._library.linear, fields)
@@ -99,8 +192,11 @@ class PackedLinear:
     def _fields(
         self, x: torch.Tensor, out: torch.Tensor, num_rows: Field, ahead: KvAhead, *, is_gated: bool
     ) -> tuple[Field, ...]:
+        num_groups = 1 if self._scales is None else self._scales.shape[1]
         return (
             num_rows, self.num_in, self.num_out // (2 if is_gated else 1),
-            x.data_ptr(), self.panels.data_ptr(), address(self._bias), out.data_ptr(),
-            DTYPES[out.dtype], x.stride(0), out.stride(0), is_gated, *ahead,
+            DTYPES[self.dtype], _KEPT_AS[self.panels.dtype], DTYPES[out.dtype],
+            x.data_ptr(), self.panels.data_ptr(), address(self._scales), address(self._offsets),
+            address(self._bias), out.data_ptr(), self.num_in // num_groups,
+            x.stride(0), out.stride(0), is_gated, *ahead,
         )  # fmt: skip

@@ -1,4 +1,5 @@
 import multiprocessing
+import platform
 import shutil
 import subprocess
 import sys
@@ -115,11 +116,24 @@ def test_processes_that_start_together_share_one_library(tmp_path):
     assert list((tmp_path / "cache").iterdir()) == list(paths)
 
 
-@needs_compiler
-def test_the_sources_compile_without_a_warning(tmp_path):
+KINDS = [
+    ("cc", "native"),
+    ("cc", "x86-64-v3"),
+    ("aarch64-linux-gnu-gcc", "armv8-a"),
+    ("aarch64-linux-gnu-gcc", "armv8.6-a"),
+]
+
+
+@pytest.mark.parametrize(("compiler", "march"), KINDS)
+def test_the_sources_compile_for_each_kind_of_cpu_without_a_warning(compiler, march, tmp_path):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{march} needs {compiler}")
+    if march == "x86-64-v3" and platform.machine() != "x86_64":
+        pytest.skip("x86-64-v3 needs an x86 compiler")
+    flags = [f"-march={march}" if "-march" in flag else flag for flag in build._FLAGS]
+    strict = ["-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
     for source in build.SOURCES.glob("*.c"):
-        command = ["cc", *build._FLAGS, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(source)]
-        subprocess.run(command, check=True, cwd=tmp_path)
+        subprocess.run([compiler, *flags, *strict, str(source)], check=True, cwd=tmp_path)
 
 
 def test_one_thread_pool_serves_torch_and_native_code():

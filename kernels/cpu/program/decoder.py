@@ -17,7 +17,6 @@ import torch
 
 from kernels.cpu.fields import LayerCaches, num_partials
 from kernels.cpu.library import Call, Program, native
-from kernels.cpu.linear import PackedLinear
 from kernels.cpu.program.inputs import NativeInputs, StepField
 from kernels.cpu.program.kv_ahead import KvAhead, share_out
 from kernels.cpu.program.layer_calls import ALL, WANTED, LayerCalls, NativeLayer
@@ -185,7 +184,7 @@ class NativeDecoder:
             packed = {
                 place: (linear.num_in, linear.num_out)
                 for place, linear in maps.items()
-                if isinstance(linear, PackedLinear)
+                if linear.can_fetch_ahead
             }
             for (layer, name), ahead in share_out(attention[0], packed).items():
                 aheads[layer][name] = ahead

@@ -6,7 +6,7 @@ heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import torch
 
@@ -17,10 +17,6 @@ from kernels.cpu.program.inputs import StepField
 from kernels.cpu.program.kv_ahead import NOTHING_AHEAD, KvAhead
 from kernels.cpu.program.low_rank import MAPS, low_rank_calls
 from kernels.cpu.program.workspace import NativeShape, Workspace
-from kernels.cpu.quantized import QuantizedLinear
-
-NativeLinear: TypeAlias = PackedLinear | QuantizedLinear
-"""A linear map that a program can call."""
 
 _DTYPE: Final = DTYPES[torch.bfloat16]
 
@@ -43,25 +39,20 @@ class NativeLayer:
 
     input_norm: torch.Tensor
     """`[E]`, before attention."""
-    qkv: NativeLinear
+    qkv: PackedLinear
     """E to (H + 2 * HKV) * D: queries, keys, values."""
     qk_norm: tuple[torch.Tensor, torch.Tensor] | None
     """`[D]` each: norms of each head of queries and keys before rotation."""
     window: int | None
     """How many tokens a token sees, itself included; None for all before it."""
-    attention_output: NativeLinear
+    attention_output: PackedLinear
     """H * D to E."""
     mlp_norm: torch.Tensor
     """`[E]`, before the feed-forward part."""
-    gate_up: NativeLinear
+    gate_up: PackedLinear
     """E to 2 * I: gate, then up."""
-    down: NativeLinear
+    down: PackedLinear
     """I to E."""
-
-
-def can_gate(gate_up: NativeLinear) -> bool:
-    """Return whether a map to gate and up can give `silu(gate) * up` itself."""
-    return isinstance(gate_up, PackedLinear) and gate_up.can_gate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,7 +233,7 @@ class _Maps(NamedTuple):
     def calls(
         self,
         name: str,  # in MAPS
-        linear: NativeLinear,
+        linear: PackedLinear,
         x: torch.Tensor,  # [T, K]
         out: torch.Tensor,  # [T, N], or [T, N / 2] if it is gated
         *,
@@ -254,13 +245,10 @@ class _Maps(NamedTuple):
         """
         adapted = self.work.adapted.get(name)
         alone = out if adapted is None else adapted.alone
-        if isinstance(linear, PackedLinear):
-            ahead = self.ahead.get(name, NOTHING_AHEAD)
-            gates_itself = is_gated and adapted is None
-            yield linear.call(x, alone, self.rows.num, ahead, is_gated=gates_itself)
-        else:
-            assert not is_gated, "the shape says that all layers can gate"
-            yield linear.call(x, alone, self.rows.num)
+        yield linear.call(
+            x, alone, self.rows.num, self.ahead.get(name, NOTHING_AHEAD),
+            is_gated=is_gated and adapted is None,
+        )  # fmt: skip
         if adapted is not None:
             place = self.layer * len(MAPS) + MAPS.index(name)
             yield from low_rank_calls(

@@ -69,7 +69,7 @@ INLINE vf softcapped(vf x, float cap)
 INLINE void weigh_row(dtype type, const struct attention *a, const struct scratch *s, int64_t row,
                       const float *scores, char *weights, int64_t from, int64_t to)
 {
-    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vi lane = vi_lanes();
     vf score[COLUMNS / LANES], most = vf_set(-INFINITY);
     for (int v = 0; v < COLUMNS / LANES; v++) {
         vf x = vf_load(scores + v * LANES) * (float)a->scale;

@@ -4,10 +4,10 @@
 
 #include "attention.h"
 
-/* out[i][j] = rows[j][i] for 16 x 16 words. */
+/* out[i][j] = rows[j][i] for LANES x LANES words. */
 INLINE void transpose(const vi rows[LANES], vi out[LANES])
 {
-#ifdef __AVX512F__
+#ifdef HAS_AVX512
     __m512i r[16], t[16];
     for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
@@ -30,15 +30,17 @@ INLINE void transpose(const vi rows[LANES], vi out[LANES])
         out[i + 12] = (vi)_mm512_shuffle_i32x4(high, high2, 0xdd);
     }
 #else
+    int32_t to[LANES][LANES];
     for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < LANES; j++) out[i][j] = rows[j][i];
+        for (int j = 0; j < LANES; j++) to[i][j] = rows[j][i];
+    memcpy(out, to, sizeof to);
 #endif
 }
 
-/* Pairs up the halves of two rows of 32: pairs[0] has the first 16 pairs, pairs[1] the others. */
+/* Pairs up two rows of 2 LANES halves: pairs[0] has the first LANES pairs, pairs[1] the others. */
 INLINE void interleave(vi first, vi second, vi pairs[2])
 {
-#if defined(__AVX512BW__)
+#ifdef HAS_AVX512
     static const uint16_t places[2][32] __attribute__((aligned(64))) = {
         {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39,
          8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
@@ -56,12 +58,12 @@ INLINE void interleave(vi first, vi second, vi pairs[2])
 #endif
 }
 
-/* Loads 16 steps of 4 bytes of a row from number d on, as a product reads them; zeros past its end. */
+/* Loads LANES steps of 4 bytes of a row from number d on, as a product reads them; zeros past its end. */
 INLINE vi load_steps(dtype type, const char *row, int64_t d, int64_t head_dim)
 {
     const int64_t count = step_kind_of(type) == PAIRS ? 2 * LANES : LANES;
     const char *at = row + d * size_of(type);
-    char rest[64] = {0};
+    char rest[4 * LANES] = {0};
     if (d + count > head_dim) at = memcpy(rest, at, (head_dim - d) * size_of(type));
     vi steps;
     if (step_kind_of(type) == PAIRS) memcpy(&steps, at, sizeof steps);
@@ -69,8 +71,8 @@ INLINE vi load_steps(dtype type, const char *row, int64_t d, int64_t head_dim)
     return steps;
 }
 
-/* Loads the values of one step of the product with weights, from number d of their rows on: 16 numbers
- * of one position, or 32 pairs of numbers of two positions. */
+/* Loads the values of one step of the product with weights, from number d of their rows on: LANES
+ * numbers of one position, or 2 LANES pairs of numbers of two positions. */
 INLINE void load_values(dtype type, const char *const *values, int64_t d,
                         int64_t head_dim, vi out[2])
 {

@@ -23,7 +23,7 @@ struct draw {
     int64_t logits_stride;
 };
 
-typedef double vd __attribute__((vector_size(128)));
+typedef double vd __attribute__((vector_size(8 * LANES)));
 
 /* e^x for x <= 0, to 2e-7 of itself; 0 below 2^-126. */
 INLINE vf exp_of(vf x)
@@ -52,7 +52,7 @@ INLINE vf weights_of(const float *logits, int64_t i, int64_t end, vf most, vf te
     return exp_of((load_logits(logits, i, end) - most) / temperature);
 }
 
-/* The sum of weights of [start, end), in the same order on every CPU. */
+/* The sum of weights of [start, end). */
 static double sum_of(const float *logits, int64_t start, int64_t end, vf most, vf temperature)
 {
     vd sums = {0};

@@ -7,7 +7,7 @@
 
 #include "simd.h"
 
-typedef uint8_t vb __attribute__((vector_size(16)));
+typedef uint8_t vb __attribute__((vector_size(LANES)));
 typedef enum { AS_IS = 0, INT8 = 1, FP8 = 2 } kv_format; /* fp8: e4m3, without infinities */
 
 struct kv_row {
@@ -17,10 +17,10 @@ struct kv_row {
 
 INLINE int64_t kept_bytes(dtype type, kv_format format) { return format == AS_IS ? size_of(type) : 1; }
 
-/* Sixteen numbers of a quantized row, times its scale. */
+/* A vector of numbers of a quantized row, times its scale. */
 INLINE vf dequantized(kv_format format, const char *numbers, float scale)
 {
-#ifdef __AVX512F__
+#ifdef HAS_AVX512
     __m128i bytes = _mm_loadu_si128((const __m128i *)numbers);
     if (format == INT8) return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)) * scale;
     /* Read as fp16, whose exponent has five bits and a bias of 15, not 7, the bits mean a number
@@ -58,7 +58,7 @@ INLINE const char *dequantize_row(dtype type, kv_format format, struct kv_row ro
     return out;
 }
 
-/* Rounds sixteen quotients to the nearest number of the format, ties to even; NaN is 0 as int8. None
+/* Rounds a vector of quotients to the nearest number of the format, ties to even; NaN is 0 as int8. None
  * is above the format's largest number, except in a row whose scale is infinite. */
 INLINE vb quantized(kv_format format, vf x)
 {

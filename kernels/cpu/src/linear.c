@@ -1,14 +1,22 @@
-/* Linear maps with packed bf16 weights: x @ weight.T + bias; gated, also silu(gate) * up of the result.
+/* Linear maps with packed weights: x @ weight.T + bias; gated, also silu(gate) * up of the result.
  *
  * Symbols: m rows, K input features, N output features. A weight [N, K] is packed once, when it is
- * loaded, to panels [ceil(N / 32)][K / 2][32] of pairs (k, k + 1), so that what a thread reads is
- * contiguous. The sums are fp32, each over k in ascending order for any number of rows, so a row's result
- * depends on no other row. A unit of work is one panel for one part of the rows; a share is some units. */
+ * loaded, to panels of 32 output features (`b_format` in tile.h), so that what a thread reads is
+ * contiguous. Weights are numbers, or integers of 8 or 4 bits: q * scale + offset, where a group of
+ * input features of one output feature shares scale and offset, which are applied to its sum. bf16 holds
+ * each integer exactly, so that products are those of the integers.
+ *
+ * x in bf16 is multiplied in bf16, if the CPU has a dot product for it, else in fp32. The sums are fp32,
+ * each over k in ascending order for any number of rows, so a row's result depends on no other row. For
+ * many rows a panel is unpacked once to what the product takes; few rows unpack it as they multiply. A
+ * unit of work is one panel for one part of the rows; a share is some units. */
 #include "kv_ahead.h"
 #include "thread_memory.h"
 
 enum {
     CACHED_ROWS = 96,     /* of x at a time, so that they stay in the second-level cache */
+    CHUNK_BYTES = 16384,  /* of an unpacked panel, so that it stays in the first-level cache */
+    FUSED_ROWS = 36,      /* up to so many rows, each tile of them unpacks the panel as it multiplies */
     L1_WAYS = 8,          /* a first-level cache of 32 KiB: a guess, on which only copies depend */
     L1_SETS = 64,
     SHARE_BYTES = 49152,  /* of weights, about: two microseconds from memory */
@@ -16,74 +24,262 @@ enum {
     MIN_SHARES = 16,      /* of a map of many rows */
 };
 
+/* How weights are kept. Floats: [K][32] of a panel; the others: `b_format`. */
+typedef enum { FLOAT_WEIGHTS = 0, BF16_WEIGHTS = 1, INT8_WEIGHTS = 2, INT4_WEIGHTS = 3 } kept_as;
+
 struct linear {
     int64_t num_rows, num_in, num_out; /* num_out: columns of `out` */
-    const bf16 *x;                     /* [m, K] */
-    const uint32_t *weight;
-    const bf16 *bias; /* [N], or NULL */
-    void *out;        /* [m, num_out]; rows may lie apart, as those of x */
-    int64_t out_type; /* F32: rounded to bf16 all the same */
+    int64_t x_type, kept, out_type;    /* with x in bf16, `out` in F32 is rounded to bf16 all the same */
+    const void *x;                     /* [m, K] */
+    const char *weight;
+    const fp16 *scales, *offsets; /* of integers: [panels][groups][32]; offsets may be NULL */
+    const void *bias;             /* [N] of x's type, or NULL */
+    void *out;                    /* [m, num_out]; rows may lie apart, as those of x */
+    int64_t group;                /* k of a group: K, or a multiple of 8; of 32 if there are offsets */
     int64_t x_stride, out_stride;
     int64_t is_gated; /* the weight is [gate; up], 2 * num_out; out = silu(gate) * up */
     struct kv_part next; /* what it fetches for the next attention */
+};
+
+INLINE step_kind kind_of(const struct linear *a)
+{
+    return a->kept == FLOAT_WEIGHTS ? FLOATS : step_kind_of((dtype)a->x_type);
+}
+
+INLINE b_format format_of(const struct linear *a)
+{
+    if (a->kept == BF16_WEIGHTS) return kind_of(a) == PAIRS ? PLAIN : HALVES;
+    return a->kept == INT8_WEIGHTS ? BYTES : a->kept == INT4_WEIGHTS ? NIBBLES : PLAIN;
+}
+
+INLINE int64_t bytes_of_panel(const struct linear *a)
+{
+    return a->kept == FLOAT_WEIGHTS ? 4 * PANEL * a->num_in
+                                    : panel_bytes(a->kept == BF16_WEIGHTS ? HALVES : format_of(a), a->num_in);
+}
+
+/* The rows of a block as the product takes them, and what is computed of them. */
+struct rows {
+    int64_t first, end;
+    const char *x;
+    int64_t x_bytes;     /* from one to the next */
+    const float *sums;   /* [rows][groups] of x, if there are offsets */
+    char *panel;         /* memory for a chunk of an unpacked one; NULL: rows are few, or it is PLAIN */
 };
 
 INLINE vf biased(const struct linear *a, const float *sums, int64_t column, int64_t n)
 {
     vf sum = vf_load(sums);
     if (!a->bias) return sum;
-    return sum + (n == LANES ? load(BF16, a->bias, column) : load_part(BF16, a->bias, column, n));
+    dtype type = (dtype)a->x_type;
+    return sum + (n == LANES ? load(type, a->bias, column) : load_part(type, a->bias, column, n));
 }
 
-INLINE void finish_row(dtype out_type, const struct linear *a, int64_t row, int64_t panel,
-                       const float *sums, const float *up_sums)
+INLINE void finish_row(dtype x_type, dtype out_type, const struct linear *a, int64_t row,
+                       int64_t panel, const float *sums, const float *up_sums)
 {
     for (int64_t v = 0; v < PANEL; v += LANES) {
         int64_t column = panel * PANEL + v, n = min64(LANES, a->num_out - column);
         if (n <= 0) return;
-        vf y = rounded(BF16, biased(a, sums + v, column, n));
+        vf y = rounded(x_type, biased(a, sums + v, column, n));
         if (up_sums) {
-            vf up = rounded(BF16, biased(a, up_sums + v, a->num_out + column, n));
-            y = rounded(BF16, silu(y)) * up;
+            vf up = rounded(x_type, biased(a, up_sums + v, a->num_out + column, n));
+            y = rounded(x_type, silu(y)) * up;
         }
-        if (out_type == F32) y = rounded(BF16, y);
+        if (out_type == F32) y = rounded(x_type, y);
         int64_t at = row * a->out_stride + column;
         if (n == LANES) store(out_type, a->out, at, y);
         else store_part(out_type, a->out, at, n, y);
     }
 }
 
-/* Computes rows [row, end), at most CACHED_ROWS, of `panel`; `rows` is their x. The first tile of rows
- * prefetches the panel, the others what attention needs next. */
-static void multiply_panel(const struct linear *a, int64_t row, int64_t end, const char *rows,
-                           int64_t row_bytes, int64_t panel, struct kv_ahead *next)
+INLINE void unpack(step_kind kind, b_format format, const char *panel, int64_t length, char *out)
 {
-    float sums[2][TILE_ROWS * PANEL] __attribute__((aligned(64)));
-    int64_t num_parts = a->is_gated ? 2 : 1, num_panels = ceil_div(a->num_out, PANEL);
-    int64_t steps = a->num_in / 2;
-    int64_t num_tiles = ceil_div(end - row, TILE_ROWS), height = ceil_div(end - row, num_tiles);
-    int64_t ahead_bytes = end - row == 1 ? PREFETCH_BYTES / 4 : PREFETCH_BYTES;
-    int64_t num_runs = steps / RUN_STEPS, run_steps = num_runs ? ceil_div(steps, num_runs) : steps;
-    for (int64_t r = row; r < end; r += height) {
-        int n = (int)min64(height, end - r);
-        for (int64_t part = 0; part < num_parts; part++) {
-            const uint32_t *weight = a->weight + (panel + part * num_panels) * steps * PANEL;
+    const int64_t bytes = panel_bytes(format, turn_k(format));
+    for (int64_t k = 0; k < length; k += turn_k(format), panel += bytes)
+#pragma GCC unroll 8
+        for (int t = 0; t < turn_steps(kind, format); t++)
+            for (int v = 0; v < PANEL / LANES; v++, out += sizeof(vf))
+                vf_store((float *)out, unpacked(kind, format, panel, t, v));
+}
+
+INLINE void panel_columns(struct tile tile, int rows, int vectors, struct product p)
+{
+    const int64_t bytes = tile.format == BYTES ? 2 * LANES : 4 * LANES;
+    for (int64_t v = 0; v < PANEL / LANES; v += vectors) {
+        any_rows(tile, rows, vectors, &p);
+        p.b += vectors * bytes;
+        p.c += vectors * LANES;
+        if (tile.is_scaled) p.scales += vectors * LANES;
+        if (p.offsets) p.offsets += vectors * LANES;
+    }
+}
+
+/* The product with all columns of a panel. Sums of groups and totals share the registers, so that a tile
+ * has half as many of each: rows if the panel is PLAIN, else columns, since unpacking costs as much as
+ * some rows. */
+INLINE void panel_product(struct tile tile, int rows, struct product p)
+{
+    const bool is_half = tile.is_scaled && rows > TILE_ROWS / 2;
+    if (is_half && tile.format == PLAIN) {
+        int64_t first = rows - TILE_ROWS / 2;
+        panel_columns(tile, TILE_ROWS / 2, TILE_VECTORS, p);
+        p.a += TILE_ROWS / 2 * p.lda_bytes;
+        p.c += TILE_ROWS / 2 * p.ldc;
+        p.a_sums += TILE_ROWS / 2 * p.num_groups;
+        panel_columns(tile, (int)first, TILE_VECTORS, p);
+    } else if (is_half) {
+        panel_columns(tile, rows, TILE_VECTORS / 2, p);
+    } else {
+        panel_columns(tile, rows, TILE_VECTORS, p);
+    }
+}
+
+typedef void product_function(int rows, const struct product *p);
+
+#define PANEL_PRODUCT(name, kind, format, is_later, is_scaled)                          \
+    static void name(int rows, const struct product *p)                                 \
+    {                                                                                   \
+        panel_product((struct tile){kind, format, is_later, is_scaled}, rows, *p); \
+    }
+PANEL_PRODUCT(floats_product, FLOATS, PLAIN, false, false)
+PANEL_PRODUCT(scaled_floats_product, FLOATS, PLAIN, false, true)
+PANEL_PRODUCT(halves_as_floats_product, FLOATS, HALVES, false, false)
+PANEL_PRODUCT(bytes_as_floats_product, FLOATS, BYTES, false, true)
+PANEL_PRODUCT(nibbles_as_floats_product, FLOATS, NIBBLES, false, true)
+PANEL_PRODUCT(pairs_product, PAIRS, PLAIN, false, false)
+PANEL_PRODUCT(later_pairs_product, PAIRS, PLAIN, true, false)
+PANEL_PRODUCT(scaled_pairs_product, PAIRS, PLAIN, false, true)
+PANEL_PRODUCT(bytes_as_pairs_product, PAIRS, BYTES, false, true)
+PANEL_PRODUCT(nibbles_as_pairs_product, PAIRS, NIBBLES, false, true)
+
+/* The product with a panel of this format, or with what is unpacked of one. */
+static product_function *product_of(const struct linear *a, b_format format, bool is_scaled)
+{
+    if (HAS_BF16_DOT && kind_of(a) == PAIRS)
+        return format == BYTES     ? bytes_as_pairs_product
+               : format == NIBBLES ? nibbles_as_pairs_product
+               : is_scaled         ? scaled_pairs_product
+                                   : pairs_product;
+    return format == BYTES     ? bytes_as_floats_product
+           : format == NIBBLES ? nibbles_as_floats_product
+           : format == HALVES  ? halves_as_floats_product
+           : is_scaled         ? scaled_floats_product
+                               : floats_product;
+}
+
+static void unpack_panel(const struct linear *a, const char *panel, int64_t length, char *out)
+{
+    b_format format = format_of(a);
+    if (HAS_BF16_DOT && kind_of(a) == PAIRS) {
+        if (format == BYTES) unpack(PAIRS, BYTES, panel, length, out);
+        else unpack(PAIRS, NIBBLES, panel, length, out);
+    } else {
+        if (format == BYTES) unpack(FLOATS, BYTES, panel, length, out);
+        else if (format == NIBBLES) unpack(FLOATS, NIBBLES, panel, length, out);
+        else unpack(FLOATS, HALVES, panel, length, out);
+    }
+}
+
+/* Whether there is more to a group than one factor for the whole sum. */
+INLINE bool is_grouped(const struct linear *a) { return a->offsets || a->group < a->num_in; }
+
+/* How many k of a panel are unpacked at a time: whole groups if there are several. */
+INLINE int64_t chunk_of(const struct linear *a)
+{
+    int64_t most = CHUNK_BYTES / PANEL / (kind_of(a) == PAIRS ? 2 : 4);
+    if (is_grouped(a)) return a->group * max64(1, most / a->group);
+    return min64(most, a->num_in);
+}
+
+/* Multiplies the sums of some rows by scales: of a group that is all of K. */
+static void scale_rows(const fp16 *scales, int64_t num_rows, float *sums)
+{
+    for (int64_t v = 0; v < PANEL; v += LANES) {
+        vf scale = vf_from_fp16(scales + v);
+        for (int64_t at = v; at < num_rows * PANEL; at += PANEL)
+            vf_store(sums + at, vf_load(sums + at) * scale);
+    }
+}
+
+/* Multiplies many rows with a panel, unpacked a chunk at a time. While it multiplies one, it fetches
+ * the next. */
+static void unpacked_product(const struct linear *a, const struct rows *rows, const char *weight,
+                             struct product p)
+{
+    const int64_t num_rows = rows->end - rows->first, chunk = chunk_of(a);
+    const int64_t step_k = kind_of(a) == PAIRS ? 2 : 1;
+    const int64_t num_tiles = ceil_div(num_rows, TILE_ROWS), height = ceil_div(num_rows, num_tiles);
+    product_function *multiply = product_of(a, PLAIN, is_grouped(a));
+    const struct product first = p;
+    p.b = rows->panel, p.ahead_bytes = 0;
+    for (int64_t k = 0; k < a->num_in; k += chunk) {
+        int64_t length = min64(chunk, a->num_in - k), group = k / a->group;
+        int64_t bytes = length * bytes_of_panel(a) / a->num_in, tile_bytes = bytes / num_tiles;
+        unpack_panel(a, weight, length, rows->panel);
+        weight += bytes;
+        p.steps = length / step_k;
+        p.fresh = k == 0;
+        if (is_grouped(a)) p.scales = first.scales + group * PANEL;
+        if (a->offsets) p.offsets = first.offsets + group * PANEL;
+        for (int64_t tile = 0; tile < num_tiles; tile++) {
+            int64_t row = tile * height;
+            for (int64_t i = 0; i < tile_bytes; i += 64)
+                __builtin_prefetch(weight + tile * tile_bytes + i, 0, 2);
+            p.a = first.a + row * rows->x_bytes + k / step_k * 4;
+            p.c = first.c + row * PANEL;
+            p.a_sums = first.a_sums + row * p.num_groups + group;
+            multiply((int)min64(height, num_rows - row), &p);
+        }
+    }
+    if (a->scales && !is_grouped(a)) scale_rows(first.scales, num_rows, first.c);
+}
+
+/* Computes a block of rows, at most CACHED_ROWS, of `panel`. The first tile of rows prefetches the
+ * panel, the others what attention needs next. */
+static void multiply_panel(const struct linear *a, const struct rows *rows, int64_t panel,
+                           struct kv_ahead *next)
+{
+    float sums[2][CACHED_ROWS * PANEL] __attribute__((aligned(64)));
+    const int64_t num_rows = rows->end - rows->first, num_panels = ceil_div(a->num_out, PANEL);
+    const int64_t num_tiles = ceil_div(num_rows, TILE_ROWS), height = ceil_div(num_rows, num_tiles);
+    const int64_t num_parts = a->is_gated ? 2 : 1, num_groups = a->num_in / a->group;
+    const int64_t step_k = kind_of(a) == PAIRS ? 2 : 1, steps = a->num_in / step_k;
+    const int64_t num_runs = steps / RUN_STEPS, run_steps = num_runs ? ceil_div(steps, num_runs) : steps;
+    const bool can_fetch = kind_of(a) == PAIRS && !a->scales;
+    const bool is_lone = num_rows == 1 && a->kept == BF16_WEIGHTS;
+    product_function *multiply = product_of(a, format_of(a), a->scales);
+    for (int64_t part = 0; part < num_parts; part++) {
+        int64_t index = panel + part * num_panels, scale = index * num_groups * PANEL;
+        struct product p = {.a = rows->x, .lda_bytes = rows->x_bytes,
+                            .b = a->weight + index * bytes_of_panel(a), .ldb = PANEL,
+                            .steps = steps, .c = sums[part], .ldc = PANEL, .fresh = true,
+                            .ahead_bytes = is_lone ? PREFETCH_BYTES / 4 : PREFETCH_BYTES,
+                            .later_steps = run_steps,
+                            .later_bytes = ceil_div(next->run_bytes, run_steps),
+                            .scales = a->scales ? a->scales + scale : NULL,
+                            .offsets = a->offsets ? a->offsets + scale : NULL,
+                            .a_sums = rows->sums, .group_steps = a->group / step_k,
+                            .num_groups = num_groups};
+        if (rows->panel) {
+            unpacked_product(a, rows, p.b, p);
+            continue;
+        }
+        for (int64_t r = 0; r < num_rows; r += height) {
             const char *later[MAX_RUNS];
-            bool is_later = r > row && next_runs(next, num_runs, later);
-            product(PAIRS, n, PANEL,
-                    (struct product){.a = rows + (r - row) * row_bytes, .lda_bytes = row_bytes,
-                                     .b = (const char *)weight, .ldb = PANEL, .steps = steps,
-                                     .c = sums[part], .ldc = PANEL, .fresh = true,
-                                     .ahead_bytes = r > row ? 0 : ahead_bytes,
-                                     .later = is_later ? later : NULL,
-                                     .later_steps = run_steps,
-                                     .later_bytes = ceil_div(next->run_bytes, run_steps)});
+            p.later = r > 0 && can_fetch && next_runs(next, num_runs, later) ? later : NULL;
+            (p.later ? later_pairs_product : multiply)((int)min64(height, num_rows - r), &p);
+            p.a += height * rows->x_bytes;
+            p.c += height * PANEL;
+            p.a_sums += height * num_groups;
+            p.ahead_bytes = 0;
         }
-        for (int i = 0; i < n; i++) {
-            const float *up = a->is_gated ? sums[1] + i * PANEL : NULL;
-            if (a->out_type == F32) finish_row(F32, a, r + i, panel, sums[0] + i * PANEL, up);
-            else finish_row(BF16, a, r + i, panel, sums[0] + i * PANEL, up);
-        }
+    }
+    for (int64_t r = 0; r < num_rows; r++) {
+        const float *of_row = sums[0] + r * PANEL, *up = a->is_gated ? sums[1] + r * PANEL : NULL;
+        if (a->x_type == F32) finish_row(F32, F32, a, rows->first + r, panel, of_row, up);
+        else if (a->out_type == F32) finish_row(BF16, F32, a, rows->first + r, panel, of_row, up);
+        else finish_row(BF16, BF16, a, rows->first + r, panel, of_row, up);
     }
 }
 
@@ -95,10 +291,12 @@ INLINE int64_t lines_that_fit(int64_t bytes)
     return bytes % 64 ? L1_SETS : sets * L1_WAYS;
 }
 
-/* Whether rows fall on the same few lines of the cache. Then they are copied to where they do not. */
+/* Whether rows are copied: to floats, or because they fall on the same few lines of the cache. */
 INLINE bool needs_copy(const struct linear *a)
 {
-    return a->num_rows > L1_WAYS && lines_that_fit(a->x_stride * 2) < TILE_ROWS;
+    if (a->x_type == BF16 && kind_of(a) == FLOATS) return true;
+    int64_t bytes = a->x_stride * size_of((dtype)a->x_type);
+    return a->num_rows > L1_WAYS && lines_that_fit(bytes) < TILE_ROWS;
 }
 
 /* How many parts the rows are cut into; each panel of each part is a unit of work. */
@@ -112,45 +310,71 @@ INLINE int64_t num_parts_of(const struct linear *a, int64_t num_panels)
 int64_t quire_linear_count(const void *args)
 {
     const struct linear *a = args;
-    int64_t num_panels = ceil_div(a->num_out, PANEL), panel_bytes = 2 * PANEL * a->num_in;
-    int64_t least = max64(SHARE_BYTES / (panel_bytes * (a->is_gated ? 2 : 1)), 1);
+    int64_t num_panels = ceil_div(a->num_out, PANEL);
+    int64_t least = max64(SHARE_BYTES / (bytes_of_panel(a) * (a->is_gated ? 2 : 1)), 1);
     if (needs_copy(a)) least = max64(least, COPY_PANELS);
     return shares_of(num_panels * num_parts_of(a, num_panels), least);
+}
+
+/* Copies a row to what the product takes. */
+static void copy_row(const struct linear *a, const char *row, char *to)
+{
+    if (a->x_type == BF16 && kind_of(a) == FLOATS)
+        floats_from_bf16((float *)to, (const bf16 *)row, a->num_in);
+    else
+        memcpy(to, row, a->num_in * size_of((dtype)a->x_type));
+}
+
+/* The sum over each group of a row of x. */
+INLINE void sum_groups(dtype x_type, const struct linear *a, const char *row, float *sums)
+{
+    for (int64_t k = 0; k < a->num_in; k += a->group) {
+        vf sum = {0};
+        for (int64_t i = k; i < k + a->group; i += LANES) sum += load(x_type, row, i);
+        *sums++ = vf_reduce_add(sum);
+    }
 }
 
 void quire_linear_share(const void *args, int64_t share, int64_t num_shares)
 {
     const struct linear *a = args;
-    int64_t num_panels = ceil_div(a->num_out, PANEL), row_bytes = a->x_stride * 2;
-    int64_t num_parts = num_parts_of(a, num_panels);
+    int64_t num_panels = ceil_div(a->num_out, PANEL), num_parts = num_parts_of(a, num_panels);
     int64_t unit = share_start(num_parts * num_panels, share, num_shares);
     int64_t last = share_start(num_parts * num_panels, share + 1, num_shares);
-    int64_t copy_bytes = a->num_in * 2 + 64;
-    char *copy = needs_copy(a) ? thread_memory(CACHED_ROWS * copy_bytes) : NULL;
-    int64_t num_tiles = ceil_div(a->num_rows, TILE_ROWS);
-    struct kv_ahead next =
-        kv_ahead_of(&a->next, max64(0, num_tiles - num_parts), share, num_shares);
+    int64_t num_groups = a->num_in / a->group, most = min64(a->num_rows, CACHED_ROWS);
+    int64_t row_bytes = a->x_stride * size_of((dtype)a->x_type);
+    bool is_copied = needs_copy(a);
+    struct rows rows = {.x_bytes = row_bytes};
+    if (is_copied) rows.x_bytes = a->num_in * (kind_of(a) == PAIRS ? 2 : 4) + 64;
+    int64_t copy_bytes = is_copied ? ceil_div(most * rows.x_bytes, 64) * 64 : 0;
+    int64_t sums_bytes = a->offsets ? ceil_div(most * num_groups * 4, 64) * 64 : 0;
+    bool is_unpacked = format_of(a) != PLAIN && a->num_rows / num_parts > FUSED_ROWS;
+    int64_t step_bytes = kind_of(a) == PAIRS ? 2 : 4;
+    char *memory = thread_memory(copy_bytes + sums_bytes +
+                                 (is_unpacked ? PANEL * chunk_of(a) * step_bytes : 0));
+    float *sums = (float *)(memory + copy_bytes);
+    rows.sums = sums;
+    if (is_unpacked) rows.panel = memory + copy_bytes + sums_bytes;
+    struct kv_ahead next = kv_ahead_of(
+        &a->next, max64(0, ceil_div(a->num_rows, TILE_ROWS) - num_parts), share, num_shares);
     while (unit < last) {
         int64_t part = unit / num_panels;
         int64_t panel = unit % num_panels, panel_end = min64(num_panels, panel + last - unit);
         int64_t row = a->num_rows * part / num_parts, end = a->num_rows * (part + 1) / num_parts;
         unit += panel_end - panel;
-        for (; row < end; row += CACHED_ROWS) {
-            int64_t n = min64(CACHED_ROWS, end - row), bytes = row_bytes;
-            const char *rows = (const char *)(a->x + row * a->x_stride);
-            if (copy) {
-                for (int64_t r = 0; r < n; r++)
-                    memcpy(copy + r * copy_bytes, rows + r * row_bytes, a->num_in * 2);
-                rows = copy;
-                bytes = copy_bytes;
+        for (; row < end; row = rows.end) {
+            rows.first = row, rows.end = min64(end, row + CACHED_ROWS);
+            const char *x = (const char *)a->x + row * row_bytes;
+            rows.x = is_copied ? memory : x;
+            for (int64_t r = 0; r < rows.end - row; r++) {
+                if (is_copied) copy_row(a, x + r * row_bytes, memory + r * rows.x_bytes);
+                if (a->offsets)
+                    BY_DTYPE(a->x_type, sum_groups, a, x + r * row_bytes, sums + r * num_groups);
             }
-            for (int64_t p = panel; p < panel_end; p++)
-                multiply_panel(a, row, row + n, rows, bytes, p, &next);
+            for (int64_t p = panel; p < panel_end; p++) multiply_panel(a, &rows, p, &next);
         }
     }
 }
-
-int64_t quire_has_linear(void) { return HAS_BF16_DOT; }
 
 void quire_linear(const struct linear *a)
 {

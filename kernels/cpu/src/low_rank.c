@@ -66,6 +66,18 @@ INLINE int64_t place_of(const struct row_adapters *rows, int64_t i)
     return rows->places ? rows->places[i] : i;
 }
 
+/* The product with bf16 weights, packed in pairs; `steps` are pairs of k. Without the CPU's dot product
+ * of bf16 the rows are floats. */
+static void weights_product(int rows, int64_t columns, struct product p)
+{
+    if (HAS_BF16_DOT) {
+        product(PAIRS, rows, columns, p);
+    } else {
+        p.steps *= 2;
+        all_columns((struct tile){.kind = FLOATS, .format = HALVES}, rows, columns, p);
+    }
+}
+
 static int64_t most_ranks(const struct row_adapters *rows, int64_t map)
 {
     int64_t most = 0;
@@ -82,13 +94,15 @@ static const char *tile_of_x(const struct low_rank_down *a, int64_t first, int64
     int64_t n = end - first, from = place_of(a->rows, first);
     bool is_dense = place_of(a->rows, end - 1) - from == n - 1; /* places ascend in a group */
     *row_bytes = 2 * a->x_stride;
-    if (is_dense && (n <= L1_WAYS || *row_bytes % L1_SET_BYTES))
+    if (HAS_BF16_DOT && is_dense && (n <= L1_WAYS || *row_bytes % L1_SET_BYTES))
         return (const char *)(a->x + from * a->x_stride);
-    *row_bytes = 2 * a->num_in + 64;
+    *row_bytes = (HAS_BF16_DOT ? 2 : 4) * a->num_in + 64;
     char *copy = thread_memory(TILE_ROWS * *row_bytes);
-    for (int64_t i = 0; i < n; i++)
-        memcpy(copy + i * *row_bytes, a->x + place_of(a->rows, first + i) * a->x_stride,
-               2 * a->num_in);
+    for (int64_t i = 0; i < n; i++) {
+        const bf16 *x = a->x + place_of(a->rows, first + i) * a->x_stride;
+        if (HAS_BF16_DOT) memcpy(copy + i * *row_bytes, x, 2 * a->num_in);
+        else floats_from_bf16((float *)(copy + i * *row_bytes), x, a->num_in);
+    }
     return copy;
 }
 
@@ -102,11 +116,11 @@ static void down_tile(const struct low_rank_down *a, const struct low_rank *weig
     for (int64_t width; vector < last; vector += width) {
         width = min64(per_panel - vector % per_panel, last - vector);
         const uint32_t *weight = weights->down + vector / per_panel * steps * PANEL;
-        product(PAIRS, (int)n, width * LANES,
-                (struct product){.a = x, .lda_bytes = row_bytes,
-                                 .b = (const char *)(weight + vector % per_panel * LANES),
-                                 .ldb = PANEL, .steps = steps, .c = sums, .ldc = PANEL,
-                                 .fresh = true, .ahead_bytes = PREFETCH_BYTES / 4});
+        weights_product((int)n, width * LANES,
+                        (struct product){.a = x, .lda_bytes = row_bytes,
+                                         .b = (const char *)(weight + vector % per_panel * LANES),
+                                         .ldb = PANEL, .steps = steps, .c = sums, .ldc = PANEL,
+                                         .fresh = true, .ahead_bytes = PREFETCH_BYTES / 4});
         int64_t column = vector * LANES, columns = min64(width * LANES, weights->num_ranks - column);
         for (int64_t i = 0; i < n; i++)
             for (int64_t v = 0; v < columns; v += LANES) {
@@ -187,11 +201,20 @@ static void up_panel(const struct low_rank_up *a, const struct low_rank *weights
 {
     const int32_t *span = weights->spans + 2 * panel;
     const uint32_t *weight = weights->up + (panel * weights->num_ranks / 2 + span[0]) * PANEL;
-    product(PAIRS, (int)n, PANEL,
-            (struct product){.a = (const char *)(a->ranks + first * a->ranks_stride + 2 * span[0]),
-                             .lda_bytes = 2 * a->ranks_stride, .b = (const char *)weight,
-                             .ldb = PANEL, .steps = span[1] - span[0], .c = sums, .ldc = PANEL,
-                             .fresh = true, .ahead_bytes = PREFETCH_BYTES / 4});
+    const bf16 *ranks = a->ranks + first * a->ranks_stride + 2 * span[0];
+    int64_t steps = span[1] - span[0], row_bytes = 2 * a->ranks_stride;
+    const char *rows = (const char *)ranks;
+    if (!HAS_BF16_DOT) {
+        row_bytes = 8 * steps;
+        float *floats = (float *)thread_memory(n * row_bytes);
+        for (int64_t i = 0; i < n; i++)
+            floats_from_bf16(floats + i * 2 * steps, ranks + i * a->ranks_stride, 2 * steps);
+        rows = (const char *)floats;
+    }
+    weights_product((int)n, PANEL,
+                    (struct product){.a = rows, .lda_bytes = row_bytes, .b = (const char *)weight,
+                                     .ldb = PANEL, .steps = steps, .c = sums, .ldc = PANEL,
+                                     .fresh = true, .ahead_bytes = PREFETCH_BYTES / 4});
 }
 
 /* Computes panels [panel, last) of rows [first, end) of one adapter, or of none (NULL). A few rows at a

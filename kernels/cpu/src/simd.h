@@ -1,7 +1,7 @@
-/* Sixteen floats at a time, and conversion from and to the number formats in memory.
+/* A vector of floats at a time, and conversion from and to the number formats in memory.
  *
- * Written with the compiler's vector types, so any CPU runs it; with AVX-512 intrinsics where the
- * compiler does not find the instruction itself. */
+ * Written with the compiler's vector types, as wide as the CPU's registers (gcc keeps wider ones in
+ * memory), so any CPU runs it; with intrinsics where the compiler does not find the instruction. */
 #ifndef QUIRE_SIMD_H
 #define QUIRE_SIMD_H
 
@@ -9,18 +9,27 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __AVX512F__
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define HAS_AVX512
 enum { LANES = 16 };
+#elif defined(__AVX2__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
-typedef uint16_t bf16;
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef uint16_t bf16, fp16;
 
 INLINE vf vf_set(float x) { return x - (vf){0}; }
 INLINE vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
@@ -29,7 +38,7 @@ INLINE vf vf_select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((v
 
 INLINE vf vf_max(vf a, vf b)
 {
-#ifdef __AVX512F__
+#ifdef HAS_AVX512
     return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 #else
     return vf_select(a > b, a, b);
@@ -38,7 +47,7 @@ INLINE vf vf_max(vf a, vf b)
 
 INLINE float vf_reduce_max(vf v)
 {
-#ifdef __AVX512F__
+#ifdef HAS_AVX512
     return _mm512_reduce_max_ps((__m512)v);
 #else
     float most = v[0];
@@ -47,7 +56,15 @@ INLINE float vf_reduce_max(vf v)
 #endif
 }
 
-/* The sum of all lanes, in the same order on every CPU. */
+/* 0, 1, 2, ... */
+INLINE vi vi_lanes(void)
+{
+    vi v = {0};
+    for (int i = 0; i < LANES; i++) v[i] = i;
+    return v;
+}
+
+/* The sum of all lanes. */
 INLINE float vf_reduce_add(vf v)
 {
     float x[LANES];
@@ -114,6 +131,13 @@ INLINE vf vf_from_bf16(const bf16 *p)
     return (vf)(__builtin_convertvector(half, vu) << 16);
 }
 
+INLINE void floats_from_bf16(float *to, const bf16 *from, int64_t n)
+{
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) vf_store(to + i, vf_from_bf16(from + i));
+    for (; i < n; i++) to[i] = bf16_to_float(from[i]);
+}
+
 INLINE vh vf_to_bf16(vf v)
 {
 #ifdef __AVX512BF16__
@@ -124,6 +148,21 @@ INLINE vh vf_to_bf16(vf v)
     vu is_nan = (vu)(v != v);
     rounded = (rounded & ~is_nan) | ((bits >> 16 | 0x40) & is_nan);
     return __builtin_convertvector(rounded, vh);
+#endif
+}
+
+INLINE vf vf_from_fp16(const fp16 *p)
+{
+#ifdef HAS_AVX512
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__) && defined(__AVX2__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#else
+    vh half;
+    memcpy(&half, p, sizeof half);
+    vu bits = __builtin_convertvector(half, vu);
+    vf size = (vf)((bits & 0x7fff) << 13) * 0x1p112f; /* the exponents' biases differ by 112 */
+    return (vf)((vu)size | (bits & 0x8000) << 16);
 #endif
 }
 

@@ -21,11 +21,10 @@ struct suppress {
 /* The logits of LANES tokens, whose bits are the lowest of `bits`. */
 INLINE void suppress_lanes(float *logits, uint32_t bits)
 {
-#ifdef __AVX512F__
+#ifdef HAS_AVX512
     _mm512_mask_storeu_ps(logits, (__mmask16)~bits, _mm512_set1_ps(-INFINITY));
 #else
-    vi lanes = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-    vi is_admitted = (((int32_t)bits - (vi){0}) & lanes) != 0;
+    vi is_admitted = (((int32_t)bits - (vi){0}) & 1 << vi_lanes()) != 0;
     vf_store(logits, vf_select(is_admitted, vf_load(logits), vf_set(-INFINITY)));
 #endif
 }
@@ -43,10 +42,9 @@ void quire_suppress_share(const void *args, int64_t share, int64_t num_shares)
     for (int64_t mask = share_start(a->num_masks, share, num_shares); mask < end; mask++) {
         float *logits = a->logits + a->places[mask] * a->logits_stride;
         const uint32_t *admitted = a->admitted + mask * a->admitted_stride;
-        for (int64_t word = 0; word < full; word++) {
-            suppress_lanes(logits + word * WORD_BITS, admitted[word]);
-            suppress_lanes(logits + word * WORD_BITS + LANES, admitted[word] >> LANES);
-        }
+        for (int64_t word = 0; word < full; word++)
+            for (int bit = 0; bit < WORD_BITS; bit += LANES)
+                suppress_lanes(logits + word * WORD_BITS + bit, admitted[word] >> bit);
         for (int64_t token = full * WORD_BITS; token < a->num_tokens; token++)
             if (!(admitted[full] >> token % WORD_BITS & 1)) logits[token] = -INFINITY;
     }

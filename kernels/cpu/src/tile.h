@@ -1,4 +1,4 @@
-/* The matrix product that linear maps and attention use: a few rows times 16 or 32 columns.
+/* The matrix product that linear maps and attention use: a few rows times some columns.
  *
  * The sums stay in registers. Each element is one sum over k in ascending order, starting from what c
  * holds: it depends on no other row or column, nor on how many there are. */
@@ -7,101 +7,203 @@
 
 #include "simd.h"
 
-/* As many sums as there are registers for. Without AVX-512 it is a guess: never timed there. */
-#ifdef __AVX512F__
-enum { TILE_ROWS = 12, TILE_VECTORS = 2 };
+/* As many sums as there are registers for: 32 of AVX-512 and NEON, 16 of AVX2. Those of NEON and AVX2
+ * are guesses: never timed on a CPU that has no more. */
+#if defined(__AVX2__) && !defined(HAS_AVX512)
+enum { TILE_ROWS = 6, TILE_VECTORS = 2 };
 #else
-enum { TILE_ROWS = 6, TILE_VECTORS = 1 };
+enum { TILE_ROWS = 12, TILE_VECTORS = 2 };
 #endif
 enum { ROW_BASES = TILE_ROWS / 3 }; /* a row's address is one of these, plus 0, 1 or 2 strides */
-enum { PANEL = 32 }; /* columns of a panel: what `tile_product` takes at most */
+enum { PANEL = 32 }; /* columns of a panel */
 enum { RUN_STEPS = 128, RUN_BYTES = 64 * RUN_STEPS }; /* a run is memory that is fetched for later,
                                                          at most a cache line in a step */
 enum { PREFETCH_BYTES = 8192 }; /* measured best for several rows; a quarter of it for one row */
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if (defined(__AVX512BF16__) && defined(HAS_AVX512)) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 enum { HAS_BF16_DOT = 1 };
 #else
 enum { HAS_BF16_DOT = 0 };
 #endif
 
-/* A step in k takes 4 bytes of each operand: a float, or two bf16 that are multiplied and added at
- * once. */
+/* A step in k takes 4 bytes of a row: a float, or two bf16 that are multiplied and added at once. */
 typedef enum { FLOATS, PAIRS } step_kind;
 
 INLINE step_kind step_kind_of(dtype type) { return type == BF16 && HAS_BF16_DOT ? PAIRS : FLOATS; }
 
 INLINE vf multiply_add(step_kind kind, const char *a, vf b, vf c)
 {
-#ifdef __AVX512BF16__
-    if (kind == PAIRS) {
+    if (HAS_BF16_DOT && kind == PAIRS) {
         int32_t pair;
         memcpy(&pair, a, sizeof pair);
+#if defined(__AVX512BF16__)
         return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b);
-    }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+        return (vf)vbfdotq_f32((float32x4_t)c, vreinterpretq_bf16_s32(vdupq_n_s32(pair)),
+                               vreinterpretq_bf16_f32((float32x4_t)b));
 #endif
-    (void)kind;
+    }
     float x;
     memcpy(&x, a, sizeof x);
     return c + x * b;
 }
 
-/* What a tile multiplies: c[r][j] (+)= sum over k of a[r][k] * b[k][j]. */
+/* What b holds. PLAIN: [steps][ldb] of 4 bytes, each step as `step_kind` takes it. The others are
+ * panels of weights, which are unpacked to that: HALVES [K / 2][32][2]; BYTES [K / 2][32][2] bytes;
+ * NIBBLES [K / 8][32][2] words of 16 bits, whose nibbles, lowest first, belong to four pairs of k. */
+typedef enum { PLAIN, HALVES, BYTES, NIBBLES } b_format;
+
+/* What is unpacked at a time: so many k of a panel, as steps, and as bytes of a panel. */
+INLINE int turn_k(b_format format) { return format == HALVES ? 2 : 8; }
+INLINE int turn_steps(step_kind kind, b_format format)
+{
+    return format == PLAIN ? 1 : kind == PAIRS ? turn_k(format) / 2 : turn_k(format);
+}
+INLINE int64_t panel_bytes(b_format format, int64_t num_in)
+{
+    return num_in * PANEL * (format == NIBBLES ? 1 : format == BYTES ? 2 : 4) / 2;
+}
+
+/* Vector `v` of the columns of step `t` of a turn. */
+INLINE vf unpacked(step_kind kind, b_format format, const char *b, int t, int v)
+{
+    if (format == PLAIN) return vf_load((const float *)b + v * LANES);
+#if defined(__AVX512BF16__) && defined(HAS_AVX512)
+    if (kind == PAIRS && format == BYTES) {
+        const __m128i *at = (const __m128i *)(b + 64 * t + 32 * v);
+        __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at)));
+        __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at + 1)));
+        return (vf)_mm512_cvtne2ps_pbh(high, low);
+    }
+    if (kind == PAIRS && format == NIBBLES) {
+        static const bf16 integers[32] __attribute__((aligned(64))) = { /* 0 to 15, twice */
+            0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
+            0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
+            0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
+        __m512i words = _mm512_loadu_si512(b + 64 * v);
+        return (vf)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * t),
+                                            _mm512_load_si512(integers));
+    }
+#endif
+    if (kind == PAIRS) { /* integers of 8 bits are bf16 in the upper half of a float */
+        vu even = (vu)unpacked(FLOATS, format, b, 2 * t, v);
+        vu odd = (vu)unpacked(FLOATS, format, b, 2 * t + 1, v);
+        return (vf)(even >> 16 | odd);
+    }
+    if (format == BYTES) {
+        typedef int16_t words __attribute__((vector_size(2 * LANES)));
+        words pairs;
+        memcpy(&pairs, b + 64 * (t / 2) + 2 * v * LANES, sizeof pairs);
+        vi pair = __builtin_convertvector(pairs, vi);
+        return __builtin_convertvector(t % 2 ? pair >> 8 : pair << 24 >> 24, vf);
+    }
+    vu pair;
+    memcpy(&pair, b + 4 * v * LANES, sizeof pair);
+    if (format == HALVES) return (vf)(t % 2 ? pair & 0xffff0000 : pair << 16);
+    return __builtin_convertvector((vi)(pair >> (4 * (t / 2) + 16 * (t % 2)) & 15), vf);
+}
+
+/* What a tile multiplies: c[r][j] (+)= sum over k of a[r][k] * b[k][j]. If there are scales, each group
+ * of steps has its own sum, and c[r][j] = sum over groups g of (that sum) * scales[g][j] + offsets[g][j] *
+ * a_sums[r][g], in ascending order. */
 struct product {
     const char *a;
     int64_t lda_bytes;
-    const char *b;      /* [steps][ldb] of 4 bytes */
-    int64_t ldb, steps;
+    const char *b;
+    int64_t ldb, steps; /* ldb of a panel: PANEL */
     float *c;
     int64_t ldc;
     bool fresh;         /* c is written, not added to */
     int64_t ahead_bytes; /* how far ahead b is fetched from memory; 0: it is in a cache */
     const char *const *later; /* runs that are fetched instead, one after the other; or NULL */
     int64_t later_steps, later_bytes; /* steps that fetch one run, and bytes that a step fetches */
+    const fp16 *scales, *offsets;     /* [groups][PANEL]; or NULL */
+    const float *a_sums;              /* [rows][groups], if there are offsets */
+    int64_t group_steps, num_groups;
 };
 
-INLINE void tile_product(step_kind kind, int rows, int vectors, bool is_later,
-                         const struct product *p)
+/* How a tile is compiled. */
+struct tile {
+    step_kind kind;
+    b_format format;
+    bool is_later, is_scaled;
+};
+
+/* Adds the scaled sums of a group to the totals, and begins the next ones. */
+INLINE void end_group(int rows, int vectors, const struct product *p, int64_t group,
+                      vf sum[TILE_ROWS][TILE_VECTORS], vf total[TILE_ROWS][TILE_VECTORS])
 {
-    vf sum[TILE_ROWS][TILE_VECTORS];
+    for (int v = 0; v < vectors; v++) {
+        vf scale = vf_from_fp16(p->scales + group * PANEL + v * LANES);
+        for (int r = 0; r < rows; r++) {
+            total[r][v] += sum[r][v] * scale;
+            sum[r][v] = (vf){0};
+        }
+        if (!p->offsets) continue;
+        vf offset = vf_from_fp16(p->offsets + group * PANEL + v * LANES);
+        for (int r = 0; r < rows; r++)
+            total[r][v] += p->a_sums[r * p->num_groups + group] * offset;
+    }
+}
+
+INLINE void tile_product(struct tile tile, int rows, int vectors, const struct product *p)
+{
+    const int turn = turn_steps(tile.kind, tile.format);
+    const bool is_unpacked = tile.is_scaled && tile.format == PLAIN; /* a panel, in a cache */
+    const int64_t turn_bytes = is_unpacked            ? 4 * PANEL
+                               : tile.format == PLAIN ? 4 * p->ldb
+                                                      : panel_bytes(tile.format, turn_k(tile.format));
+    const int64_t fetched =
+        is_unpacked ? 0 : tile.format == PLAIN ? 4 * vectors * LANES : turn_bytes;
+    vf sum[TILE_ROWS][TILE_VECTORS], total[TILE_ROWS][TILE_VECTORS];
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++)
-            sum[r][v] = p->fresh ? (vf){0} : vf_load(p->c + r * p->ldc + v * LANES);
-    const char *a[ROW_BASES];
+        for (int v = 0; v < vectors; v++) {
+            vf before = p->fresh ? (vf){0} : vf_load(p->c + r * p->ldc + v * LANES);
+            sum[r][v] = tile.is_scaled ? (vf){0} : before;
+            total[r][v] = before;
+        }
+    const char *a[ROW_BASES], *b = p->b;
     for (int i = 0; i < ROW_BASES; i++) {
         a[i] = p->a + 3 * i * p->lda_bytes;
         __asm__("" : "+r"(a[i])); /* or the compiler would keep a register for each row */
     }
+    int64_t part = tile.is_later ? p->later_steps : tile.is_scaled ? p->group_steps : p->steps;
     for (int64_t k = 0; k < p->steps;) {
-        int64_t end = is_later ? min64(p->steps, k + p->later_steps) : p->steps;
-        const char *later = is_later ? p->later[k / p->later_steps] : NULL;
-        for (; k < end; k++) {
-            const char *b = p->b + 4 * k * p->ldb;
-            vf column[TILE_VECTORS];
-            for (int v = 0; v < vectors; v++) {
-                column[v] = vf_load((const float *)b + v * LANES);
-                if (!is_later) __builtin_prefetch(b + p->ahead_bytes + 64 * v, 0, 2);
-            }
-            if (is_later) {
+        int64_t end = min64(p->steps, k + part), group = k / part;
+        const char *later = tile.is_later ? p->later[group] : NULL;
+        for (; k < end; k += turn, b += turn_bytes) {
+            if (tile.is_later) {
                 __builtin_prefetch(later, 0, 2);
                 later += p->later_bytes;
+            } else {
+                for (int64_t i = 0; i < fetched; i += 64)
+                    __builtin_prefetch(b + p->ahead_bytes + i, 0, 2);
             }
-            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int t = 0; t < turn; t++) {
+                vf column[TILE_VECTORS];
                 for (int v = 0; v < vectors; v++)
-                    sum[r][v] = multiply_add(kind, a[r / 3] + r % 3 * p->lda_bytes, column[v],
-                                             sum[r][v]);
-            for (int i = 0; i < ROW_BASES; i++) a[i] += 4;
+                    column[v] = unpacked(tile.kind, tile.format, b, t, v);
+                for (int r = 0; r < rows; r++)
+                    for (int v = 0; v < vectors; v++)
+                        sum[r][v] =
+                            multiply_add(tile.kind, a[r / 3] + r % 3 * p->lda_bytes + 4 * t,
+                                         column[v], sum[r][v]);
+            }
+            for (int i = 0; i < ROW_BASES; i++) a[i] += 4 * turn;
         }
+        if (tile.is_scaled) end_group(rows, vectors, p, group, sum, total);
     }
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vectors; v++) vf_store(p->c + r * p->ldc + v * LANES, sum[r][v]);
+        for (int v = 0; v < vectors; v++)
+            vf_store(p->c + r * p->ldc + v * LANES, tile.is_scaled ? total[r][v] : sum[r][v]);
 }
 
 /* Compiles each number of rows on its own, so that the sums stay in registers. */
-INLINE void any_rows(step_kind kind, int rows, int vectors, bool is_later, const struct product *p)
+INLINE void any_rows(struct tile tile, int rows, int vectors, const struct product *p)
 {
 #define TILE_CASE(n) \
-    case n: if (n <= TILE_ROWS) tile_product(kind, n, vectors, is_later, p); break;
+    case n: if (n <= TILE_ROWS) tile_product(tile, n, vectors, p); break;
     switch (rows) {
         TILE_CASE(1) TILE_CASE(2) TILE_CASE(3) TILE_CASE(4) TILE_CASE(5) TILE_CASE(6)
         TILE_CASE(7) TILE_CASE(8) TILE_CASE(9) TILE_CASE(10) TILE_CASE(11) TILE_CASE(12)
@@ -109,23 +211,20 @@ INLINE void any_rows(step_kind kind, int rows, int vectors, bool is_later, const
 #undef TILE_CASE
 }
 
-static void one_vector(step_kind kind, int rows, const struct product *p)
+INLINE void all_columns(struct tile tile, int rows, int64_t columns, struct product p)
 {
-    if (kind == PAIRS) any_rows(PAIRS, rows, 1, false, p);
-    else any_rows(FLOATS, rows, 1, false, p);
+    const int width = TILE_VECTORS * LANES;
+    int64_t j = 0;
+    for (; j + width <= columns; j += width, p.b += 4 * width, p.c += width)
+        any_rows(tile, rows, TILE_VECTORS, &p);
+    for (; j < columns; j += LANES, p.b += 4 * LANES, p.c += LANES) any_rows(tile, rows, 1, &p);
 }
 
-/* At most TILE_ROWS rows, all columns: a multiple of LANES. */
-static void product(step_kind kind, int rows, int64_t columns, struct product p)
+/* At most TILE_ROWS rows, all columns: a multiple of LANES. b is PLAIN, without scales. */
+static inline void product(step_kind kind, int rows, int64_t columns, struct product p)
 {
-    int64_t j = 0;
-    if (TILE_VECTORS == 2)
-        for (; j + 2 * LANES <= columns; j += 2 * LANES, p.b += 8 * LANES, p.c += 2 * LANES) {
-            if (kind == PAIRS && p.later) any_rows(PAIRS, rows, TILE_VECTORS, true, &p);
-            else if (kind == PAIRS) any_rows(PAIRS, rows, TILE_VECTORS, false, &p);
-            else any_rows(FLOATS, rows, TILE_VECTORS, false, &p);
-        }
-    for (; j < columns; j += LANES, p.b += 4 * LANES, p.c += LANES) one_vector(kind, rows, &p);
+    if (kind == PAIRS && HAS_BF16_DOT) all_columns((struct tile){.kind = PAIRS}, rows, columns, p);
+    else all_columns((struct tile){.kind = FLOATS}, rows, columns, p);
 }
 
 #endif

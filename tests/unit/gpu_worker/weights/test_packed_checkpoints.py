@@ -29,7 +29,8 @@ from gpu_worker.weights.stored_format import (
     read_stored_format,
 )
 from gpu_worker.weights.tensor_file import Piece
-from kernels.cpu import quantized as native
+from kernels.cpu.library import native
+from kernels.cpu.linear import PackedLinear
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load, random_prompt
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
@@ -139,7 +140,7 @@ def test_a_share_is_that_of_the_whole(packing, group_size, rows, columns):
     whole = unpack_integers(stored, random_tensors(stored, 24, 256))
     cut = cut_weight(whole, rows, columns)
     assert cut is not None
-    assert can_multiply(cut)
+    assert can_multiply(cut, torch.bfloat16) == (native() is not None)
     assert torch.equal(cut.dequantized(), whole.dequantized()[rows, columns])
 
 
@@ -172,16 +173,12 @@ def test_maps_of_any_share_multiply_alike(name, columns):
 def test_eight_bits_in_groups_multiply_in_our_kernel(group_size):
     stored = IntegerFormat(Packing.GPTQ, 8, group_size, zero_shift=0)
     whole = unpack_integers(stored, random_tensors(stored, 40, 256))
-    assert not can_multiply(whole), "float32 has torch's operator alone"
-    weight = type(whole)(
-        whole.quantization, whole.values, whole.scales.bfloat16(), whole.offsets.bfloat16()
-    )
-    assert can_multiply(weight) == native.can_pack(weight.values, torch.bfloat16)
-    if can_multiply(weight):
-        x = torch.randn(9, 256).bfloat16()
-        expected = x.double() @ weight.dequantized().double().T
-        actual = make_quantized_linear(weight, None)(x).double()
-        assert (actual - expected).abs().max() < 0.01 * expected.abs().max()
+    x = torch.randn(9, 256).bfloat16()
+    expected = x.double() @ whole.dequantized().double().T
+    linear = make_quantized_linear(whole, None, torch.bfloat16)
+    assert isinstance(linear, PackedLinear) == (native() is not None)
+    actual = linear(x).double()
+    assert (actual - expected).abs().max() < 0.01 * expected.abs().max()
 
 
 # Models.
@@ -221,13 +218,12 @@ def test_layers_and_parts_of_fused_maps_may_stay_as_they_are(model_dirs, tmp_pat
     assert tokens(packed).output == tokens(plain).output
 
 
+@pytest.mark.skipif(native() is None, reason="needs native code")
 @pytest.mark.parametrize("name", ["awq", "gptq", "gptq_8bit"])
 def test_integers_stay_integers_in_bfloat16(model_dirs, tmp_path, name):
     packed = write(model_dirs.get("llama", **SIZES), tmp_path / "packed", FORMS[name])
     model = load(packed, torch.bfloat16)
-    weight = torch.zeros(8, 128, dtype=torch.int8)
-    is_ours = isinstance(model.layers[0].qkv, native.QuantizedLinear)
-    assert is_ours == native.can_pack(weight, torch.bfloat16)
+    assert not model.layers[0].qkv.panels.is_floating_point()
 
 
 @pytest.fixture
