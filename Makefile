@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 UNPACKED := build/debian
 export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
-.PHONY: setup up test compose-test clients-test public-clients-test ui-test observe-test lint lock sbom protos docs bench chaos
+.PHONY: setup up test worst-bodies compose-test clients-test public-clients-test ui-test observe-test lint lock sbom protos docs bench chaos
 
 setup: $(VENV)/.installed
 
@@ -99,6 +99,10 @@ docs: setup
 
 bench: setup
 	$(BIN)/python bench/serve.py
+
+# The longest that one request can hold a router's event loop, by a search of a minute.
+worst-bodies: setup
+	$(BIN)/python bench/worst_bodies.py --minutes 1
 
 # Kills and stops processes and cuts links under live streams, for about half an hour.
 chaos: setup

@@ -70,7 +70,8 @@ class LLM(Closes):
     ) -> None:
         """Start the processes, and wait until they are ready.
 
-        `model` is a Hugging Face model directory, by default the small model that Quire ships.
+        `model` is a directory, a GGUF file or a name on the hub, as for `quire up`; by default the
+        small model that Quire ships.
         `flags` are those of `quire up`, such as `device="cpu"` or `num_blocks=512`. With `api_key`,
         other callers, such as by HTTP, need the key, too. Raises ServiceStartError with the reason,
         and TypeError for a flag that `LLM` sets itself.

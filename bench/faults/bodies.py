@@ -92,7 +92,7 @@ _OBJECTS: Final = {
     "logit_bias": (_CHAT, b"{" + _HELLO + b',"logit_bias":{%b}}'),
     "metadata": (_CHAT, b"{" + _HELLO + b',"metadata":{%b}}'),
     "template": (_CHAT, b"{" + _HELLO + b',"chat_template_kwargs":{%b}}'),
-    "message": (_CHAT, b'{"messages":[{"role":"user","content":"x",%b}]}'),
+    "message": (_CHAT, b'{"max_tokens":1,"messages":[{"role":"user","content":"x",%b}]}'),
     "properties": (_CHAT, b"{" + _HELLO + b"," + _SCHEMA % b'"properties":{%b}' + b"}"),
     "adapter": ("/v1/load_lora_adapter", b'{"lora_name":"a","lora_path":"b",%b}'),
 }
@@ -100,7 +100,7 @@ _STRINGS: Final = {
     "prompt": (_COMPLETION, b'{"max_tokens":1,"prompt":"%b"}'),
     "echo": (_COMPLETION, b'{"max_tokens":1,"echo":true,"prompt":"%b"}'),
     "content": (_CHAT, b'{"max_tokens":1,"messages":[{"role":"user","content":"%b"}]}'),
-    "role": (_CHAT, b'{"messages":[{"role":"%b","content":"x"}]}'),
+    "role": (_CHAT, b'{"max_tokens":1,"messages":[{"role":"%b","content":"x"}]}'),
     "arguments": (
         _CHAT,
         (

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from contract.errors import UnimplementedError
+from contract.errors import InvalidArgumentError, UnimplementedError
 from contract.request import GenerateRequest, Model
 from contract.sampling import StructuredOutput
 from contract.value_checks import check_count, check_token_ids
@@ -19,6 +19,11 @@ from router.text.tokenizer import Tokenizer, Tokenizers
 
 MAX_QUESTIONS: Final = 16
 """Most pending calls that tokenize or detokenize without generating."""
+
+
+MAX_ANSWERED: Final = 2**17
+"""Most tokens of an answer that lists them, or as many as the model's context has: the event loop
+writes it, a million in 0.1 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,24 +141,26 @@ class ModelText:
     ) -> list[int]:
         """Turn text into token ids, as for generation.
 
-        Raises `InvalidArgumentError` for a text that cannot fit the model's context, `TooBusyError`
-        beyond `MAX_QUESTIONS`.
+        Raises `InvalidArgumentError` for a text that cannot fit the model's context, or of more
+        tokens than `MAX_ANSWERED` if those fit; `TooBusyError` beyond `MAX_QUESTIONS`.
         """
         info = self._model.info(model)
         check_text("text", text, info, self.max_text_bytes(info))
-        return await self._questions.run(
+        token_ids = await self._questions.run(
             lambda: self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
+        return _checked("text", token_ids, info)
 
     async def tokenize_chat(
         self, model: str, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any
     ) -> list[int]:
         """Convert a chat to token ids, as `render_chat` and `tokenize`; raises their errors."""
         render = self._rendering(model, messages, template_kwargs)
-        return await self._questions.run(
+        token_ids = await self._questions.run(
             # The template has written the special tokens.
             lambda: self._tokenizer.encode(render(), add_special_tokens=False)
         )
+        return _checked("messages", token_ids, self._model.info(model))
 
     async def detokenize(
         self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True
@@ -181,3 +188,12 @@ class ModelText:
         """Return the bytes that one token adds to the text; for a special token its name."""
         pieces = self._tokenizer.table.pieces
         return pieces[token_id] if token_id < len(pieces) else b""
+
+
+def _checked(field: str, token_ids: list[int], model: Model) -> list[int]:
+    most = max(MAX_ANSWERED, model.max_model_len)
+    if len(token_ids) > most:
+        raise InvalidArgumentError(
+            field, f"has {len(token_ids)} tokens; it must have at most {most}"
+        )
+    return token_ids

@@ -15,11 +15,12 @@ FOLDERS = [
         "docs",
         "gpu_worker",
         "kernels",
+        "model_files",
         "models",
         "protos",
         "quire",
     ),
-    *("router", "rpc", "scheduler_svc", "sim_worker", "tests"),
+    *("model_files", "router", "rpc", "scheduler_svc", "sim_worker", "tests"),
 ]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/reference").glob("*.md")]
 FILES = [

@@ -60,4 +60,4 @@ async def test_an_epoch_is_refused_by_name(process, method):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call.read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert refused.value.details().startswith("epoch is 7; it is for calls of workers")
+    assert refused.value.details().startswith("epoch is 7; only calls to workers have an epoch")

@@ -17,10 +17,8 @@ pytestmark = pytest.mark.skipif(
     not MODEL.is_file(), reason=f"SmolLM2 is not at {MODEL}: `quire up --demo` fetches it"
 )
 
-QUESTIONS = ("What is the capital of France?", "Who wrote Hamlet?", "def fibonacci(n):")
-FILLER = (
-    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-)
+QUESTIONS = ("What is the capital of France?", "def fibonacci(n):")
+FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back. "
 NUM_TOKENS = 128
 
 

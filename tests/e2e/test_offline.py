@@ -96,7 +96,7 @@ async def test_it_works_within_an_event_loop(llm: LLM) -> None:
 
 
 def test_a_failed_start_reports_its_reason() -> None:
-    with pytest.raises(ServiceStartError, match="must be a Hugging Face model directory"):
+    with pytest.raises(ServiceStartError, match="there is no such directory or GGUF file"):
         LLM(model="/nowhere")
     with pytest.raises(ServiceStartError, match=r"error: .*--nonsense"):
         LLM(nonsense=1)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import random
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 
+from bench.faults import bodies
 from contract.packing import pack_int32, pack_uint64, unpack_uint64
 from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc, kv_pb2, scheduler_pb2
 from router.app import run_router
@@ -265,6 +267,33 @@ async def _http() -> AsyncIterator[Probe]:
         yield probe
 
 
+@contextlib.asynccontextmanager
+async def _worst_bodies() -> AsyncIterator[Probe]:
+    async with running_router() as router:
+        host, port = router.http.rsplit(":", 1)
+
+        async def probe(case: Case) -> None:
+            path, data = case
+            if path.startswith(_GRPC_PATHS):
+                call = router.channel.stream_stream(path.decode())(iter([data]), timeout=8)
+                await status_of(call)
+            else:
+                head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" % path
+                head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(data)
+                await _exchange(host, int(port), head + data)
+            await router.check_serves()
+
+        yield probe
+
+
+_GRPC_PATHS = (b"/quire.v1.", b"/inference.")
+
+
+def _worst_body(seed: int) -> Case:
+    body = bodies.make(bodies.draw_shape(random.Random(seed)), 2**20)
+    return body.path.encode(), body.data
+
+
 async def _exchange(host: str, port: int, data: bytes) -> None:
     """Send bytes and end; any answer must be HTTP, and not a 5xx."""
     reader, writer = await asyncio.open_connection(host, port)
@@ -317,6 +346,12 @@ TARGETS = (
         lambda: in_event_loop(_news()),
         scheduler_pb2.ConnectResponse,
         num_examples=15,
+    ),
+    Target(
+        "worst-bodies",
+        st.integers(0, 2**32).map(_worst_body),
+        lambda: in_event_loop(_worst_bodies()),
+        num_examples=40,
     ),
     Target("http", st.tuples(raw_requests()), lambda: in_event_loop(_http()), num_examples=60),
 )

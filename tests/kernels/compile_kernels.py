@@ -3,17 +3,21 @@
 It is a program and not a test, because Triton must be imported without TRITON_INTERPRET. Takes the
 capability, the dtype, a model's shape (query heads, kv heads, head dim), the block size, and which
 attention: "plain", "options", "int8", "float8_e4m3fn". Launches are configured as for that
-capability. Prints one JSON object per launch: the kernel, the bytes of shared memory it takes, the
-bytes of its machine code.
+capability. Prints one JSON object per launch: the kernel, its registers, the bytes that a thread
+spills, the bytes of shared memory and of machine code, and whether it has wgmma instructions.
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
@@ -46,12 +50,30 @@ def compile_launch(kernel, *args, grid, warmup, **constants):
     options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
     target = GPUTarget("cuda", CAPABILITY, 32)
     compiled = triton.compile(source, target=target, options=options)
+    registers, spilled_bytes = resources(compiled.asm["ptx"])
     launch = {
         "kernel": kernel.fn.__name__,
+        "triton": triton.__version__,
+        "registers": registers,
+        "spilled_bytes": spilled_bytes,
         "shared_bytes": compiled.metadata.shared,
         "cubin_bytes": len(compiled.asm["cubin"]),
+        "has_wgmma": "wgmma.mma_async" in compiled.asm["ptx"],
     }
     sys.stdout.write(json.dumps(launch) + "\n")
+
+
+def resources(ptx):
+    """Return registers per thread, and bytes that a thread spills, as the assembler reports."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(ptx)
+        source.flush()
+        target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
+        ptxas = get_ptxas(CAPABILITY).path
+        argv = [ptxas, "-v", f"--gpu-name={target}", source.name, "-o", "/dev/null"]
+        report = subprocess.run(argv, capture_output=True, text=True, check=True).stderr
+    spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", report)
+    return int(re.search(r"Used (\d+) registers", report)[1]), max(map(int, spilled))
 
 
 def is_divisible_by_16(value):

@@ -132,3 +132,16 @@ def test_tenants_do_not_share_and_one_without_a_quota_is_free():
     quota.begin("b", 0.0)
     for _ in range(100):
         quota.begin("c", 0.0).reserve(10**9, 0.0)
+
+
+def test_a_check_counts_nothing_and_refuses_what_could_not_begin():
+    quotas = Quotas({"a": Quota(requests_per_minute=1, tokens_per_minute=60)}, now=0)
+    quotas.check("a", 60, now=0)
+    quotas.check("other", 10**9, now=0)
+    lease = quotas.begin("a", now=0)
+    with pytest.raises(TooBusyError, match="requests_per_minute, 1"):
+        quotas.check("a", 1, now=0)
+    lease.reserve(50, now=60)
+    quotas.check("a", 10, now=60)
+    with pytest.raises(TooBusyError, match="does not have 11 tokens left of its tokens_per_minute"):
+        quotas.check("a", 11, now=60)

@@ -1,0 +1,71 @@
+"""Threads for text: tenants with API keys take turns, and pending work is bounded."""
+
+import asyncio
+import hashlib
+import threading
+
+import pytest
+
+from contract.errors import TooBusyError
+from router.access.api_keys import ApiKeys, Caller, KeysFile
+from router.text.threads import TextThreads
+
+KEYS = ApiKeys(
+    file=KeysFile(
+        {hashlib.sha256(name.encode()).digest(): Caller(name) for name in ("alice", "bob")}, {}
+    )
+)
+
+
+@pytest.fixture
+def threads():
+    threads = TextThreads("text", num_threads=1, max_pending=6)
+    yield threads
+    threads.close()
+
+
+async def run_as(tenant, threads, work):
+    KEYS.enter(f"Bearer {tenant}")
+    return await threads.run(work)
+
+
+async def test_tenants_take_turns(threads):
+    go_on, done = threading.Event(), []
+    calls = [asyncio.create_task(run_as("alice", threads, go_on.wait))]
+    for tenant, name in (("alice", "a1"), ("alice", "a2"), ("alice", "a3"), ("bob", "b1")):
+        calls.append(
+            asyncio.create_task(run_as(tenant, threads, lambda name=name: done.append(name)))
+        )
+    await asyncio.sleep(0)
+    assert threads.num_pending == len(calls)
+    go_on.set()
+    await asyncio.gather(*calls)
+    assert done == ["a1", "b1", "a2", "a3"]
+
+
+async def test_what_is_cancelled_before_it_runs_never_does(threads):
+    go_on, done = threading.Event(), []
+    first = asyncio.create_task(threads.run(go_on.wait))
+    second = asyncio.create_task(threads.run(lambda: done.append("second")))
+    third = asyncio.create_task(threads.run(lambda: done.append("third")))
+    await asyncio.sleep(0)
+    assert threads.num_pending == 3
+    second.cancel()
+    await asyncio.gather(second, return_exceptions=True)
+    go_on.set()
+    await asyncio.gather(first, third)
+    assert done == ["third"]
+    assert threads.num_pending == 0
+
+
+async def test_an_error_is_the_callers_and_too_much_is_refused(threads):
+    with pytest.raises(ZeroDivisionError):
+        await threads.run(lambda: 1 // 0)
+    go_on = threading.Event()
+    calls = [asyncio.create_task(threads.run(go_on.wait)) for _ in range(6)]
+    await asyncio.sleep(0)
+    assert threads.num_pending == 6
+    with pytest.raises(TooBusyError, match="6 calls of the kind text are pending; the limit is 6"):
+        await threads.run(lambda: None)
+    go_on.set()
+    await asyncio.gather(*calls)
