@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 UNPACKED := build/debian
 export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
-.PHONY: setup up test worst-bodies compose-test clients-test public-clients-test ui-test observe-test lint lock sbom protos docs bench chaos
+.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test ui-test observe-test lint lock sbom protos docs bench chaos
 
 setup: $(VENV)/.installed
 
@@ -55,6 +55,13 @@ up: setup
 
 test: setup lint
 	$(BIN)/pytest
+
+# The Triton that torch 2.11 brings along on GPU machines; tests/kernels/test_compile.py then compiles
+# every kernel with it, too.
+OTHER_TRITON := build/triton-3.6
+triton-3.6: $(OTHER_TRITON)
+$(OTHER_TRITON): | setup
+	$(BIN)/pip install -qq --no-deps --target $@ triton==3.6.0
 
 # Builds the images and runs compose.yaml on this machine's Docker engine. BASE_IMAGE, PIP_CONFIG_FILE
 # and TORCH choose what they are built from (docs/deploy-docker.md).

@@ -68,6 +68,12 @@ class GenerateRequest:
     priority: int = 0
     """Requests with a higher priority go first."""
     tenant: str = ""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that outputs must not contain."""
+    before_form: str = ""
+    """Rules, of which `before` is what outputs have before `sampling.structured`."""
     resumable: bool = False
     """Whether the request continues when its stream breaks, so that the client may resume it."""
 

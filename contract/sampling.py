@@ -22,6 +22,7 @@ MAX_SEED: Final = 2**64 - 1
 MAX_LOGIT_BIAS_ENTRIES: Final = 1024
 MAX_LOGIT_BIAS: Final = 100
 MAX_STOP_TOKEN_IDS: Final = 64
+MAX_ALLOWED_TOKEN_IDS: Final = 1024
 MAX_LOGPROBS: Final = 20
 MAX_CANDIDATES: Final = 1024
 """Most log-probabilities that a worker reports for one position, for a beam search."""
@@ -99,6 +100,8 @@ class SamplingParams:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be drawn; none: all."""
     logprobs: int | None = None
     """How many of the likeliest tokens to report with each token; None: no log-probabilities."""
     prompt_logprobs: int | None = None
@@ -145,8 +148,16 @@ class SamplingParams:
         ):
             if not 0 < value <= most:
                 check_range(f"{field}.{name}", value, 0, most, open_below=True)
+        if self.min_tokens and self.allowed_token_ids:
+            raise InvalidArgumentError(
+                f"{field}.allowed_token_ids", "is set; with min_tokens it must not be"
+            )
         check_count(f"{field}.stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         check_token_ids(f"{field}.stop_token_ids", self.stop_token_ids, vocab_size)
+        check_count(
+            f"{field}.allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS
+        )
+        check_token_ids(f"{field}.allowed_token_ids", self.allowed_token_ids, vocab_size)
         check_count(f"{field}.logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS_ENTRIES)
         for token_id, bias in self.logit_bias.items():
             if not 0 <= token_id < vocab_size:

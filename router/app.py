@@ -74,6 +74,7 @@ async def run_router(
         schedulers,
         max_live_requests=settings.max_live_requests,
         tokenizer_threads=settings.tokenizer_threads,
+        chats=settings.chats,
         api_keys=api_keys,
     )
     ui = Ui(inference) if settings.ui else None

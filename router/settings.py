@@ -10,6 +10,8 @@ from pydantic_settings import NoDecode
 from model_files.errors import ModelError
 from model_files.locate import DEFAULT_CACHE_DIR, ModelPlace, name_of, place_of
 from router.access.api_keys import ApiKeys, read_keys_file
+from router.parsers.choosing import choose_parsers
+from router.text.chat_settings import ChatSettings
 from rpc.peers.discovery import check_targets
 from rpc.security.tls import ClientTls, check_certificate
 from rpc.settings import ModelName, Port, ProcessSettings, split_at_commas
@@ -57,6 +59,15 @@ class RouterSettings(ProcessSettings):
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = ()
     """Origins, separated by commas, such as https://example.com, of web pages that may call such a
     router, besides its own page."""
+    tool_parser: str = ""
+    """How the model writes calls of tools: a family (docs/clients.md), none, or a class of yours as
+    package.module:Class; empty: as its chat template shows."""
+    reasoning_parser: str = ""
+    """How it writes its thinking: a family, none, or a `Thinking` of yours as package.module:NAME;
+    empty: as its chat template shows."""
+    trust_request_chat_template: bool = False
+    """Whether chats may bring a chat_template of their own. It runs in a sandbox, but may compute
+    without end."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """Keys, separated by commas; each call must have one: authorization: Bearer KEY. These are the
     operator's keys: they have no tenant and may make every call. Set them in the environment, since
@@ -103,6 +114,18 @@ class RouterSettings(ProcessSettings):
     @model_validator(mode="after")
     def _keys_can_be_read(self) -> Self:
         self.read_api_keys()
+        return self
+
+    @property
+    def chats(self) -> ChatSettings:
+        """The settings of chats."""
+        return ChatSettings(
+            self.tool_parser, self.reasoning_parser, self.trust_request_chat_template
+        )
+
+    @model_validator(mode="after")
+    def _parsers_are_known(self) -> Self:
+        choose_parsers("", self.tool_parser, self.reasoning_parser)
         return self
 
     @property

@@ -20,6 +20,7 @@ _FROM_PROTO: Converters = {
     "token_ids": lambda token_ids: tuple(token_ids.ids),
     "sampling": sampling_from_proto,
     "stop": tuple,
+    "bad_words": tuple,
     "beam": beam_from_proto,
 }
 _TO_PROTO: Converters = {"sampling": sampling_to_proto, "beam": beam_to_proto}

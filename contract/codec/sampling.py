@@ -97,6 +97,7 @@ def beam_to_proto(beam: BeamSearch) -> common_pb2.BeamSearch:
 _SAMPLING_FROM_PROTO: Converters = {
     "logit_bias": dict,
     "stop_token_ids": tuple,
+    "allowed_token_ids": tuple,
     "structured": structured_from_proto,
     "adapter": adapter_from_proto,
 }

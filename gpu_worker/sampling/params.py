@@ -31,6 +31,8 @@ class SamplingTable:
         self.frequency_penalty = np.zeros(max_num_seqs, np.float32)
         self.min_tokens = np.zeros(max_num_seqs, np.int64)
         self.has_penalties = np.zeros(max_num_seqs, np.bool_)
+        self.is_limited = np.zeros(max_num_seqs, np.bool_)
+        """Whether only certain tokens may be drawn."""
         self.has_bias = np.zeros(max_num_seqs, np.bool_)
         self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
         self.num_top_logprobs = np.zeros(max_num_seqs, np.int64)
@@ -46,6 +48,8 @@ class SamplingTable:
         """What ends a row: end-of-sequence tokens unless it ignores them, and its stop tokens."""
         self.bias: dict[int, tuple[Int64Array, Float32Array]] = {}
         """Row to token ids and what is added to their logits; rows that have a bias only."""
+        self.allowed: dict[int, Int64Array] = {}
+        """Row to the only token ids that may be drawn; rows that are limited only."""
 
     def set(self, row: int, params: SamplingParams) -> None:
         """Give `row` its parameters; their seed is set."""
@@ -61,6 +65,7 @@ class SamplingTable:
         self.frequency_penalty[row] = params.frequency_penalty
         self.min_tokens[row] = params.min_tokens
         self.has_penalties[row] = params.has_penalties
+        self.is_limited[row] = bool(params.allowed_token_ids)
         self.has_bias[row] = bool(params.logit_bias)
         self.wants_logprobs[row] = params.logprobs is not None
         self.num_top_logprobs[row] = params.logprobs or 0
@@ -70,12 +75,16 @@ class SamplingTable:
         self.is_plain[row] = not (
             params.has_penalties
             or params.logit_bias
+            or params.allowed_token_ids
             or params.min_tokens
             or params.logprobs is not None
         )
         ends = params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
         self.end_token_ids[row] = NO_TOKEN
         self.end_token_ids[row, : len(ends)] = ends
+        self.allowed.pop(row, None)
+        if params.allowed_token_ids:
+            self.allowed[row] = np.array(params.allowed_token_ids, np.int64)
         self.bias.pop(row, None)
         if params.logit_bias:
             ids, values = zip(*params.logit_bias.items(), strict=True)

@@ -3,7 +3,7 @@
 Symbols: `S` sequences, `V` vocabulary, `L` sequences that want log-probabilities.
 
 The order of operations is that of `quire.v1.SamplingParams`: log-probabilities of the raw logits,
-penalties, bias, suppressed end tokens, grammar, then a draw or an argmax. Each part touches only
+penalties, bias, suppressed tokens, grammar, then a draw or an argmax. Each part touches only
 the sequences that need it: a batch of greedy ones costs a check for non-finite values and an
 argmax.
 """
@@ -100,6 +100,7 @@ class Sampler:
             slots = self._penalize(logits, rows, penalized)
         self._add_bias(logits, rows)
         self._suppress_ends(logits, rows, num_outputs)
+        self._suppress_others(logits, rows)
         token_ids, stuck = self._choose_admitted(logits, rows, positions)
         logprobs = None
         if raw_logprobs is not None:
@@ -172,6 +173,20 @@ class Sampler:
         index, token_ids = upload([places[which], ends[which, column]], self._device)
         logits.index_put_((index, token_ids), logits.new_full((), -torch.inf))
 
+    def _suppress_others(self, logits: torch.Tensor, rows: Int64Array) -> None:
+        """Suppress what rows that are limited to certain tokens may not draw."""
+        places = np.nonzero(self.table.is_limited[rows])[0]
+        if not len(places):
+            return
+        allowed = [self.table.allowed[row] for row in rows[places].tolist()]
+        limited, index, token_ids = upload(
+            [places, np.repeat(places, list(map(len, allowed))), np.concatenate(allowed)],
+            self._device,
+        )
+        kept = logits[index, token_ids]
+        logits.index_fill_(0, limited, -torch.inf)
+        logits.index_put_((index, token_ids), kept)
+
     def _choose_admitted(
         self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array
     ) -> tuple[torch.Tensor, Int64Array]:
@@ -181,7 +196,8 @@ class Sampler:
             if len(places):
                 stuck = self._structured.restrict(logits, rows[places].tolist(), places)
                 return self._choose(logits, rows, positions, is_suppressed=True), stuck
-        return self._choose(logits, rows, positions, is_suppressed=False), NOBODY
+        is_limited = bool(self.table.is_limited[rows].any())
+        return self._choose(logits, rows, positions, is_suppressed=is_limited), NOBODY
 
     def _choose(
         self, logits: torch.Tensor, rows: Int64Array, positions: Int64Array, *, is_suppressed: bool

@@ -95,35 +95,41 @@ def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> N
     if len(data) <= 2 * most:  # a field has two bytes
         return
     num_fields = 0
-    parts = [(0, len(data), kind)]
-    while parts:
-        at, end, message = parts.pop()
-        number_to_field = message.fields_by_number
-        while at < end:
-            num_fields += 1
-            if num_fields > most:
-                raise InvalidArgumentError(
-                    "request",
-                    f"has more than {most} fields, those of its messages included; it must have"
-                    " fewer (lists of numbers must be packed)",
-                )
-            try:
-                tag, at = _varint(data, at)
-                match tag & 7:  # the wire type; a group's begin and end have nothing more
-                    case 0:  # varint
-                        _, at = _varint(data, at)
-                    case 1:  # 64 bits
-                        at += 8
-                    case 2:  # a length and its bytes
-                        size, at = _varint(data, at)
-                        field = number_to_field.get(tag >> 3)
-                        if field is not None and field.message_type is not None:
-                            parts.append((at, min(at + size, end), field.message_type))
+    at, end, message = 0, len(data), kind
+    outer: list[tuple[int, int, Descriptor]] = []
+    """Where to go on after the message: few at a time, so that no garbage collection begins."""
+    while True:
+        if at >= end:
+            if not outer:
+                return
+            at, end, message = outer.pop()
+            continue
+        num_fields += 1
+        if num_fields > most:
+            raise InvalidArgumentError(
+                "request",
+                f"has more than {most} fields, those of its messages included; it must have"
+                " fewer (lists of numbers must be packed)",
+            )
+        try:
+            tag, at = _varint(data, at)
+            match tag & 7:  # the wire type; a group's begin and end have nothing more
+                case 0:  # varint
+                    _, at = _varint(data, at)
+                case 1:  # 64 bits
+                    at += 8
+                case 2:  # a length and its bytes
+                    size, at = _varint(data, at)
+                    field = message.fields_by_number.get(tag >> 3)
+                    if field is not None and field.message_type is not None:
+                        outer.append((at + size, end, message))
+                        end, message = min(at + size, end), field.message_type
+                    else:
                         at += size
-                    case 5:  # 32 bits
-                        at += 4
-            except IndexError:
-                break  # the parser will refuse it, after it has parsed what comes before
+                case 5:  # 32 bits
+                    at += 4
+        except IndexError:
+            at = end  # the parser will refuse it, after it has parsed what comes before
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

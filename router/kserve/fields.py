@@ -13,7 +13,9 @@ from router.http.requests.schema import UNIMPLEMENTED, Body
 from router.http.strict_json import excerpt, parse_json
 from router.kserve.tensors import Element
 
-_LISTS: Final = frozenset({"stop", "stop_token_ids", "guided_choice"})
+_LISTS: Final = frozenset(
+    {"allowed_token_ids", "bad_words", "stop", "stop_token_ids", "guided_choice"}
+)
 """Fields whose tensor may have several elements."""
 
 
@@ -29,6 +31,8 @@ class Fields(Body):
     unimplemented = MappingProxyType(
         {
             **UNIMPLEMENTED,
+            "return_token_ids": (False,),
+            "return_tokens_as_token_ids": (False,),
             # Set elsewhere: model_name, id, return_*; `user` is not supported.
             **dict.fromkeys(("model", "request_id", "stream_options", "user"), ()),
         }

@@ -36,6 +36,7 @@ from router.request.validation import check_request, complete_sampling
 from router.schedulers.messages import Resumption
 from router.schedulers.pool import Schedulers
 from router.schedulers.served_model import ServedModel
+from router.text.chat_settings import ChatSettings
 from router.text.model_text import ModelText
 from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
@@ -58,6 +59,7 @@ class Inference:
         max_live_requests: int,
         tokenizer_threads: int,
         api_keys: ApiKeys | None = None,
+        chats: ChatSettings = ChatSettings(),  # noqa: B008 - it never changes
     ) -> None:
         """Serve one model; `model_name` is the name of the flags' model.
 
@@ -75,6 +77,7 @@ class Inference:
             self.model,
             num_threads=tokenizer_threads,
             max_pending_prompts=max_live_requests,
+            chats=chats,
         )
 
     def check_room(self, model: str) -> None:

@@ -60,17 +60,27 @@ def check_request(request: GenerateRequest, model: Model, max_prompt_bytes: int)
     request.sampling.check(
         "sampling", vocab_size=model.vocab_size, max_model_len=model.max_model_len
     )
-    if request.sampling.structured is not None:
+    if request.bad_words:
+        _check_bad_words(request)
+    if request.sampling.structured is not None or request.bad_words:
         _check_structured(request.sampling, model)
+    if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens != -1:
+        check_range(
+            "truncate_prompt_tokens", request.truncate_prompt_tokens, 1, model.max_model_len - 1
+        )
     if request.beam is not None:
         _check_beam(request, request.beam, model)
     if isinstance(request.prompt, str):
         if not request.prompt:
             raise InvalidArgumentError("prompt", "is empty; it must have at least 1 character")
-        check_text("prompt", request.prompt, model, max_prompt_bytes)
+        if request.truncate_prompt_tokens is None:
+            check_text("prompt", request.prompt, model, max_prompt_bytes)
+        else:
+            check_unicode("prompt", request.prompt)
     else:
         # Check the length first, so that a far too long list is refused cheaply.
-        check_prompt_length(len(request.prompt), model)
+        if request.truncate_prompt_tokens is None or not request.prompt:
+            check_prompt_length(len(request.prompt), model)
         check_token_ids("prompt", request.prompt, model.vocab_size)
 
 
@@ -85,6 +95,14 @@ def _check_stop(stop: Sequence[str]) -> None:
         check_unicode(f"stop[{i}]", string)
 
 
+def _check_bad_words(request: GenerateRequest) -> None:
+    """Check what stands beside words that outputs must not contain: they are a form, too."""
+    if request.sampling.structured is not None:
+        raise InvalidArgumentError("bad_words", "is set; with structured it must not be")
+    if request.beam is not None:
+        raise InvalidArgumentError("bad_words", "is set; with beam it must not be")
+
+
 def _check_structured(sampling: SamplingParams, model: Model) -> None:
     """Check the parameters beside a form; the form is checked when it becomes a grammar."""
     if not model.structured_output:
@@ -97,6 +115,10 @@ def _check_structured(sampling: SamplingParams, model: Model) -> None:
     if sampling.min_tokens:
         raise InvalidArgumentError(
             "sampling.min_tokens", f"is {sampling.min_tokens}; with structured it must be unset"
+        )
+    if sampling.allowed_token_ids:
+        raise InvalidArgumentError(
+            "sampling.allowed_token_ids", "is set; with structured it must not be"
         )
 
 

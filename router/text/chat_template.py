@@ -23,6 +23,10 @@ _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, Attribu
 """Errors that a template may raise on messages of an unexpected shape."""
 
 
+_END_OF_CONTENT = "\ue000end of content\ue000"
+"""Marks where the last message's content ends in a prompt; private-use characters."""
+
+
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks the assistant's text for training; here it has no effect."""
 
@@ -52,19 +56,34 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         tree = environment.parse(source)
-        self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
-        """Whether the template renders tools."""
-        self.tags_tool_calls = "<tool_call>" in source and "<function=" not in source
-        """Whether the model writes a tool call as `<tool_call>{json}</tool_call>`."""
+        self.source = source
+        self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+        """The names that it reads."""
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether it renders the functions that a chat offers."""
+        return "tools" in self.variables
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
         """Render the prompt, with a generation prompt unless `add_generation_prompt` is False.
+
+        With `continue_final_message` it ends with the last message's content.
 
         Other `kwargs`, such as `tools`, are passed to the template. Raises `InvalidArgumentError`
         if the template refuses the messages or fails on them.
         """
+        if continue_final_message:
+            *before, last = messages
+            messages = [*before, {**last, "content": f"{last['content']}{_END_OF_CONTENT}"}]
         variables = {
             **self._special_tokens,
             "add_generation_prompt": True,
@@ -74,11 +93,20 @@ class ChatTemplate:
             "messages": messages,
         }
         try:
-            return self._template.render(variables)
+            prompt = self._template.render(variables)
         except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
             raise InvalidArgumentError(
                 "messages", f"do not fit the model's chat template: {error}"
             ) from error
+        if not continue_final_message:
+            return prompt
+        prompt, end, _ = prompt.rpartition(_END_OF_CONTENT)
+        if not end:
+            raise InvalidArgumentError(
+                "continue_final_message",
+                "is true; the model's chat template does not show the last message's content",
+            )
+        return prompt
 
 
 def _to_json(

@@ -2,7 +2,8 @@
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Final
 from urllib.parse import unquote
@@ -12,27 +13,35 @@ from pydantic_core import from_json
 
 from contract.errors import InvalidArgumentError
 from contract.sampling import StructuredOutput
-from contract.value_checks import check_unicode
+from contract.value_checks import check_count, check_unicode
 
 MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024
+MAX_WORDS: Final = 256
+"""Most words that an output must not contain, and their greatest length."""
+MAX_WORD_CHARS: Final = 128
 _MAX_KEPT: Final = 64
 """Number of cached grammars; requests often share a form."""
 
 _FIELD: Final = "sampling.structured"
 
 
-def to_grammar(structured: StructuredOutput) -> StructuredOutput:
+_ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
+
+
+def to_grammar(structured: StructuredOutput, before: str = "") -> StructuredOutput:
     """Return the form as a grammar; takes up to a second in extreme cases.
+
+    `before` is rules, of which `before` comes first: what an output has before its form.
 
     Raises:
         InvalidArgumentError: The form is too large, malformed, or uses an unsupported feature.
     """
-    return _to_grammar(structured.form, _texts(structured))
+    return _to_grammar(structured.form, _texts(structured), before)
 
 
 @functools.lru_cache(_MAX_KEPT)
-def _to_grammar(form: str, texts: tuple[str, ...]) -> StructuredOutput:
+def _to_grammar(form: str, texts: tuple[str, ...], before: str) -> StructuredOutput:
     field = f"{_FIELD}.{form}"
     num_bytes = sum(check_unicode(field, text) for text in texts)
     if num_bytes > MAX_BYTES:
@@ -40,6 +49,8 @@ def _to_grammar(form: str, texts: tuple[str, ...]) -> StructuredOutput:
             field, f"has {num_bytes} bytes; it must have at most {MAX_BYTES}"
         )
     grammar = _grammar(form, texts, field)
+    if before:
+        grammar = _behind(before, grammar)
     if problem := llguidance.LLMatcher.validate_grammar(grammar):
         raise InvalidArgumentError(field, f"is not supported: {' '.join(problem.split())}")
     return StructuredOutput(grammar=grammar)
@@ -75,9 +86,46 @@ def _grammar(form: str, texts: Sequence[str], field: str) -> str:
         case "json_schema":
             return _json_grammar(text, field)
         case "regex":
-            return llguidance.LLMatcher.grammar_from_regex(text)
+            return llguidance.LLMatcher.grammar_from_regex(_with_ascii_digits(text))
         case _:
             return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+def _behind(before: str, grammar: str) -> str:
+    """Return a grammar of what `before` says and then of what `grammar` says."""
+    parts = (
+        json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    )
+    whole = {"name": "whole", "lark_grammar": f"start: before @form\n{before}"}
+    return json.dumps({"grammars": [whole, {**parts[0], "name": "form"}, *parts[1:]]})
+
+
+def without_words(words: Sequence[str], marker_ids: Collection[int]) -> StructuredOutput:
+    """Return the form of a text that has none of `words`, in which markers may stand.
+
+    `marker_ids` are tokens that text does not match.
+    """
+    check_count("bad_words", len(words), MAX_WORDS)
+    for i, word in enumerate(words):
+        if not 1 <= len(word) <= MAX_WORD_CHARS:
+            raise InvalidArgumentError(
+                f"bad_words[{i}]",
+                f"has {len(word)} characters; it must have 1 to {MAX_WORD_CHARS}",
+            )
+        check_unicode(f"bad_words[{i}]", word)
+    banned = " | ".join(json.dumps(word) for word in dict.fromkeys(words))
+    markers = ",".join(map(str, sorted(marker_ids)))
+    more = f" (<[{markers}]> TEXT)*" if markers else ""
+    return StructuredOutput(
+        grammar=f"start: TEXT{more}\nTEXT: ANY & ~(ANY BANNED ANY)\n"
+        f"ANY: /(.|\\n)*/\nBANNED: {banned}"
+    )
+
+
+def _with_ascii_digits(regex: str) -> str:
+    """Return a regex whose digits are 0 to 9, as people mean them, and not Unicode's."""
+    digits = {"d": "[0-9]", "D": "[^0-9]"}
+    return _ESCAPED.sub(lambda found: digits.get(found[1], found[0]), regex)
 
 
 def _json_grammar(schema: str, field: str) -> str:

@@ -3,19 +3,24 @@
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from contract.errors import InvalidArgumentError, UnimplementedError
 from contract.request import GenerateRequest, Model
 from contract.sampling import StructuredOutput
 from contract.value_checks import check_count, check_token_ids
+from router.parsers.choosing import OutputParsers, choose_parsers
 from router.request.validation import check_chat, check_text
 from router.schedulers.served_model import ServedModel
+from router.text.chat_settings import ChatSettings
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer
-from router.text.grammar import to_grammar
+from router.text.grammar import to_grammar, without_words
+from router.text.infill import infill
 from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer, Tokenizers
+
+T = TypeVar("T")
 
 MAX_QUESTIONS: Final = 16
 """Most pending calls that tokenize or detokenize without generating."""
@@ -46,8 +51,10 @@ class ModelText:
         *,
         num_threads: int,
         max_pending_prompts: int,
+        chats: ChatSettings = ChatSettings(),  # noqa: B008 - it never changes
     ) -> None:
         """`num_threads` tokenize prompts; at most `max_pending_prompts` wait or run."""
+        self._chats = chats
         self._tokenizers = tokenizers
         self._model = model
         self._prompts = TextThreads(
@@ -84,31 +91,73 @@ class ModelText:
         return await self._prompts.run(lambda: self._prepare(request))
 
     def _prepare(self, request: GenerateRequest) -> PreparedRequest:
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            prompt = tuple(
-                self._tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
+        prompt: Sequence[int]
+        if isinstance(request.prompt, str):
+            prompt = self._tokenizer.encode(
+                request.prompt, add_special_tokens=request.add_special_tokens
             )
+        else:
+            prompt = request.prompt
+        if (num_kept := request.truncate_prompt_tokens) is not None:
+            if num_kept == -1:
+                room = self._model.info(request.model).max_model_len
+                num_kept = max(1, room - (request.sampling.max_tokens or 1))
+            prompt = prompt[-num_kept:]
         structured = request.sampling.structured
+        if request.bad_words:
+            structured = without_words(request.bad_words, self._tokenizer.added_ids)
         return PreparedRequest(
             array("i", prompt),
-            None if structured is None else to_grammar(structured),
+            None if structured is None else to_grammar(structured, request.before_form),
         )
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """Make a detokenizer for one output."""
         return Detokenizer(self._tokenizer.table, skip_special_tokens=skip_special_tokens)
 
-    def chat_template(self, model: str) -> ChatTemplate:
-        """Return the model's template; raises `UnimplementedError` if it has none."""
+    def chat_template(self, model: str, source: str | None = None) -> ChatTemplate:
+        """Return the model's template, or that of `source`, which a request has brought.
+
+        Raises `UnimplementedError` if there is none, `InvalidArgumentError` if requests' templates
+        are not trusted, or for one that is malformed.
+        """
         self._model.check_name(model)
+        if source is not None:
+            return self._chats.template_of_request(source, self._tokenizer.special_tokens)
         template = self._tokenizer.chat_template
         if template is None:
             raise UnimplementedError(f"model {self._model.name!r} has no chat template")
         return template
 
+    def parsers(self, template: ChatTemplate) -> OutputParsers:
+        """Return how the outputs of chats with a template are read."""
+        tools, thinking = choose_parsers(
+            template.source, self._chats.tool_parser, self._chats.reasoning_parser
+        )
+        return OutputParsers(tools, thinking, self._tokenizer.token_id, self._tokenizer.is_special)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, done in a thread; raises `TooBusyError` as `prepare`."""
+        return await self._prompts.run(work)
+
+    def infill(self, prefix: str, suffix: str) -> str:
+        """Return the prompt for what stands between two texts.
+
+        Raises `UnimplementedError` for a model without tokens for that.
+        """
+        prompt = infill(prefix, suffix, self._tokenizer.token_id)
+        if prompt is None:
+            raise UnimplementedError(
+                f"suffix is set; model {self._model.name!r} has no tokens to fill in the middle"
+            )
+        return prompt
+
     async def render_chat(
-        self, model: str, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any
+        self,
+        model: str,
+        messages: Iterable[Mapping[str, Any]],
+        template: ChatTemplate | None = None,
+        **template_kwargs: Any,
     ) -> str:
         """Render a chat with the model's template.
 
@@ -119,13 +168,17 @@ class ModelText:
         refuses them, `UnimplementedError` if the model has no template, `TooBusyError` beyond
         `max_pending_prompts`.
         """
-        return await self._prompts.run(self._rendering(model, messages, template_kwargs))
+        chosen = template or self.chat_template(model)
+        return await self._prompts.run(self._rendering(model, messages, chosen, template_kwargs))
 
     def _rendering(
-        self, name: str, messages: Iterable[Mapping[str, Any]], kwargs: Mapping[str, Any]
+        self,
+        name: str,
+        messages: Iterable[Mapping[str, Any]],
+        template: ChatTemplate,
+        kwargs: Mapping[str, Any],
     ) -> Callable[[], str]:
         model = self._model.info(name)
-        template = self.chat_template(name)
 
         def render() -> str:
             listed = list(messages)
@@ -152,10 +205,15 @@ class ModelText:
         return _checked("text", token_ids, info)
 
     async def tokenize_chat(
-        self, model: str, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any
+        self,
+        model: str,
+        messages: Iterable[Mapping[str, Any]],
+        template: ChatTemplate | None = None,
+        **template_kwargs: Any,
     ) -> list[int]:
         """Convert a chat to token ids, as `render_chat` and `tokenize`; raises their errors."""
-        render = self._rendering(model, messages, template_kwargs)
+        chosen = template or self.chat_template(model)
+        render = self._rendering(model, messages, chosen, template_kwargs)
         token_ids = await self._questions.run(
             # The template has written the special tokens.
             lambda: self._tokenizer.encode(render(), add_special_tokens=False)

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import tokenizers
@@ -35,10 +36,15 @@ class Tokenizer:
         tokenizer: tokenizers.Tokenizer,
         table: TokenTable,
         chat_template: ChatTemplate | None,
+        special_tokens: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """`special_tokens` are those that templates name, such as `bos_token`, and their texts."""
         self._tokenizer = tokenizer
         self.table = table
         self.chat_template = chat_template
+        self.special_tokens = special_tokens
+        self.added_ids = frozenset(tokenizer.get_added_tokens_decoder())
+        """Tokens that text is cut at before anything else, such as markers."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text; `add_special_tokens` adds tokens such as a leading <s>."""
@@ -49,6 +55,16 @@ class Tokenizer:
         )
         ids: list[int] = encoding.ids
         return ids
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token that is this text; None: it is not one token."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is a token that outputs' text does not show."""
+        token_id = self.token_id(text)
+        return token_id is not None and not self.table.text_pieces[token_id]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Decode token ids with a `Detokenizer`."""
@@ -83,6 +99,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         tokenizer,
         token_table(tokenizer, special_ids),
         None if source is None else ChatTemplate(source, special_tokens),
+        special_tokens,
     )
 
 

@@ -22,6 +22,6 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         messages=[{"role": "user", "content": PROMPT}],
         response_model=Paint,
         max_retries=0,
-        max_tokens=64,
+        max_tokens=160,
     )
     assert isinstance(paint, Paint), paint

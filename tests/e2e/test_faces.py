@@ -102,7 +102,8 @@ def test_openai_required_tool_call(client: openai.OpenAI, functions: list[str]):
         "messages": [{"role": "user", "content": "Paint it."}],
         "tools": [{"type": "function", "function": {**PAINT, "name": f}} for f in functions],
         "tool_choice": "required",
-        "max_tokens": 64,
+        "parallel_tool_calls": False,
+        "max_tokens": 160,
     }
     (choice,) = client.chat.completions.create(**options).choices
     (call,) = choice.message.tool_calls or ()

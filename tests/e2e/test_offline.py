@@ -100,7 +100,7 @@ def test_a_failed_start_reports_its_reason() -> None:
         LLM(model="/nowhere")
     with pytest.raises(ServiceStartError, match=r"error: .*--nonsense"):
         LLM(nonsense=1)
-    with pytest.raises(TypeError, match="takes no detach, uds"):
+    with pytest.raises(TypeError, match="LLM sets detach, uds itself"):
         LLM(uds="x", detach=True)
 
 

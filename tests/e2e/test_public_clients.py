@@ -115,7 +115,7 @@ async def test_langchain_async(chat: ChatOpenAI, answer: str):
 
 
 def test_langchain_tools(chat: ChatOpenAI):
-    chat = chat.model_copy(update={"max_tokens": 64})
+    chat = chat.model_copy(update={"max_tokens": 160})
     asked = HumanMessage(PROMPT)
     message = chat.bind_tools([PAINT], tool_choice="paint").invoke([asked])
     (call,) = message.tool_calls

@@ -13,12 +13,12 @@ import traceback
 
 import structlog
 
-from tests.fuzz import live_router, live_scheduler, live_worker, parsers
+from tests.fuzz import live_router, live_scheduler, live_worker, outputs, parsers
 from tests.fuzz.fuzzing import long_pass, write_case
 
 TARGETS = {
     target.name: target
-    for module in (parsers, live_router, live_scheduler, live_worker)
+    for module in (parsers, outputs, live_router, live_scheduler, live_worker)
     for target in module.TARGETS
 }
 

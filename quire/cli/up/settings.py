@@ -26,7 +26,13 @@ COMMON_FLAGS: Final = (
     "timeline_dir",
 )
 """Flags that `quire up` passes on to every process."""
-ROUTER_FLAGS: Final = ("cache_dir", "api_keys_file", "trace_sample_ratio")
+ROUTER_FLAGS: Final = (
+    "cache_dir",
+    "api_keys_file",
+    "trace_sample_ratio",
+    "tool_parser",
+    "reasoning_parser",
+)
 SCHEDULER_FLAGS: Final = (
     "policy",
     "preemption_mode",
@@ -91,6 +97,12 @@ class UpSettings(ProcessSettings):
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters in PEFT's format, as NAME=DIR, separated by commas. Requests for the model NAME
     use the adapter (docs/models.md)."""
+    tool_parser: str = ""
+    """How the model writes calls of tools: a family (docs/clients.md), none, or a class of yours as
+    package.module:Class; empty: as its chat template shows."""
+    reasoning_parser: str = ""
+    """How it writes its thinking: a family, none, or a `Thinking` of yours as package.module:NAME;
+    empty: as its chat template shows."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many workers to start. With CUDA, each has one device, or several, of its own."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"

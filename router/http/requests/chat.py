@@ -1,19 +1,44 @@
 """POST /v1/chat/completions: the body, and the call made of it by a chat template."""
 
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from contract.errors import InvalidArgumentError
-from router.http.requests.messages import Messages, check_template_kwargs, for_template
+from contract.errors import InvalidArgumentError, UnimplementedError
+from router.http.requests.messages import (
+    Messages,
+    check_continued,
+    check_template_kwargs,
+    for_template,
+)
+from router.http.requests.outputs import plan_outputs
 from router.http.requests.schema import UNIMPLEMENTED, Body
 from router.http.requests.tools import ToolFields
 from router.http.responses.answer import Call
 from router.http.responses.chat_shape import ChatShape
+from router.http.strict_json import Schema
 from router.request.inference import Inference
+from router.text.chat_template import ChatTemplate
 
 MAX_TOP_LOGPROBS = 20
+MAX_THINKING_BUDGET = 2**20
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+ThinkingBudget = Annotated[int, Field(ge=0, le=MAX_THINKING_BUDGET)]
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""Names by which templates are told whether to think."""
+
+
+class Reasoning(Schema):
+    """OpenRouter's `reasoning`."""
+
+    unimplemented = MappingProxyType({"exclude": (False,), "enabled": (True,)})
+
+    effort: Effort | None = None
+    max_tokens: ThinkingBudget | None = None
 
 
 class ChatBody(ToolFields, Body):
@@ -27,17 +52,12 @@ class ChatBody(ToolFields, Body):
             "modalities": (["text"],),
             "audio": (),
             "prediction": (),
-            "reasoning_effort": (),
             "verbosity": (),
             "web_search_options": (),
             "prompt_cache_retention": ("in_memory", "in-memory"),
-            "add_generation_prompt": (True,),
             "add_special_tokens": (False,),
-            "continue_final_message": (False,),
-            "chat_template": (),
             "documents": ([],),
             "echo": (False,),
-            "prompt_logprobs": (),
         }
     )
 
@@ -46,7 +66,60 @@ class ChatBody(ToolFields, Body):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    prompt_logprobs: int | None = None
+    chat_template: str | None = None
+    """Instead of the model's own, if the service trusts requests."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends with the assistant's cue; None: unless a message is continued."""
+    continue_final_message: bool = False
+    """Whether outputs continue the last message, which is the assistant's."""
+    reasoning_effort: Effort | None = None
+    """How much to think, if the chat template knows it."""
+    reasoning: Reasoning | None = None
+    thinking_budget: ThinkingBudget | None = None
+    """Most tokens of thinking; then its end marker is forced."""
+    thinking_token_budget: ThinkingBudget | None = None
+    """The same, by vLLM's name."""
+
+    @property
+    def budget(self) -> int | None:
+        """Most tokens of thinking, by whichever name; raises InvalidArgumentError for two."""
+        named = [self.thinking_budget, self.thinking_token_budget]
+        if self.reasoning is not None:
+            named.append(self.reasoning.max_tokens)
+        given = [budget for budget in named if budget is not None]
+        if len(set(given)) > 1:
+            raise InvalidArgumentError(
+                "thinking_budget",
+                f"is {given[0]}, and {given[1]} by another name; both must be equal",
+            )
+        return given[0] if given else None
+
+    def template_kwargs(self, template: ChatTemplate) -> dict[str, Any]:
+        """Return what the template gets besides messages and tools.
+
+        Raises:
+            UnimplementedError: It does not know the effort.
+        """
+        kwargs: dict[str, Any] = dict(self.chat_template_kwargs)
+        if self.add_generation_prompt is False or self.continue_final_message:
+            kwargs["add_generation_prompt"] = False
+        if self.continue_final_message:
+            kwargs["continue_final_message"] = True
+        effort = self.reasoning_effort
+        if effort is None and self.reasoning is not None:
+            effort = self.reasoning.effort
+        if effort is None:
+            return kwargs
+        switches = [name for name in _SWITCHES if name in template.variables]
+        if effort == "none" and switches:
+            return {switches[0]: False, **kwargs}
+        if effort == "none" or "reasoning_effort" not in template.variables:
+            raise UnimplementedError(
+                f'reasoning_effort is "{effort}"; the model\'s chat template does not know it'
+            )
+        return {"reasoning_effort": effort, **kwargs}
 
     def check(self) -> None:
         """Check fields against each other; raises InvalidArgumentError."""
@@ -63,27 +136,42 @@ class ChatBody(ToolFields, Body):
                 f"is {self.max_tokens}; it must equal max_completion_tokens, "
                 f"which is {self.max_completion_tokens}, or be absent",
             )
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise InvalidArgumentError(
+                    "add_generation_prompt", "is true; with continue_final_message it must not be"
+                )
+            check_continued(self.messages)
         check_template_kwargs(self.chat_template_kwargs)
 
 
 async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Call:
     """Make the call of a body; raises QuireError."""
     body.check()
-    tools = body.tool_use(lambda: inference.text.chat_template(body.model))
-    if tools is not None and tools.new_reader is not None and body.structured() is not None:
-        raise InvalidArgumentError(
-            "tool_choice",
-            'is not "none"; it must be, with tools and a form that the output must have',
-        )
+    template = inference.text.chat_template(body.model, body.chat_template)
+    parsers = inference.text.parsers(template)
+    tools = body.tool_use(template, parsers)
     prompt = await inference.text.render_chat(
         body.model,
         for_template(body.messages),
-        **body.chat_template_kwargs,
+        template,
+        **body.template_kwargs(template),
         **({} if tools is None else {"tools": tools.for_template}),
+    )
+    plan = await inference.text.run(
+        lambda: plan_outputs(
+            parsers,
+            tools,
+            body.structured(),
+            prompt=prompt,
+            continued=body.messages[-1].text if body.continue_final_message else "",
+            thinking_budget=body.budget,
+        )
     )
     field_to_json = {
         **body.beam_field_to_json,
-        **(body.structured_field_to_json if tools is None else tools.field_to_json),
+        **body.structured_field_to_json,
+        **plan.field_to_json,
         "prompt": "messages",
         "logprobs": "top_logprobs",
     }
@@ -95,22 +183,28 @@ async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Ca
         prompt,
         request_id=request_id,
         sampling=body.sampling(
-            max_tokens=max_tokens, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+            max_tokens=max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
         ),
         add_special_tokens=False,  # the template wrote them
     )
-    if tools is not None:
-        request = tools.applied_to(request)
+    prompts: list[Sequence[int]] = []
     return Call(
         request_id=request_id,
-        requests=[request],
+        requests=[plan.applied_to(request)],
         n=body.n,
         shape=ChatShape(
-            inference.text.token_text,
+            body.shown_tokens(inference.text),
             inference.text.token_bytes,
             has_logprobs=body.logprobs,
-            new_reader=None if tools is None else tools.new_reader,
+            has_prompt_logprobs=body.prompt_logprobs is not None,
+            has_token_ids=body.return_token_ids,
+            prompt_token_ids=lambda: prompts[0],
+            new_reader=plan.new_reader,
+            stop=plan.stop,
         ),
+        prompts=prompts,
         stream=body.stream,
         usage_in_stream=body.usage_in_stream,
         field_to_json=field_to_json,

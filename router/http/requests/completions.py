@@ -1,7 +1,6 @@
 """POST /v1/completions: the body, and the call made of it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Annotated
 
@@ -55,7 +54,6 @@ class CompletionBody(Body):
     unimplemented = MappingProxyType(
         {
             **UNIMPLEMENTED,
-            "suffix": (),
         }
     )
 
@@ -65,6 +63,21 @@ class CompletionBody(Body):
     add_special_tokens: bool = True
     echo: bool = False
     prompt_logprobs: int | None = None
+    suffix: str = ""
+    """What follows the output, for models that fill in the middle."""
+
+    def check(self) -> None:
+        """Check fields against each other; raises InvalidArgumentError."""
+        super().check()
+        if self.suffix and self.echo:
+            raise InvalidArgumentError("echo", "is true; with suffix it must not be")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
+            raise InvalidArgumentError("suffix", "is set; it needs prompts that are text")
+
+    @property
+    def is_echo_only(self) -> bool:
+        """Whether only the prompt is wanted, as evaluations do: one token is computed for it."""
+        return self.echo and self.max_tokens == 0
 
 
 def completion_call(inference: Inference, body: CompletionBody, request_id: str) -> Call:
@@ -73,15 +86,16 @@ def completion_call(inference: Inference, body: CompletionBody, request_id: str)
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:
         prompt_logprobs = body.logprobs
-    sampling = replace(
-        body.sampling(max_tokens=body.max_tokens, logprobs=body.logprobs),
+    sampling = body.sampling(
+        max_tokens=1 if body.is_echo_only else body.max_tokens,
+        logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
     )
     prompts: list[Sequence[int]] = []
 
     def prompt(index: int) -> Echo:
         given, token_ids = body.prompt[index // body.n], prompts[index // body.n]
-        if isinstance(given, str):
+        if isinstance(given, str) and body.truncate_prompt_tokens is None:
             return Echo(given, token_ids)
         pieces = (inference.text.token_bytes(token_id) for token_id in token_ids)
         return Echo(b"".join(pieces).decode(errors="replace"), token_ids)
@@ -89,7 +103,9 @@ def completion_call(inference: Inference, body: CompletionBody, request_id: str)
     is_one = len(body.prompt) == 1
     requests = [
         body.to_request(
-            prompt,
+            inference.text.infill(prompt, body.suffix)
+            if body.suffix and isinstance(prompt, str)
+            else prompt,
             request_id=request_id if is_one else f"{request_id}-{i}",
             sampling=sampling,
             add_special_tokens=body.add_special_tokens,
@@ -101,13 +117,16 @@ def completion_call(inference: Inference, body: CompletionBody, request_id: str)
         requests=requests,
         n=body.n,
         shape=CompletionShape(
-            inference.text.token_text,
+            body.shown_tokens(inference.text),
             has_logprobs=body.logprobs is not None,
             prompt=prompt,
             echo=body.echo,
+            is_echo_only=body.is_echo_only,
             has_prompt_logprobs=body.prompt_logprobs is not None,
+            has_token_ids=body.return_token_ids,
         ),
         prompts=prompts,
+        hides_outputs=body.is_echo_only,
         stream=body.stream,
         usage_in_stream=body.usage_in_stream,
         field_to_json={**body.beam_field_to_json, **body.structured_field_to_json},

@@ -1,6 +1,6 @@
 """The messages of a chat: their JSON, and what a chat template gets."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,17 @@ from contract.errors import InvalidArgumentError
 from contract.request import MAX_MESSAGES
 from router.http.strict_json import Listed, Schema, at_most, excerpt, parse_json
 
-_TEMPLATE_NAMES = frozenset({"self", "model", "messages", "tools", "add_generation_prompt"})
+_TEMPLATE_NAMES = frozenset(
+    {
+        "self",
+        "model",
+        "messages",
+        "template",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
+)
 
 
 def _as_parts(value: object) -> object:
@@ -56,8 +66,20 @@ class Message(Schema):
     name: str = ""
     tool_calls: Annotated[Listed[ToolCall], Field(default_factory=list)]
     """What the assistant called."""
+    reasoning_content: str = ""
+    """What the assistant thought before."""
+    reasoning: str = ""
+    """The same, by its newer name."""
     tool_call_id: str = ""
     """The call whose result a tool's content is."""
+
+    @property
+    def thought(self) -> str:
+        return self.reasoning or self.reasoning_content
+
+    @property
+    def text(self) -> str:
+        return "\n".join(part.text for part in self.content or ())
 
     def for_template(self, field: str) -> dict[str, Any]:
         """Return what a chat template gets: a call's arguments as an object, not as text.
@@ -69,8 +91,12 @@ class Message(Schema):
         message: dict[str, Any] = {
             # OpenAI's newer name for the same; templates know the older.
             "role": "system" if self.role == "developer" else self.role,
-            "content": "\n".join(part.text for part in self.content or ()),
+            "content": self.text,
         }
+        if self.thought:  # each template knows one of these names
+            message |= {"reasoning_content": self.thought, "reasoning": self.thought}
+            if not self.text:
+                message["thinking"] = self.thought
         if self.name:
             message["name"] = self.name
         if self.tool_call_id:
@@ -103,7 +129,11 @@ class Message(Schema):
                 f"is {excerpt(self.tool_call_id)}; it must be set with role "
                 f'"tool" and only with it; role is "{self.role}"',
             )
-        if self.content is None and not self.tool_calls:
+        if self.thought and self.role != "assistant":
+            raise InvalidArgumentError(
+                f"{field}.reasoning", f'is set; with role "{self.role}" it must not be'
+            )
+        if self.content is None and not self.tool_calls and not self.thought:
             raise InvalidArgumentError(f"{field}.content", "is missing")
 
 
@@ -118,6 +148,16 @@ def for_template(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
     """
     for i, message in enumerate(messages):
         yield message.for_template(f"messages[{i}]")
+
+
+def check_continued(messages: Sequence[Message]) -> None:
+    """Check that the last message can be continued; raises InvalidArgumentError."""
+    last = messages[-1]
+    if last.role != "assistant" or last.tool_calls or not last.text:
+        raise InvalidArgumentError(
+            "continue_final_message",
+            "is true; the last message must be the assistant's, with content and without calls",
+        )
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:

@@ -17,7 +17,9 @@ from contract.sampling import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
 from router.http.requests.beam import BeamFields
 from router.http.requests.structured import StructuredFields
 from router.http.responses.answer import UsageInStream
+from router.http.responses.objects import TokenText
 from router.http.strict_json import Listed, Schema, at_most, excerpt
+from router.text.model_text import ModelText
 
 Prompt: TypeAlias = str | tuple[int, ...]
 """Text, or token ids."""
@@ -81,6 +83,12 @@ class Body(StructuredFields, BeamFields):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = ""
+    allowed_token_ids: Annotated[Listed[int], Field(min_length=1)] | None = None
+    bad_words: Annotated[Listed[str], Field(default_factory=list)]
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """Whether log-probabilities name a token by its id, as token_id:7."""
 
     # Quire extensions.
     cache_pin_s: float | None = None
@@ -120,9 +128,17 @@ class Body(StructuredFields, BeamFields):
             beam=self.beam(),
             cache_salt=self.cache_salt,
             cache_pin_s=self.cache_pin_s,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            bad_words=tuple(self.bad_words),
         )
 
-    def sampling(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def shown_tokens(self, text: ModelText) -> TokenText:
+        """Return how log-probabilities name a token."""
+        return _token_by_id if self.return_tokens_as_token_ids else text.token_text
+
+    def sampling(
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
+    ) -> SamplingParams:
         """Make sampling parameters; the two kinds of body name these arguments differently."""
         return SamplingParams(
             temperature=self.temperature,
@@ -139,8 +155,14 @@ class Body(StructuredFields, BeamFields):
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
             structured=self.structured(),
         )
+
+
+def _token_by_id(token_id: int) -> str:
+    return f"token_id:{token_id}"
 
 
 def _parse_token_id(key: str) -> int:
@@ -156,11 +178,6 @@ UNIMPLEMENTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "store": (False,),
         "service_tier": ("auto", "default"),
         "spaces_between_special_tokens": (True,),
-        "truncate_prompt_tokens": (),
-        "return_token_ids": (False,),
-        "return_tokens_as_token_ids": (False,),
-        "allowed_token_ids": (),
-        "bad_words": ([],),
         "priority": (0,),
     }
 )

@@ -1,7 +1,6 @@
 """POST /tokenize and /detokenize, in vLLM's shapes."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -11,6 +10,7 @@ from router.http.errors import error_with_json_names
 from router.http.requests.messages import (
     Message,
     Messages,
+    check_continued,
     check_template_kwargs,
     for_template,
 )
@@ -19,11 +19,17 @@ from router.http.responses.objects import Json
 from router.http.strict_json import Listed, Schema
 from router.request.inference import Inference
 
+_OF_CHATS = (
+    "add_generation_prompt",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "tools",
+)
+
 
 class TokenizeBody(Schema):
     """A text, or a chat with its template's arguments."""
-
-    unimplemented = MappingProxyType({"chat_template": (), "continue_final_message": (False,)})
 
     model: str = ""
     prompt: str | None = None
@@ -32,7 +38,9 @@ class TokenizeBody(Schema):
     """With a prompt, unset means true; a chat's template writes special tokens itself."""
     return_token_strs: bool = False
     """Whether to return each token's text, too."""
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
     tools: Annotated[Listed[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
 
@@ -42,7 +50,7 @@ class TokenizeBody(Schema):
             raise InvalidArgumentError("prompt", "or messages must be set, and not both")
         if self.messages is not None:
             return await self._chat_token_ids(inference, self.messages)
-        for name in ("add_generation_prompt", "chat_template_kwargs", "tools"):
+        for name in _OF_CHATS:
             if name in self.model_fields_set:
                 raise InvalidArgumentError(name, "is set; with prompt it must not be")
         try:
@@ -61,13 +69,19 @@ class TokenizeBody(Schema):
                 "add_special_tokens", "is true; with messages it must not be: the template decides"
             )
         kwargs: Mapping[str, Any] = self.chat_template_kwargs
+        template = inference.text.chat_template(self.model, self.chat_template)
         if self.tools:
-            shown = show_tools(self.tools, inference.text.chat_template(self.model))
-            kwargs = {**kwargs, "tools": shown}
+            kwargs = {**kwargs, "tools": show_tools(self.tools, template)}
+        if self.continue_final_message:
+            check_continued(messages)
+            kwargs = {**kwargs, "continue_final_message": True}
         return await inference.text.tokenize_chat(
             self.model,
             for_template(messages),
-            add_generation_prompt=self.add_generation_prompt,
+            template,
+            add_generation_prompt=not self.continue_final_message
+            if self.add_generation_prompt is None
+            else self.add_generation_prompt,
             **kwargs,
         )
 

@@ -1,16 +1,14 @@
 """A chat's fields for functions: which it offers, and which the model must call."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError, UnimplementedError
-from contract.request import GenerateRequest
-from contract.sampling import StructuredOutput
-from router.http.responses.tool_calls import CallReader, ChosenCall, ForcedCall, TaggedCalls
 from router.http.strict_json import Listed, Schema, excerpt
+from router.parsers.choosing import OutputParsers
 from router.text.chat_template import ChatTemplate
 
 MAX_TOOLS = 128
@@ -67,27 +65,21 @@ class NamedChoice(Schema):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The effect of a chat's tools on its prompt, its outputs' form and its answers."""
+    """The tools of a chat: what its template shows, and which calls are wanted."""
 
     for_template: list[dict[str, Any]]
-    structured: StructuredOutput | None = None
-    """The form that makes an output a call."""
-    new_reader: Callable[[], CallReader] | None = None
-    """Makes the reader of calls in one output's text; None: there are no calls."""
-    stop: tuple[str, ...] = ()
-    """Added to the client's stop strings."""
+    offered: Sequence[Function]
+    functions: Sequence[Function]
+    """Those that may be called."""
+    is_forced: bool = False
+    """Whether one of them must be called."""
+    is_alone: bool = False
+    """Whether an output may have one call only."""
 
     @property
-    def field_to_json(self) -> Mapping[str, str]:
-        """The JSON name of the field that a forced call sets."""
-        return {} if self.structured is None else {"structured.json_schema": "tools"}
-
-    def applied_to(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with the form and stop strings that `new_reader` needs."""
-        if self.structured is not None:
-            sampling = replace(request.sampling, structured=self.structured)
-            request = replace(request, sampling=sampling)
-        return replace(request, stop=request.stop + self.stop)
+    def wants_calls(self) -> bool:
+        """Whether the model may call at all."""
+        return bool(self.functions)
 
 
 class ToolFields(Schema):
@@ -97,15 +89,15 @@ class ToolFields(Schema):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     """None: "auto" with tools, "none" without."""
     parallel_tool_calls: bool = True
-    """Whether an output may have several calls; a forced call is always alone."""
+    """Whether an output may have several calls; one of a named function is always alone."""
 
-    def tool_use(self, template: Callable[[], ChatTemplate]) -> ToolUse | None:
-        """Return the tools' effect; None without tools.
+    def tool_use(self, template: ChatTemplate, parsers: OutputParsers) -> ToolUse | None:
+        """Return the tools' effect; None without any.
 
         Raises:
             InvalidArgumentError: `tool_choice` names a tool that is not offered.
             UnimplementedError: The model's template does not take tools, or writes calls in an
-                unknown way, or `strict` is set for a call that is not forced.
+                unknown way.
         """
         if not self.tools:
             if self.tool_choice not in (None, "none", "auto"):
@@ -113,35 +105,28 @@ class ToolFields(Schema):
                     "tool_choice", f"is {excerpt(self._choice_json)}; it needs tools"
                 )
             return None
-        shown = show_tools(self.tools, template())
+        if self.tool_choice == "none" and not template.takes_tools:
+            check_names(self.tools)
+            return None
+        shown = show_tools(self.tools, template)
+        offered = [tool.function for tool in self.tools]
+        is_alone = not self.parallel_tool_calls
         match self.tool_choice:
             case "none":
-                return ToolUse(shown)
+                return ToolUse(shown, offered, [])
             case "auto" | None:
-                self._check_auto(template())
-                return ToolUse(
-                    shown,
-                    new_reader=TaggedCalls,
-                    stop=() if self.parallel_tool_calls else (TaggedCalls.END,),
-                )
+                if parsers.tools is None:
+                    raise UnimplementedError(
+                        'tool_choice is "auto"; with this model it must be "none", "required" or'
+                        " name a function: its template writes calls in an unknown way"
+                        " (--tool-parser)"
+                    )
+                return ToolUse(shown, offered, offered, is_alone=is_alone)
             case "required":
-                return _forced(shown, [tool.function for tool in self.tools])
+                return ToolUse(shown, offered, offered, is_forced=True, is_alone=is_alone)
             case NamedChoice():
-                return _forced(shown, [self._named(self.tool_choice.function.name)])
-
-    def _check_auto(self, template: ChatTemplate) -> None:
-        if not template.tags_tool_calls:
-            raise UnimplementedError(
-                'tool_choice is "auto"; with this model it must be "none", "required" or name a'
-                " function: its template does not write calls as <tool_call>{json}</tool_call>,"
-                " and no other notation is supported"
-            )
-        for i, tool in enumerate(self.tools):
-            if tool.function.strict:
-                raise UnimplementedError(
-                    f"tools[{i}].function.strict is true; it is supported only if tool_choice is"
-                    ' "required" or names a function'
-                )
+                named = self._named(self.tool_choice.function.name)
+                return ToolUse(shown, offered, [named], is_forced=True, is_alone=True)
 
     def _named(self, name: str) -> Function:
         for tool in self.tools:
@@ -164,12 +149,7 @@ def show_tools(tools: Sequence[Tool], template: ChatTemplate) -> list[dict[str, 
         InvalidArgumentError: Two have the same name.
         UnimplementedError: The template does not take tools.
     """
-    names = [tool.function.name for tool in tools]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            raise InvalidArgumentError(
-                f"tools[{i}].function.name", f"is {excerpt(name)}, like that of another"
-            )
+    check_names(tools)
     if not template.takes_tools:
         raise UnimplementedError(
             f"tools has {len(tools)} entries; it must be empty or absent: the model's chat template"
@@ -178,26 +158,11 @@ def show_tools(tools: Sequence[Tool], template: ChatTemplate) -> list[dict[str, 
     return [tool.for_template() for tool in tools]
 
 
-def _forced(shown: list[dict[str, Any]], functions: list[Function]) -> ToolUse:
-    """Force one call of one of the functions, by the output's form."""
-    if len(functions) == 1:
-        (function,) = functions
-        schema = function.schema_of_arguments()
-        return ToolUse(shown, _json_schema(schema), lambda: ForcedCall(function.name))
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function.name},
-                "arguments": function.schema_of_arguments(),
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    return ToolUse(shown, _json_schema({"anyOf": calls}), ChosenCall)
-
-
-def _json_schema(schema: Mapping[str, Any]) -> StructuredOutput:
-    return StructuredOutput(json_schema=schema)
+def check_names(tools: Sequence[Tool]) -> None:
+    """Check that no two tools have the same name; raises InvalidArgumentError."""
+    names = [tool.function.name for tool in tools]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise InvalidArgumentError(
+                f"tools[{i}].function.name", f"is {excerpt(name)}, like that of another"
+            )

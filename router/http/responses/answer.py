@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import structlog
@@ -61,6 +61,15 @@ class Call:
     """The token ids of each request's prompt, once known."""
     field_to_json: Mapping[str, str] = field(default_factory=dict)
     """The JSON names of request fields that differ from `GenerateRequest`'s."""
+
+    hides_outputs: bool = False
+    """Whether only prompts are shown; then the usage counts no output."""
+
+    def shown(self, usages: Sequence[Usage]) -> Sequence[Usage]:
+        """Return the usages as the client is told."""
+        if not self.hides_outputs:
+            return usages
+        return [replace(usage, completion_tokens=0) for usage in usages]
 
     @property
     def is_resumable(self) -> bool:
@@ -148,7 +157,7 @@ async def _collect(
         assert output.finished is not None, "a request ended without finishing each output"
         choices.append(call.shape.whole(index, output, output.finished))
     body = _head(call, live, call.shape.object_name)
-    body |= {"choices": choices, "usage": usage_json(usages)}
+    body |= {"choices": choices, **call.shape.once(), "usage": usage_json(call.shown(usages))}
     return web.Response(
         body=json_bytes(body),
         content_type="application/json",
@@ -250,13 +259,15 @@ async def _send_events(
         else:
             choice = call.shape.finish(index, event)
         event_id = position.advance(event) if has_ids else ""
-        await sse.send({**head, "choices": [choice], **usage_so_far()}, event_id)
+        await sse.send(
+            {**head, "choices": [choice], **call.shape.once(), **usage_so_far()}, event_id
+        )
 
     await send(*first)
     async for i, event in events:
         await send(i, event)
     if call.usage_in_stream is not UsageInStream.NEVER:
-        await sse.send({**head, "choices": [], "usage": usage_json(usages)})
+        await sse.send({**head, "choices": [], "usage": usage_json(call.shown(usages))})
 
 
 def _head(call: Call, live: LiveRequest, object_name: str) -> Json:

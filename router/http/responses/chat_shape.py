@@ -2,11 +2,19 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptScores, TokenLogprob
-from router.http.responses.objects import CollectedOutput, Json, TokenText, end_json, finite
-from router.http.responses.tool_calls import CallPiece, CallReader, Reading
+from router.http.responses.objects import (
+    CollectedOutput,
+    Json,
+    TokenText,
+    end_json,
+    finite,
+    prompt_logprobs_json,
+)
+from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
 
 TokenBytes: TypeAlias = Callable[[int], bytes]
 """The bytes that a token id adds to the text; perhaps part of a character."""
@@ -25,38 +33,77 @@ class ChatShape:
         token_bytes: TokenBytes,
         *,
         has_logprobs: bool,
-        new_reader: Callable[[], CallReader] | None = None,
+        has_prompt_logprobs: bool = False,
+        has_token_ids: bool = False,
+        prompt_token_ids: Callable[[], Sequence[int]] = tuple,
+        new_reader: Callable[[], Reader] | None = None,
+        stop: Sequence[str] = (),
     ) -> None:
-        """`new_reader` makes the reader of calls in one output; None: there are no calls."""
+        """Make the shape of one call.
+
+        Args:
+            token_text: Names a token in log-probabilities.
+            token_bytes: The bytes of a token.
+            has_logprobs: Whether log-probabilities are shown.
+            has_prompt_logprobs: Whether the prompt's are.
+            has_token_ids: Whether token ids are.
+            prompt_token_ids: The prompt, once the call has started.
+            new_reader: Makes the reader of one output; None: all is text.
+            stop: Stop strings that end a call; the reader reads them, too.
+        """
         self._token_text = token_text
         self._token_bytes = token_bytes
         self._has_logprobs = has_logprobs
+        self._has_prompt_logprobs = has_prompt_logprobs
+        self._has_token_ids = has_token_ids
+        self._prompt_token_ids = prompt_token_ids
+        self._stop = stop
+        self._scores: PromptScores | None = None
         self._introduced: set[int] = set()
-        self._index_to_reader: defaultdict[int, CallReader] | None
+        self._index_to_reader: defaultdict[int, Reader] | None
         self._index_to_reader = None if new_reader is None else defaultdict(new_reader)
         self._has_called: set[int] = set()
+        self._has_said_once = False
 
     def score(self, index: int, scores: PromptScores) -> None:
-        """Nothing: chats do not show prompt log-probabilities, and no body asks for them."""
+        """Take the prompt's log-probabilities, which are the same for each choice."""
+        del index
+        self._scores = scores
+
+    def once(self) -> Json:
+        """Return the prompt's token ids and log-probabilities, on request."""
+        said: Json = {}
+        if self._has_said_once:
+            return said
+        self._has_said_once = True
+        if self._has_token_ids:
+            said["prompt_token_ids"] = list(self._prompt_token_ids())
+        if self._has_prompt_logprobs and self._scores is not None:
+            said["prompt_logprobs"] = prompt_logprobs_json(
+                self._token_text, self._prompt_token_ids(), self._scores
+            )
+        return said
 
     def delta(self, index: int, delta: OutputDelta) -> Json:
-        """Return a chunk's choice: new text, and the role the first time."""
+        """Return a chunk's choice: what was read of the new text, and the role the first time."""
         if self._index_to_reader is None:
             said: Json = {"content": delta.text}
         else:
-            said = self._read(index, self._index_to_reader[index].push(delta.text))
+            said = self._chunk(index, self._index_to_reader[index].push(delta.text))
         return {
             "index": index,
             "delta": {**self._role_once(index), **said},
             "logprobs": self._logprobs(delta.token_ids, delta.logprobs),
             "finish_reason": None,
+            **self._token_ids(delta.token_ids),
         }
 
     def finish(self, index: int, finished: OutputFinished) -> Json:
         """Return a chunk's choice: the end."""
         delta = self._role_once(index)
         if self._index_to_reader is not None:
-            delta |= self._read(index, self._index_to_reader[index].flush())
+            reader = self._index_to_reader[index]
+            delta |= self._chunk(index, self._last_pieces(reader, finished))
         return {"index": index, "delta": delta, "logprobs": None, **self._end(index, finished)}
 
     def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
@@ -65,19 +112,21 @@ class ChatShape:
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if self._index_to_reader is not None:
             reader = self._index_to_reader[index]
-            read, rest = reader.push(text), reader.flush()
-            calls = [*read.calls, *rest.calls]
-            message["content"] = read.content + rest.content
-            if calls:
-                self._has_called.add(index)
-                message["content"] = message["content"] or None
-                message["tool_calls"] = [_call_json(piece) for piece in calls]
+            pieces = [*reader.push(text), *self._last_pieces(reader, finished)]
+            message |= self._message(index, pieces)
         return {
             "index": index,
             "message": message,
             "logprobs": self._logprobs(output.token_ids, output.logprobs),
+            **self._token_ids(output.token_ids),
             **self._end(index, finished),
         }
+
+    def _last_pieces(self, reader: Reader, finished: OutputFinished) -> list[Piece]:
+        pieces: list[Piece] = []
+        if finished.stop_string is not None and finished.stop_string in self._stop:
+            pieces += reader.push(finished.stop_string)
+        return [*pieces, *reader.flush()]
 
     def _role_once(self, index: int) -> Json:
         if index in self._introduced:
@@ -85,14 +134,37 @@ class ChatShape:
         self._introduced.add(index)
         return {"role": "assistant"}
 
-    def _read(self, index: int, reading: Reading) -> Json:
-        said: Json = {"content": reading.content} if reading.content else {}
-        if reading.calls:
+    def _chunk(self, index: int, pieces: Sequence[Piece]) -> Json:
+        """Return what a delta says of the pieces."""
+        content, thought, calls = _sorted(pieces)
+        said: Json = _thought_json(thought)
+        if content:
+            said["content"] = content
+        if calls:
             self._has_called.add(index)
-            said["tool_calls"] = [
-                {"index": piece.position, **_call_json(piece)} for piece in reading.calls
-            ]
+            said["tool_calls"] = [{"index": call.position, **_call_json(call)} for call in calls]
         return said
+
+    def _message(self, index: int, pieces: Sequence[Piece]) -> Json:
+        """Return what a message says of an output's pieces."""
+        content, thought, parts = _sorted(pieces)
+        said: Json = {"content": content, **_thought_json(thought)}
+        calls: list[CallPiece] = []
+        for part in parts:
+            if part.call_id is not None:
+                calls.append(part)
+            else:
+                last = calls[part.position]
+                calls[part.position] = replace(last, arguments=last.arguments + part.arguments)
+        if calls:
+            self._has_called.add(index)
+            said["tool_calls"] = [_call_json(call) for call in calls]
+        if calls or thought:
+            said["content"] = content or None
+        return said
+
+    def _token_ids(self, token_ids: Sequence[int]) -> Json:
+        return {"token_ids": list(token_ids)} if self._has_token_ids else {}
 
     def _end(self, index: int, finished: OutputFinished) -> Json:
         end = end_json(finished)
@@ -118,6 +190,18 @@ class ChatShape:
             "logprob": finite(logprob),
             "bytes": list(self._token_bytes(token_id)),
         }
+
+
+def _sorted(pieces: Sequence[Piece]) -> tuple[str, str, list[CallPiece]]:
+    """Return the content, the thinking and the calls of pieces."""
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+    return content, thought, [piece for piece in pieces if isinstance(piece, CallPiece)]
+
+
+def _thought_json(thought: str) -> Json:
+    """Return thinking by both of its names: the older one, and the one that replaces it."""
+    return {"reasoning_content": thought, "reasoning": thought} if thought else {}
 
 
 def _call_json(piece: CallPiece) -> Json:

@@ -54,6 +54,9 @@ class Shape(Protocol):
     def score(self, index: int, scores: PromptScores) -> None:
         """Take a choice's prompt log-probabilities, before its first delta."""
 
+    def once(self) -> Json:
+        """Return what a whole answer, or a stream's first event, has beside its choices."""
+
     def delta(self, index: int, delta: OutputDelta) -> Json:
         """Return a chunk's choice: new text."""
 
@@ -82,9 +85,16 @@ class CompletionShape:
         has_logprobs: bool,
         prompt: Callable[[int], Echo],
         echo: bool = False,
+        is_echo_only: bool = False,
         has_prompt_logprobs: bool = False,
+        has_token_ids: bool = False,
     ) -> None:
-        """`prompt` returns the prompt of a choice that has started."""
+        """`prompt` returns the prompt of a choice that has started.
+
+        `is_echo_only`: whether the output is not shown.
+        """
+        self._is_echo_only = is_echo_only
+        self._has_token_ids = has_token_ids
         self._token_text = token_text
         self._has_logprobs = has_logprobs
         self._prompt = prompt
@@ -97,6 +107,10 @@ class CompletionShape:
     def score(self, index: int, scores: PromptScores) -> None:
         """Take a choice's prompt log-probabilities."""
         self._scores[index] = scores
+
+    def once(self) -> Json:
+        """Nothing."""
+        return {}
 
     def delta(self, index: int, delta: OutputDelta) -> Json:
         """Return a chunk's choice: new text, behind the prompt the first time."""
@@ -126,31 +140,25 @@ class CompletionShape:
         logprobs: Sequence[TokenLogprob | None],
     ) -> Json:
         """Return text and log-probabilities, the first time with the prompt on request."""
+        if self._is_echo_only:
+            text, token_ids, logprobs = "", (), ()
+        shown: Json = {"token_ids": list(token_ids)} if self._has_token_ids else {}
         if index in self._started:
-            return {"text": text, "logprobs": self._logprobs(index, token_ids, logprobs)}
+            return {"text": text, "logprobs": self._logprobs(index, token_ids, logprobs), **shown}
         self._started.add(index)
         scores = self._scores.get(index)
-        shown: Json = {}
+        if self._has_token_ids:
+            shown["prompt_token_ids"] = list(self._prompt(index).token_ids)
         if self._has_prompt_logprobs and scores is not None:
-            scored = self._prompt(index).token_ids[1:]
-            shown["prompt_logprobs"] = [None, *map(self._prompt_logprob, scored, scores.logprobs)]
+            shown["prompt_logprobs"] = prompt_logprobs_json(
+                self._token_text, self._prompt(index).token_ids, scores
+            )
         if self._echo:
             prompt = self._prompt(index)
             text = prompt.text + text
             token_ids = [*prompt.token_ids, *token_ids]
             logprobs = [None, *(() if scores is None else scores.logprobs), *logprobs]
         return {"text": text, "logprobs": self._logprobs(index, token_ids, logprobs), **shown}
-
-    def _prompt_logprob(self, token_id: int, entry: TokenLogprob) -> Json:
-        """Return vLLM's form: the likeliest and the prompt's own token, by token id."""
-        scores = {token_id: entry.logprob} | dict(entry.top)
-        return {
-            str(shown_id): {
-                "logprob": finite(logprob),
-                "decoded_token": self._token_text(shown_id),
-            }
-            for shown_id, logprob in scores.items()
-        }
 
     def _logprobs(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]
@@ -181,6 +189,21 @@ class CompletionShape:
             top.setdefault(self._token_text(token_id), finite(logprob))
         top.setdefault(token, finite(entry.logprob))  # OpenAI adds the one that was drawn
         return top
+
+
+def prompt_logprobs_json(
+    token_text: TokenText, prompt: Sequence[int], scores: PromptScores
+) -> list[Json | None]:
+    """Return vLLM's form: the likeliest and the prompt's own token, by token id."""
+
+    def scored(token_id: int, entry: TokenLogprob) -> Json:
+        logprobs = {token_id: entry.logprob} | dict(entry.top)
+        return {
+            str(shown_id): {"logprob": finite(logprob), "decoded_token": token_text(shown_id)}
+            for shown_id, logprob in logprobs.items()
+        }
+
+    return [None, *map(scored, prompt[1:], scores.logprobs)]
 
 
 def usage_json(usages: Sequence[Usage]) -> Json:

@@ -26,6 +26,7 @@ ALL_SET = SamplingParams(
     min_tokens=2,
     stop_token_ids=(4, 0),
     ignore_eos=True,
+    allowed_token_ids=(0, 5),
     logprobs=0,
     prompt_logprobs=5,
     structured=StructuredOutput(choice=("a", "b")),
@@ -100,6 +101,8 @@ def test_a_request_comes_back(prompt):
         beam=BeamSearch(4, 0.0, EarlyStopping.NEVER),
         cache_salt="s",
         cache_pin_s=2.5,
+        truncate_prompt_tokens=7,
+        bad_words=("bad",),
         resumable=True,
     )
     message = generate_request_to_proto(request)

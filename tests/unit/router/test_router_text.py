@@ -6,8 +6,11 @@ import threading
 import pytest
 from router_fake_scheduler import MAX_MODEL_LEN
 
-from contract.errors import InvalidArgumentError, TooBusyError
+from contract.errors import InvalidArgumentError, TooBusyError, UnimplementedError
 from contract.request import GenerateRequest
+from contract.sampling import SamplingParams
+from router.text.chat_settings import ChatSettings
+from router.text.chat_template import ChatTemplate
 from router.text.model_text import MAX_QUESTIONS
 
 
@@ -97,3 +100,48 @@ async def test_tokenizations_that_nobody_waits_for_leave_the_queue(router):
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)
     assert router.inference.text._questions.num_pending == 1  # the one that has started
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "max_tokens", "num_left"),
+    [(3, None, 3), (50, None, 11), (-1, 7, 11), (-1, MAX_MODEL_LEN - 2, 2), (-1, None, 11)],
+)
+async def test_a_prompt_is_cut_at_its_beginning(router, num_kept, max_tokens, num_left):
+    whole = tuple(range(100, 111))
+    request = GenerateRequest(
+        whole, sampling=SamplingParams(max_tokens=max_tokens), truncate_prompt_tokens=num_kept
+    )
+    prepared = await router.inference.text.prepare(request)
+    assert tuple(prepared.prompt_token_ids) == whole[-num_left:]
+
+
+async def test_bad_words_are_a_form(router):
+    prepared = await router.inference.text.prepare(GenerateRequest("hello", bad_words=("no",)))
+    assert "BANNED" in prepared.structured.grammar
+    with pytest.raises(InvalidArgumentError, match=r"bad_words\[0\] has 0 characters"):
+        await router.inference.text.prepare(GenerateRequest("hello", bad_words=("",)))
+
+
+async def test_a_template_of_a_request_needs_trust(router):
+    with pytest.raises(InvalidArgumentError, match="trust-request-chat-template"):
+        router.inference.text.chat_template("", "{{ messages }}")
+    router.inference.text._chats = ChatSettings(trust_request_chat_template=True)
+    template = router.inference.text.chat_template("", "{{ bos_token }}{{ messages[0].content }}!")
+    messages = [{"role": "user", "content": "hi"}]
+    assert await router.inference.text.render_chat("", messages, template) == "<s>hi!"
+    with pytest.raises(InvalidArgumentError, match="chat_template is malformed"):
+        router.inference.text.chat_template("", "{% for %}")
+
+
+async def test_a_model_without_markers_fills_in_nothing(router):
+    with pytest.raises(UnimplementedError, match="no tokens to fill in the middle"):
+        router.inference.text.infill("a", "b")
+
+
+async def test_a_continued_message_is_the_prompts_end(router):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+    prompt = await router.inference.text.render_chat("", messages, continue_final_message=True)
+    assert prompt.endswith("assistant: Well")
+    silent = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(InvalidArgumentError, match="does not show the last message"):
+        silent.render(messages, continue_final_message=True)

@@ -1,12 +1,13 @@
 """Every limit of the public contract, with the error's words."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from contract.errors import InvalidArgumentError
 from contract.request import GenerateRequest, Model
-from contract.sampling import SamplingParams
+from contract.sampling import BeamSearch, SamplingParams, StructuredOutput
 from router.request.validation import check_request, complete_sampling
 
 MODEL = Model("tiny", max_model_len=64, vocab_size=500, eos_token_ids=(1,))
@@ -44,6 +45,7 @@ def check(prompt="hello", **kwargs):
         ("min_tokens", -1, "is -1; it must be in [0, 64]"),
         ("logprobs", 500, "is 500; it must be in [0, 20]"),
         ("logprobs", -1, "is -1; it must be in [0, 20]"),
+        ("allowed_token_ids", (1,) * 1025, "has 1025 entries; it must have at most 1024"),
         ("stop_token_ids", (1,) * 65, "has 65 entries; it must have at most 64"),
         (
             "logit_bias",
@@ -178,3 +180,45 @@ def test_what_does_not_fit_the_context_with_the_prompt_is_refused(
     with pytest.raises(InvalidArgumentError) as caught:
         complete_sampling(sampling, num_prompt_tokens, MODEL, seed=1)
     assert str(caught.value) == message
+
+
+STRUCTURED = replace(MODEL, structured_output=True)
+FORM = SamplingParams(structured=StructuredOutput(json_object=True))
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "problem"),
+    [
+        ({"bad_words": ("x",), "sampling": FORM}, "bad_words", "with structured it must not be"),
+        ({"bad_words": ("x",), "beam": BeamSearch(2)}, "bad_words", "with beam it must not be"),
+        (
+            {"bad_words": ("x",), "sampling": SamplingParams(ignore_eos=True)},
+            "sampling.ignore_eos",
+            "is true",
+        ),
+        (
+            {"sampling": replace(FORM, allowed_token_ids=(1,))},
+            "sampling.allowed_token_ids",
+            "with structured it must not be",
+        ),
+        (
+            {"sampling": SamplingParams(min_tokens=1, allowed_token_ids=(1,))},
+            "sampling.allowed_token_ids",
+            "with min_tokens it must not be",
+        ),
+        ({"truncate_prompt_tokens": 64}, "truncate_prompt_tokens", "is 64; it must be in [1, 63]"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "is 0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(request_, field, problem):
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_request(GenerateRequest("hello", **request_), STRUCTURED, MAX_PROMPT_BYTES)
+    assert caught.value.field == field
+    assert problem in str(caught.value)
+
+
+def test_a_prompt_that_is_cut_may_be_longer_than_the_context():
+    for prompt in ("x" * 2000, (1,) * 100):
+        with pytest.raises(InvalidArgumentError):
+            check(prompt)
+        check(prompt, truncate_prompt_tokens=-1)

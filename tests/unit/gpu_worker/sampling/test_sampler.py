@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,24 @@ def random_params(rng, vocab_size):
         stop_token_ids=maybe((int(rng.integers(vocab_size)),), ()),
         ignore_eos=bool(rng.random() < 0.3),
     )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9, "top_k": 5}])
+def test_a_limited_row_draws_only_what_it_may(temperature, cut):
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(1)) * 4
+    free = SamplingParams(temperature=temperature, seed=5, **cut)
+    seen = set()
+    for seed in range(40):
+        allowed = (97, 3, 3, 41)
+        limited = replace(free, seed=seed, allowed_token_ids=allowed)
+        found = sample_all(logits, [free, limited, free], [[1]] * 3, [[]] * 3).token_ids
+        alone = sample_all(logits[:1], [free], [[1]], [[]]).token_ids
+        assert found[1] in allowed
+        assert found[0] == alone[0], "other rows draw as before"
+        seen.add(int(found[1]))
+    best = max((97, 3, 41), key=lambda token: logits[1, token])
+    assert seen == {best} if temperature == 0 else best in seen
 
 
 @pytest.mark.parametrize(("vocab_size", "seed"), [(11, 0), (257, 1), (1500, 2), (3000, 3)])

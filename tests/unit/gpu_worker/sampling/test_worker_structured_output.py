@@ -162,3 +162,17 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     path.write_text("{}")
     with pytest.raises(ValueError):  # noqa: PT011  the library's words
         StructuredOutput(path, VOCAB, [EOS], CPU, is_beside=False)
+
+
+@pytest.mark.parametrize("num_known", [0, 2, 5])
+def test_a_budget_of_tokens_forces_the_end_marker_and_changes_nothing_else(sampler, num_known):
+    """As the router bounds thinking; also in a row that comes back with a part of its output."""
+    end, budget, num_tokens = 300, 5, 12
+    grammar = f"start: <[^{end}]>{{0,{budget}}} <[{end}]> <[*]>*"
+    drawn = torch.randn(num_tokens, VOCAB, generator=torch.Generator().manual_seed(4))
+    drawn[:, end] = -9.0
+    free = drawn.argmax(1).tolist()
+    expected = [*free[:budget], end, *free[budget + 1 :]]
+    add(sampler, 0, grammar, known=expected[:num_known])
+    found = [sample(sampler, [0], drawn[i : i + 1])[0][0] for i in range(num_known, num_tokens)]
+    assert found == expected[num_known:]

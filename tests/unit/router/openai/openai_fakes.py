@@ -2,16 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from contract.errors import InvalidArgumentError, NotFoundError
+from contract.errors import InvalidArgumentError, NotFoundError, UnimplementedError
 from contract.outputs import Event, FinishReason, OutputDelta, OutputFinished, TokenLogprob, Usage
 from contract.request import GenerateRequest, Model
 from quire.v1 import adapters_pb2, common_pb2
 from quire.v1.common_pb2 import Load
+from router.parsers.choosing import OutputParsers, choose_parsers
+from router.text.chat_settings import ChatSettings
 from router.text.chat_template import ChatTemplate
+from router.text.infill import infill
 from rpc.observe import telemetry
 
+T = TypeVar("T")
 Script = Callable[[GenerateRequest], AsyncIterator[Event]]
 
 MODEL = Model(id="org/tiny", max_model_len=64, vocab_size=0x110000, eos_token_ids=(0,))
@@ -100,19 +104,41 @@ class FakeText:
     def __init__(self, model: FakeModel) -> None:
         self.template = ChatTemplate("{{ tools }}<tool_call>", {})
         self.chats: list[tuple[Sequence[Mapping[str, Any]], dict[str, Any]]] = []
+        self.marker_ids: dict[str, int] = {}
+        """Markers that are special tokens."""
         self._model = model
 
     async def render_chat(
-        self, model: str, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any
+        self,
+        model: str,
+        messages: Iterable[Mapping[str, Any]],
+        template: ChatTemplate | None = None,
+        **template_kwargs: Any,
     ) -> str:
-        del model
+        del model, template
         messages = list(messages)
         self.chats.append((messages, template_kwargs))
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
 
-    def chat_template(self, model: str) -> ChatTemplate:
+    def chat_template(self, model: str, source: str | None = None) -> ChatTemplate:
         del model
-        return self.template
+        return self.template if source is None else ChatSettings().template_of_request(source, {})
+
+    def parsers(self, template: ChatTemplate) -> OutputParsers:
+        return OutputParsers(
+            *choose_parsers(template.source, "", ""),
+            token_id=self.marker_ids.get,
+            is_special=self.marker_ids.__contains__,
+        )
+
+    async def run(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def infill(self, prefix: str, suffix: str) -> str:
+        prompt = infill(prefix, suffix, self.marker_ids.get)
+        if prompt is None:
+            raise UnimplementedError("suffix is set; the model has no tokens to fill in the middle")
+        return prompt
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
@@ -129,9 +155,13 @@ class FakeText:
         return [*([0] if add_special_tokens else ()), *map(ord, text)]
 
     async def tokenize_chat(
-        self, model: str, messages: Iterable[Mapping[str, Any]], **template_kwargs: Any
+        self,
+        model: str,
+        messages: Iterable[Mapping[str, Any]],
+        template: ChatTemplate | None = None,
+        **template_kwargs: Any,
     ) -> list[int]:
-        return [*map(ord, await self.render_chat(model, messages, **template_kwargs))]
+        return [*map(ord, await self.render_chat(model, messages, template, **template_kwargs))]
 
     async def detokenize(
         self, model: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True

@@ -9,12 +9,16 @@ from openai_fakes import spell
 from contract.errors import InvalidArgumentError
 from contract.outputs import FinishReason
 from router.text.chat_template import ChatTemplate
+from router.text.grammar import to_grammar
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 NOW = {"type": "function", "function": {"name": "now", "description": "The time"}}
 NAMED = {"type": "function", "function": {"name": "add"}}
+STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
+UNKNOWN = ChatTemplate("{{ tools }}", {})
+"""A template that writes calls in no way that is known."""
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -94,6 +98,47 @@ async def test_without_a_call_the_answer_is_as_without_tools(client):
     assert await streamed(client, tools=[ADD]) == ("Hi!", [], "stop")
 
 
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_forced_call_is_in_the_models_own_syntax(client, inference, choice):
+    inference.script = spell(f"{CALL}\n{CALL}" if choice == "required" else CALL)
+    calls = [["add", '{"a":1}']] * (2 if choice == "required" else 1)
+    options = {"tools": [ADD, NOW], "tool_choice": choice}
+    assert await streamed(client, **options) == ("", calls, "tool_calls")
+    structured = inference.requests[-1].sampling.structured
+    assert structured.form == "grammar"
+    grammar = to_grammar(structured).grammar
+    assert ("now" in grammar) == (choice == "required")
+    assert (")*" in grammar) == (choice == "required")
+
+
+async def test_a_strict_function_is_called_as_its_schema_says(client, inference):
+    inference.text.marker_ids = {"<tool_call>": 7}
+    await client.chat.completions.create(model="org/tiny", messages=HELLO, tools=[STRICT])
+    (request,) = inference.requests
+    assert request.sampling.structured.grammar.startswith("start: <[^7]>*")
+    assert not request.skip_special_tokens, "the reader needs the marker"
+
+
+async def test_tools_that_are_not_to_be_called_need_no_template(client, inference):
+    inference.text.template = ChatTemplate("{{ messages }}", {})
+    await client.chat.completions.create(
+        model="org/tiny", messages=HELLO, tools=[ADD], tool_choice="none"
+    )
+    assert [kwargs for _, kwargs in inference.text.chats] == [{}]
+
+
+async def test_the_streaming_helper_gathers_calls(client, inference):
+    inference.script = spell(f"So:\n{CALL}\n{CALL}")
+    async with client.chat.completions.stream(
+        model="org/tiny", messages=HELLO, tools=[ADD]
+    ) as stream:
+        events = [event async for event in stream]
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [(event.name, event.arguments) for event in done] == [("add", '{"a":1}')] * 2
+    message = (await stream.get_final_completion()).choices[0].message
+    assert (message.content, len(message.tool_calls)) == ("So:", 2)
+
+
 async def test_where_calls_are_not_wanted_tags_are_content(client, inference):
     inference.script = spell(CALL)
     for options in ({}, {"tools": [ADD], "tool_choice": "none"}):
@@ -108,8 +153,19 @@ async def test_a_call_that_is_to_be_alone_ends_the_output(client, inference):
     assert [request.stop for request in inference.requests] == [("x",), ("x", "</tool_call>")]
 
 
+async def test_a_stop_string_that_ends_a_call_is_read_with_it(client, inference):
+    inference.text.template = ChatTemplate("{{ tools }}<function=<parameter=", {})
+    inference.script = spell(
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n",
+        stop_string="</tool_call>",
+    )
+    options = {"tools": [ADD], "parallel_tool_calls": False}
+    assert await streamed(client, **options) == ("", [["add", '{"a":1}']], "tool_calls")
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED])
 async def test_a_forced_call_of_one_function_is_its_arguments(client, inference, choice):
+    inference.text.template = UNKNOWN
     inference.script = spell('{"a": 1}')
     options = {"tools": [ADD], "tool_choice": choice}
     assert await streamed(client, **options) == ("", [["add", '{"a": 1}']], "tool_calls")
@@ -123,6 +179,7 @@ async def test_a_forced_call_of_one_function_is_its_arguments(client, inference,
 
 
 async def test_a_required_call_chooses_its_function(client, inference):
+    inference.text.template = UNKNOWN
     inference.script = spell('{"name": "now", "arguments": {}}')
     options = {"tools": [ADD, NOW], "tool_choice": "required"}
     assert await streamed(client, **options) == ("", [["now", "{}"]], "tool_calls")
@@ -135,6 +192,7 @@ async def test_a_required_call_chooses_its_function(client, inference):
 
 
 async def test_a_call_that_was_cut_short_says_so(client, inference):
+    inference.text.template = UNKNOWN
     inference.script = spell('{"a"', FinishReason.LENGTH)
     options = {"tools": [ADD], "tool_choice": NAMED}
     assert await streamed(client, **options) == ("", [["add", '{"a"']], "length")
@@ -176,9 +234,6 @@ async def test_invalid_values_are_refused_by_name(client, inference, options, me
     assert not inference.requests
 
 
-STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
-
-
 @pytest.mark.parametrize(
     ("template", "options", "message"),
     [
@@ -186,6 +241,11 @@ STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
         ("{{ tools }}", {"tools": [ADD]}, 'tool_choice is "auto"; with this model it must be'),
         ("{{ tools }}<tool_call><function=", {"tools": [ADD]}, 'tool_choice is "auto"'),
         ("{{ tools }}<tool_call>", {"tools": [STRICT]}, r"tools\[0\].function.strict is true"),
+        (
+            '{{ tools }}{"name": function name, "parameters":',
+            {"tools": [ADD], "parallel_tool_calls": False},
+            "parallel_tool_calls is false",
+        ),
     ],
 )
 async def test_features_that_the_model_lacks_are_refused_by_name(
@@ -198,6 +258,7 @@ async def test_features_that_the_model_lacks_are_refused_by_name(
 
 
 async def test_a_schema_that_cannot_be_followed_is_the_tools(client, inference):
+    inference.text.template = UNKNOWN
     inference.refusal = InvalidArgumentError("sampling.structured.json_schema", "is no JSON schema")
     with pytest.raises(openai.BadRequestError, match="tools is no JSON schema"):
         await client.chat.completions.create(

@@ -1,0 +1,184 @@
+"""How a chat's outputs are written and read: thinking, its budget, calls, forms."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from contract.errors import InvalidArgumentError, UnimplementedError
+from contract.request import GenerateRequest
+from contract.sampling import StructuredOutput
+from router.http.requests.tools import Function, ToolUse
+from router.parsers.choosing import OutputParsers
+from router.parsers.forced import ChosenCall, ForcedCall
+from router.parsers.grammar import (
+    CallGrammar,
+    ForcedFunction,
+    ThinkingGrammar,
+    thinking_grammar,
+)
+from router.parsers.pieces import Reader
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """What a chat's outputs must be, and what reads them."""
+
+    new_reader: Callable[[], Reader] | None = None
+    """Makes the reader of one output; None: all is text."""
+    structured: StructuredOutput | None = None
+    before_form: str = ""
+    stop: tuple[str, ...] = ()
+    """Added to the client's stop strings; each ends a call."""
+    shows_special_tokens: bool = False
+    field_to_json: Mapping[str, str] = field(default_factory=dict)
+
+    def applied_to(self, request: GenerateRequest) -> GenerateRequest:
+        return replace(
+            request,
+            sampling=replace(request.sampling, structured=self.structured),
+            before_form=self.before_form,
+            stop=request.stop + self.stop,
+            skip_special_tokens=request.skip_special_tokens and not self.shows_special_tokens,
+        )
+
+
+def plan_outputs(
+    parsers: OutputParsers,
+    tools: ToolUse | None,
+    form: StructuredOutput | None,
+    *,
+    prompt: str,
+    continued: str,
+    thinking_budget: int | None,
+) -> OutputPlan:
+    """Plan the outputs of a chat whose template has made `prompt`.
+
+    `continued` is the assistant's message at its end, if outputs continue one.
+
+    Raises:
+        InvalidArgumentError: Fields contradict each other.
+        UnimplementedError: The model's syntax does not allow what is asked.
+    """
+    wants_calls = tools is not None and tools.wants_calls
+    if wants_calls and form is not None:
+        raise InvalidArgumentError(
+            "tool_choice",
+            'is not "none"; it must be, with tools and a form that the output must have',
+        )
+    thinking, has_begun = parsers.thinking, False
+    thought = None
+    if thinking is not None:
+        has_begun = thinking.has_begun(prompt, continued)
+        thought = thinking_grammar(
+            thinking, parsers.token_id, has_begun=has_begun, max_tokens=thinking_budget
+        )
+    if thinking_budget is not None and thought is None:
+        raise UnimplementedError(
+            f"thinking_budget is {thinking_budget}; with this model it must be unset: "
+            + (
+                "no parser of its thinking is known"
+                if thinking is None
+                else "the markers of its thinking are not tokens"
+            )
+        )
+    before = "" if thought is None else thought.before
+    if tools is not None and wants_calls:
+        return _plan_calls(parsers, tools, thought, has_begun=has_begun)
+    is_read = parsers.thinking is not None or parsers.reads_messages
+    if form is not None and not before:  # then it is all of the output
+        return OutputPlan(structured=form)
+    plan = OutputPlan(
+        (lambda: parsers.new_reader(None, has_begun=has_begun)) if is_read else None,
+        form,
+        before if form is not None else "",
+        shows_special_tokens=is_read and parsers.hides_markers(),
+    )
+    return plan if form is not None else _bounded(plan, thought)
+
+
+def _plan_calls(
+    parsers: OutputParsers, tools: ToolUse, thought: ThinkingGrammar | None, *, has_begun: bool
+) -> OutputPlan:
+    written = None if parsers.family is None else parsers.family.written
+    if tools.is_forced and written is None:
+        return _plain_json(tools.functions)
+    schemas = {function.name: function.schema_of_arguments() for function in tools.offered}
+    plan = OutputPlan(
+        lambda: parsers.new_reader(schemas, has_begun=has_begun),
+        shows_special_tokens=parsers.hides_markers(),
+        field_to_json={"structured.grammar": "tools"},
+    )
+    if tools.is_forced and written is not None:
+        grammar = CallGrammar(written, parsers.token_id).calls(
+            [_forced(function) for function in tools.functions],
+            may_be_several=not tools.is_alone,
+        )
+        return _formed(plan, grammar, thought)
+    if tools.is_alone:
+        plan = replace(plan, stop=_stop(parsers))
+    strict = [i for i, function in enumerate(tools.offered) if function.strict]
+    if not strict:
+        return _bounded(plan, thought)
+    in_text = None
+    if written is not None:
+        in_text = CallGrammar(written, parsers.token_id).calls_in_text(
+            [_forced(function) for function in tools.offered], thought
+        )
+    if in_text is None:
+        raise UnimplementedError(
+            f"tools[{strict[0]}].function.strict is true; with this model it is supported only if"
+            ' tool_choice is "required" or names a function'
+        )
+    return _formed(plan, in_text, thought)
+
+
+def _stop(parsers: OutputParsers) -> tuple[str, ...]:
+    if parsers.family is None or not parsers.family.stop:
+        raise UnimplementedError(
+            "parallel_tool_calls is false; with this model it must be true: its calls do not end"
+            " with a marker"
+        )
+    return (parsers.family.stop,)
+
+
+def _formed(plan: OutputPlan, grammar: str, thought: ThinkingGrammar | None) -> OutputPlan:
+    before = "" if thought is None else thought.before
+    return replace(plan, structured=StructuredOutput(grammar=grammar), before_form=before)
+
+
+def _bounded(plan: OutputPlan, thought: ThinkingGrammar | None) -> OutputPlan:
+    """Return a plan of any text, in which thinking has its budget."""
+    if thought is None or thought.max_tokens is None:
+        return plan
+    named = {"structured": "thinking_budget", "structured.grammar": "thinking_budget"}
+    return replace(_formed(plan, thought.text(), thought), field_to_json=named)
+
+
+def _forced(function: Function) -> ForcedFunction:
+    return ForcedFunction(function.name, function.schema_of_arguments())
+
+
+def _plain_json(functions: Sequence[Function]) -> OutputPlan:
+    """Force one call of one of the functions, as JSON."""
+    named = {"structured.json_schema": "tools"}
+    if len(functions) == 1:
+        (function,) = functions
+        form = _json_schema(function.schema_of_arguments())
+        return OutputPlan(lambda: ForcedCall(function.name), form, field_to_json=named)
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function.name},
+                "arguments": function.schema_of_arguments(),
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
+    return OutputPlan(ChosenCall, _json_schema({"anyOf": calls}), field_to_json=named)
+
+
+def _json_schema(schema: Mapping[str, Any]) -> StructuredOutput:
+    return StructuredOutput(json_schema=schema)

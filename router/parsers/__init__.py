@@ -1,0 +1,1 @@
+"""Readers that tell text, thinking and function calls apart in what a model writes."""

@@ -1,0 +1,142 @@
+"""Which parsers read a model's outputs: those of its chat template, or those of the settings."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, TypeAlias, TypeVar
+
+from router.parsers.calls import Calls, Tools
+from router.parsers.families import THINKING_FAMILIES, TOOL_FAMILIES, ToolFamily
+from router.parsers.grammar import TokenId
+from router.parsers.pieces import Pieces, Reader
+from router.parsers.reader import OutputReader, Part, plain_text, read_by
+from router.parsers.source import Reading, Source
+from router.parsers.thinking import Thinking
+
+BY_TEMPLATE = ""
+NONE = "none"
+
+ReaderClass: TypeAlias = Callable[[Tools], Reader]
+"""A class of one's own: made for each output, with the offered functions' schemas."""
+
+T = TypeVar("T")
+
+
+class ParserError(ValueError):
+    """A parser's name is unknown, or its class cannot be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputParsers:
+    """How a model writes thinking and calls, and how both are read."""
+
+    tools: ToolFamily | ReaderClass | None
+    """None: calls are not known."""
+    thinking: Thinking | None
+    token_id: TokenId
+    is_special: Callable[[str], bool]
+    """Whether a text is a token that outputs' text does not show."""
+
+    @property
+    def family(self) -> ToolFamily | None:
+        """The family whose syntax a grammar can demand; None: there is none."""
+        return self.tools if isinstance(self.tools, ToolFamily) else None
+
+    @property
+    def reads_messages(self) -> bool:
+        """Whether an output is not text but messages, with or without calls."""
+        return self.family is not None and self.family.is_harmony
+
+    def new_reader(self, tools: Tools | None, *, has_begun: bool) -> OutputReader:
+        """Make the reader of one output.
+
+        Args:
+            tools: The offered functions' schemas; None: calls are text.
+            has_begun: Whether the prompt ends within thinking.
+        """
+        parts: list[Part] = []
+        if (thinking := self.thinking) is not None:
+            parts.append(functools.partial(thinking.read, has_begun=has_begun))
+        parts.append(self._part(tools))
+        return OutputReader(parts)
+
+    def _part(self, tools: Tools | None) -> Part:
+        if self.tools is None or (tools is None and not self.reads_messages):
+            return plain_text
+        if not isinstance(self.tools, ToolFamily):
+            return read_by(self.tools(tools or {}))
+        syntax = self.tools.syntax
+
+        def part(source: Source, pieces: Pieces) -> Reading[None]:
+            return syntax.read(Calls(source, pieces, tools))
+
+        return part
+
+    def hides_markers(self) -> bool:
+        """Whether the text of an output must show special tokens to be read."""
+        markers: Sequence[str] = ()
+        if self.thinking is not None:
+            markers = (self.thinking.begin, self.thinking.end)
+        if self.family is not None:
+            markers = (*markers, *self.family.syntax.openers)
+        return any(map(self.is_special, markers))
+
+
+def choose_parsers(
+    template: str, tool_parser: str, reasoning_parser: str
+) -> tuple[ToolFamily | ReaderClass | None, Thinking | None]:
+    """Return what reads calls and thinking: by the settings, or by a template's markers.
+
+    Raises:
+        ParserError: A setting is no family's name and no class's path.
+    """
+    tools: ToolFamily | ReaderClass | None
+    if tool_parser == BY_TEMPLATE:
+        tools = _tools_of(template)
+    else:
+        tools = _named(tool_parser, TOOL_FAMILIES, "tool_parser", (ToolFamily, type))
+    if reasoning_parser != BY_TEMPLATE:
+        return tools, _named(reasoning_parser, THINKING_FAMILIES, "reasoning_parser", (Thinking,))
+    if isinstance(tools, ToolFamily) and tools.is_harmony:
+        return tools, None  # its messages say what is thinking
+    return tools, _thinking_of(template)
+
+
+@functools.lru_cache
+def _tools_of(template: str) -> ToolFamily | None:
+    for family in TOOL_FAMILIES.values():
+        is_without = not family.without or family.without not in template
+        if is_without and all(mark in template for mark in family.marks):
+            return family
+    return None
+
+
+@functools.lru_cache
+def _thinking_of(template: str) -> Thinking | None:
+    for thinking in THINKING_FAMILIES.values():
+        if thinking.end in template and all(mark in template for mark in thinking.other_ends):
+            return thinking
+    return None
+
+
+def _named(name: str, families: Any, setting: str, wanted: tuple[type, ...]) -> Any:
+    if name == NONE:
+        return None
+    if name in families:
+        return families[name]
+    module_name, _, attribute = name.partition(":")
+    if not attribute:
+        known = ", ".join(families)
+        raise ParserError(
+            f"{setting} is {name!r}; it must be {NONE}, one of {known}, or the path of one of"
+            " yours, as package.module:Name"
+        )
+    try:
+        found = getattr(import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ParserError(f"{setting} is {name!r}, which cannot be imported: {error}") from error
+    if not isinstance(found, wanted):
+        kinds = " or ".join(kind.__name__ for kind in wanted)
+        raise ParserError(f"{setting} is {name!r}; it must be a {kinds}")
+    return found

@@ -1,0 +1,205 @@
+"""The families of models that are known: how each writes thinking and calls."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from router.parsers.calls import (
+    MistralBody,
+    NamedBody,
+    ObjectBody,
+    PythonicBody,
+    Syntax,
+    TaggedBody,
+)
+from router.parsers.harmony import HarmonySyntax
+from router.parsers.thinking import Thinking
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How a call is written, for a grammar that forces one; see `grammar.py`.
+
+    NAME, ARGUMENTS, KEY and VALUE stand for what they say, INDEX for a number.
+    """
+
+    call: str
+    first: str = ""
+    """Stands before the first call."""
+    between: str = ""
+    last: str = ""
+    parameter: str = ""
+    """What ARGUMENTS is, for each parameter; empty: a JSON object."""
+    is_alone: bool = False
+    """Whether an output ends with its call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFamily:
+    """How some models write calls, and how to tell by a chat template."""
+
+    syntax: Syntax | HarmonySyntax
+    marks: tuple[str, ...]
+    """A template that has them all is this family's, unless an earlier family's marks are there."""
+    without: str = ""
+    """A mark that such a template does not have."""
+    written: Written | None = None
+    """None: a forced call is plain JSON."""
+    stop: str = ""
+    """Ends an output that may have one call only; empty: such an output cannot be ended."""
+
+    @property
+    def is_harmony(self) -> bool:
+        """Whether all of an output is messages, thinking too."""
+        return isinstance(self.syntax, HarmonySyntax)
+
+
+_DEEPSEEK_SECTION: Final = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_CALL: Final = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+_KIMI_SECTION: Final = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_ARGUMENTS: Final = '{"name": "NAME", "arguments": ARGUMENTS}'
+
+TOOL_FAMILIES: Final[Mapping[str, ToolFamily]] = MappingProxyType(
+    {
+        "harmony": ToolFamily(
+            HarmonySyntax(),
+            ("<|channel|>", "<|message|>"),
+            written=Written(
+                "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS",
+                is_alone=True,
+            ),
+            stop="<|call|>",
+        ),
+        "kimi_k2": ToolFamily(
+            Syntax(
+                NamedBody(("<|tool_call_argument_begin|>",), has_ids=True),
+                call=("<|tool_call_begin|>", "<|tool_call_end|>"),
+                section=_KIMI_SECTION,
+            ),
+            (_KIMI_SECTION[0],),
+            written=Written(
+                "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS"
+                "<|tool_call_end|>",
+                first=_KIMI_SECTION[0],
+                last=_KIMI_SECTION[1],
+            ),
+            stop="<|tool_call_end|>",
+        ),
+        "deepseek_v3": ToolFamily(
+            Syntax(
+                NamedBody(("```json",), prefix="function<｜tool▁sep｜>", fence=("", "```")),
+                call=_DEEPSEEK_CALL,
+                section=_DEEPSEEK_SECTION,
+            ),
+            (_DEEPSEEK_SECTION[0], "```json"),
+            written=Written(
+                "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```"
+                "<｜tool▁call▁end｜>",
+                first=_DEEPSEEK_SECTION[0],
+                between="\n",
+                last=_DEEPSEEK_SECTION[1],
+            ),
+            stop=_DEEPSEEK_CALL[1],
+        ),
+        "deepseek_v31": ToolFamily(
+            Syntax(NamedBody(("<｜tool▁sep｜>",)), call=_DEEPSEEK_CALL, section=_DEEPSEEK_SECTION),
+            (_DEEPSEEK_SECTION[0],),
+            written=Written(
+                "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>",
+                first=_DEEPSEEK_SECTION[0],
+                last=_DEEPSEEK_SECTION[1],
+            ),
+            stop=_DEEPSEEK_CALL[1],
+        ),
+        "glm45": ToolFamily(
+            Syntax(
+                TaggedBody("", ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>")),
+                call=("<tool_call>", "</tool_call>"),
+            ),
+            ("<arg_key>",),
+            written=Written(
+                "<tool_call>NAME\nARGUMENTS</tool_call>",
+                between="\n",
+                parameter="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
+            ),
+            stop="</tool_call>",
+        ),
+        "minimax_m2": ToolFamily(
+            Syntax(
+                TaggedBody('">', ('<parameter name="', '">'), ("", "</parameter>")),
+                call=('<invoke name="', "</invoke>"),
+                section=("<minimax:tool_call>", "</minimax:tool_call>"),
+            ),
+            ("<minimax:tool_call>",),
+            written=Written(
+                '<invoke name="NAME">\nARGUMENTS</invoke>\n',
+                first="<minimax:tool_call>\n",
+                last="</minimax:tool_call>",
+                parameter='<parameter name="KEY">VALUE</parameter>\n',
+            ),
+            stop="</invoke>",
+        ),
+        "minimax": ToolFamily(
+            Syntax(ObjectBody(), section=("<tool_calls>", "</tool_calls>")),
+            ("<tool_calls>",),
+            written=Written(_ARGUMENTS + "\n", first="<tool_calls>\n", last="</tool_calls>"),
+        ),
+        "qwen3_coder": ToolFamily(
+            Syntax(
+                TaggedBody(">", ("<parameter=", ">"), ("", "</parameter>"), trims_line_ends=True),
+                call=("<function=", "</function>"),
+                section=("<tool_call>", "</tool_call>"),
+                is_section_optional=True,
+            ),
+            ("<function=", "<parameter="),
+            written=Written(
+                "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
+                between="\n",
+                parameter="<parameter=KEY>\nVALUE\n</parameter>\n",
+            ),
+            stop="</tool_call>",
+        ),
+        "mistral": ToolFamily(
+            Syntax(
+                MistralBody(ObjectBody(), NamedBody(("[ARGS]", ""))),
+                call=("[TOOL_CALLS]", ""),
+                has_short_ids=True,
+            ),
+            ("[TOOL_CALLS]",),
+            written=Written(_ARGUMENTS, first="[TOOL_CALLS][", between=", ", last="]"),
+        ),
+        "hermes": ToolFamily(
+            Syntax(ObjectBody(), call=("<tool_call>", "</tool_call>")),
+            ("<tool_call>",),
+            without="<function=",
+            written=Written(f"<tool_call>\n{_ARGUMENTS}\n</tool_call>", between="\n"),
+            stop="</tool_call>",
+        ),
+        "pythonic": ToolFamily(
+            Syntax(
+                PythonicBody(),
+                call=("<|python_start|>", "<|python_end|>"),
+                at_start=True,
+            ),
+            ("[func_name1(",),
+        ),
+        "llama3_json": ToolFamily(
+            Syntax(ObjectBody(), call=("<|python_tag|>", ""), separator=";", at_start=True),
+            ('{"name": function name, "parameters":',),
+            written=Written('{"name": "NAME", "parameters": ARGUMENTS}', between="; "),
+        ),
+    }
+)
+"""In the order in which a template is compared with their marks."""
+
+THINKING_FAMILIES: Final[Mapping[str, Thinking]] = MappingProxyType(
+    {
+        "kimi_vl": Thinking("◁think▷", "◁/think▷"),
+        "kimi_k2": Thinking("<think>", "</think>", (_KIMI_SECTION[0],)),
+        "mistral": Thinking("[THINK]", "[/THINK]"),
+        "seed": Thinking("<seed:think>", "</seed:think>"),
+        "think": Thinking("<think>", "</think>"),
+    }
+)
+"""Likewise; harmony's thinking is read with its calls."""

@@ -1,0 +1,213 @@
+"""A JSON or Python literal that arrives in pieces, as JSON without white space.
+
+What is shown of it is at each moment the beginning of some JSON text: where a character does not
+fit, the literal breaks before it. Characters whose JSON depends on later ones, such as a Python
+escape, are held until it is known.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+MAX_DEPTH: Final = 100
+"""Deepest nesting; a parser of the client's may have a limit of about this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How literals are written."""
+
+    quotes: str
+    words: Mapping[str, str]
+    """Words that are values, and their JSON."""
+    escapes: Mapping[str, str]
+    """The character after a backslash, and the JSON of both."""
+    has_byte_escapes: bool
+    """Whether \\x41 is an escape, and an unknown escape stands for itself."""
+
+
+_JSON_ESCAPES = {character: "\\" + character for character in '"\\/bfnrt'}
+JSON: Final = Dialect('"', {"true": "true", "false": "false", "null": "null"}, _JSON_ESCAPES, False)
+PYTHON: Final = Dialect(
+    "\"'",
+    {"True": "true", "False": "false", "None": "null"},
+    {**{character: "\\" + character for character in '"\\bfnrt'}, "'": "'", "\n": ""},
+    True,
+)
+
+_PLAIN: Final = {q: re.compile(rf"[^{q}\"\\\x00-\x1f]+") for q in "\"'"}
+_SPACE: Final = " \t\n\r"
+_CLOSER: Final = {"{": "}", "[": "]"}
+_HEX: Final = frozenset("0123456789abcdefABCDEF")
+_NUMBER: Final[Mapping[str, Mapping[str, str]]] = {
+    # state -> character class -> next state; a number may end in the states of _NUMBER_ENDS
+    "": {"-": "-", "0": "0", "d": "d"},
+    "-": {"0": "0", "d": "d"},
+    "0": {".": ".", "e": "e"},
+    "d": {"0": "d", "d": "d", ".": ".", "e": "e"},
+    ".": {"0": "f", "d": "f"},
+    "f": {"0": "f", "d": "f", "e": "e"},
+    "e": {"0": "x", "d": "x", "-": "s", "+": "s"},
+    "s": {"0": "x", "d": "x"},
+    "x": {"0": "x", "d": "x"},
+}
+_NUMBER_ENDS: Final = frozenset("0dfx")
+_CLASS: Final = {**dict.fromkeys("123456789", "d"), "E": "e"}
+
+
+class LiteralText:
+    """One literal; push text until it is done or broken."""
+
+    def __init__(self, dialect: Dialect = JSON) -> None:
+        self.is_done = False
+        self.is_broken = False
+        self._dialect = dialect
+        self._closers: list[str] = []
+        self._wants = "value"
+        """Outside scalars: value, value or end, key, key or end, colon, comma."""
+        self._within = ""
+        """Within a scalar: its quote, "number" or "word"."""
+        self._number = ""
+        self._held = ""
+        """An escape or a word that has begun."""
+
+    @property
+    def num_held(self) -> int:
+        """How many of the characters read last were not shown."""
+        return len(self._held)
+
+    def push(self, text: str, at: int) -> tuple[str, int]:
+        """Read `text` from `at` on; return what to show, and where reading stopped."""
+        shown: list[str] = []
+        while at < len(text) and not self.is_done and not self.is_broken:
+            if self._within == "number":
+                at = self._push_number(text, at, shown)
+            elif self._within == "word":
+                at = self._push_word(text, at, shown)
+            elif self._within:
+                at = self._push_string(text, at, shown)
+            else:
+                at = self._push_structure(text, at, shown)
+        return "".join(shown), at
+
+    def end(self) -> bool:
+        """Say that nothing follows; return whether the literal is complete, as a number may be."""
+        if self._within == "number" and self._number in _NUMBER_ENDS:
+            self._end_value()
+        return self.is_done
+
+    def _push_structure(self, text: str, at: int, shown: list[str]) -> int:
+        character, wants = text[at], self._wants
+        if character in _SPACE:
+            return at + 1
+        may_end = wants.endswith("end") or wants == "comma"
+        if may_end and self._closers and character == self._closers[-1]:
+            self._closers.pop()
+            shown.append(character)
+            self._end_value()
+            return at + 1
+        if wants == "comma" and character == ",":
+            self._wants = "key" if self._closers[-1] == "}" else "value"
+        elif wants == "colon" and character == ":":
+            self._wants = "value"
+        elif wants.startswith(("key", "value")) and character in self._dialect.quotes:
+            self._within = character
+            character = '"'
+        elif not wants.startswith("value"):
+            self.is_broken = True
+            return at
+        elif character in _CLOSER and len(self._closers) < MAX_DEPTH:
+            self._closers.append(_CLOSER[character])
+            self._wants = "key or end" if character == "{" else "value or end"
+        elif character == "-" or (character.isascii() and character.isdecimal()):
+            self._within, self._number = "number", ""
+            return at
+        elif any(word.startswith(character) for word in self._dialect.words):
+            self._within = "word"
+            return at
+        else:
+            self.is_broken = True
+            return at
+        shown.append(character)
+        return at + 1
+
+    def _push_string(self, text: str, at: int, shown: list[str]) -> int:
+        if self._held:
+            return self._push_escape(text, at, shown)
+        if plain := _PLAIN[self._within].match(text, at):
+            shown.append(plain[0])
+            return plain.end()
+        character = text[at]
+        if character == "\\":
+            self._held = character
+        elif character == self._within:
+            shown.append('"')
+            self._end_value()
+        else:  # models write line ends and tabs as they are
+            shown.append(json.dumps(character)[1:-1])
+        return at + 1
+
+    def _push_escape(self, text: str, at: int, shown: list[str]) -> int:
+        character, dialect = text[at], self._dialect
+        if len(self._held) == 1:
+            if character in dialect.escapes:
+                shown.append(dialect.escapes[character])
+                self._held = ""
+            elif character == "u" or (character == "x" and dialect.has_byte_escapes):
+                self._held += character
+            elif dialect.has_byte_escapes:
+                shown.append("\\\\")
+                self._held = ""
+                return at
+            else:
+                self.is_broken = True
+                return at
+        elif character not in _HEX:
+            self.is_broken = True
+            return at
+        else:
+            self._held += character
+            num_digits = 4 if self._held[1] == "u" else 2
+            if len(self._held) == 2 + num_digits:
+                shown.append(f"\\u{self._held[2:]:0>4}")
+                self._held = ""
+        return at + 1
+
+    def _push_number(self, text: str, at: int, shown: list[str]) -> int:
+        character = text[at]
+        state = _NUMBER[self._number].get(_CLASS.get(character, character))
+        if state is not None:
+            self._number = state
+            shown.append(character)
+            return at + 1
+        if self._number in _NUMBER_ENDS:
+            self._end_value()
+        else:
+            self.is_broken = True
+        return at
+
+    def _push_word(self, text: str, at: int, shown: list[str]) -> int:
+        word = self._held + text[at]
+        if word in self._dialect.words:
+            shown.append(self._dialect.words[word])
+            self._held = ""
+            self._end_value()
+        elif any(known.startswith(word) for known in self._dialect.words):
+            self._held = word
+        else:
+            self.is_broken = True
+            return at
+        return at + 1
+
+    def _end_value(self) -> None:
+        """Note that a key, a scalar or what a bracket began has ended."""
+        is_key = self._within != "" and self._wants.startswith("key")
+        self._within = ""
+        if is_key:
+            self._wants = "colon"
+        elif self._closers:
+            self._wants = "comma"
+        else:
+            self.is_done = True

@@ -1,0 +1,55 @@
+"""Reads one output: thinking first, then text and calls."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from router.parsers.pieces import Piece, Pieces, Reader
+from router.parsers.source import Reading, Source
+
+Part: TypeAlias = Callable[[Source, Pieces], Reading[None]]
+"""Reads a part of an output; the last part reads to its end."""
+
+
+class OutputReader:
+    """Runs the generators that read an output, part by part."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._source, self._pieces = Source(), Pieces()
+        self._reading = self._read(parts)
+
+    def push(self, text: str) -> list[Piece]:
+        """Read more text; hold back only what is not decided yet."""
+        self._source.add(text)
+        next(self._reading, None)
+        return self._pieces.take()
+
+    def flush(self) -> list[Piece]:
+        """Read what was held back, at the output's end."""
+        self._source.end()
+        next(self._reading, None)
+        return self._pieces.take()
+
+    def _read(self, parts: Sequence[Part]) -> Reading[None]:
+        for part in parts:
+            yield from part(self._source, self._pieces)
+
+
+def plain_text(source: Source, pieces: Pieces) -> Reading[None]:
+    """Read text in which nothing is looked for."""
+    while True:
+        pieces.text(source.take_arrived())
+        if not (yield from source.wait()):
+            return
+
+
+def read_by(reader: Reader) -> Part:
+    """Return a part that a reader of another class reads."""
+
+    def part(source: Source, pieces: Pieces) -> Reading[None]:
+        while True:
+            pieces.extend(reader.push(source.take_arrived()))
+            if not (yield from source.wait()):
+                pieces.extend(reader.flush())
+                return
+
+    return part

@@ -1,0 +1,200 @@
+"""Text that arrives in pieces, for readers written as if all of it were there.
+
+A reader is a generator: where it needs more text to decide, it yields. Each method that may wait is
+a generator too (`yield from`), and gives the same however the text is cut; so the reader does.
+What was read since `mark` is kept, so that text which turns out to be no call can be shown.
+"""
+
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeAlias, TypeVar
+
+from router.parsers.literals import LiteralText
+
+T = TypeVar("T")
+Reading: TypeAlias = Generator[None, None, T]
+"""Yields where more text is needed."""
+
+_SPACE = re.compile(r"\s*")
+
+
+class MalformedError(Exception):
+    """The text does not follow the syntax; what was read since the mark is text."""
+
+
+class Source:
+    """The text of one output: what was read since the mark, and what has arrived."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        """Begins at the mark."""
+        self._at = 0
+        self._has_ended = False
+
+    def add(self, text: str) -> None:
+        self._text += text
+
+    def end(self) -> None:
+        """Say that nothing follows: no method waits any more."""
+        self._has_ended = True
+
+    def mark(self) -> None:
+        self._text = self._text[self._at :]
+        self._at = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all was read, and nothing follows."""
+        return self._has_ended and self._at == len(self._text)
+
+    def take_back(self) -> str:
+        """Return what was read since the mark, and mark."""
+        read = self._text[: self._at]
+        self.mark()
+        return read
+
+    def rewind(self) -> None:
+        """Go back to the mark."""
+        self._at = 0
+
+    def take_arrived(self) -> str:
+        """Read all that has arrived, and mark."""
+        self._at = len(self._text)
+        return self.take_back()
+
+    def wait(self) -> Reading[bool]:
+        """Wait for more text; False if nothing follows."""
+        if self._has_ended:
+            return False
+        yield
+        return True
+
+    def peek(self) -> Reading[str]:
+        """Return the next character; "" at the end."""
+        while self._at == len(self._text):
+            if not (yield from self.wait()):
+                return ""
+        return self._text[self._at]
+
+    def has(self, literal: str) -> Reading[bool]:
+        """Read `literal` if it comes next."""
+        while not self._text.startswith(literal, self._at):
+            if not literal.startswith(self._text[self._at : self._at + len(literal)]):
+                return False
+            if not (yield from self.wait()):
+                return False
+        self._at += len(literal)
+        return True
+
+    def has_any(self, literals: Sequence[str]) -> Reading[bool]:
+        """Read the first of `literals` that comes next."""
+        for literal in literals:
+            if (yield from self.has(literal)):
+                return True
+        return False
+
+    def expect(self, literal: str) -> Reading[None]:
+        """Read `literal`, or what there is of it at the text's end; raise MalformedError else."""
+        if (yield from self.has(literal)):
+            return
+        rest = self._text[self._at :]
+        if not self._has_ended or not literal.startswith(rest):
+            raise MalformedError
+        self._at = len(self._text)
+
+    def skip_space(self) -> Reading[None]:
+        while True:
+            space = _SPACE.match(self._text, self._at)
+            assert space is not None, "no space matches, too"
+            self._at = space.end()
+            if self._at < len(self._text) or not (yield from self.wait()):
+                return
+
+    def word(self, pattern: re.Pattern[str], max_chars: int) -> Reading[str]:
+        """Read one or more characters; `pattern` is one character's, repeated.
+
+        Raises:
+            MalformedError: None matches, or more than `max_chars`.
+        """
+        while True:
+            found = pattern.match(self._text, self._at)
+            end = self._at if found is None else found.end()
+            if end - self._at > max_chars:
+                raise MalformedError
+            if end < len(self._text) or not (yield from self.wait()):
+                break
+        word = self._text[self._at : end]
+        if not word:
+            raise MalformedError
+        self._at = end
+        return word
+
+    def until(
+        self, literals: Sequence[str], show: Callable[[str], None], *, trims: bool = False
+    ) -> Reading[str]:
+        """Read up to the first of `literals`, and it; show the text before it as it comes.
+
+        With `trims`, white space before the literal is not shown. What was read and not shown is
+        behind the mark. Returns "" at the end: then that may be the beginning of a literal.
+        """
+        self.mark()
+        while True:
+            text = self._text
+            found = [(at, literal) for literal in literals if (at := text.find(literal)) >= 0]
+            start, literal = min(found) if found else (_num_certain(text, literals), "")
+            shown = text[:start].rstrip() if trims else text[:start]
+            show(shown)
+            self._text = text[len(shown) :]
+            self._at = 0
+            if literal:
+                self._at = start - len(shown) + len(literal)
+                return literal
+            if not (yield from self.wait()):
+                self._at = len(self._text)
+                return ""
+
+    def literal(self, value: LiteralText, show: Callable[[str], None]) -> Reading[None]:
+        """Read a literal, shown as it comes: what was shown is before the mark.
+
+        Raises:
+            MalformedError: It breaks, or the text ends within it.
+        """
+        while True:
+            text, self._at = value.push(self._text, self._at)
+            show(text)
+            self._text = self._text[self._at - value.num_held :]
+            self._at = value.num_held
+            if value.is_broken:
+                raise MalformedError
+            if value.is_done:
+                return
+            if not (yield from self.wait()):
+                if not value.end():
+                    show(self.take_back())  # as cut short as the rest
+                    raise MalformedError
+                return
+
+    def held_literal(self, value: LiteralText) -> Reading[str]:
+        """Read a literal as `literal`, and keep it behind the mark; return its JSON."""
+        shown = []
+        while not value.is_done:
+            text, self._at = value.push(self._text, self._at)
+            shown.append(text)
+            if value.is_broken or (
+                not value.is_done and not (yield from self.wait()) and not value.end()
+            ):
+                raise MalformedError
+        return "".join(shown)
+
+
+def _num_certain(text: str, literals: Sequence[str]) -> int:
+    """Count the characters before the first that may begin one of `literals`."""
+    certain = len(text)
+    for literal in literals:
+        start = max(0, len(text) - len(literal) + 1)
+        while (start := text.find(literal[0], start, certain)) >= 0:
+            if literal.startswith(text[start:]):
+                certain = start
+                break
+            start += 1
+    return certain

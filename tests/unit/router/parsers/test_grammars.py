@@ -1,0 +1,183 @@
+"""What a grammar lets a model write, its family's reader reads; thinking keeps its budget."""
+
+import json
+import random
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from router_tokenizers import byte_level_bpe
+
+from contract.errors import UnimplementedError
+from contract.sampling import StructuredOutput
+from router.parsers.families import THINKING_FAMILIES, TOOL_FAMILIES
+from router.parsers.grammar import _MARKER, CallGrammar, ForcedFunction, thinking_grammar
+from router.text.grammar import to_grammar, without_words
+from router.text.token_bytes import token_table
+from tests.reading import new_reader, read
+
+END = 1
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"type": "string", "enum": ["c", "f"]},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "number"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"get_weather": WEATHER, "add": ADD}
+FUNCTIONS = [ForcedFunction(name, schema) for name, schema in SCHEMAS.items()]
+WRITTEN = {name: family.written for name, family in TOOL_FAMILIES.items() if family.written}
+
+
+class Model:
+    """Draws any tokens that a grammar admits."""
+
+    def __init__(self, markers, *, are_tokens):
+        self._tokenizer = byte_level_bpe()
+        if are_tokens:
+            self._tokenizer.add_special_tokens(sorted(markers))
+        self._pieces = token_table(self._tokenizer, frozenset()).pieces
+        self._matched = LLTokenizer(
+            self._tokenizer.to_str(), n_vocab=len(self._pieces), eos_token=[END]
+        )
+
+    def token_id(self, text):
+        return self._tokenizer.token_to_id(text)
+
+    def admits(self, form, text):
+        matcher = LLMatcher(self._matched, form.grammar, log_level=0)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return matcher.try_consume_tokens(token_ids) == len(token_ids)
+
+    def write(self, form, rng, max_tokens=400):
+        """Return an output, or None if it was cut short."""
+        matcher = LLMatcher(self._matched, form.grammar, log_level=0)
+        data = b""
+        for _ in range(max_tokens):
+            if matcher.is_accepting() and rng.random() < 0.2:
+                return data.decode(errors="replace")
+            mask = matcher.compute_bitmask()
+            admitted = [i for i in range(END + 1, len(self._pieces)) if mask[i // 8] >> i % 8 & 1]
+            if not admitted:
+                return data.decode(errors="replace")
+            # Mostly what ends a text: else it would be long.
+            closing = [i for i in admitted if self._pieces[i][:1] in b'"}]<\n']
+            token_id = rng.choice(closing if closing and rng.random() < 0.5 else admitted)
+            matcher.consume_token(token_id)
+            data += self._pieces[token_id]
+        return None
+
+
+def markers_of(written):
+    parts = [written.call, written.first, written.last, written.parameter]
+    return {marker for part in parts for marker in _MARKER.findall(part)}
+
+
+@pytest.mark.parametrize("are_tokens", [True, False])
+@pytest.mark.parametrize("family", WRITTEN)
+def test_what_is_forced_is_read_as_valid_calls(family, are_tokens):
+    written = WRITTEN[family]
+    model = Model(markers_of(written), are_tokens=are_tokens)
+    num_calls = []
+    for may_be_several in (False, True):
+        calls = CallGrammar(written, model.token_id).calls(FUNCTIONS, may_be_several=may_be_several)
+        form = to_grammar(StructuredOutput(grammar=calls))
+        rng = random.Random(5)
+        outputs = [text for _ in range(24) if (text := model.write(form, rng)) is not None]
+        assert len(outputs) > 1
+        for output in outputs:
+            found = read(new_reader(family, tools=SCHEMAS), [output])
+            assert found.calls, output
+            assert not found.text.strip(), output
+            for name, arguments in found.calls:
+                jsonschema.validate(arguments, SCHEMAS[name])
+            num_calls.append(len(found.calls))
+            assert may_be_several or len(found.calls) == 1
+    assert written.is_alone or written.parameter or max(num_calls) > 1
+
+
+def test_a_strict_call_may_stand_in_any_text():
+    model = Model({"<tool_call>", "</tool_call>", "<think>", "</think>"}, are_tokens=True)
+    thinking = thinking_grammar(
+        THINKING_FAMILIES["think"], model.token_id, has_begun=False, max_tokens=3
+    )
+    grammar = CallGrammar(WRITTEN["hermes"], model.token_id).calls_in_text(FUNCTIONS, thinking)
+    form = to_grammar(StructuredOutput(grammar=grammar), thinking.before)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": %s}}\n</tool_call>'
+    assert model.admits(form, "Hello.")
+    assert model.admits(form, f"<think>ab</think>\n\nHi {call % 1} and {call % 2}.")
+    assert not model.admits(form, f"Hi {call % 'true'}")
+    assert not model.admits(form, "<think>abcdefgh")
+    assert (
+        CallGrammar(WRITTEN["llama3_json"], model.token_id).calls_in_text(FUNCTIONS, None) is None
+    )
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1, 3, None])
+def test_thinking_ends_when_its_budget_is_used(has_begun, max_tokens):
+    model = Model({"<think>", "</think>"}, are_tokens=True)
+    thinking = thinking_grammar(
+        THINKING_FAMILIES["think"], model.token_id, has_begun=has_begun, max_tokens=max_tokens
+    )
+    begin = "" if has_begun else "<think>"
+    schema = json.dumps(ADD)
+    for structured, output in (
+        (StructuredOutput(grammar=thinking.text()), "any <text>"),
+        (StructuredOutput(json_schema=schema), '{"a": 1}'),
+        (StructuredOutput(choice=("yes", "no")), "yes"),
+        (StructuredOutput(regex=r"\d+"), "12"),
+    ):
+        form = to_grammar(structured, thinking.before)
+        for num_tokens in range(6):
+            thought = "zqxjkv"[:num_tokens]  # a token for each
+            fits = max_tokens is None or num_tokens <= max_tokens
+            assert model.admits(form, f"{begin}{thought}</think>\n\n{output}") == fits
+        assert has_begun or model.admits(form, output)
+    free = to_grammar(StructuredOutput(grammar=thinking.text()), thinking.before)
+    again = f"{begin}</think>a <think>{'z' * 5}"
+    assert model.admits(free, again) == (max_tokens is None)
+
+
+def test_thinking_whose_markers_are_text_has_no_grammar():
+    model = Model(set(), are_tokens=False)
+    thinking = THINKING_FAMILIES["think"]
+    assert thinking_grammar(thinking, model.token_id, has_begun=True, max_tokens=1) is None
+
+
+def test_what_a_tagged_value_cannot_follow_is_refused():
+    schema = {"properties": {"city": {"type": "string", "pattern": "^P"}}}
+    grammar = CallGrammar(WRITTEN["glm45"], lambda _: None)
+    with pytest.raises(UnimplementedError, match="'city' with pattern"):
+        grammar.calls([ForcedFunction("f", schema)], may_be_several=False)
+
+
+def test_bad_words_are_in_no_part_of_an_output():
+    model = Model({"<think>", "</think>"}, are_tokens=True)
+    markers = {model.token_id("<think>"), model.token_id("</think>")}
+    form = to_grammar(without_words(["bad", "the fox"], markers))
+    assert model.admits(form, "<think>is ba</think>d, the fo")
+    assert not model.admits(form, "it is bad")
+    assert not model.admits(form, "</think>the fox")
+
+
+def test_digits_of_a_regex_are_ascii():
+    model = Model(set(), are_tokens=False)
+    for regex, text, fits in (
+        (r"\d+", "12", True),
+        (r"\d+", "٣", False),
+        (r"[\d_]+", "1_", True),
+        (r"[\d_]+", "٣", False),
+        (r"\D", "٣", True),
+        (r"\\d", "\\d", True),
+    ):
+        assert model.admits(to_grammar(StructuredOutput(regex=regex)), text) == fits
