@@ -1,6 +1,6 @@
 """A pytest plugin: the C kernels compiled for the kind of CPU that QUIRE_TEST_MARCH names.
 
-    QUIRE_TEST_MARCH=x86-64-v3 pytest -p tests.kernels.other_cpu tests/kernels/test_native_*.py
+QUIRE_TEST_MARCH=x86-64-v3 pytest -p tests.kernels.other_cpu tests/kernels/test_native_*.py
 """
 
 import os
