@@ -120,7 +120,9 @@ def test_all_that_is_installed_is_locked_but_torch_and_our_own_code():
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text().replace("\\\n", "")
     installs = re.findall(r"pip install .*", makefile + dockerfile)
     assert len(installs) >= 8
-    own = re.compile(r"--no-deps --no-build-isolation|TORCH|\(PUBLIC_CLIENTS\)|litellm|--target \$@ triton==")
+    own = re.compile(
+        r"--no-deps --no-build-isolation|TORCH|\(PUBLIC_CLIENTS\)|litellm|--target \$@ triton=="
+    )
     for install in installs:
         for command in re.findall(r"pip install [^&]*", install):
             assert "--require-hashes" in command or own.search(command), command
