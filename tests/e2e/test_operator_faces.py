@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.e2e.child import Child
 from tests.e2e.generation import generate_request, read
-from tests.e2e.service import Service
+from tests.e2e.service import JSON_TYPE, Service
 from tests.e2e.trace_collector import TraceCollector
 
 GREEDY = {"max_tokens": 24, "ignore_eos": True}
@@ -122,7 +122,7 @@ def test_one_trace_through_all_processes(traced: Service, collector: TraceCollec
             urllib.request.Request(
                 f"{traced.url}/v1/completions",
                 json.dumps(body).encode(),
-                {"traceparent": traceparent},
+                {"traceparent": traceparent} | JSON_TYPE,
             ),
             timeout=30,
         ).close()
