@@ -25,10 +25,10 @@ _GROUP_MULTIPLE: Final = 32
 def can_pack(weight: torch.Tensor) -> bool:
     """Return whether `pack` takes this weight [N, K]."""
     return (
-        native() is not None
-        and weight.device.type == "cpu"
+        weight.device.type == "cpu"
         and weight.dtype in DTYPES
         and (weight.dtype is torch.float32 or weight.shape[1] % 2 == 0)
+        and native() is not None  # last: it compiles the library, which a GPU worker does not need
     )
 
 
@@ -46,10 +46,10 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedLinear":
 def can_pack_integers(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether `pack_integers` takes values [N, K], for activations of this dtype."""
     return (
-        native() is not None
-        and values.device.type == "cpu"
+        values.device.type == "cpu"
         and dtype in DTYPES
         and values.shape[1] % _UNROLL == 0
+        and native() is not None
     )
 
 

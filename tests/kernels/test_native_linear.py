@@ -169,3 +169,13 @@ def test_maps_are_packed_with_and_without_amx(monkeypatch, has_amx):
     # oneDNN's products with AMX round a row by how many rows there are, so ours serve there, too.
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_amx})
     assert can_pack(torch.randn(64, 32).bfloat16())
+
+
+def test_a_weight_on_a_gpu_compiles_nothing(monkeypatch):
+    def compiles():
+        raise AssertionError("the C kernels are compiled")
+
+    monkeypatch.setattr("kernels.cpu.linear.native", compiles)
+    weight = torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
+    assert not can_pack(weight)
+    assert not can_pack_integers(weight.to(torch.int8), torch.bfloat16)
