@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 from contract.packing import unpack_int32
 from quire.v1 import inference_pb2, kv_pb2
 from tests.browser.conftest import ALICE, OPERATOR, give_key
-from tests.e2e.service import Service
+from tests.e2e.service import JSON_TYPE, Service
 
 EVIL = "<img/src=x/onerror=document.title='run'>"
 """A request id that a client may choose."""
@@ -23,7 +23,7 @@ def held(service: Service, request_id: str) -> Iterator[None]:
     """Run a sequence during the block; it ends after thousands of tokens at the latest."""
     connection = http.client.HTTPConnection(service.router.http, timeout=10)
     body = {"prompt": "hold on to these blocks, please", "max_tokens": 4000, "ignore_eos": True}
-    headers = {"Authorization": f"Bearer {OPERATOR}", "X-Request-Id": request_id}
+    headers = JSON_TYPE | {"Authorization": f"Bearer {OPERATOR}", "X-Request-Id": request_id}
     connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
     response = connection.getresponse()
     assert response.status == 200

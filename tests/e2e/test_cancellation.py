@@ -18,7 +18,7 @@ from quire.v1 import common_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from tests.e2e.child import Child, eventually
 from tests.e2e.generation import Result, generate_request, read, read_aio
-from tests.e2e.service import Service, is_idle
+from tests.e2e.service import JSON_TYPE, Service, is_idle
 from tests.e2e.step_gate import StepGate
 
 ENDLESS = {"max_tokens": 3800, "ignore_eos": True}
@@ -100,7 +100,8 @@ def _post(service: Service, body: dict[str, object]) -> socket.socket:
     """Sends a completion request; the caller owns the connection."""
     host, port = service.router.http.rsplit(":", 1)
     connection = http.client.HTTPConnection(host, int(port), timeout=10)
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": PROMPT, **body}))
+    text = json.dumps({"prompt": PROMPT, **body})
+    connection.request("POST", "/v1/completions", text, JSON_TYPE)
     assert connection.sock is not None
     return connection.sock
 
