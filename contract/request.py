@@ -45,7 +45,7 @@ class GenerateRequest:
     prompt: str | tuple[int, ...]
     """Text or token ids."""
     model: str = ""
-    """Empty: the only served model."""
+    """Empty: the served model, without an adapter."""
     request_id: str = ""
     """Empty: the router chooses one."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -66,21 +66,24 @@ class GenerateRequest:
     deadline: float | None = None
     """When the client stops waiting, on the event loop's clock; None: never."""
     priority: int = 0
-    """Requests with a higher priority go first."""
+    """Requests with a higher priority go first, if the scheduler's policy uses priorities."""
     tenant: str = ""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`."""
     bad_words: tuple[str, ...] = ()
     """Texts that outputs must not contain."""
     before_form: str = ""
-    """Rules, of which `before` is what outputs have before `sampling.structured`."""
+    """Lark rules; the rule `before` says what an output has ahead of its structured part."""
     resumable: bool = False
     """Whether the request continues when its stream breaks, so that the client may resume it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopOptions:
-    """How the outputs' text ends and is written; only the router needs this."""
+    """How the outputs' text ends and is written.
+
+    It travels in the record of a resumable request, so that another router can finish the text.
+    """
 
     stop: tuple[str, ...]
     include_stop_str_in_output: bool

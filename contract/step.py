@@ -3,9 +3,9 @@
 A *row* is the slot of a live sequence in the worker, in [0, max_num_seqs); the scheduler assigns
 the numbers. A plan names only what changes. When a row has computed all its known tokens, it
 samples a new one. From then on the row *decodes*: every step computes the last token and samples
-the next, until the row is released, and plans do not name the row again. Arrays are int32; arrays
-named in one docstring are parallel. `contract.codec.step` turns plans and results into the messages
-of `worker.proto`.
+the next, until the sequence stops or reaches its length. Later plans name the row only to append a
+block or to release it. Arrays are int32; arrays named in one docstring are parallel.
+`contract.codec.step` turns plans and results into the messages of `worker.proto`.
 """
 
 from collections.abc import Callable
@@ -88,8 +88,8 @@ class NewSequence:
 class Plan:
     """What changes before a step, and what the step computes besides the rows that decode.
 
-    The worker applies a plan in this order: it releases, adds, extends and renames rows; records
-    labels; starts disk moves; swaps out, swaps in, copies blocks; then computes.
+    The worker applies a plan in this order: it releases, adds and extends rows; renames blocks in
+    their tables; records labels; starts disk moves; swaps out, swaps in, copies blocks; computes.
     """
 
     step_id: StepId
@@ -197,7 +197,7 @@ class Result:
     failed_host_block_ids: Int32Array = field(default_factory=no_ints)
     """Host blocks whose load has failed; their content is invalid."""
     execute_s: float = 0.0
-    """Seconds from the start of the step to its result."""
+    """Seconds from the start of the step to its result, on a GPU with the wait for the last step."""
 
     # Set only at the worker; the scheduler forwards log-probabilities without parsing them.
     logprobs: tuple[StepLogprob, ...] = ()

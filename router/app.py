@@ -18,8 +18,8 @@ from router.grpc.operations import operator_services
 from router.http import api as openai_api
 from router.http.web_pages import PageGuard, is_loopback
 from router.kserve.api import kserve_service
-from router.live_requests import LiveRequests
-from router.operations import Operations
+from router.operators.adapters_and_models import Operations
+from router.operators.live_requests import LiveRequests
 from router.request.inference import Inference
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers

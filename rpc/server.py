@@ -25,7 +25,7 @@ from rpc.health import HEALTH_SERVICE_NAME, Health, HealthServicer
 from rpc.http_server import make_http_runner, start_http_server
 from rpc.observe import logs, telemetry, timeline
 from rpc.observe.loop_watch import watching_loop
-from rpc.observe.stalls import LAG, report_stall
+from rpc.observe.stall_report import LAG, report_stall
 from rpc.security.operators import operators
 from rpc.settings import ProcessSettings
 

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 import gpu_worker.metrics
 import router.metrics
 import rpc.http_server
-import rpc.observe.stalls
+import rpc.observe.stall_report
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
 
@@ -27,7 +27,7 @@ def page() -> str:
     """Return the page, in Markdown."""
     parts = [_HEAD]
     for title, rows in (
-        ("Every process", [*_of_module(rpc.observe.stalls), *_of_module(rpc.http_server)]),
+        ("Every process", [*_of_module(rpc.observe.stall_report), *_of_module(rpc.http_server)]),
         ("Router", _of_module(router.metrics)),
         ("Scheduler", _of_scheduler()),
         ("Worker", _of_module(gpu_worker.metrics)),
@@ -45,7 +45,7 @@ def names() -> set[str]:
 
 def kinds() -> dict[str, str]:
     """Return every metric's kind, by name."""
-    modules = (rpc.observe.stalls, rpc.http_server, router.metrics, gpu_worker.metrics)
+    modules = (rpc.observe.stall_report, rpc.http_server, router.metrics, gpu_worker.metrics)
     rows = [*_of_scheduler(), *(row for each in modules for row in _of_module(each))]
     return {name: kind for name, kind, *_ in rows}
 

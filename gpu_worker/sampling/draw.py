@@ -1,4 +1,6 @@
-"""Draws one token from each row's distribution, by a random number fixed by seed and position.
+"""The random number of each draw, and the draw for rows on a CPU with top-k, top-p or min-p.
+
+`sampler.py` chooses the code that draws: this, C for the other rows on a CPU, or a GPU's kernel.
 
 Symbols: `S` sequences, `V` vocabulary.
 """

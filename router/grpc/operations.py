@@ -11,8 +11,8 @@ from quire.v1 import (
     requests_pb2_grpc,
 )
 from router.grpc.call import CallContext
-from router.live_requests import LiveRequests
-from router.operations import Operations
+from router.operators.adapters_and_models import Operations
+from router.operators.live_requests import LiveRequests
 from rpc.grpc_server import Service, service_of
 from rpc.worker_fields import refuse_epoch
 

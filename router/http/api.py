@@ -28,7 +28,7 @@ from router.http.responses.answer import Call, answer
 from router.http.responses.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.http.responses.objects import model_json
 from router.http.strict_json import excerpt, json_bytes
-from router.operations import Operations
+from router.operators.adapters_and_models import Operations
 from router.request.inference import Inference
 from rpc.observe import telemetry
 

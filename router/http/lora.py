@@ -5,7 +5,7 @@ from types import MappingProxyType
 from contract.errors import InvalidArgumentError
 from router.http.errors import error_with_json_names
 from router.http.strict_json import Schema
-from router.operations import Operations
+from router.operators.adapters_and_models import Operations
 
 _FIELD_TO_JSON = {"name": "lora_name", "directory": "lora_path"}
 

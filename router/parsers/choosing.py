@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
-from router.parsers.calls import Calls, Tools
 from router.parsers.families import THINKING_FAMILIES, TOOL_FAMILIES, ToolFamily
 from router.parsers.grammar import TokenId
 from router.parsers.pieces import Pieces, Reader
 from router.parsers.reader import OutputReader, Part, plain_text, read_by
 from router.parsers.source import Reading, Source
 from router.parsers.thinking import Thinking
+from router.parsers.tool_calls import Calls, Tools
 
 BY_TEMPLATE = ""
 NONE = "none"

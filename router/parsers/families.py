@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from router.parsers.calls import (
+from router.parsers.harmony import HarmonySyntax
+from router.parsers.thinking import Thinking
+from router.parsers.tool_calls import (
     MistralBody,
     NamedBody,
     ObjectBody,
@@ -13,8 +15,6 @@ from router.parsers.calls import (
     Syntax,
     TaggedBody,
 )
-from router.parsers.harmony import HarmonySyntax
-from router.parsers.thinking import Thinking
 
 
 @dataclass(frozen=True, slots=True)

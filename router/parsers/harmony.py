@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from router.parsers.calls import Calls
 from router.parsers.source import MalformedError, Reading
+from router.parsers.tool_calls import Calls
 
 _WORD: Final = re.compile(r"[\w.:-]*")
 _MAX_CHARS: Final = 256

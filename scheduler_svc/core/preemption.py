@@ -69,6 +69,7 @@ class Preemption:
     def make_room(self, step: StepId) -> bool:
         """Preempt until every decoding sequence can get the block that it needs at `step`.
 
+        If the worker's memory is short, first preempt until no more sequences run than may.
         While the pool shrinks, fewer blocks are available: see `BlockPool.num_available`.
 
         Returns:

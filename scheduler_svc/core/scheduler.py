@@ -8,6 +8,11 @@ token, not which.
 A step costs work only for what changes in it. A decoding sequence needs work when it starts, when
 it crosses a block border and when it ends; in between it is one element of an array.
 
+The words: a *source* is the stream of a router. A request with n > 1 has a *leader*, the sequence
+that computes the prompt, and its *siblings*, which fork from it. The beams of one search are a
+*group*. A sequence's *rank* is its place in the policy's order. *Unclaimed* rows belong to sequences
+of an earlier scheduler that no router has submitted again.
+
 `Scheduler` consists of parts, each with one duty. Every call that changes the core is a method of
 `Scheduler`, so that recordings capture all inputs in one place; callers may read from the parts.
 """
@@ -188,7 +193,7 @@ class Scheduler:
         """Cancel sequences; keys that are not live are ignored. A search ends as a whole.
 
         Returns:
-            The last event of each live sequence. No later result names these sequences.
+            The last event of each live sequence. No later `StepEvents` names these sequences.
         """
         seqs = self.live.find(source, seq_keys)
         return tuple(end for seq in seqs for end in self._finish(seq, FinishReason.CANCELLED))
@@ -225,18 +230,18 @@ class Scheduler:
         """Plan the next step; end the waiting sequences whose deadline has passed.
 
         There is neither a prefill phase nor a decode phase. A running sequence has known tokens,
-        some of which are computed. A sequence whose known tokens are all computed except the last
-        *decodes*: every step computes that token and samples the next. This method does not visit
-        decoding sequences; it counts them, and gives a block to each of the few that need one. The
-        other running sequences *prefill*: each step computes a chunk of their known tokens, in
-        order, within the token budget. When all known tokens are computed, they decode. This one
-        rule covers whole and chunked prompts, prefixes found in the cache, preempted sequences that
-        compute their tokens again, and beams.
+        some of which are computed. It *prefills* until a step has computed all of them: each step
+        computes a chunk, in order, within the token budget. The last of these steps samples the
+        next token. From then on the sequence *decodes*: every step computes the newest token and
+        samples the next. This method does not visit decoding sequences; it counts them, and gives a
+        block to each of the few that need one. This one rule covers whole and chunked prompts,
+        prefixes found in the cache, preempted sequences that compute their tokens again, and beams.
 
         Running prefills get tokens first. Then sequences are admitted from the queue in the
         policy's order, as long as tokens, rows and blocks are left. If decoding sequences lack
-        blocks, the last in order are preempted, and no sequence is admitted in that step. At the
-        end, when all other block moves of the step are known, the defragmenter adds its own.
+        blocks, or the worker's memory is short, the last in order are preempted, and no sequence is
+        admitted in that step. At the end, when all other block moves of the step are known, the
+        defragmenter adds its own.
 
         Args:
             now: The time, in the caller's seconds.
@@ -406,7 +411,7 @@ class Scheduler:
             if not budget.num_tokens:
                 break
             self._compute(seq, builder)
-        if self.preemption.num_preemptions == num_preemptions:  # otherwise blocks are short
+        if self.preemption.num_preemptions == num_preemptions:  # else blocks or memory are short
             self._admit(builder)
         for seq in budget.long_prefills:  # they get the tokens that are left
             if budget.num_tokens and seq.status is SeqStatus.PREFILL:
@@ -431,8 +436,8 @@ class Scheduler:
         """Start waiting sequences in order, as long as there are tokens, rows and blocks.
 
         Short prompts may overtake a long one that may not start yet. The table shows what happens
-        to a sequence's known tokens, block by block. Ranges are half-open, `[start, end)`; `ready`
-        and `found` refer to `FoundKv`; `step` is the end of this step's chunk:
+        to a sequence's known tokens, block by block. Ranges are half-open, `[start, end)`. The
+        first three columns are the parts of a `FoundKv`; `step` is the end of this step's chunk:
 
         start  0              ready           found            disk            step
         end    ready          found           disk             step            all known

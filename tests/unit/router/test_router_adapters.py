@@ -9,7 +9,7 @@ from router_fake_scheduler import LENGTH
 from contract.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from contract.outputs import FinishReason, OutputFinished
 from contract.request import GenerateRequest
-from router.operations import Operations
+from router.operators.adapters_and_models import Operations
 from rpc.security.operators import Operators
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,7 +15,7 @@ from contract.request import OutputReceived
 from quire.v1 import scheduler_pb2
 from router.http.api import routes
 from router.http.responses.event_ids import StreamPosition, parse_event_id
-from router.operations import Operations
+from router.operators.adapters_and_models import Operations
 from rpc.security.operators import Operators
 
 pytestmark = pytest.mark.timeout(120)

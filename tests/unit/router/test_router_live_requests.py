@@ -13,7 +13,7 @@ from contract.packing import pack_int32, pack_uint64
 from contract.request import GenerateRequest
 from quire.v1 import scheduler_pb2
 from quire.v1.requests_pb2 import RequestFilter, RequestState
-from router.live_requests import LiveRequests
+from router.operators.live_requests import LiveRequests
 from rpc.security.operators import Operators
 
 pytestmark = pytest.mark.timeout(60)

@@ -17,7 +17,7 @@ from contract.errors import (
 )
 from contract.outputs import FinishReason, OutputFinished
 from contract.request import GenerateRequest
-from router.operations import Operations
+from router.operators.adapters_and_models import Operations
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.schedulers.served_model import ServedModel

@@ -12,7 +12,7 @@ from contract.errors import InvalidArgumentError, NotFoundError, TooBusyError, U
 from contract.outputs import OutputDelta
 from contract.request import GenerateRequest, ResumeRequest
 from quire.v1 import kv_pb2
-from router.operations import Operations
+from router.operators.adapters_and_models import Operations
 from router.request.inference import Inference
 from router.schedulers import link as link_module
 from router.schedulers import pool as schedulers_module

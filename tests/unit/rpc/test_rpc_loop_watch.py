@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from rpc.grpc_server import Service
-from rpc.observe import loop_watch, stalls, telemetry
+from rpc.observe import loop_watch, stall_report, telemetry
 from rpc.observe.loop_watch import Stall, watching_loop
 from rpc.observe.trace_sampling import sampler
 from rpc.peers.channel import open_channel
@@ -135,7 +135,7 @@ async def test_process_tells_of_its_stall_by_log_metric_and_span(
         "quire.test.Freeze", {"Call": grpc.unary_unary_rpc_method_handler(freeze)}
     )
     service = Service("quire.test.Freeze", lambda s: s.add_generic_rpc_handlers((generic,)))
-    stalled_before_s = stalls.STALLED_SECONDS._value.get()
+    stalled_before_s = stall_report.STALLED_SECONDS._value.get()
     settings = ProcessSettings(uds=socket_path, loop_stall_s=STALL_S)
     with structlog.testing.capture_logs() as logs:
         async with (
@@ -149,7 +149,7 @@ async def test_process_tells_of_its_stall_by_log_metric_and_span(
     (line,) = [line for line in logs if line["event"] == "the event loop was held"]
     assert "in freeze\n" in line["stack"]
     assert line["lasted_s"] >= STALL_S
-    assert stalls.STALLED_SECONDS._value.get() > stalled_before_s
+    assert stall_report.STALLED_SECONDS._value.get() > stalled_before_s
     (span,) = spans.get_finished_spans()
     assert span.name == "event_loop_stall"
     assert span.attributes is not None

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, GgufConfig
 
 from gpu_worker.models.registry import open_model
 from gpu_worker.weights.json_fields import ModelError
-from kernels.cpu import quantized
+from kernels.cpu.linear import can_pack_integers
 from model_files.locate import find_model
 from tests.gguf_fixture import KINDS, SIZES, SMALL_KINDS, write_gguf
 from tests.unit.gpu_worker.models.against_transformers import NUM_TOKENS, assert_equals_transformers
@@ -76,7 +76,7 @@ def test_experts_that_a_file_joins_are_taken_apart(as_directory, model_dirs):
 
 @pytest.mark.parametrize("kind", [*SMALL_KINDS, "Q4_K", "Q5_K"])
 def test_bits_stay_packed_where_our_kernel_multiplies(as_directory, kind):
-    if not quantized.can_pack(torch.zeros(8, 256, dtype=torch.int8), torch.bfloat16):
+    if not can_pack_integers(torch.zeros(8, 256, dtype=torch.int8), torch.bfloat16):
         pytest.skip("this CPU has no kernel of ours")
     _, directory = as_directory("llama", kind)
     with capture_logs() as logs:

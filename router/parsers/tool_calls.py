@@ -1,8 +1,8 @@
-"""Reads calls between markers: what a syntax is, and the forms that a call's body has.
+"""Reads tool calls out of an output's text as it arrives, by the markers of a family's syntax.
 
-A call begins when its name is known and its arguments have begun; from there on they are shown as
-they come. Text that breaks the syntax before is text, all of it; text that breaks it later ends the
-call there, and is text from there on.
+A call begins when its name is known and its arguments have begun; from there on the arguments are
+passed on as they arrive. If the text breaks the syntax earlier, all of it is plain text. If it
+breaks the syntax later, the call ends there, and the rest is plain text.
 """
 
 import json

@@ -1,0 +1,1 @@
+"""Calls of operators: adapters and models on all schedulers, and the live requests here."""
