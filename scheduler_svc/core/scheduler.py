@@ -10,8 +10,8 @@ it crosses a block border and when it ends; in between it is one element of an a
 
 The words: a *source* is the stream of a router. A request with n > 1 has a *leader*, the sequence
 that computes the prompt, and its *siblings*, which fork from it. The beams of one search are a
-*group*. A sequence's *rank* is its place in the policy's order. *Unclaimed* rows belong to sequences
-of an earlier scheduler that no router has submitted again.
+*group*. A sequence's *rank* is its place in the policy's order. *Unclaimed* rows belong to
+sequences of an earlier scheduler that no router has submitted again.
 
 `Scheduler` consists of parts, each with one duty. Every call that changes the core is a method of
 `Scheduler`, so that recordings capture all inputs in one place; callers may read from the parts.
