@@ -43,7 +43,7 @@ _CALL_S = 10.0
 """A deadline is no fault: messages do not say how much to generate."""
 _SETTLE_S = 2.0
 _SLOW_S = 5.0
-"""An answer that takes longer is told."""
+"""An answer that takes longer is logged."""
 _WARM_UP = 50
 """Bodies before memory is first measured."""
 _FAULTS = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}

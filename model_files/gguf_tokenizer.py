@@ -43,11 +43,12 @@ _PRE_TOKENIZERS: Final = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), r"\p{N}"),
     "tekken": _TEKKEN,
 }
-"""What cuts a text into words, by `tokenizer.ggml.pre`. It is followed by GPT-2's cut where it does
-not say everything: where it is None, or digits alone."""
+"""The pattern that cuts a text into words, by `tokenizer.ggml.pre`. If it is None, or only
+separates digits, GPT-2's pattern is applied after it."""
 _WITH_GPT2: Final = (None, r"\p{N}")
 _IGNORING_MERGES: Final = (_LLAMA3, _TEKKEN)
-"""A word that is a token is one, whatever the merges say; and texts begin with bos."""
+"""With these patterns, a word that is itself a token stays one token, whatever the merges say.
+Texts begin with bos unless the file says otherwise."""
 
 
 class _Kind(IntEnum):

@@ -60,7 +60,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._epoch = epoch
 
     async def expire_resumable(self) -> None:
-        """End the resumable requests that were not resumed in time, until cancelled."""
+        """Until cancelled, end the resumable requests that no client has resumed in time."""
         while True:
             await asyncio.sleep(_EXPIRE_S)
             for source, seq_keys in self._resumables.expire(time.monotonic()):

@@ -1,12 +1,12 @@
-"""A few callers beside a crowd: how soon a router refuses, told by a process that does no more.
+"""Measures how soon an overloaded router refuses a request, from a process that does nothing else.
 
     python -m faults.probe TARGET --seconds S --prompt-len N --output-len N
 
 `overload.py` starts it, since a client with hundreds of streams to read would measure itself. Each
 caller has one call at a time. It asks the router's health, which is answered from memory: what the
 machine, gRPC and the router's event loop take by themselves. Then it asks for tokens, and cancels
-when it gets one. Printed as JSON: how long health calls and refusals took, in seconds, and by how
-much its sleeps were too long, which is what the machine adds.
+when it gets one. Prints JSON, in seconds: how long health calls and refusals took, and by how much
+sleeps were too long, which is the delay that the machine adds.
 """
 
 import argparse

@@ -24,7 +24,7 @@ _START_S = 180.0
 _SCHEDULER = "scheduler"
 """In faults and questions: the scheduler that serves, of possibly several."""
 _EXIT_STALE_EPOCH = 3
-"""A scheduler's, when a newer one has taken over; its supervisor would start it again."""
+"""The exit code of a scheduler that a newer one has replaced; a supervisor would start it again."""
 
 
 class What(StrEnum):
@@ -116,7 +116,8 @@ class ChaosService:
     ) -> Iterator[Fault]:
         """Draw faults without end; with `only`, faults of these kinds alone.
 
-        Of each three, one is for each kind of process or its link. The first three are kills.
+        Of every three faults, one hits a worker, one a scheduler and one a router, or the link to
+        it. The first three are kills.
         """
         drawn = self._draw(chance, hang_s)
         return (fault for fault in drawn if not only or fault.kind in only)

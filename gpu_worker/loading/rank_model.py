@@ -273,8 +273,8 @@ def _kv_dtypes(
 def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
     """The limits, except `num_blocks`, which is computed from them.
 
-    On a CPU a 125M model's decode step is bound by reading weights up to about 64 rows; more rows
-    would only slow each other down. A step has up to 2048 prompt tokens, so that short prompts
+    On a CPU, up to about 64 rows, reading the weights bounds a decode step of a 125M model; more
+    rows would only slow each other down. A step has up to 2048 prompt tokens, so that short prompts
     that arrive together begin to decode together; if that takes too long, the scheduler sends
     fewer. From 512 tokens on, a CPU is bound by arithmetic.
     """

@@ -16,9 +16,10 @@ _INT4_GROUP_SIZE: Final = 32
 """5 bits per weight, with scales and offsets of 16 bits."""
 _INT4_KERNEL_GROUPS: Final = (32, 64, 128)
 _INT4_RANGES: Final = (1.0, 0.85)
-"""Shares of the values' range: all of it, which keeps weights that are on a grid already; and less,
-because outliers are few and a finer grid suits the rest. Each group takes the better, which has
-0.6 % less error in the shipped model than the whole range alone; four shares have 1.3 % less."""
+"""The grids that are tried, as shares of a group's range: the whole range keeps weights that are on
+a grid already; a smaller one is finer, which suits all but the few outliers. Each group takes the
+grid with less error. In the shipped model the error is then 0.6 % less than with the whole range
+alone; four shares would make it 1.3 % less."""
 _INT4_FITS: Final = 2
 _FLOAT32_EPS: Final = 1e-6
 _PIECE: Final = 2**18
@@ -46,8 +47,8 @@ class QuantizedWeight:
     offsets: torch.Tensor | None
     """As the scales; None: zeros.
 
-    Multiplied are float16 scales and offsets, the latter as they are for values that begin at 0:
-    GGUF's Q4_0 and Q4_1 are kept exactly.
+    The kernel multiplies with scales and offsets in float16; at 4 bits, with the offsets for values
+    from 0 to 15, so that GGUF's Q4_0 and Q4_1 are kept exactly.
     """
 
     def dequantized(self) -> torch.Tensor:

@@ -32,7 +32,8 @@ def attend_dense(
         # group; SDPA's own `enable_gqa` reads them once per head, five times slower in bf16.
         grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])  # [1, HKV, H / HKV, D]
         return scaled_dot_product_attention(grouped, key, value, scale=scale).reshape(query.shape)
-    # SDPA's `is_causal` aligns the first token, not the last, with the keys.
+    # SDPA's `is_causal` aligns the first query with the first key; here the last query is aligned
+    # with the last key.
     is_causal = num_queries == num_keys and not has_edge
     attended = scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),  # [1, H, Q, D]

@@ -105,7 +105,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             case "chat":
                 if has_special:
                     raise InvalidArgumentError(
-                        "add_special_tokens", "is set; with chat the template decides"
+                        "add_special_tokens",
+                        "is set; with chat it must be unset: the template adds special tokens",
                     )
                 if not request.chat.messages:
                     raise InvalidArgumentError("chat.messages", "is empty; it must have at least 1")

@@ -44,7 +44,7 @@ class Calls:
         self.tools: Tools = tools or {}
         self.are_wanted = tools is not None
         self.only_offered = False
-        """Whether what names another function is text."""
+        """Whether a call of a function that was not offered is shown as text."""
         self.new_id = new_call_id
 
     def begin(self, name: str, call_id: str = "") -> None:
@@ -436,7 +436,7 @@ def _types(schema: Any) -> Sequence[str]:
 
 
 def _is_text(schema: Any) -> bool:
-    """Whether a value is text whatever it looks like; so is one that no schema speaks of."""
+    """Whether a value is text, whatever it looks like: it has no schema, or one for strings."""
     return schema is None or list(_types(schema)) == ["string"]
 
 

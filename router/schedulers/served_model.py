@@ -29,7 +29,7 @@ class ServedModel:
 
     @property
     def directory(self) -> str:
-        """The directory of a model that an operator loaded; empty for the model of the flags."""
+        """The model's directory if an operator loaded it; empty for the model of --model."""
         model = self._schedulers.model
         return "" if model is None else model.directory
 

@@ -14,7 +14,8 @@ from kernels.cpu.library import Call
 _Place = TypeVar("_Place", bound=Hashable)
 
 RUN_STEPS: Final = 128
-"""A product fetches one run for each so many pairs of input features, rounded down; as in C."""
+"""A product fetches one run for every 128 pairs of input features, rounded down. C uses the same
+number."""
 MAX_RUNS: Final = 256
 """A product that would fetch more runs fetches none; as in C."""
 PANEL: Final = 32
@@ -27,9 +28,9 @@ class KvAhead(NamedTuple):
     attention: Call | int
     """0: it fetches nothing."""
     num_runs: int
-    """At most, with each tile of rows but the first."""
+    """The most runs that it fetches with each tile of rows after the first."""
     num_runs_after: int
-    """Runs of the maps between this one and the attention, which this one leaves to them."""
+    """Runs per tile that the maps between this one and the attention fetch; this map skips them."""
 
 
 NOTHING_AHEAD: Final = KvAhead(0, 0, 0)

@@ -22,7 +22,7 @@ _DTYPE: Final = DTYPES[torch.bfloat16]
 
 
 class Rows(NamedTuple):
-    """The tokens that calls are for, by the names of what each step says of them."""
+    """The names of some tokens' count, of the sequences' first tokens, and of the adapters."""
 
     num: Field
     starts: Field
@@ -158,8 +158,8 @@ class LayerCalls:
     ) -> Call:
         """Return the call that adds up what the layer `before` wrote, and normalises the sum.
 
-        The sum goes to the address `total`, what is normalised to `out`: bfloat16 `[num_rows, E]`
-        both. `weight` is `[E]`.
+        The sum goes to `total` and the normalised sum to `out`; both are addresses of bfloat16
+        `[num_rows, E]`. `weight` is `[E]`.
         """
         output, residual = before.output.data_ptr(), before.mlp_residual.data_ptr()
         return self._norm(output, residual, total, weight, out, num_rows)

@@ -45,7 +45,7 @@ class AdaptedWork:
     alone: torch.Tensor
     """[T, N]: what the model's map gives."""
     ranks: torch.Tensor
-    """[T, R]: what the adapters' A give, in the order by adapter."""
+    """[T, R]: what the adapters' A give, sorted by adapter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,9 +2,10 @@
  *
  * Symbols: m rows, K input features, N output features. A weight [N, K] is packed once, when it is
  * loaded, to panels of 32 output features (`b_format` in tile.h), so that what a thread reads is
- * contiguous. Weights are numbers, or integers of 8 or 4 bits: q * scale + offset, where a group of
- * input features of one output feature shares scale and offset, which are applied to its sum. bf16 holds
- * each integer exactly, so that products are those of the integers.
+ * contiguous. A weight is a plain number, or an integer q of 8 or 4 bits that stands for q * scale
+ * + offset. A group of input features of one output feature shares scale and offset, which are
+ * applied to the sum of the group. bf16 holds each integer exactly, so that products are those of
+ * the integers.
  *
  * x in bf16 is multiplied in bf16, if the CPU has a dot product for it, else in fp32. The sums are fp32,
  * each over k in ascending order for any number of rows, so a row's result depends on no other row. For
@@ -115,9 +116,9 @@ INLINE void panel_columns(struct tile tile, int rows, int vectors, struct produc
     }
 }
 
-/* The product with all columns of a panel. Sums of groups and totals share the registers, so that a tile
- * has half as many of each: rows if the panel is PLAIN, else columns, since unpacking costs as much as
- * some rows. */
+/* The product with all columns of a panel. With scales, each element has a group's sum and a total
+ * in registers, so a tile can have only half as many elements: half the rows if the panel is PLAIN;
+ * else half the columns, because half the rows would mean unpacking the panel twice. */
 INLINE void panel_product(struct tile tile, int rows, struct product p)
 {
     const bool is_half = tile.is_scaled && rows > TILE_ROWS / 2;

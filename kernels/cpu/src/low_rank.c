@@ -3,7 +3,7 @@
  * Symbols: T rows, K input features, N output features, R ranks. A and B are packed like the weights of
  * linear.c. There are two kernels: low_rank_down computes A x, and may run beside the model's own map of
  * the same x; low_rank_up adds B A x to what that map gave, and writes the sum to other memory, since a
- * share may be done twice. Rows are taken in the order by adapter, so that each weight is read for
+ * share may be done twice. Rows are taken sorted by adapter, so that each weight is read for
  * several rows. Every sum is over k in ascending order, and A x, B A x and the sum are each rounded to
  * bf16, so a row's result depends on no other row. */
 #include "thread_memory.h"
@@ -29,13 +29,13 @@ struct low_rank {
 
 /* Rows of one adapter. */
 struct group {
-    int64_t first, end;          /* in the order by adapter */
+    int64_t first, end;          /* sorted by adapter */
     const struct low_rank *maps; /* of all layers; NULL: the rows have no adapter */
 };
 
 struct row_adapters {
     int64_t num_rows, num_groups;
-    const int64_t *places; /* [T]: for each row in the order by adapter, its index in the step; NULL:
+    const int64_t *places; /* [T]: for each row sorted by adapter, its index in the step; NULL:
                               the orders are the same */
     struct group groups[];
 };
@@ -46,7 +46,7 @@ struct low_rank_down {
     int64_t map; /* index in `maps` */
     int64_t num_in;
     const bf16 *x; /* [T, K] */
-    bf16 *ranks;   /* [T, most R], in the order by adapter */
+    bf16 *ranks;   /* [T, most R], sorted by adapter */
     int64_t x_stride, ranks_stride;
 };
 
@@ -86,7 +86,7 @@ static int64_t most_ranks(const struct row_adapters *rows, int64_t map)
     return most;
 }
 
-/* Rows [first, end) of x in the order by adapter, at most TILE_ROWS: in place if they lie one after
+/* Rows [first, end) of x sorted by adapter, at most TILE_ROWS: in place if they lie one after
  * another, else a copy. */
 static const char *tile_of_x(const struct low_rank_down *a, int64_t first, int64_t end,
                              int64_t *row_bytes)

@@ -8,8 +8,9 @@
  *   2. It takes shares of other parts that no thread has begun.
  *   3. It waits until all shares are done. If one takes too long, it does that share itself.
  *
- * A thread that lost its core writes once more, late, what is there already; then it goes on at the
- * present call. No step can be done by one thread only, so none is waited for.
+ * A thread that gets its core back writes again what another thread has already written; then it
+ * goes on at the present call. Any thread can do any share, so no share waits for one particular
+ * thread.
  *
  * A late thread may still be at an early call, so a call that reuses memory of that one must not
  * begin: `num_apart` says how far apart such calls are, and `place` where each thread is. */
@@ -43,8 +44,8 @@ struct run {
     int num_workers;
     struct worker *workers;
     _Atomic int present __attribute__((aligned(64))); /* all calls before this one are done */
-    /* For each share: 1 + the last call of which it is done, and of which some waiting thread has
-     * begun to do it again. */
+    /* By share. `done`: 1 + the last call for which the share is done. `redone`: 1 + the last call
+     * for which a waiting thread has begun to do it again. */
     _Atomic int done[MAX_SHARES] __attribute__((aligned(64)));
     _Atomic int redone[MAX_SHARES];
 };

@@ -66,7 +66,8 @@ class TokenizeBody(Schema):
         check_template_kwargs(self.chat_template_kwargs)
         if self.add_special_tokens:
             raise InvalidArgumentError(
-                "add_special_tokens", "is true; with messages it must not be: the template decides"
+                "add_special_tokens",
+                "is true; with messages it must not be: the template adds special tokens",
             )
         kwargs: Mapping[str, Any] = self.chat_template_kwargs
         template = inference.text.chat_template(self.model, self.chat_template)
