@@ -1,6 +1,7 @@
 """Downloads a model from object storage, by any URL that `fsspec` knows: s3://, gs://, az://."""
 
 import hashlib
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -70,11 +71,18 @@ def _sizes(system: Any, root: str, *, with_weights: bool) -> dict[str, int]:
 
 def _copy(system: Any, source: str, target: Path) -> Any:
     """Copy a file; yields the bytes copied so far. It gets its name when it is complete."""
-    partial = target.with_name(f"{target.name}.partial")
     num_bytes = 0
-    with system.open(source, "rb") as reader, partial.open("wb") as writer:
-        while chunk := reader.read(_CHUNK):
-            writer.write(chunk)
-            num_bytes += len(chunk)
-            yield num_bytes
-    partial.rename(target)
+    # A name of its own: several processes may fetch the model at once.
+    with tempfile.NamedTemporaryFile(
+        dir=target.parent, prefix=f"{target.name}.", suffix=".partial", delete=False
+    ) as writer:
+        try:
+            with system.open(source, "rb") as reader:
+                while chunk := reader.read(_CHUNK):
+                    writer.write(chunk)
+                    num_bytes += len(chunk)
+                    yield num_bytes
+            writer.close()
+            Path(writer.name).replace(target)
+        finally:
+            Path(writer.name).unlink(missing_ok=True)

@@ -63,16 +63,16 @@ def lay_out(path: Path, cache_dir: Path) -> Path:
 
 def parts_of(path: Path) -> list[Path]:
     """All files of the model that one of its files belongs to."""
-    path = path.resolve()
     match = _PART.fullmatch(path.name)
     if match is None:
-        return [path]
+        return [path.resolve()]
     stem, _, count = match.groups()
     parts = [path.with_name(f"{stem}-{i:05}-of-{count}.gguf") for i in range(1, int(count) + 1)]
     for part in parts:
         if not part.is_file():
             raise ModelError(f"{path} is one of {int(count)} files; there is no {part}")
-    return parts
+    # Only now: in the hub's cache each file is a link to a blob without a telling name.
+    return [part.resolve() for part in parts]
 
 
 def _files(header: GgufHeader) -> dict[str, str]:

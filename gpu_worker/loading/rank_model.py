@@ -175,7 +175,14 @@ def _load_rank_model(
         _capture_graphs(executor, CudaGraphs(device), report)
     if device.type == "cuda":
         report("compiling kernels", None)
-        warm_up(executor, limits, has_structured_output=structured is not None)
+        # Rank 0 alone has grammars, and all ranks must warm up alike.
+        has_grammars = structured is not None and ranks is None
+        warm_up(
+            executor,
+            limits,
+            has_structured_output=has_grammars,
+            num_draft_tokens=0 if settings.speculative is None else settings.num_draft_tokens,
+        )
     measured = Rates()
     if num_host_blocks:
         report("measuring", None)

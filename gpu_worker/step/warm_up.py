@@ -6,6 +6,7 @@ start; `tests/kernels/test_compile_keys.py` checks that random steps afterwards 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,9 @@ from contract.sampling import SamplingParams, StructuredOutput
 from contract.step import NewSequence, Plan, StepId
 from gpu_worker.step.executor import Executor
 
-_GREEDY = SamplingParams(seed=0, temperature=0.0)
-_DRAWN = SamplingParams(seed=0, temperature=1.0)
-_CUT = SamplingParams(seed=0, temperature=1.0, top_k=5, top_p=0.9, min_p=0.01)
+_GREEDY = SamplingParams(seed=0, temperature=0.0, ignore_eos=True)
+_DRAWN = SamplingParams(seed=0, temperature=1.0, ignore_eos=True)
+_CUT = SamplingParams(seed=0, temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, ignore_eos=True)
 _COUNTED = SamplingParams(
     seed=0,
     temperature=1.0,
@@ -28,25 +29,39 @@ _COUNTED = SamplingParams(
     min_tokens=4,
     logprobs=2,
     prompt_logprobs=2,
+    ignore_eos=True,
 )
 _IN_A_FORM = SamplingParams(
-    seed=0, temperature=1.0, structured=StructuredOutput(grammar='start: "a" | /[0-9]+/')
+    seed=0, temperature=1.0, structured=StructuredOutput(grammar="start: /[0-9]+/")
 )
 _PROMPT_TOKENS = 4
 _SEQS_OF_ONE_VARIANT = 256
 """The decode kernel has a variant for each power of two from this number of sequences on."""
 
 
-def warm_up(executor: Executor, limits: Limits, *, has_structured_output: bool) -> None:
-    """Execute every kind of step; all rows are free before and after. KV contents are lost."""
+_NUM_DECODES = 3
+"""Most steps in which one of these rows decodes."""
+
+
+def warm_up(
+    executor: Executor, limits: Limits, *, has_structured_output: bool, num_draft_tokens: int = 0
+) -> None:
+    """Execute every kind of step; all rows are free before and after. KV contents are lost.
+
+    Limits that are too small for these steps are for tests; then nothing is executed.
+    """
+    most_tokens = _PROMPT_TOKENS + (_NUM_DECODES + 1) * (1 + num_draft_tokens)
+    most_at_once = _PROMPT_TOKENS + 1 + num_draft_tokens
+    if limits.max_model_len < most_tokens or limits.max_num_batched_tokens < most_at_once:
+        return
     kinds = [_GREEDY, _DRAWN, _CUT, _COUNTED]
     if has_structured_output:
         kinds.append(_IN_A_FORM)
     executor.reset()
     for adapter in range(len(limits.adapters) + 1):
         for kind in kinds:
-            _run(executor, _one_then_two(limits, kind, adapter))
-            _run(executor, _one_then_two(limits, _GREEDY, adapter, second=kind))
+            _run(executor, _one_then_two(limits, most_tokens, kind, kind, adapter))
+            _run(executor, _one_then_two(limits, most_tokens, _GREEDY, kind, adapter))
     _run(executor, _moves(limits))
     num_seqs = _SEQS_OF_ONE_VARIANT
     while num_seqs < limits.max_num_seqs:
@@ -56,23 +71,28 @@ def warm_up(executor: Executor, limits: Limits, *, has_structured_output: bool) 
 
 def _run(executor: Executor, plans: Iterator[Plan]) -> None:
     for plan in plans:
-        executor.step(plan)
+        # A row may have ended: by an end token, or by logits that are not finite.
+        num_decodes = int(executor.rows.is_decoding.sum())
+        executor.step(replace(plan, num_decodes=num_decodes))
     executor.reset()
 
 
 def _one_then_two(
-    limits: Limits, kind: SamplingParams, adapter: int, second: SamplingParams | None = None
+    limits: Limits, most_tokens: int, first: SamplingParams, second: SamplingParams, adapter: int
 ) -> Iterator[Plan]:
     """A prompt in two chunks, decodes, a prompt beside the decodes, and decodes of both."""
     num_first = _PROMPT_TOKENS // 2
-    yield _plan(1, 0, _new(limits, 0, kind, adapter), chunk_rows=[0], chunk_lens=[num_first])
-    yield _plan(2, 0, chunk_rows=[0], chunk_lens=[_PROMPT_TOKENS - num_first])
-    yield _plan(3, 1)
+    new = [
+        _new(limits, row, sampling, adapter, _PROMPT_TOKENS, most_tokens)
+        for row, sampling in enumerate((first, second))
+    ]
+    yield _plan(1, new[0], chunk_rows=[0], chunk_lens=[num_first])
+    yield _plan(2, chunk_rows=[0], chunk_lens=[_PROMPT_TOKENS - num_first])
+    yield _plan(3)
     if limits.max_num_seqs == 1:
         return
-    new = _new(limits, 1, second or kind, adapter)
-    yield _plan(4, 1, new, chunk_rows=[1], chunk_lens=[_PROMPT_TOKENS])
-    yield _plan(5, 2)
+    yield _plan(4, new[1], chunk_rows=[1], chunk_lens=[_PROMPT_TOKENS])
+    yield _plan(5)
 
 
 def _moves(limits: Limits) -> Iterator[Plan]:
@@ -86,23 +106,22 @@ def _moves(limits: Limits) -> Iterator[Plan]:
                 num_blocks + block for block in ids if num_blocks + block < limits.num_blocks
             ]
             sources = ids[: len(targets)]
-            yield _plan(step_id, 0, copy_src_block_ids=sources, copy_dst_block_ids=targets)
+            yield _plan(step_id, copy_src_block_ids=sources, copy_dst_block_ids=targets)
         if limits.num_host_blocks >= num_blocks:
             swap_out = {"swap_out_src_block_ids": ids, "swap_out_dst_block_ids": ids}
             swap_in = {"swap_in_src_block_ids": ids, "swap_in_dst_block_ids": ids}
             for swap in (swap_out, swap_in):
                 step_id += 1
-                yield _plan(step_id, 0, **swap)
+                yield _plan(step_id, **swap)
 
 
 def _many(limits: Limits, num_seqs: int) -> Iterator[Plan]:
     """Prompts of one token, their decodes, and a prompt beside them."""
     rows = list(range(num_seqs - 1))
-    new = [_new(limits, row, _GREEDY, 0, num_tokens=1) for row in rows]
-    yield _plan(1, 0, *new, chunk_rows=rows, chunk_lens=[1] * len(rows))
-    yield _plan(2, len(rows))
-    last = _new(limits, num_seqs - 1, _GREEDY, 0, num_tokens=1)
-    yield _plan(3, len(rows), last, chunk_rows=[num_seqs - 1], chunk_lens=[1])
+    new = [_new(limits, row, _GREEDY, 0, 1, _PROMPT_TOKENS) for row in (*rows, num_seqs - 1)]
+    yield _plan(1, *new[:-1], chunk_rows=rows, chunk_lens=[1] * len(rows))
+    yield _plan(2)
+    yield _plan(3, new[-1], chunk_rows=[num_seqs - 1], chunk_lens=[1])
 
 
 def _new(
@@ -110,11 +129,11 @@ def _new(
     row: int,
     sampling: SamplingParams,
     adapter: int,
-    *,
-    num_tokens: int = _PROMPT_TOKENS,
+    num_tokens: int,
+    most_tokens: int,
 ) -> NewSequence:
     """A sequence whose blocks it may share with others: what they hold does not matter."""
-    num_blocks = -(-(num_tokens + 3) // limits.block_size)
+    num_blocks = -(-most_tokens // limits.block_size)
     return NewSequence(
         seq_id=row,
         row=row,
@@ -123,14 +142,15 @@ def _new(
         num_computed_tokens=0,
         block_ids=np.arange(num_blocks, dtype=np.int32) % limits.num_blocks,
         sampling=sampling,
-        max_total_tokens=limits.max_model_len,
+        max_total_tokens=most_tokens,
         adapter=adapter,
     )
 
 
-def _plan(step_id: int, num_decodes: int, *new: NewSequence, **arrays: Sequence[int]) -> Plan:
+def _plan(step_id: int, *new: NewSequence, **arrays: Sequence[int]) -> Plan:
+    """A plan whose `num_decodes` is not known yet."""
     ints: dict[str, Any] = {name: _ints(values) for name, values in arrays.items()}
-    return Plan(StepId(step_id), num_decodes, new_sequences=new, **ints)
+    return Plan(StepId(step_id), 0, new_sequences=new, **ints)
 
 
 def _ints(values: Sequence[int]) -> Int32Array:

@@ -114,8 +114,6 @@ class _Pickled:
 
 
 def _open_files(directory: Path) -> Sequence[TensorFile]:
-    if gguf_files := open_gguf_files(directory):
-        return gguf_files
     for open_file, single, index in (
         (_Safetensors, _SINGLE, _INDEX),
         (_Pickled, _PICKLED, _PICKLED_INDEX),
@@ -125,6 +123,8 @@ def _open_files(directory: Path) -> Sequence[TensorFile]:
             return [open_file(directory / name) for name in sorted(set(shards))]
         if (directory / single).exists():
             return [open_file(directory / single)]
+    if gguf_files := open_gguf_files(directory):
+        return gguf_files
     raise ModelError(f"{directory} holds neither {_SINGLE} nor {_INDEX}")
 
 

@@ -69,7 +69,7 @@ class QuantizedWeight:
             is_int4 = self.quantization is Quantization.INT4
             numbers.append(self.offsets - 8 * self.scales if is_int4 else self.offsets)
         return all(
-            bool(((_rounded(number) - number).abs() <= _FLOAT32_EPS * self.scales).all())
+            bool(((_rounded(number) - number).abs() <= _FLOAT32_EPS * self.scales.abs()).all())
             for number in numbers
         )
 

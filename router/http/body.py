@@ -26,7 +26,7 @@ S = TypeVar("S", bound=Schema)
 
 MAX_PARSED_AT_ONCE_BYTES: Final = 16 * 1024
 """Larger bodies are parsed in a thread, since they may take longer than a millisecond."""
-MAX_PENDING: Final = 64
+MAX_PENDING: Final = 1024
 """Most bodies that may be in the thread or wait for it."""
 
 _JSON: Final = "application/json"

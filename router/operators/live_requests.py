@@ -50,7 +50,8 @@ class LiveRequests:
             )
         found = self._find(asked)
         ended = [_to_proto(each) for each in found if each.end(PermissionDeniedError(_MESSAGE))]
-        if asked.request_id and not found:
+        # A resumable request that no call reads is known to a scheduler alone, and so is its age.
+        if asked.request_id and not found and not asked.HasField("min_age_s"):
             try:
                 await self._inference.cancel_of(asked.tenant, asked.request_id)
             except NotFoundError:

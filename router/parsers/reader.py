@@ -9,6 +9,9 @@ from router.parsers.source import Reading, Source
 Part: TypeAlias = Callable[[Source, Pieces], Reading[None]]
 """Reads a part of an output; the last part reads to its end."""
 
+_SLICE_CHARS = 1024
+"""How much text is searched for markers at a time."""
+
 
 class OutputReader:
     """Runs the generators that read an output, part by part."""
@@ -19,8 +22,10 @@ class OutputReader:
 
     def push(self, text: str) -> list[Piece]:
         """Read more text; hold back only what is not decided yet."""
-        self._source.add(text)
-        next(self._reading, None)
+        # In slices, since a search for the next marker looks at all the text that is not read yet.
+        for start in range(0, len(text), _SLICE_CHARS):
+            self._source.add(text[start : start + _SLICE_CHARS])
+            next(self._reading, None)
         return self._pieces.take()
 
     def flush(self) -> list[Piece]:

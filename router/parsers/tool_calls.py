@@ -407,7 +407,11 @@ class Syntax:
 def _read_string(source: Source) -> Reading[str]:
     if (yield from source.peek()) != '"':
         raise MalformedError
-    text = from_json((yield from source.held_literal(LiteralText())))
+    literal = yield from source.held_literal(LiteralText())
+    try:
+        text = from_json(literal)
+    except ValueError as error:  # half of a surrogate pair
+        raise MalformedError from error
     assert isinstance(text, str)
     return text
 
@@ -461,6 +465,7 @@ def _typed(text: str, schema: Any) -> str:
             if stripped in _PYTHON_WORDS
             else from_json(stripped, allow_inf_nan=False)
         )
+        json.dumps(value, allow_nan=False)  # 1e999 is infinite
     except ValueError:
         return _json(text)
     if types and not any(name in types for name in _TYPE_OF[type(value)]):

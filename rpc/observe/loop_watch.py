@@ -85,6 +85,8 @@ class _LoopWatch:
             if self._stopping.wait(self._stall_s / 2):
                 return
             self._ran.clear()
+            if self._stopping.is_set():  # the loop may wait for this thread and run no callback
+                return
             self._loop.call_soon_threadsafe(self._beat)
             if not self._ran.wait(due_at + self._stall_s - time.monotonic()):
                 stack = _stack(self._loop_thread)

@@ -52,7 +52,7 @@ def test_an_answer_has_the_asked_form(service):
 
 def test_a_fact_is_found_among_4000_tokens(service):
     fact = "The secret number of the library is 4831. Remember it. "
-    text = f"{FILLER * 85}{fact}{FILLER * 85}\nWhat is the secret number of the library?"
+    text = f"{FILLER * 90}{fact}{FILLER * 90}\nWhat is the secret number of the library?"
     choice, num_prompt_tokens = ask(service, text, max_tokens=16)
     assert num_prompt_tokens > 4000
     assert "4831" in choice["message"]["content"]

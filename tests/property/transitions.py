@@ -19,11 +19,11 @@ OF_MOVES = frozenset(each for each in ALL if SeqStatus.MIGRATING in each)
 def recorded_transitions() -> Iterator[set[Transition]]:
     """Record the transitions during the `with` block."""
     taken: set[Transition] = set()
-    move = Sequence.move
+    set_status = Sequence.set_status
 
     def recorded(seq: Sequence, status: SeqStatus) -> None:
         taken.add((seq.status, status))
-        move(seq, status)
+        set_status(seq, status)
 
-    with patch.object(Sequence, "move", recorded):
+    with patch.object(Sequence, "set_status", recorded):
         yield taken

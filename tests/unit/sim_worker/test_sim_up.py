@@ -19,7 +19,7 @@ def planned(**flags):
 
 def flags_of(spec):
     """Flag to value, of `argv` after the module."""
-    arguments = spec.argv[3:]
+    arguments = spec.argv[4:]
     return dict(zip(arguments[::2], arguments[1::2], strict=True))
 
 
@@ -27,7 +27,7 @@ def flags_of(spec):
 def test_the_workers_are_one_process_and_the_scheduler_has_all_of_them(count):
     specs = {spec.name: spec for spec in planned(simulate=count, num_blocks=99).specs}
     assert list(specs) == ["sim-workers", "scheduler", "router"]
-    assert specs["sim-workers"].argv[:3] == (sys.executable, "-m", "sim_worker")
+    assert specs["sim-workers"].argv[:4] == (sys.executable, "-P", "-m", "sim_worker")
     flags = flags_of(specs["sim-workers"])
     assert flags["--count"] == str(count)
     assert flags["--model"] == "/models/tiny"
@@ -54,7 +54,7 @@ def test_the_sockets_are_those_that_the_process_will_have(count):
 
 
 def test_without_the_flag_the_workers_are_real():
-    assert [spec.argv[2] for spec in planned(workers=2).specs[:2]] == ["gpu_worker"] * 2
+    assert [spec.argv[3] for spec in planned(workers=2).specs[:2]] == ["gpu_worker"] * 2
 
 
 def test_flags_that_only_a_device_has_are_refused(capsys):

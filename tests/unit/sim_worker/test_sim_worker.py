@@ -193,7 +193,10 @@ def test_a_models_vocabulary_is_read_and_flags_go_before_it(tmp_path):
     [
         ({"eos_token_ids": (9,), "vocab_size": 9}, r"eos-token-ids has 9; ids must be in \[0, 8\]"),
         ({"mean_output_len": 5.0}, "mean-output-len is set; that needs --model or --eos-token-ids"),
-        ({"vocab_size": 1, "eos_token_ids": (0,)}, "all of its tokens are end tokens"),
+        (
+            {"vocab_size": 1, "eos_token_ids": (0,)},
+            "vocab-size is 1; it must exceed the number of end",
+        ),
         ({"model": Path("/nothing")}, "model is '/nothing': there is no such directory"),
     ],
 )

@@ -94,7 +94,7 @@ def test_out_of_memory_half_way_leaves_it_as_it_was():
     budget = Budget(5 * CHUNK)
     driver, memory = cuda_memory(3 * CHUNK, budget)
     memory.bytes[: 3 * CHUNK] = 7
-    with pytest.raises(OutOfMemoryError, match=f"a chunk of {CHUNK} bytes is needed"):
+    with pytest.raises(OutOfMemoryError, match=f"a chunk needs {CHUNK} bytes"):
         memory.resize(6 * CHUNK)
     assert memory.num_bytes == budget.used_bytes == 3 * CHUNK
     assert len(driver.mapped) == 3
