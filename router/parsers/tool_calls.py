@@ -6,6 +6,7 @@ breaks the syntax later, the call ends there, and the rest is plain text.
 """
 
 import json
+import math
 import re
 import secrets
 import string
@@ -465,9 +466,10 @@ def _typed(text: str, schema: Any) -> str:
             if stripped in _PYTHON_WORDS
             else from_json(stripped, allow_inf_nan=False)
         )
-        json.dumps(value, allow_nan=False)  # 1e999 is infinite
     except ValueError:
         return _json(text)
     if types and not any(name in types for name in _TYPE_OF[type(value)]):
         return _json(text)
+    if isinstance(value, float) and not math.isfinite(value):
+        return stripped  # such as 1e999: JSON, though no float
     return to_json(value).decode()

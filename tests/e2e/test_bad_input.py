@@ -254,7 +254,7 @@ HTTP_CASES: dict[str, tuple[dict[str, Any], Expected]] = {
     ),
     "not implemented": (
         {"suffix": "end"},
-        Expected(StatusCode.UNIMPLEMENTED, 400, "suffix", ("end", "not supported")),
+        Expected(StatusCode.UNIMPLEMENTED, 400, "suffix", ("is set", "prompts that are text")),
     ),
 }
 
