@@ -35,6 +35,11 @@ def text(value):
         ),
         (
             "hermes",
+            r'<tool_call>{"name": "\ud800"}</tool_call>',
+            [text(r'<tool_call>{"name": "\ud800"}</tool_call>')],
+        ),
+        (
+            "hermes",
             '<tool_call>{"name": 3}</tool_call>' + CALL,
             [text('<tool_call>{"name": 3}</tool_call>'), ADD],
         ),
