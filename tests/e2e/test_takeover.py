@@ -57,7 +57,7 @@ def cramped(gated: tuple[Service, StepGate]) -> Service:
 
 
 def _read_all(service: Service, disturb: Callable[[], None] = lambda: None) -> list[Result]:
-    """Read all streams in threads; call `disturb` when the first one has tokens."""
+    """Read all streams in threads; call `disturb` when all are live and one has tokens."""
     has_begun = threading.Event()
 
     def read_one(request: inference_pb2.GenerateRequest) -> Result:
@@ -70,6 +70,12 @@ def _read_all(service: Service, disturb: Callable[[], None] = lambda: None) -> l
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         results: list[Future[Result]] = [pool.submit(read_one, request) for request in REQUESTS]
         assert has_begun.wait(_TIMEOUT_S)
+        eventually(  # a request that came later could be refused
+            lambda: (
+                service.metrics(service.router)["quire_num_requests_live"] == len(REQUESTS) or None
+            ),
+            "all requests are live",
+        )
         disturb()
         return [result.result(timeout=_TIMEOUT_S) for result in results]
 

@@ -12,7 +12,7 @@ def is_alive(pid: int) -> bool:
     """Whether a process runs. A zombie does not: its parent only has not reaped it yet."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
 
