@@ -18,6 +18,9 @@ _SWITCHES = ("enable_thinking", "thinking")
 """Names by which templates are told whether to think."""
 
 
+_NO_TOOLS = ToolFields.model_validate({})
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """The messages, tools and form of one chat, whichever API it came by."""
@@ -25,7 +28,7 @@ class Conversation:
     model: str
     messages: Iterable[Mapping[str, Any]]
     """As a chat template gets them (`Message.for_template`); a thread iterates over them."""
-    tools: ToolFields = field(default_factory=ToolFields)
+    tools: ToolFields = _NO_TOOLS
     form: StructuredOutput | None = None
     thinking_budget: int | None = None
     """Most tokens of thinking; then its end marker is forced."""
