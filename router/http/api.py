@@ -15,6 +15,7 @@ from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.errors import MethodNotAllowedError
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
+from router.http.openai_responses.routes import responses_routes
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
 from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
@@ -122,6 +123,7 @@ def routes(
         web.get("/version", endpoint(get_version)),
         web.get("/load", endpoint(get_load)),
     ]
+    served += responses_routes(inference, bodies)
     paths = {route.path for route in served}
     return [
         *served,
