@@ -23,6 +23,7 @@ _TIMEOUT_S: Final = 1.0
 
 _NAMES: Final = ("quire_cell_{}", "vllm:{}")
 
+
 def _usage(load: Load) -> float:
     num_available = load.num_free_blocks + load.num_cached_blocks
     return 1 - num_available / load.num_blocks if load.num_blocks else 0.0
