@@ -105,12 +105,6 @@ class _CheckpointSource:
                 what = f"a model-class of yours, {what},"
             raise _not_shared(what, place)
         self._stored = read_stored_format(fields)
-        if quantization is not None and self._stored is not None:
-            raise fields.error(
-                "quantization_config",
-                f"is set, and quantization is {quantization.value}; weights that are quantized"
-                " already are taken as they are: leave it out",
-            )
         self._is_dummy = is_dummy
         self._quantization = quantization
         self._directory = directory
