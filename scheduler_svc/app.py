@@ -222,6 +222,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
     return SchedulerConfig(
         num_blocks=info.limits.num_blocks,
         block_size=info.limits.block_size,
+        kv_windows=info.limits.kv_windows,
         max_num_seqs=info.limits.max_num_seqs,
         max_num_batched_tokens=info.limits.max_num_batched_tokens,
         max_model_len=info.limits.max_model_len,
