@@ -34,7 +34,7 @@ class TokenBudget:
         grant from what the others do not use."""
         self._pressure = pressure
         self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._max_chunk = config.max_prefill_chunk
+        self._max_chunk = config.max_chunk
         self._max_long_prefills = config.max_long_prefills
 
     def begin_step(

@@ -122,7 +122,8 @@ class RunningSet:
             if not seq.loading_block_ids:
                 passed += self._groups.take_passed(seq.block_ids, seq.num_computed_tokens)
         due = self._decodes.due(step)
-        known = self._rows.num_tokens_by_row[[seq.row for seq in due]].tolist() if due else ()
+        rows = [seq.row for seq in due if seq.row is not None]
+        known = self._rows.num_tokens_by_row[rows].tolist() if rows else ()
         for seq, num_known in zip(due, known, strict=True):
             if not seq.loading_block_ids:
                 passed += self._groups.take_passed(seq.block_ids, num_known - 1)
