@@ -10,6 +10,7 @@ import structlog
 import torch
 
 from gpu_worker.models.attention import Decoder
+from gpu_worker.models.bert import BERT_ARCHITECTURES, build_bert, read_bert_config
 from gpu_worker.models.config import ModelConfig, read_architecture
 from gpu_worker.models.llama import build_llama
 from gpu_worker.models.llama_config import (
@@ -76,6 +77,7 @@ class _Family:
 _LLAMA: Final = _Family(read_llama_config, build_llama, split_llama_config)
 _NATIVE: Final = {
     **dict.fromkeys(LLAMA_ARCHITECTURES, _LLAMA),
+    **dict.fromkeys(BERT_ARCHITECTURES, _Family(read_bert_config, build_bert)),
     "GPTNeoXForCausalLM": _Family(read_neox_config, build_neox, split_neox_config),
 }
 
@@ -97,7 +99,7 @@ class _CheckpointSource:
         if family.split_config is not None:
             self.local_config = family.split_config(self.config, place)
         elif place.num_ranks > 1:
-            raise _not_shared(f"a model-class of yours, {self.config.architecture},", place)
+            raise _not_shared(self.config.architecture, place)
         self._stored = read_stored_format(fields)
         if quantization is not None and self._stored is not None:
             raise fields.error(

@@ -23,6 +23,14 @@ from router.http.errors import (
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
+from router.http.requests.embeddings import (
+    EmbeddingsBody,
+    RerankBody,
+    ScoreBody,
+    embeddings_response,
+    rerank,
+    score,
+)
 from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.http.responses.answer import Call, answer
 from router.http.responses.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
@@ -84,6 +92,24 @@ def routes(
         call = await chat_call(inference, body, call_id.value)
         return await answer(request, inference, _with_headers(call, request))
 
+    async def create_embeddings(request: web.Request, call_id: _CallId) -> web.Response:
+        """Turn texts or token ids into vectors."""
+        body = await bodies.read(request, EmbeddingsBody, generates=True)
+        call_id.value = body.request_id or call_id.value
+        return await embeddings_response(inference, body, call_id.value, request.headers)
+
+    async def create_ranking(request: web.Request, call_id: _CallId) -> web.Response:
+        """Order documents by how well they answer a query, as Cohere and Jina do."""
+        body = await bodies.read(request, RerankBody, generates=True)
+        call_id.value = body.request_id or call_id.value
+        return _json_response(await rerank(inference, body, call_id.value, request.headers))
+
+    async def create_scores(request: web.Request, call_id: _CallId) -> web.Response:
+        """Score how well texts go together, as vLLM does."""
+        body = await bodies.read(request, ScoreBody, generates=True)
+        call_id.value = body.request_id or call_id.value
+        return _json_response(await score(inference, body, call_id.value, request.headers))
+
     async def list_models(_: web.Request, __: _CallId) -> web.Response:
         """List the models served."""
         models = [model_json(model, created) for model in inference.model.infos()]
@@ -136,6 +162,12 @@ def routes(
     served = [
         web.post("/v1/completions", _endpoint(create_completion)),
         web.post("/v1/chat/completions", _endpoint(create_chat)),
+        web.post("/v1/embeddings", _endpoint(create_embeddings)),
+        *(
+            web.post(path, _endpoint(create_ranking))
+            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+        ),
+        *(web.post(path, _endpoint(create_scores)) for path in ("/score", "/v1/score")),
         web.get("/v1/models", _endpoint(list_models)),
         web.post("/v1/load_lora_adapter", _endpoint(load_lora_adapter)),
         web.post("/v1/unload_lora_adapter", _endpoint(unload_lora_adapter)),
