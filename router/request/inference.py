@@ -170,6 +170,9 @@ class Inference:
             request.sampling, len(prompt), model, secrets.randbits(_SEED_BITS)
         )
         sampling = replace(sampling, structured=prepared.structured, adapter=model.adapter)
+        if sampling.pooling is not None:
+            pooling = replace(sampling.pooling, num_first_tokens=prepared.num_first_tokens)
+            sampling = replace(sampling, pooling=pooling)
         lease.reserve(
             _most_tokens(len(prompt), request.n, request.beam, sampling),
             asyncio.get_running_loop().time(),

@@ -92,6 +92,9 @@ class SchedulerConfig:
     claim_s: float = 10.0
     """How long a new scheduler reserves the sequences that the worker held, for requests that are
     submitted again."""
+    takes_whole_prompts: bool = False
+    """Whether a prompt must be computed in one step; needs a token budget of at least
+    `max_model_len` - 1."""
     policy: str = "fcfs"
     """The scheduling policy, as a name or dotted path for `policies.loading.make_policy`."""
     policy_args: tuple[tuple[str, str], ...] = ()

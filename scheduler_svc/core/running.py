@@ -122,7 +122,8 @@ class RunningSet:
             if not seq.loading_block_ids:
                 passed += self._groups.take_passed(seq.block_ids, seq.num_computed_tokens)
         due = self._decodes.due(step)
-        known = self._rows.num_tokens_by_row[[seq.row for seq in due]].tolist() if due else ()
+        rows = [seq.row for seq in due if seq.row is not None]
+        known = self._rows.num_tokens_by_row[rows].tolist() if rows else ()
         for seq, num_known in zip(due, known, strict=True):
             if not seq.loading_block_ids:
                 passed += self._groups.take_passed(seq.block_ids, num_known - 1)
@@ -242,11 +243,11 @@ class RunningSet:
             sequence decodes from now on.
         """
         assert seq.row is not None
-        if not seq.announced:
-            self._announce(seq, builder)
         num_granted = self._budget.grant(seq, builder.chunk_lens.get(seq.row, 0))
         if num_granted == 0:
             return False
+        if not seq.announced:
+            self._announce(seq, builder)
         builder.add_chunk(seq.row, num_granted)
         num_charged = max(seq.num_computed_tokens, seq.num_charged_tokens)
         seq.num_computed_tokens += num_granted
@@ -457,7 +458,7 @@ class RunningSet:
         seq.announced = True
         search = None if seq.group is None else seq.group.state_with(seq)
         name = b""
-        if seq.group is None or search is not None:
+        if (seq.group is None or search is not None) and not seq.request.pools:
             name = identity(seq.request, 0 if search else seq.output_index)
         builder.new_sequences.append(
             NewSequence(

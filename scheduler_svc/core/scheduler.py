@@ -483,6 +483,8 @@ class Scheduler:
                     return
             found = self.lookup.find(seq)
             num_left = num_tokens - found.num_tokens
+            if not self.budget.has_room(num_left):
+                return
             if not self.budget.may_start(num_left, self.running.prefilling):
                 may_be_long = False
                 continue
