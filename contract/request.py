@@ -70,6 +70,8 @@ class GenerateRequest:
     tenant: str = ""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`."""
+    cuts_max_tokens: bool = False
+    """Whether a `max_tokens` for which the context has no room means as many as fit."""
     bad_words: tuple[str, ...] = ()
     """Texts that outputs must not contain."""
     before_form: str = ""
