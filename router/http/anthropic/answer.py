@@ -1,49 +1,59 @@
 """Answers one message: starts its request, and streams or collects the output."""
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from dataclasses import dataclass
 
-from aiohttp import web
+import structlog
+from aiohttp import ClientConnectionResetError, web
 
 from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputDelta, OutputFinished, Usage
-from router.http.answers.merge import merge
+from contract.request import GenerateRequest
+from router.http.answers.answer import STATUS_WITHIN_S, first_of, rest_of
 from router.http.answers.objects import Json
 from router.http.answers.sse import SseResponse
-from router.http.answers.streaming import stream
+from router.http.anthropic.body import FIELD_TO_JSON, MessagesBody
 from router.http.anthropic.content import ContentEvents, collected, usage_json
 from router.http.anthropic.errors import REQUEST_ID_HEADER, error_json
 from router.http.errors import error_from_finished, error_with_json_names
-from router.http.requests.chat import PlannedChat
+from router.http.requests.outputs import OutputPlan
 from router.http.strict_json import json_bytes
 from router.request.inference import Inference
 from router.request.live import LiveRequest
+
+log = structlog.get_logger()
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
 @dataclass(frozen=True, slots=True)
 class MessageCall:
-    """One call of /v1/messages."""
+    """One call of /v1/messages, and how its output is written and read."""
 
-    planned: PlannedChat
-    stream: bool
-    max_tokens: int
-    """As the client set it; the context may have less room."""
-    shows_thinking: bool
+    request: GenerateRequest
+    """Before its output is planned."""
+    plan: OutputPlan
+    body: MessagesBody
 
     @property
     def request_id(self) -> str:
-        return self.planned.request.request_id
+        return self.request.request_id
+
+    def named(self, error: QuireError) -> QuireError:
+        """Return the error with its field named as in the client's JSON."""
+        if isinstance(error, InvalidArgumentError):
+            return error_with_json_names({**FIELD_TO_JSON, **self.plan.field_to_json}, error)
+        return error
 
     def new_content(self) -> ContentEvents:
-        plan = self.planned.plan
-        return ContentEvents(plan.new_reader, plan.stop, shows_thinking=self.shows_thinking)
+        return ContentEvents(
+            self.plan.new_reader, self.plan.stop, shows_thinking=self.body.shows_thinking
+        )
 
     def end(self, content: ContentEvents, finished: OutputFinished, usage: Usage) -> Json:
         """Return why the output has ended."""
-        is_context_full = usage.completion_tokens < self.max_tokens
+        is_context_full = usage.completion_tokens < self.body.max_tokens
         return content.stop_reason(finished, is_context_full=is_context_full)
 
     def head(self, live: LiveRequest) -> Json:
@@ -66,23 +76,18 @@ async def answer_message(
 ) -> web.StreamResponse:
     """Answer the call. When this returns, raises or is cancelled, its request has ended."""
     try:
-        async with (
-            await inference.generate(call.planned.request) as live,
-            aclosing(merge([live])) as events,
-        ):
-            if call.stream:
-                return await _stream(http, call, live, events)
-            return await _collect(call, live, events)
+        async with await inference.generate(call.plan.applied_to(call.request)) as live:
+            if call.body.stream:
+                return await _stream(http, call, live)
+            return await _collect(call, live)
     except InvalidArgumentError as error:
-        raise error_with_json_names(call.planned.field_to_json, error) from error
+        raise call.named(error) from error
 
 
-async def _collect(
-    call: MessageCall, live: LiveRequest, events: AsyncIterator[tuple[int, Event]]
-) -> web.Response:
+async def _collect(call: MessageCall, live: LiveRequest) -> web.Response:
     texts: list[str] = []
     finished, usage = None, None
-    async for _, event in events:
+    async for event in live:
         match event:
             case OutputDelta():
                 texts.append(event.text)
@@ -104,46 +109,48 @@ async def _collect(
     )
 
 
-async def _stream(
-    http: web.Request,
-    call: MessageCall,
-    live: LiveRequest,
-    events: AsyncIterator[tuple[int, Event]],
-) -> web.StreamResponse:
-    async def send(value: Json) -> None:
-        await sse.send(value, name=str(value["type"]))
-
-    async def send_all(events: AsyncIterator[tuple[int, Event]]) -> None:
-        await send({"type": "message_start", "message": call.head(live)})
-        await send({"type": "ping"})
-        content = call.new_content()
-        finished = None
-        async for _, event in events:
-            match event:
-                case OutputDelta():
-                    for part in content.push(event.text):
-                        await send(part)
-                case OutputFinished():
-                    if error := error_from_finished(event):
-                        raise error
-                    finished = event
-                    for part in content.finish(event):
-                        await send(part)
-                case Usage():
-                    assert finished is not None, "a request ended without finishing its output"
-                    await send(
-                        {
-                            "type": "message_delta",
-                            "delta": call.end(content, finished, event),
-                            "usage": usage_json(event),
-                        }
-                    )
-        await send({"type": "message_stop"})
-
-    async def fail(error: QuireError) -> None:
-        if isinstance(error, InvalidArgumentError):
-            error = error_with_json_names(call.planned.field_to_json, error)
-        await send(error_json(error, call.request_id))
-
+async def _stream(http: web.Request, call: MessageCall, live: LiveRequest) -> web.StreamResponse:
     sse = SseResponse(http, {REQUEST_ID_HEADER: call.request_id}, _PING)
-    return await stream(sse, events, send_all, fail, request_id=call.request_id)
+    async with first_of(live) as first:
+        # A refusal comes soon, and the status can say so.
+        await asyncio.wait([first], timeout=STATUS_WITHIN_S)
+        if first.done():
+            first.result()
+        await sse.start()
+        try:
+            with sse.heartbeats():
+                start: Json = {"type": "message_start", "message": call.head(live)}
+                await sse.send_named([start, {"type": "ping"}])
+                await _send_content(sse, call, rest_of(first, live))
+        except ClientConnectionResetError:
+            raise  # the client is gone
+        except QuireError as error:
+            await sse.send_named([error_json(call.named(error), call.request_id)])
+        except Exception:
+            log.exception("stream_failed", request_id=call.request_id)
+            hidden = QuireError("internal error")
+            await sse.send_named([error_json(hidden, call.request_id)])
+    await sse.end()
+    return sse.response
+
+
+async def _send_content(sse: SseResponse, call: MessageCall, events: AsyncIterator[Event]) -> None:
+    content = call.new_content()
+    finished = None
+    async for event in events:
+        match event:
+            case OutputDelta():
+                if new := list(content.push(event.text)):
+                    await sse.send_named(new)
+            case OutputFinished():
+                if error := error_from_finished(event):
+                    raise error
+                finished = event
+            case Usage():
+                assert finished is not None, "the usage follows the end"
+                end: Json = {
+                    "type": "message_delta",
+                    "delta": call.end(content, finished, event),
+                    "usage": usage_json(event),
+                }
+                await sse.send_named([*content.finish(finished), end, {"type": "message_stop"}])

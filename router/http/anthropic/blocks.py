@@ -122,7 +122,7 @@ def chat_messages(system: Sequence[TextBlock], messages: Sequence[Message]) -> l
     return listed
 
 
-def is_continued(messages: Sequence[Message]) -> bool:
+def ends_with_assistant(messages: Sequence[Message]) -> bool:
     """Whether the output continues the last message, the assistant's; raises as `chat_messages`."""
     last = messages[-1]
     if last.role != "assistant":

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from pydantic import Field
 
 from contract.errors import UnimplementedError
+from contract.request import GenerateRequest
+from contract.sampling import SamplingParams, StructuredOutput
 from router.http.anthropic.blocks import (
     CacheControl,
     CacheMarked,
@@ -14,11 +16,12 @@ from router.http.anthropic.blocks import (
     System,
     cache_marks,
     chat_messages,
-    is_continued,
+    ends_with_assistant,
 )
 from router.http.requests import tools as chat_tools
-from router.http.requests.chat import ChatBody, ThinkingBudget, thinking_switch
-from router.http.requests.structured import NamedSchema, ResponseFormat
+from router.http.requests.chat import ThinkingBudget
+from router.http.requests.conversation import Conversation, Effort, thinking_switch
+from router.http.requests.messages import for_template
 from router.http.strict_json import Listed, Schema
 from router.parsers.choosing import OutputParsers
 from router.text.chat_template import ChatTemplate
@@ -115,6 +118,9 @@ class OutputFormat(Schema):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
+    def form(self) -> StructuredOutput:
+        return StructuredOutput(json_schema=self.schema_)
+
 
 class OutputConfig(Schema):
     """What is asked of outputs."""
@@ -156,31 +162,38 @@ class CountBody(CacheMarked):
     def shows_thinking(self) -> bool:
         return getattr(self.thinking, "display", "") != "omitted"
 
-    def chat(self, template: ChatTemplate, parsers: OutputParsers, **fields: Any) -> ChatBody:
-        """Return the chat that this is, with further `fields`.
+    def conversation(self, template: ChatTemplate, parsers: OutputParsers) -> Conversation:
+        """Return the chat that this is.
 
         Raises:
             InvalidArgumentError: The blocks do not fit each other.
             UnimplementedError: The model cannot think as asked.
         """
-        choice, is_alone = self._choice()
+        messages = chat_messages(self.system, self.messages)
+        is_continued = ends_with_assistant(self.messages)
         config = self.output_config or OutputConfig.model_construct()
-        if config.format is not None:
-            schema = NamedSchema.model_construct(schema_=config.format.schema_)
-            fields["response_format"] = ResponseFormat.model_construct(
-                type="json_schema", json_schema=schema
-            )
+        effort: Effort | None = None
         if config.effort is not None and "reasoning_effort" in template.variables:
-            fields["reasoning_effort"] = "xhigh" if config.effort == "max" else config.effort
-        return ChatBody.model_construct(
+            effort = "xhigh" if config.effort == "max" else config.effort
+        budget, switched = self._thinking(template, parsers)
+        continued = {"add_generation_prompt": False, "continue_final_message": True}
+        return Conversation(
             model=self.model,
-            messages=chat_messages(self.system, self.messages),
-            continue_final_message=is_continued(self.messages),
+            messages=for_template(messages),
+            tools=self._tools(),
+            form=None if config.format is None else config.format.form(),
+            thinking_budget=budget,
+            effort=effort,
+            continued=messages[-1].text if is_continued else "",
+            template_kwargs=switched | (continued if is_continued else {}),
+        )
+
+    def _tools(self) -> chat_tools.ToolFields:
+        choice, is_alone = self._choice()
+        return chat_tools.ToolFields.model_construct(
             tools=[tool.for_chat() for tool in self.tools],
             tool_choice=choice,
             parallel_tool_calls=not is_alone,
-            **self._thinking(template, parsers),
-            **fields,
         )
 
     def _choice(self) -> tuple[str | chat_tools.NamedChoice | None, bool]:
@@ -196,8 +209,10 @@ class CountBody(CacheMarked):
                 return "none", False
         return None, False
 
-    def _thinking(self, template: ChatTemplate, parsers: OutputParsers) -> dict[str, Any]:
-        """Return a chat's fields for thinking."""
+    def _thinking(
+        self, template: ChatTemplate, parsers: OutputParsers
+    ) -> tuple[int | None, dict[str, Any]]:
+        """Return the budget for thinking, and the template's variable that turns it on or off."""
         switch = thinking_switch(template)
         match self.thinking:
             case ThinkingWithBudget(budget_tokens=budget):
@@ -207,18 +222,17 @@ class CountBody(CacheMarked):
                         " absent: its thinking, if there is any, has no known end"
                         " (--reasoning-parser)"
                     )
-                switched = {} if switch is None else {switch: True}
-                return {"thinking_budget": budget, "chat_template_kwargs": switched}
-            case NoThinking():
-                if switch is not None:
-                    return {"chat_template_kwargs": {switch: False}}
-                if parsers.reads_messages:
-                    raise UnimplementedError(
-                        'thinking.type is "disabled"; this model always thinks: it must be'
-                        ' "adaptive" or absent'
-                    )
-                return {} if parsers.thinking is None else {"thinking_budget": 0}
-        return {}
+                return budget, {} if switch is None else {switch: True}
+            case NoThinking() if switch is not None:
+                return None, {switch: False}
+            case NoThinking() if parsers.reads_messages:
+                raise UnimplementedError(
+                    'thinking.type is "disabled"; this model always thinks: it must be "adaptive"'
+                    " or absent"
+                )
+            case NoThinking() if parsers.thinking is not None:
+                return 0, {}
+        return None, {}
 
     def _marks(self) -> Iterator[CacheControl]:
         marked = (self, *self.system, *self.tools, *cache_marks(self.messages))
@@ -249,3 +263,21 @@ class MessagesBody(CountBody):
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+
+    def request(self, prompt: str, request_id: str, *, max_model_len: int) -> GenerateRequest:
+        """Return the request for a prompt, before its outputs are planned."""
+        return GenerateRequest(
+            prompt=prompt,
+            model=self.model,
+            request_id=request_id,
+            sampling=SamplingParams(
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+                max_tokens=min(self.max_tokens, max_model_len),
+            ),
+            stop=tuple(self.stop_sequences),
+            add_special_tokens=False,  # the template wrote them
+            cache_pin_s=self.cache_pin_s,
+            cuts_max_tokens=True,
+        )
