@@ -18,8 +18,12 @@ class SseResponse:
     client is gone, they raise ClientConnectionResetError.
     """
 
-    def __init__(self, request: web.Request, headers: dict[str, str]) -> None:
+    def __init__(
+        self, request: web.Request, headers: dict[str, str], heartbeat: bytes = b":\n\n"
+    ) -> None:
+        """`heartbeat` is sent while nothing else is; by default a comment."""
         self._request = request
+        self._heartbeat = heartbeat
         self._is_silent = True
         self.response = web.StreamResponse(
             headers={
@@ -32,7 +36,7 @@ class SseResponse:
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:
-        """Send a comment, which readers skip, after each second without an event.
+        """Send a heartbeat, which readers skip, after each second without an event.
 
         So a client can tell a router that hangs from one that has no event yet.
         """
@@ -48,7 +52,7 @@ class SseResponse:
                 self._is_silent = True
                 await asyncio.sleep(_HEARTBEAT_S)
                 if self._is_silent:
-                    await self.response.write(b":\n\n")
+                    await self.response.write(self._heartbeat)
 
     async def start(self) -> None:
         """Send status 200 and the headers; from here on an error can only be an event."""

@@ -66,6 +66,7 @@ class FakeLiveRequest:
         self.model = request.model or MODEL.id
         self.created = 1_700_000_000
         self.prompt_token_ids = (1, 2, 3)
+        self.num_cached_tokens = 1
         self.num_taken = 0
         self.closed = asyncio.Event()
         self._events = events
@@ -89,7 +90,7 @@ class FakeLiveRequest:
 
 
 class FakeModel:
-    def info(self, name: str) -> Model:
+    def info(self, name: str = "") -> Model:
         if name not in ("", MODEL.id):
             raise NotFoundError(f"model {name} is not served")
         return MODEL
