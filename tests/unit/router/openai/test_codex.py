@@ -20,7 +20,11 @@ async def test_it_calls_a_tool_and_reads_its_result(server, inference, tmp_path:
     work.mkdir()
     call = {"name": "exec_command", "arguments": {"cmd": "printf 42 > answer.txt"}}
     turns = [f"I write it.\n<tool_call>{json.dumps(call)}</tool_call>", "It is written."]
-    inference.script = lambda request: spell(turns[len(inference.requests) - 1])(request)
+
+    def script(request):
+        return spell(turns[len(inference.requests) - 1])(request)
+
+    inference.script = script
     host, port = server
     settings = {
         "model": '"org/tiny"',

@@ -228,9 +228,9 @@ async def test_an_unknown_content_encoding_is_refused(http):
 
 
 async def test_paths_and_methods_that_are_not_there(http):
-    async with http.get("/v1/embeddings") as response:
+    async with http.get("/v1/moderations") as response:
         assert response.status == 404
-        assert "/v1/embeddings" in (await response.json())["error"]["message"]
+        assert "/v1/moderations" in (await response.json())["error"]["message"]
     async with http.get(COMPLETIONS) as response:
         assert response.status == 405
         assert "GET" in (await response.json())["error"]["message"]
