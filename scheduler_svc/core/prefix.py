@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from contract.hashing import BlockHash, extend_chain, next_hash, root_hash
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, HostBlockId
+from scheduler_svc.core.cache.watch import CacheWatch
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Rows
@@ -103,6 +104,7 @@ class Publisher:
         self._is_enabled = config.enable_prefix_caching
         self._pool = pool
         self._rows = rows
+        self.watch: CacheWatch | None = None
 
     def publish(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Publish the full blocks of the first `num_computed_tokens` tokens."""
@@ -132,6 +134,7 @@ class Publisher:
                 name = next_hash(parent, tokens)
                 hashes.append(name)
                 seq.num_published_blocks = last + 1
+                self._tell(seq, last, last + 1)
                 blocks.append(seq.block_ids[last])
                 names.append(name)
             else:  # the sequence has more blocks to publish, or none yet
@@ -150,4 +153,9 @@ class Publisher:
         root = root_hash(seq.request.cache_salt)
         extend_chain(seq.block_hashes, root, tokens, self._block_size)
         seq.num_published_blocks = num_full
+        self._tell(seq, first, num_full)
         return seq.block_ids[first:num_full], seq.block_hashes[first:num_full]
+
+    def _tell(self, seq: Sequence, first: int, end: int) -> None:
+        if self.watch is not None and seq.row is not None:
+            self.watch.on_named(seq, first, end, self._rows.tokens(seq.row))
