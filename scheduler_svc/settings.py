@@ -31,8 +31,8 @@ class SchedulerSettings(ProcessSettings):
     """Name of this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
     """This scheduler's epoch: workers obey only the newest. Default: the wall clock at the start,
-    in milliseconds, or one more than the workers have seen if that is more, so that a scheduler
-    that starts later takes over."""
+    in nanoseconds, or a little more than the workers have seen if that is more, so that a scheduler
+    that starts later takes over. Two schedulers never have the same one unless it is given."""
     standby: bool = False
     """Whether to wait, with no port open, until no worker has a scheduler, and then to take over.
     Among several schedulers with this flag one serves. When it dies, another takes its place; a
@@ -46,7 +46,7 @@ class SchedulerSettings(ProcessSettings):
     """How long a scheduler that keeps its connections must have been silent to all workers before a
     standby takes over, in seconds. A healthy scheduler sends a message four times per second. If
     the scheduler was only slow, it ends, no request is lost, and clients see a pause."""
-    worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 2.0
+    worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
     """How long a worker may be silent before it counts as lost, in seconds; a healthy worker sends
     a message four times per second. Other workers compute its requests again; without other
     workers, the requests continue when it answers."""

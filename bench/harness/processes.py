@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -149,6 +149,29 @@ class Process:
         while more := {pid for pid, parent in parents.items() if parent in members} - members:
             members |= more
         return sum(ticks.get(pid, 0) for pid in members) / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.asynccontextmanager
+async def modules(
+    directory: Path, module_to_flags: Mapping[str, Sequence[str]]
+) -> AsyncIterator[dict[str, Process]]:
+    """Start modules, each with its gRPC at DIRECTORY/MODULE.sock; yields when all are ready."""
+    processes: dict[str, Process] = {}
+    for (module, flags), port in zip(
+        module_to_flags.items(), free_ports(len(module_to_flags)), strict=True
+    ):
+        listen = [f"--uds={directory}/{module}.sock", f"--http-port={port}"]
+        argv = ["-m", module, *listen, *flags]
+        processes[module] = Process(module, argv, directory / f"{module}.log", port)
+    try:
+        for process in processes.values():
+            process.start()
+        for process in processes.values():
+            await process.wait_until_ready()
+        yield processes
+    finally:
+        for process in reversed(processes.values()):
+            await process.stop(10.0)
 
 
 class Service(Process):

@@ -55,6 +55,12 @@ class LiveTable:
         for pin in events.pins:  # before the tokens, which may end the request
             if (live := table.get(pin.seq_key)) is not None:
                 live.pin(pin.num_pinned_tokens)
+        for admission in events.admissions:
+            if (live := table.get(admission.seq_key)) is not None:
+                live.admit(admission.seq_key, admission.num_cached_tokens)
+        for seq_key, vector in events.vectors.items():
+            if (live := table.pop(seq_key, None)) is not None:
+                live.set_vector(seq_key, vector)
         stopped: list[int] = []
         num_tokens = 0
         for part in events.prompt_scores:
@@ -71,9 +77,6 @@ class LiveTable:
                 del table[seq_key]
                 stopped.append(seq_key)
         metrics.GENERATION_TOKENS.inc(num_tokens)
-        for admission in events.admissions:
-            if (live := table.get(admission.seq_key)) is not None:
-                live.admit(admission.seq_key, admission.num_cached_tokens)
         for ending in events.endings:
             if (live := table.pop(ending.seq_key, None)) is not None:
                 live.finish(
