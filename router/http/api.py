@@ -14,6 +14,9 @@ from opentelemetry import context as otel_context
 
 from contract.errors import InvalidArgumentError, NotFoundError
 from router.access.tenancy import with_precedence
+from router.http.answers.answer import Call, answer
+from router.http.answers.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
+from router.http.answers.objects import model_json
 from router.http.body import BodyReader
 from router.http.errors import (
     REQUEST_ID_HEADER,
@@ -24,9 +27,6 @@ from router.http.lora import LoadAdapterBody, UnloadAdapterBody, load_adapter, u
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
 from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
-from router.http.responses.answer import Call, answer
-from router.http.responses.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
-from router.http.responses.objects import model_json
 from router.http.strict_json import excerpt, json_bytes
 from router.operators.adapters_and_models import Operations
 from router.request.inference import Inference

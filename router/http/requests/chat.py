@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError, UnimplementedError
+from router.http.answers.answer import Call
+from router.http.answers.chat_shape import ChatShape
 from router.http.requests.messages import (
     Messages,
     check_continued,
@@ -16,8 +18,6 @@ from router.http.requests.messages import (
 from router.http.requests.outputs import plan_outputs
 from router.http.requests.schema import UNIMPLEMENTED, Body
 from router.http.requests.tools import ToolFields
-from router.http.responses.answer import Call
-from router.http.responses.chat_shape import ChatShape
 from router.http.strict_json import Schema
 from router.request.inference import Inference
 from router.text.chat_template import ChatTemplate

@@ -9,7 +9,7 @@ from openai_fakes import delta, spell
 
 from contract.errors import UnavailableError
 from contract.outputs import FinishReason, OutputFinished, Usage
-from router.http.responses import answer, sse
+from router.http.answers import answer, sse
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

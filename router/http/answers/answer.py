@@ -12,16 +12,16 @@ from aiohttp import ClientConnectionResetError, web
 from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputDelta, OutputFinished, PromptScores, Usage
 from contract.request import GenerateRequest, OutputReceived, ResumeRequest
+from router.http.answers.event_ids import StreamPosition
+from router.http.answers.merge import merge
+from router.http.answers.objects import CollectedOutput, Json, Shape, usage_json
+from router.http.answers.sse import SseResponse
 from router.http.errors import (
     REQUEST_ID_HEADER,
     error_from_finished,
     error_json,
     error_with_json_names,
 )
-from router.http.responses.event_ids import StreamPosition
-from router.http.responses.merge import merge
-from router.http.responses.objects import CollectedOutput, Json, Shape, usage_json
-from router.http.responses.sse import SseResponse
 from router.http.strict_json import json_bytes
 from router.request.inference import Inference
 from router.request.live import LiveRequest
