@@ -2,15 +2,17 @@
 
     python bench/control_plane.py --quick
 
-A simulated worker stands for an H200 with a model of 8 billion parameters. One router and one scheduler serve it;
-every stream is read as it comes, by a process of its own that costs little (harness/many_streams.py). Each row is a
-number of streams by one API:
+A simulated worker stands for an H200 with a model of 8 billion parameters. One router and one
+scheduler serve it; every stream is read as it comes, by a process of its own that costs little
+(harness/many_streams.py). Each row is a number of streams by one API:
 
-- The device is slowed down such that each stream gets `--rate` tokens a second (fewer with many streams, at most
-  `--most` tokens/s in all), so that no reader falls behind and each token is an SSE event or message of its own:
-  processor time of router and scheduler per token. "tokens/piece" says how many tokens came in one.
-- The device at full speed: the highest tokens/s, and how many the device could give. All processes, the reader
-  among them, share this machine's cores, so on a small machine this is the machine's limit and not the router's.
+- The device is slowed down such that each stream gets `--rate` tokens a second (fewer with many
+  streams, at most `--most` tokens/s in all), so that no reader falls behind and each token is an
+  SSE event or message of its own: processor time of router and scheduler per token. "tokens/piece"
+  says how many tokens came in one.
+- The device at full speed: the highest tokens/s, and how many the device could give. All processes,
+  the reader among them, share this machine's cores, so on a small machine this is the machine's
+  limit and not the router's.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from harness.case import (
     SHIPPED_MODEL,
@@ -45,6 +48,9 @@ _H200 = TimeModel(
 _NUM_BLOCKS = 52_000
 """Of 16 tokens: what 141 GB hold beside the weights."""
 _MODEL = SHIPPED_MODEL.name
+_PROMPT_LEN = 16
+_NUM_WINDOWS = 5
+"""Of each measurement; the median counts, because other programs disturb some."""
 _WARM_UP_S = 2.0
 _START_S = 60.0
 _MAX_MODEL_LEN = 32_768
@@ -65,7 +71,6 @@ class Cost:
 
 async def measure_one(api: str, num_streams: int, rate: float | None, seconds: float) -> Cost:
     """Measure a number of streams; `rate` is each stream's tokens per second, None: full speed."""
-    prompt_len = 16
     steps_per_s = 1 / _H200.step_s(num_streams, num_streams * 256)
     num_tokens = min(int((_WARM_UP_S + seconds + 10) * (rate or steps_per_s)), _MAX_MODEL_LEN - 64)
     speedup = 1.0 if rate is None else rate / steps_per_s
@@ -80,29 +85,39 @@ async def measure_one(api: str, num_streams: int, rate: float | None, seconds: f
         (port,) = free_ports(1)
         listen = (f"--grpc-port={port}",)
         async with simulated_service(Path(name), flags, (), listen) as (_, scheduler, router):
-            processes = {"router": router, "scheduler": scheduler}
             http = router.base_url.removeprefix("http://")
             address = http if api == "http" else f"{HOST}:{port}"
             async with reader(api, address, num_streams, num_tokens) as reading:
                 await asyncio.sleep(_WARM_UP_S)
-                tokens_before, started_s = await num_generated(router), time.monotonic()
-                cpu_before = {name: each.cpu_s() for name, each in processes.items()}
-                await asyncio.sleep(seconds)
-                cpu_s = {n: each.cpu_s() - cpu_before[n] for n, each in processes.items()}
-                tokens, took_s = await num_generated(router), time.monotonic() - started_s
+                windows = [
+                    await measure_window(router, scheduler, seconds / _NUM_WINDOWS)
+                    for _ in range(_NUM_WINDOWS)
+                ]
+                num_tokens = await num_generated(router)
                 num_pieces = await reading()
                 in_all = await num_generated(router)
-    num_measured = tokens - tokens_before
-    mean_len = prompt_len + (tokens_before + tokens) / 2 / num_streams
+    router_us, scheduler_us, tokens_per_s = map(median, zip(*windows, strict=True))
+    num_context_tokens = num_streams * _PROMPT_LEN + num_tokens
     return Cost(
-        router_us=cpu_s["router"] / num_measured * 1e6,
-        scheduler_us=cpu_s["scheduler"] / num_measured * 1e6,
-        tokens_per_s=num_measured / took_s,
+        router_us=router_us,
+        scheduler_us=scheduler_us,
+        tokens_per_s=tokens_per_s,
         tokens_per_piece=in_all / num_pieces,
-        device_tokens_per_s=num_streams
-        * speedup
-        / _H200.step_s(num_streams, int(num_streams * mean_len)),
+        device_tokens_per_s=num_streams * speedup / _H200.step_s(num_streams, num_context_tokens),
     )
+
+
+async def measure_window(
+    router: Process, scheduler: Process, seconds: float
+) -> tuple[float, float, float]:
+    """Return the processor time per token of both, in us, and the tokens per second."""
+    tokens, started_s = await num_generated(router), time.monotonic()
+    router_s, scheduler_s = router.running_s(), scheduler.running_s()
+    await asyncio.sleep(seconds)
+    router_s, scheduler_s = router.running_s() - router_s, scheduler.running_s() - scheduler_s
+    took_s = time.monotonic() - started_s
+    tokens = max(1, await num_generated(router) - tokens)
+    return router_s / tokens * 1e6, scheduler_s / tokens * 1e6, tokens / took_s
 
 
 @contextlib.asynccontextmanager

@@ -2,10 +2,11 @@
 
     python -m harness.many_streams http HOST:PORT --model NAME --streams N --tokens N
 
-`control_plane.py` starts it. All streams begin at once and are read as they come, with plain sockets: a client library
-takes more time per token than the router. By gRPC, `--per-connection` streams share a connection, as those of one
-channel do; by HTTP each has its own. Prints a line of JSON when every stream has its first token, and another after
-SIGTERM: how many tokens and pieces (SSE events or messages with tokens) have come.
+`control_plane.py` starts it. All streams begin at once and are read as they come, with plain
+sockets: a client library takes more time per token than the router. By gRPC, `--per-connection`
+streams share a connection, as those of one channel do; by HTTP each has its own. Prints a line of
+JSON when every stream has its first token, and another after SIGTERM: how many tokens and pieces
+(SSE events or messages with tokens) have come.
 """
 
 import argparse
@@ -44,8 +45,11 @@ class HttpStream:
         self._counts = counts
         self._rest = b""
         self.socket = socket.create_connection(address)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}\r\nContent-Type: application/json\r\n"
-        self.socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        self.socket.sendall(head.encode() + body)
 
     def receive(self, piece: bytes) -> None:
         text = self._rest + piece

@@ -137,6 +137,11 @@ class Process:
         fields = dict(line.split(":", 1) for line in status.splitlines())
         return int(fields["VmRSS"].split()[0]) * 1024
 
+    def running_s(self) -> float:
+        """Processor time that its threads have taken, to the nanosecond."""
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
     def cpu_s(self) -> float:
         """Processor time that it and all processes below it have taken."""
         parents, ticks = {}, {}

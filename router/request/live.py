@@ -244,11 +244,12 @@ class LiveRequest:
         if put is not None and self._failure is None:
             try:
                 while room is None or room.has_room():
-                    if (event := self._take()) is None:
-                        if self._closed:
-                            break
+                    if (event := self._take()) is not None:
+                        put(event)
+                    if self._closed:
+                        break
+                    if event is None or self._has_read_all_so_far:
                         return
-                    put(event)
             except Exception as error:  # noqa: BLE001 - `send_to` raises it
                 self._failure = error
         self._has_events.set()
@@ -376,8 +377,8 @@ class LiveRequest:
         if self._refusal is not None:
             self._close()
             raise self._refusal
-        event = self._next_event()
-        self._accepted = self._accepted or event is not None
+        if (event := self._next_event()) is not None:
+            self._accepted = True
         return event
 
     def _next_event(self) -> Event | None:
@@ -406,6 +407,10 @@ class LiveRequest:
             cached_tokens=self.num_cached_tokens or 0,
             pinned_tokens=self.num_pinned_tokens,
         )
+
+    @property
+    def _has_read_all_so_far(self) -> bool:
+        return not self._outputs_with_events and self._num_outputs_read < len(self.outputs)
 
     async def aclose(self) -> None:
         """Cancel the live outputs, or leave a resumable request; end the iteration. Idempotent."""

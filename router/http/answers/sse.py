@@ -26,6 +26,7 @@ class SseResponse:
         self._transport: asyncio.Transport | None = None
         self._is_chunked = False
         self._is_silent = False
+        self._timer: asyncio.TimerHandle
         self._is_started = asyncio.Event()
         self.first_event: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         """The first event, which may come before `start`."""
@@ -44,21 +45,19 @@ class SseResponse:
 
         So a client can tell a router that hangs from one that has no event yet.
         """
-        loop = asyncio.get_running_loop()
-
-        def beat() -> None:
-            nonlocal timer
-            timer = loop.call_later(_HEARTBEAT_S, beat)
-            if self._is_silent and self.has_room():
-                with contextlib.suppress(ClientConnectionResetError):  # the next event raises it
-                    self._write(b":\n\n")
-            self._is_silent = True
-
-        timer = loop.call_soon(beat)
+        self._beat()
         try:
             yield
         finally:
-            timer.cancel()
+            self._timer.cancel()
+
+    def _beat(self) -> None:
+        # A timer is less work than a task that sleeps.
+        self._timer = asyncio.get_running_loop().call_later(_HEARTBEAT_S, self._beat)
+        if self._is_silent and self._transport is not None and self.has_room():
+            with contextlib.suppress(ClientConnectionResetError):  # the next event raises it
+                self.put(b":\n\n")
+        self._is_silent = True
 
     async def start(self) -> None:
         """Send status 200, the headers and the first event, if it has come.
@@ -74,7 +73,7 @@ class SseResponse:
         self._transport, self._drain = transport, writer.drain
         self._is_started.set()
         if self.first_event.done():
-            self._write(self.first_event.result())
+            self.put(self.first_event.result())
 
     def has_room(self) -> bool:
         if self._transport is None:
@@ -93,10 +92,12 @@ class SseResponse:
     def put(self, event: bytes) -> None:
         """Send one event: its lines, and an empty one."""
         self._is_silent = False
-        if self._transport is not None:
-            self._write(event)
-        else:
+        if (transport := self._transport) is None:
             self.first_event.set_result(event)
+            return
+        if transport.is_closing():
+            raise ClientConnectionResetError("the client is gone")
+        transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self._is_chunked else event)
 
     async def send(self, value: object, event_id: str = "") -> None:
         """Send one event, with an ASCII id unless that is empty."""
@@ -110,12 +111,6 @@ class SseResponse:
 
     async def end(self) -> None:
         await self.response.write_eof()
-
-    def _write(self, event: bytes) -> None:
-        assert self._transport is not None, "it is started"
-        if self._transport.is_closing():
-            raise ClientConnectionResetError("the client is gone")
-        self._transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self._is_chunked else event)
 
 
 def sse_event(value: object) -> bytes:
