@@ -38,7 +38,7 @@ from harness.case import (
     numbers,
     progress,
 )
-from harness.processes import HOST, Process, environment, free_ports, simulated_service
+from harness.processes import HOST, Process, environment, free_ports, modules
 
 from sim_worker.time_model import TimeModel
 
@@ -83,8 +83,14 @@ async def measure_one(api: str, num_streams: int, rate: float | None, seconds: f
     )
     with tempfile.TemporaryDirectory(prefix="quire-plane-") as name:
         (port,) = free_ports(1)
-        listen = (f"--grpc-port={port}",)
-        async with simulated_service(Path(name), flags, (), listen) as (_, scheduler, router):
+        model, target = f"--model={SHIPPED_MODEL}", f"unix:{name}/scheduler_svc.sock"
+        module_to_flags = {
+            "sim_worker": (model, *flags),
+            "scheduler_svc": (f"--workers=unix:{name}/sim_worker.sock",),
+            "router": (model, f"--scheduler={target}", f"--grpc-port={port}"),
+        }
+        async with modules(Path(name), module_to_flags) as processes:
+            router, scheduler = processes["router"], processes["scheduler_svc"]
             http = router.base_url.removeprefix("http://")
             address = http if api == "http" else f"{HOST}:{port}"
             async with reader(api, address, num_streams, num_tokens) as reading:

@@ -19,18 +19,20 @@ Exits with 1 if a refusal has no retry delay, or an accepted request does not en
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import numpy as np
-from harness.case import BenchError, Results, arguments, main
-from harness.processes import Process, run_script, simulated_service
+from harness.case import SHIPPED_MODEL, BenchError, Results, arguments, main
+from harness.processes import Process, modules, run_script
 
 from contract.errors import TooBusyError
 from quire.v1 import common_pb2, inference_pb2
@@ -43,10 +45,6 @@ _PROBE_START_S = 2.0
 _NUM_SEQS = 16
 _OUTPUT_LEN = 32
 _PROMPT_LEN = 32
-_WORKER_FLAGS = (
-    *(f"--max-num-seqs={_NUM_SEQS}", "--num-blocks=4096"),
-    "--speedup=0.25",  # a step takes 19 ms, whatever is in it
-)
 
 
 @dataclass(slots=True)
@@ -139,6 +137,20 @@ async def overload(
     return outcome, outcome.tokens_per_s(settled_s, end_s), growth
 
 
+@contextlib.asynccontextmanager
+async def simulated_service(directory: Path) -> AsyncIterator[list[Process]]:
+    """Run router, scheduler and simulated worker during the block."""
+    model = f"--model={SHIPPED_MODEL}"
+    module_to_flags = {
+        # a step takes 19 ms, whatever is in it
+        "sim_worker": [model, f"--max-num-seqs={_NUM_SEQS}", "--num-blocks=4096", "--speedup=0.25"],
+        "scheduler_svc": [f"--workers=unix:{directory}/sim_worker.sock", "--max-waiting=32"],
+        "router": [model, f"--scheduler=unix:{directory}/scheduler_svc.sock"],
+    }
+    async with modules(directory, module_to_flags) as processes:
+        yield list(processes.values())
+
+
 async def measure(given: argparse.Namespace) -> Results:
     draw = random.Random(0)
     seconds = 15.0 if given.quick else given.seconds
@@ -149,10 +161,7 @@ async def measure(given: argparse.Namespace) -> Results:
 
     with tempfile.TemporaryDirectory(prefix="quire-overload-") as name:
         target = f"unix:{name}/router.sock"
-        async with (
-            simulated_service(Path(name), _WORKER_FLAGS, ["--max-waiting=32"]) as processes,
-            open_channel(target) as channel,
-        ):
+        async with simulated_service(Path(name)) as processes, open_channel(target) as channel:
             idle = await probe(target, min(10.0, seconds / 3))
             stub = InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
             peak = await find_peak(stub, draw, min(10.0, seconds / 3))

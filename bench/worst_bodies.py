@@ -32,7 +32,7 @@ import grpc.aio
 from engines.watched_router import CPU, GAP
 from faults.bodies import Body, draw_like, draw_shape, make
 from harness.case import SHIPPED_MODEL, Results, Table, arguments, main, progress
-from harness.processes import Process, free_ports
+from harness.processes import Process, modules
 
 from rpc.peers.channel import open_channel
 
@@ -152,21 +152,8 @@ async def service(directory: Path, max_model_len: int) -> AsyncIterator[Process]
             model, f"--scheduler=unix:{directory}/scheduler_svc.sock", "--local-drain",
         ],
     }  # fmt: skip
-    ports = free_ports(len(module_to_flags))
-    processes: list[Process] = []
-    for (module, flags), port in zip(module_to_flags.items(), ports, strict=True):
-        listen = [f"--uds={directory}/{module}.sock", f"--http-port={port}"]
-        argv = ["-m", module, *listen, *flags]
-        processes.append(Process(module, argv, directory / f"{module}.log", port))
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            await process.wait_until_ready()
-        yield processes[-1]
-    finally:
-        for process in reversed(processes):
-            await process.stop(10.0)
+    async with modules(directory, module_to_flags) as processes:
+        yield processes["engines.watched_router"]
 
 
 async def measure(given: argparse.Namespace) -> Results:

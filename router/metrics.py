@@ -31,8 +31,8 @@ class BatchedHistogram(Histogram):
         values, self._values = np.array(self._values), []
         places = np.searchsorted(self._upper_bounds, values)  # the bounds are inclusive
         for place, num in enumerate(np.bincount(places)):
-            self._buckets[place].inc(num)
-        self._sum.inc(values.sum())
+            self._buckets[place].inc(int(num))
+        self._sum.inc(float(values.sum()))
 
     def _child_samples(self) -> Iterable[Sample]:
         self._count()

@@ -54,7 +54,6 @@ async def run_scheduler(
     Raises:
         StaleEpochError: A newer scheduler has taken over the workers.
         RecordingError: The recording cannot be written.
-        InvalidArgumentError: A worker has seen the largest epoch.
     """
     workers = Discovery(
         settings.workers, resolver=resolver, interval_s=settings.discovery_interval_s

@@ -31,8 +31,8 @@ class SchedulerSettings(ProcessSettings):
     """Name of this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
     """This scheduler's epoch: workers obey only the newest. Default: the wall clock at the start,
-    in milliseconds, or one more than the workers have seen if that is more, so that a scheduler
-    that starts later takes over."""
+    in nanoseconds, or a little more than the workers have seen if that is more, so that a scheduler
+    that starts later takes over. Two schedulers never have the same one unless it is given."""
     standby: bool = False
     """Whether to wait, with no port open, until no worker has a scheduler, and then to take over.
     Among several schedulers with this flag one serves. When it dies, another takes its place; a

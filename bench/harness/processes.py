@@ -11,13 +11,13 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
-from harness.case import ROOT, SHIPPED_MODEL, BenchError
+from harness.case import ROOT, BenchError
 
 BENCH = ROOT / "bench"
 HOST = "127.0.0.1"
@@ -156,6 +156,34 @@ class Process:
         return sum(ticks.get(pid, 0) for pid in members) / os.sysconf("SC_CLK_TCK")
 
 
+@contextlib.asynccontextmanager
+async def modules(
+    directory: Path, module_to_flags: Mapping[str, Sequence[str]]
+) -> AsyncIterator[dict[str, Process]]:
+    """Start modules, each with its gRPC at DIRECTORY/MODULE.sock; yields when all are ready.
+
+    With --grpc-port among its flags, a module listens there instead.
+    """
+    processes: dict[str, Process] = {}
+    for (module, flags), port in zip(
+        module_to_flags.items(), free_ports(len(module_to_flags)), strict=True
+    ):
+        listen = [f"--http-port={port}"]
+        if not any(flag.startswith("--grpc-port=") for flag in flags):
+            listen.append(f"--uds={directory}/{module}.sock")
+        argv = ["-m", module, *listen, *flags]
+        processes[module] = Process(module, argv, directory / f"{module}.log", port)
+    try:
+        for process in processes.values():
+            process.start()
+        for process in processes.values():
+            await process.wait_until_ready()
+        yield processes
+    finally:
+        for process in reversed(processes.values()):
+            await process.stop(10.0)
+
+
 class Service(Process):
     """Router, scheduler and worker, in processes of their own or in one."""
 
@@ -180,42 +208,6 @@ async def service(
             yield started
         finally:
             await started.stop()
-
-
-@contextlib.asynccontextmanager
-async def simulated_service(
-    directory: Path,
-    worker_flags: Sequence[str],
-    scheduler_flags: Sequence[str] = (),
-    router_flags: Sequence[str] = (),
-) -> AsyncIterator[list[Process]]:
-    """Run simulated worker, scheduler and router, with Unix sockets, during the block.
-
-    With --grpc-port among its flags, the router listens there instead.
-    """
-    model = f"--model={SHIPPED_MODEL}"
-    module_to_flags = {
-        "sim_worker": [model, *worker_flags],
-        "scheduler_svc": [f"--workers=unix:{directory}/sim_worker.sock", *scheduler_flags],
-        "router": [model, f"--scheduler=unix:{directory}/scheduler_svc.sock", *router_flags],
-    }
-    ports = free_ports(len(module_to_flags))
-    processes: list[Process] = []
-    for (module, flags), port in zip(module_to_flags.items(), ports, strict=True):
-        listen = [f"--http-port={port}"]
-        if not any(flag.startswith("--grpc-port") for flag in flags):
-            listen.append(f"--uds={directory}/{module}.sock")
-        argv = ["-m", module, *listen, *flags]
-        processes.append(Process(module, argv, directory / f"{module}.log", port))
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            await process.wait_until_ready()
-        yield processes
-    finally:
-        for process in reversed(processes):
-            await process.stop(10.0)
 
 
 @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""Refuses a model by its config.json before torch is imported, which takes many seconds."""
+"""Refuses a model by its config.json before its weights are fetched and torch is imported."""
 
 from gpu_worker.models.config import read_architecture
 from gpu_worker.models.llama_config import LLAMA_ARCHITECTURES, read_llama_config
@@ -12,7 +12,10 @@ def check_config(settings: WorkerSettings, report: Report) -> None:
 
     What needs torch to be known, loading refuses itself.
     """
-    fields = read_json(find_model(settings.model, settings.cache_dir, report) / "config.json")
+    directory = find_model(settings.model, settings.cache_dir, report, with_weights=False)
+    if not (directory / "config.json").exists():
+        return  # loading tells where there is one
+    fields = read_json(directory / "config.json")
     if settings.model_class not in ("", "transformers"):
         return  # a class of the user's reads what it likes
     is_ours = read_architecture(fields) in LLAMA_ARCHITECTURES and not settings.model_class

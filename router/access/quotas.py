@@ -77,15 +77,16 @@ class Meter:
         if self.quota.tokens_per_minute is not None:
             self._tokens = TokenBucket(self.quota.tokens_per_minute, self.now)
 
-    def begin(self, now: float) -> "Lease":
-        """Count a request until its lease ends.
+    def begin(self, now: float, *, is_free: bool = False) -> "Lease":
+        """Count a request until its lease ends; a free one costs nothing and is always allowed.
 
         Raises:
             TooBusyError: The quota is used up; nothing is counted.
         """
-        self._check_requests(now)
-        if self._requests is not None:
-            self._requests.take(1, now)
+        if not is_free:
+            self._check_requests(now)
+            if self._requests is not None:
+                self._requests.take(1, now)
         self.num_live += 1
         return Lease(self)
 
@@ -215,6 +216,6 @@ class Quotas:
         """See `Meter`."""
         self._meters.get(tenant, self._unlimited).check(num_tokens, now)
 
-    def begin(self, tenant: str, now: float) -> Lease:
+    def begin(self, tenant: str, now: float, *, is_free: bool = False) -> Lease:
         """See `Meter`."""
-        return self._meters.get(tenant, self._unlimited).begin(now)
+        return self._meters.get(tenant, self._unlimited).begin(now, is_free=is_free)

@@ -254,8 +254,11 @@ class Inference:
         await self.cancel_of(self._tenant_of_caller(tenant), request_id)
 
     async def cancel_of(self, tenant: str, request_id: str) -> None:
-        """Cancel a tenant's resumable request for any caller, who must be allowed to."""
-        (await self._take_over(request_id, tenant, None)).cancel()
+        """Cancel a tenant's resumable request for any caller, who must be allowed to.
+
+        This is not charged to the tenant's quota.
+        """
+        (await self._take_over(request_id, tenant, None, is_free=True)).cancel()
 
     @property
     def admitted(self) -> Sequence[Admitted]:
@@ -265,14 +268,17 @@ class Inference:
     def _tenant_of_caller(self, claimed: str) -> str:
         return tenant_of_caller(claimed) if self._has_api_keys else claimed
 
-    async def _take_over(self, request_id: str, tenant: str, deadline: float | None) -> LiveRequest:
+    async def _take_over(
+        self, request_id: str, tenant: str, deadline: float | None, *, is_free: bool = False
+    ) -> LiveRequest:
         model = self.model.info()
         if (tenant, request_id) in self._admission:
             self._end_reader(request_id, tenant)
         admitted = self._admission.admit(tenant, request_id)
         lease: Lease | None = None
         try:
-            new_lease = lease = self._quotas.begin(tenant, asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            new_lease = lease = self._quotas.begin(tenant, now, is_free=is_free)
             return await self._schedulers.resume(
                 request_id,
                 tenant,

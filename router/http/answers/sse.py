@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from aiohttp import ClientConnectionResetError, web
 
@@ -105,6 +105,14 @@ class SseResponse:
         self.put(head + sse_event(value))
         await self.wait_for_room()
 
+    async def send_named(self, events: Sequence[Mapping[str, object]]) -> None:
+        """Send events that have their `type` as a name, too, in one write."""
+        lines = (
+            b"event: %b\n%b" % (str(event["type"]).encode(), sse_event(event)) for event in events
+        )
+        self.put(b"".join(lines))
+        await self.wait_for_room()
+
     async def send_done(self) -> None:
         """Send the end of OpenAI's streams."""
         self.put(b"data: [DONE]\n\n")
@@ -114,5 +122,5 @@ class SseResponse:
 
 
 def sse_event(value: object) -> bytes:
-    """Return the event of a value; it may follow a line with an id."""
+    """Return the event of a value; it may follow lines with its id and its name."""
     return b"data: %b\n\n" % json_bytes(value)

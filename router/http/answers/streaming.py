@@ -1,8 +1,9 @@
 """Streams events as they come: when the status is sent, and what an error becomes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import structlog
 from aiohttp import ClientConnectionResetError, web
@@ -10,9 +11,11 @@ from aiohttp import ClientConnectionResetError, web
 from contract.errors import QuireError
 from router.http.answers.sse import SseResponse
 
-_STATUS_WITHIN_S = 5.0
+STATUS_WITHIN_S = 5.0
 """How long a stream waits for its first event before it sends status 200. After the status, errors
 can only be sent as events."""
+
+E = TypeVar("E")
 
 log = structlog.get_logger()
 
@@ -41,7 +44,7 @@ async def stream(
         # headers, so that no proxy takes the service for hanging.
         await asyncio.wait(
             (sending, sse.first_event),
-            timeout=_STATUS_WITHIN_S,
+            timeout=STATUS_WITHIN_S,
             return_when=asyncio.FIRST_COMPLETED,
         )
         if sending.done() and not sse.first_event.done():
@@ -64,3 +67,16 @@ async def stream(
             sending.exception()  # else asyncio complains that it was never read
     await sse.end()
     return sse.response
+
+
+@asynccontextmanager
+async def first_of(events: AsyncIterator[E]) -> AsyncIterator[asyncio.Future[E]]:
+    """Start waiting for the first event; leaving the block ends the wait."""
+    first = asyncio.ensure_future(anext(events))
+    try:
+        yield first
+    finally:
+        if first.cancel():
+            await asyncio.wait([first])
+        elif not first.cancelled():
+            first.exception()  # else asyncio complains that it was never read
