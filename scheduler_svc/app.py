@@ -222,6 +222,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
     return SchedulerConfig(
         num_blocks=info.limits.num_blocks,
         block_size=info.limits.block_size,
+        kv_windows=info.limits.kv_windows,
         max_num_seqs=info.limits.max_num_seqs,
         max_num_batched_tokens=info.limits.max_num_batched_tokens,
         max_model_len=info.limits.max_model_len,
@@ -230,7 +231,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         max_num_blocks=info.max_num_blocks,
         min_num_blocks=info.min_num_blocks,
         max_waiting=settings.max_waiting,
-        enable_prefix_caching=settings.enable_prefix_caching,
+        enable_prefix_caching=settings.enable_prefix_caching and not info.takes_whole_prompts,
         watermark=settings.watermark,
         eviction=Eviction(settings.eviction),
         max_pinned_share=settings.max_pinned_share,
@@ -251,6 +252,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         max_swap_blocks=settings.max_swap_blocks,
         long_prefill_threshold=settings.long_prefill_threshold,
         max_long_prefills=settings.max_long_prefills,
+        takes_whole_prompts=info.takes_whole_prompts,
         policy=settings.policy,
         policy_args=settings.policy_args,
     )

@@ -167,9 +167,16 @@ class Inference:
         if request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline:
             raise DeadlineExceededError("the deadline passed before the request was submitted")
         sampling = complete_sampling(
-            request.sampling, len(prompt), model, secrets.randbits(_SEED_BITS)
+            request.sampling,
+            len(prompt),
+            model,
+            secrets.randbits(_SEED_BITS),
+            cuts_max_tokens=request.cuts_max_tokens,
         )
         sampling = replace(sampling, structured=prepared.structured, adapter=model.adapter)
+        if sampling.pooling is not None:
+            pooling = replace(sampling.pooling, num_first_tokens=prepared.num_first_tokens)
+            sampling = replace(sampling, pooling=pooling)
         lease.reserve(
             _most_tokens(len(prompt), request.n, request.beam, sampling),
             asyncio.get_running_loop().time(),

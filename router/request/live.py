@@ -95,6 +95,8 @@ class LiveRequest:
         self.outputs = tuple(outputs)
         self.num_cached_tokens: int | None = None
         self.num_pinned_tokens = 0
+        self.vector: bytes | None = None
+        """The vector of a request that pools: float32, little-endian."""
         self.goes_on = False
         """Whether the request continues at the scheduler without this reader."""
         self.num_submits = 0
@@ -193,6 +195,11 @@ class LiveRequest:
         """Add log-probabilities of the prompt from `position` on; some may be known already."""
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += logprobs[len(self._prompt_logprobs) + 1 - position :]
+
+    def set_vector(self, seq_key: int, vector: bytes) -> None:
+        """End the only output of a request that pools with its vector."""
+        self.vector = vector
+        self.finish(seq_key, FinishReason.STOP)
 
     def admit(self, seq_key: int, num_cached_tokens: int) -> None:
         """Record how much of the prompt was cached when output 0 was first admitted."""

@@ -55,6 +55,12 @@ class LiveTable:
         for pin in events.pins:  # before the tokens, which may end the request
             if (live := table.get(pin.seq_key)) is not None:
                 live.pin(pin.num_pinned_tokens)
+        for admission in events.admissions:
+            if (live := table.get(admission.seq_key)) is not None:
+                live.admit(admission.seq_key, admission.num_cached_tokens)
+        for seq_key, vector in events.vectors.items():
+            if (live := table.pop(seq_key, None)) is not None:
+                live.set_vector(seq_key, vector)
         stopped: list[int] = []
         changed: dict[LiveRequest, None] = {}  # an ordered set
         num_tokens = 0

@@ -114,7 +114,7 @@ class ChatShape:
         delta = self._role_once(index)
         if self._index_to_reader is not None:
             reader = self._index_to_reader[index]
-            delta |= self._chunk(index, self._last_pieces(reader, finished))
+            delta |= self._chunk(index, last_pieces(reader, finished, self._stop))
         return {"index": index, "delta": delta, "logprobs": None, **self._end(index, finished)}
 
     def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
@@ -123,7 +123,7 @@ class ChatShape:
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if self._index_to_reader is not None:
             reader = self._index_to_reader[index]
-            pieces = [*reader.push(text), *self._last_pieces(reader, finished)]
+            pieces = [*reader.push(text), *last_pieces(reader, finished, self._stop)]
             message |= self._message(index, pieces)
         return {
             "index": index,
@@ -132,12 +132,6 @@ class ChatShape:
             **self._token_ids(output.token_ids),
             **self._end(index, finished),
         }
-
-    def _last_pieces(self, reader: Reader, finished: OutputFinished) -> list[Piece]:
-        pieces: list[Piece] = []
-        if finished.stop_string is not None and finished.stop_string in self._stop:
-            pieces += reader.push(finished.stop_string)
-        return [*pieces, *reader.flush()]
 
     def _role_once(self, index: int) -> Json:
         if index in self._introduced:
@@ -201,6 +195,14 @@ class ChatShape:
             "logprob": finite(logprob),
             "bytes": list(self._token_bytes(token_id)),
         }
+
+
+def last_pieces(reader: Reader, finished: OutputFinished, stop: Sequence[str]) -> list[Piece]:
+    """Return what is read at an output's end, where a stop string of `stop` ends a call."""
+    pieces: list[Piece] = []
+    if finished.stop_string is not None and finished.stop_string in stop:
+        pieces += reader.push(finished.stop_string)
+    return [*pieces, *reader.flush()]
 
 
 def _sorted(pieces: Sequence[Piece]) -> tuple[str, str, list[CallPiece]]:

@@ -21,8 +21,12 @@ class SseResponse:
     else about an event. If the client is gone, writes raise ClientConnectionResetError.
     """
 
-    def __init__(self, request: web.Request, headers: dict[str, str]) -> None:
+    def __init__(
+        self, request: web.Request, headers: dict[str, str], heartbeat: bytes = b":\n\n"
+    ) -> None:
+        """`heartbeat` is sent while nothing else is; by default a comment."""
         self._request = request
+        self._heartbeat = heartbeat
         self._transport: asyncio.Transport | None = None
         self._is_chunked = False
         self._is_silent = False
@@ -41,7 +45,7 @@ class SseResponse:
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:
-        """Send a comment, which readers skip, after each second without an event.
+        """Send a heartbeat, which readers skip, after each second without an event.
 
         So a client can tell a router that hangs from one that has no event yet.
         """
@@ -56,7 +60,7 @@ class SseResponse:
         self._timer = asyncio.get_running_loop().call_later(_HEARTBEAT_S, self._beat)
         if self._is_silent and self._transport is not None and self.has_room():
             with contextlib.suppress(ClientConnectionResetError):  # the next event raises it
-                self.put(b":\n\n")
+                self.put(self._heartbeat)
         self._is_silent = True
 
     async def start(self) -> None:

@@ -80,3 +80,10 @@ async def first_of(events: AsyncIterator[E]) -> AsyncIterator[asyncio.Future[E]]
             await asyncio.wait([first])
         elif not first.cancelled():
             first.exception()  # else asyncio complains that it was never read
+
+
+async def rest_of(first: asyncio.Future[E], events: AsyncIterator[E]) -> AsyncIterator[E]:
+    """Yield the first event when it is there, and the others."""
+    yield await first
+    async for event in events:
+        yield event
