@@ -46,7 +46,7 @@ class SchedulerSettings(ProcessSettings):
     """How long a scheduler that keeps its connections must have been silent to all workers before a
     standby takes over, in seconds. A healthy scheduler sends a message four times per second. If
     the scheduler was only slow, it ends, no request is lost, and clients see a pause."""
-    worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 2.0
+    worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
     """How long a worker may be silent before it counts as lost, in seconds; a healthy worker sends
     a message four times per second. Other workers compute its requests again; without other
     workers, the requests continue when it answers."""
