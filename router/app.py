@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
+from prometheus_client import REGISTRY
 
 from model_files.locate import find_model
 from router.access.authentication import KeyInterceptor, key_middleware
 from router.access.tenancy import check_operator
+from router.gateway_metrics import GatewayMetrics
 from router.grpc.api import inference_service
 from router.grpc.bounds import RequestBounds
 from router.grpc.operations import operator_services
@@ -81,6 +83,8 @@ async def run_router(
         chats=settings.chats,
         api_keys=api_keys,
     )
+    gateway_metrics = GatewayMetrics(inference)
+    health.before_scrape(gateway_metrics.refresh)
     ui = Ui(inference) if settings.ui else None
     open_paths = frozenset() if ui is None else ui.open_paths
     access = (
@@ -103,6 +107,7 @@ async def run_router(
     client = asyncio.create_task(schedulers.run(), name="schedulers")
     client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     trimming = asyncio.create_task(keep_trimmed(), name="malloc")
+    REGISTRY.register(gateway_metrics)
     try:
         await serve(
             settings,
@@ -126,6 +131,7 @@ async def run_router(
             stop=stop,
         )
     finally:
+        REGISTRY.unregister(gateway_metrics)
         inference.close()
         trimming.cancel()
         client.cancel()

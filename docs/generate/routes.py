@@ -11,6 +11,7 @@ from aiohttp import web
 import rpc.health
 from router.http.api import routes as openai_routes
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody
+from router.http.openai_responses.body import ResponseBody
 from router.http.requests.chat import ChatBody
 from router.http.requests.completions import CompletionBody
 from router.http.requests.schema import NO_EFFECT
@@ -62,6 +63,7 @@ These fields are refused by name, except with their neutral value:
 _BODIES: dict[str, type[Schema]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponseBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
     "/tokenize": TokenizeBody,

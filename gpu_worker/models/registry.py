@@ -99,12 +99,6 @@ class _CheckpointSource:
         elif place.num_ranks > 1:
             raise _not_shared(f"a model-class of yours, {self.config.architecture},", place)
         self._stored = read_stored_format(fields)
-        if quantization is not None and self._stored is not None:
-            raise fields.error(
-                "quantization_config",
-                f"is set, and quantization is {quantization.value}; weights that are quantized"
-                " already are taken as they are: leave it out",
-            )
         self._is_dummy = is_dummy
         self._quantization = quantization
         self._directory = directory

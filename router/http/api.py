@@ -1,53 +1,32 @@
-"""The routes of the OpenAI API, and what all share: ids, trace context, errors."""
+"""The routes of the OpenAI API."""
 
-import functools
-import re
 import time
-import uuid
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
-from typing import TypeAlias
 
-from aiohttp import ClientConnectionResetError, web
-from opentelemetry import context as otel_context
+from aiohttp import web
 
 from contract.errors import InvalidArgumentError, NotFoundError
 from router.access.tenancy import with_precedence
+from router.http.answers.answer import Call, answer
+from router.http.answers.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
+from router.http.answers.objects import model_json
 from router.http.body import BodyReader
-from router.http.errors import (
-    REQUEST_ID_HEADER,
-    MethodNotAllowedError,
-    failure_response,
-)
+from router.http.endpoint import CallId, endpoint, json_response
+from router.http.errors import MethodNotAllowedError
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
+from router.http.openai_responses.routes import responses_routes
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
 from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
-from router.http.responses.answer import Call, answer
-from router.http.responses.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
-from router.http.responses.objects import model_json
-from router.http.strict_json import excerpt, json_bytes
+from router.http.strict_json import excerpt
 from router.operators.adapters_and_models import Operations
 from router.request.inference import Inference
-from rpc.observe import telemetry
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 """Routes that change the service for all its users."""
 
 _RESUMABLE_HEADER = "X-Quire-Resumable"
-_REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}")
-
-
-@dataclass(slots=True)
-class _CallId:
-    """A call's id: generated, unless the header or the body gives one."""
-
-    value: str
-
-
-HttpHandler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
-CallHandler: TypeAlias = Callable[[web.Request, _CallId], Awaitable[web.StreamResponse]]
 
 
 def routes(
@@ -68,14 +47,14 @@ def routes(
     def begins(request: web.Request) -> bool:
         return LAST_EVENT_ID_HEADER not in request.headers  # else it resumes
 
-    async def create_completion(request: web.Request, call_id: _CallId) -> web.StreamResponse:
+    async def create_completion(request: web.Request, call_id: CallId) -> web.StreamResponse:
         """Continue one or several prompts; streamed as server-sent events on request."""
         body = await bodies.read(request, CompletionBody, generates=begins(request))
         call_id.value = body.request_id or call_id.value
         call = completion_call(inference, body, call_id.value)
         return await answer(request, inference, _with_headers(call, request))
 
-    async def create_chat(request: web.Request, call_id: _CallId) -> web.StreamResponse:
+    async def create_chat(request: web.Request, call_id: CallId) -> web.StreamResponse:
         """Answer a chat, using the model's chat template."""
         body = await bodies.read(request, ChatBody, generates=begins(request))
         call_id.value = body.request_id or call_id.value
@@ -84,97 +63,74 @@ def routes(
         call = await chat_call(inference, body, call_id.value)
         return await answer(request, inference, _with_headers(call, request))
 
-    async def list_models(_: web.Request, __: _CallId) -> web.Response:
+    async def list_models(_: web.Request, __: CallId) -> web.Response:
         """List the models served."""
         models = [model_json(model, created) for model in inference.model.infos()]
-        return _json_response({"object": "list", "data": models})
+        return json_response({"object": "list", "data": models})
 
-    async def get_model(request: web.Request, _: _CallId) -> web.Response:
+    async def get_model(request: web.Request, _: CallId) -> web.Response:
         """Describe one model."""
         model_id = request.match_info["id"]
         for model in inference.model.infos():
             if model.id == model_id:
-                return _json_response(model_json(model, created))
+                return json_response(model_json(model, created))
         raise NotFoundError(f"model {excerpt(model_id)} is not served")
 
-    async def create_tokens(request: web.Request, _: _CallId) -> web.Response:
+    async def create_tokens(request: web.Request, _: CallId) -> web.Response:
         """Turn a text or a chat into the token ids for the model, as vLLM does."""
         body = await bodies.read(request, TokenizeBody)
-        return _json_response(await tokenize(inference, body))
+        return json_response(await tokenize(inference, body))
 
-    async def create_text(request: web.Request, _: _CallId) -> web.Response:
+    async def create_text(request: web.Request, _: CallId) -> web.Response:
         """Turn token ids into text, with special tokens, as vLLM does."""
         body = await bodies.read(request, DetokenizeBody)
-        return _json_response(await detokenize(inference, body))
+        return json_response(await detokenize(inference, body))
 
-    async def load_lora_adapter(request: web.Request, _: _CallId) -> web.Response:
+    async def load_lora_adapter(request: web.Request, _: CallId) -> web.Response:
         """Load a LoRA adapter from a directory on the workers' machines; for operators, as vLLM."""
         body = await bodies.read(request, LoadAdapterBody)
         return web.Response(text=await load_adapter(operations, body, request.remote))
 
-    async def unload_lora_adapter(request: web.Request, _: _CallId) -> web.Response:
+    async def unload_lora_adapter(request: web.Request, _: CallId) -> web.Response:
         """Unload an adapter when its requests have ended; for operators, as vLLM."""
         body = await bodies.read(request, UnloadAdapterBody)
         return web.Response(text=await unload_adapter(operations, body, request.remote))
 
-    async def get_version(_: web.Request, __: _CallId) -> web.Response:
+    async def get_version(_: web.Request, __: CallId) -> web.Response:
         """Return the service's version."""
-        return _json_response({"version": version("quire")})
+        return json_response({"version": version("quire")})
 
-    async def get_load(_: web.Request, __: _CallId) -> web.Response:
+    async def get_load(_: web.Request, __: CallId) -> web.Response:
         """Return how many sequences are live (`server_load`), and the schedulers' load."""
         load = await inference.load()
         num_live = load.num_requests_running + load.num_requests_waiting + load.num_requests_swapped
         fields = {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields}
-        return _json_response({"server_load": num_live, **fields})
+        return json_response({"server_load": num_live, **fields})
 
-    async def refuse(request: web.Request, _: _CallId) -> web.Response:
+    async def refuse(request: web.Request, _: CallId) -> web.Response:
         if request.path in paths:
             raise MethodNotAllowedError(f"{request.path} does not take {request.method}")
         raise NotFoundError(f"there is no {request.method} {request.path}")
 
     served = [
-        web.post("/v1/completions", _endpoint(create_completion)),
-        web.post("/v1/chat/completions", _endpoint(create_chat)),
-        web.get("/v1/models", _endpoint(list_models)),
-        web.post("/v1/load_lora_adapter", _endpoint(load_lora_adapter)),
-        web.post("/v1/unload_lora_adapter", _endpoint(unload_lora_adapter)),
-        web.post("/tokenize", _endpoint(create_tokens)),
-        web.post("/detokenize", _endpoint(create_text)),
-        web.get("/version", _endpoint(get_version)),
-        web.get("/load", _endpoint(get_load)),
+        web.post("/v1/completions", endpoint(create_completion)),
+        web.post("/v1/chat/completions", endpoint(create_chat)),
+        web.get("/v1/models", endpoint(list_models)),
+        web.post("/v1/load_lora_adapter", endpoint(load_lora_adapter)),
+        web.post("/v1/unload_lora_adapter", endpoint(unload_lora_adapter)),
+        web.post("/tokenize", endpoint(create_tokens)),
+        web.post("/detokenize", endpoint(create_text)),
+        web.get("/version", endpoint(get_version)),
+        web.get("/load", endpoint(get_load)),
     ]
+    served += responses_routes(inference, bodies)
     paths = {route.path for route in served}
     return [
         *served,
-        web.get("/v1/models/{id:.+}", _endpoint(get_model)),  # ids may hold slashes
-        web.route("*", "/v1/{path:.*}", _endpoint(refuse)),
-        *(web.route("*", path, _endpoint(refuse)) for path in sorted(paths)),
+        web.get("/v1/models/{id:.+}", endpoint(get_model)),  # ids may hold slashes
+        web.route("*", "/v1/{path:.*}", endpoint(refuse)),
+        *(web.route("*", path, endpoint(refuse)) for path in sorted(paths)),
     ]
-
-
-def _endpoint(handler: CallHandler) -> HttpHandler:
-    """Wrap a handler: trace context, errors in OpenAI's shape, the call's id in the answer."""
-
-    @functools.wraps(handler)
-    async def handle(request: web.Request) -> web.StreamResponse:
-        token = otel_context.attach(telemetry.extract(request.headers.get("traceparent", "")))
-        call_id = _CallId(uuid.uuid4().hex)
-        try:
-            if (header := request.headers.get(REQUEST_ID_HEADER)) is not None:
-                call_id.value = _check_request_id(header)
-            response = await handler(request, call_id)
-        except ClientConnectionResetError:
-            raise  # the client is gone
-        except Exception as error:  # noqa: BLE001 - the one place that answers for all of them
-            response = failure_response(error, path=request.path, request_id=call_id.value)
-        finally:
-            otel_context.detach(token)
-        if not response.prepared:
-            response.headers.setdefault(REQUEST_ID_HEADER, call_id.value)
-        return response
-
-    return handle
 
 
 def _with_headers(call: Call, http: web.Request) -> Call:
@@ -208,16 +164,3 @@ def _resumed(call: Call, last_event_id: str) -> Call:
             " broken stream's did",
         )
     return call
-
-
-def _check_request_id(request_id: str) -> str:
-    if not _REQUEST_ID_PATTERN.fullmatch(request_id):
-        raise InvalidArgumentError(
-            REQUEST_ID_HEADER,
-            f"is {excerpt(request_id)}; it must be 1 to 128 printable ASCII characters",
-        )
-    return request_id
-
-
-def _json_response(value: object) -> web.Response:
-    return web.Response(body=json_bytes(value), content_type="application/json")

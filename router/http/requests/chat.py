@@ -2,34 +2,29 @@
 
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from contract.errors import InvalidArgumentError, UnimplementedError
+from contract.errors import InvalidArgumentError
+from router.http.answers.answer import Call
+from router.http.answers.chat_shape import ChatShape
+from router.http.requests.conversation import Conversation, Effort
 from router.http.requests.messages import (
     Messages,
     check_continued,
     check_template_kwargs,
     for_template,
 )
-from router.http.requests.outputs import plan_outputs
 from router.http.requests.schema import UNIMPLEMENTED, Body
 from router.http.requests.tools import ToolFields
-from router.http.responses.answer import Call
-from router.http.responses.chat_shape import ChatShape
 from router.http.strict_json import Schema
 from router.request.inference import Inference
-from router.text.chat_template import ChatTemplate
 
 MAX_TOP_LOGPROBS = 20
 MAX_THINKING_BUDGET = 2**20
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 ThinkingBudget = Annotated[int, Field(ge=0, le=MAX_THINKING_BUDGET)]
-
-_SWITCHES = ("enable_thinking", "thinking")
-"""Names by which templates are told whether to think."""
 
 
 class Reasoning(Schema):
@@ -96,12 +91,9 @@ class ChatBody(ToolFields, Body):
             )
         return given[0] if given else None
 
-    def template_kwargs(self, template: ChatTemplate) -> dict[str, Any]:
-        """Return what the template gets besides messages and tools.
-
-        Raises:
-            UnimplementedError: It does not know the effort.
-        """
+    @property
+    def conversation(self) -> Conversation:
+        """The chat as every API makes it."""
         kwargs: dict[str, Any] = dict(self.chat_template_kwargs)
         if self.add_generation_prompt is False or self.continue_final_message:
             kwargs["add_generation_prompt"] = False
@@ -110,16 +102,17 @@ class ChatBody(ToolFields, Body):
         effort = self.reasoning_effort
         if effort is None and self.reasoning is not None:
             effort = self.reasoning.effort
-        if effort is None:
-            return kwargs
-        switches = [name for name in _SWITCHES if name in template.variables]
-        if effort == "none" and switches:
-            return {switches[0]: False, **kwargs}
-        if effort == "none" or "reasoning_effort" not in template.variables:
-            raise UnimplementedError(
-                f'reasoning_effort is "{effort}"; the model\'s chat template does not know it'
-            )
-        return {"reasoning_effort": effort, **kwargs}
+        return Conversation(
+            model=self.model,
+            messages=for_template(self.messages),
+            tools=self,
+            form=self.structured(),
+            thinking_budget=self.budget,
+            effort=effort,
+            continued=self.messages[-1].text if self.continue_final_message else "",
+            template_kwargs=kwargs,
+            chat_template=self.chat_template,
+        )
 
     def check(self) -> None:
         """Check fields against each other; raises InvalidArgumentError."""
@@ -148,26 +141,7 @@ class ChatBody(ToolFields, Body):
 async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Call:
     """Make the call of a body; raises QuireError."""
     body.check()
-    template = inference.text.chat_template(body.model, body.chat_template)
-    parsers = inference.text.parsers(template)
-    tools = body.tool_use(template, parsers)
-    prompt = await inference.text.render_chat(
-        body.model,
-        for_template(body.messages),
-        template,
-        **body.template_kwargs(template),
-        **({} if tools is None else {"tools": tools.for_template}),
-    )
-    plan = await inference.text.run(
-        lambda: plan_outputs(
-            parsers,
-            tools,
-            body.structured(),
-            prompt=prompt,
-            continued=body.messages[-1].text if body.continue_final_message else "",
-            thinking_budget=body.budget,
-        )
-    )
+    prompt, plan = await body.conversation.prepare(inference)
     field_to_json = {
         **body.beam_field_to_json,
         **body.structured_field_to_json,

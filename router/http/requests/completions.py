@@ -7,9 +7,9 @@ from typing import Annotated
 from pydantic import PlainValidator
 
 from contract.errors import InvalidArgumentError
+from router.http.answers.answer import Call
+from router.http.answers.objects import CompletionShape, Echo
 from router.http.requests.schema import UNIMPLEMENTED, Body, Prompt
-from router.http.responses.answer import Call
-from router.http.responses.objects import CompletionShape, Echo
 from router.http.strict_json import excerpt
 from router.request.inference import Inference
 

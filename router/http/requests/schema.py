@@ -14,10 +14,10 @@ from pydantic import BeforeValidator, Field
 from contract.errors import InvalidArgumentError
 from contract.request import GenerateRequest
 from contract.sampling import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
+from router.http.answers.answer import UsageInStream
+from router.http.answers.objects import TokenText
 from router.http.requests.beam import BeamFields
 from router.http.requests.structured import StructuredFields
-from router.http.responses.answer import UsageInStream
-from router.http.responses.objects import TokenText
 from router.http.strict_json import Listed, Schema, at_most, excerpt
 from router.text.model_text import ModelText
 

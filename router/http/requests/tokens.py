@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError
+from router.http.answers.objects import Json
 from router.http.errors import error_with_json_names
 from router.http.requests.messages import (
     Message,
@@ -15,7 +16,6 @@ from router.http.requests.messages import (
     for_template,
 )
 from router.http.requests.tools import MAX_TOOLS, Tool, show_tools
-from router.http.responses.objects import Json
 from router.http.strict_json import Listed, Schema
 from router.request.inference import Inference
 

@@ -13,8 +13,8 @@ from contract.outputs import FinishReason, OutputDelta, OutputFinished
 from contract.packing import pack_int32, pack_uint64
 from contract.request import OutputReceived
 from quire.v1 import scheduler_pb2
+from router.http.answers.event_ids import StreamPosition, parse_event_id
 from router.http.api import routes
-from router.http.responses.event_ids import StreamPosition, parse_event_id
 from router.operators.adapters_and_models import Operations
 from rpc.security.operators import Operators
 

@@ -98,6 +98,14 @@ class FakeModel:
         return (MODEL,)
 
 
+class FakeDetokenizer:
+    def push(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def flush(self) -> str:
+        return ""
+
+
 class FakeText:
     """A token per character, whose id is the code point."""
 
@@ -133,6 +141,10 @@ class FakeText:
 
     async def run(self, work: Callable[[], T]) -> T:
         return work()
+
+    def detokenizer(self, *, skip_special_tokens: bool) -> "FakeDetokenizer":
+        del skip_special_tokens
+        return FakeDetokenizer()
 
     def infill(self, prefix: str, suffix: str) -> str:
         prompt = infill(prefix, suffix, self.marker_ids.get)

@@ -3,7 +3,7 @@ from contextlib import aclosing
 
 import pytest
 
-from router.http.responses.merge import merge
+from router.http.answers.merge import merge
 
 
 async def stream(*items):

@@ -9,7 +9,7 @@ from openai_fakes import delta, spell
 
 from contract.errors import UnavailableError
 from contract.outputs import FinishReason, OutputFinished, Usage
-from router.http.responses import answer, sse
+from router.http.answers import answer, sse
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -108,7 +108,7 @@ async def test_a_stream_whose_first_event_takes_long_has_comments_before_it(
         yield OutputFinished(0, FinishReason.STOP)
         yield Usage(1, 1, 0)
 
-    monkeypatch.setattr(answer, "_STATUS_WITHIN_S", 0.01)
+    monkeypatch.setattr(answer, "STATUS_WITHIN_S", 0.01)
     monkeypatch.setattr(sse, "_HEARTBEAT_S", 0.01)
     inference.script = script
     async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
@@ -131,7 +131,7 @@ async def test_an_error_that_comes_late_instead_of_the_first_event_is_an_event(
         raise UnavailableError("the worker is gone")
         yield
 
-    monkeypatch.setattr(answer, "_STATUS_WITHIN_S", 0.01)
+    monkeypatch.setattr(answer, "STATUS_WITHIN_S", 0.01)
     inference.script = script
     async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
         assert response.status == 200
@@ -155,7 +155,7 @@ async def test_a_client_that_leaves_before_the_first_event_ends_its_requests(
         finally:
             ended.release()
 
-    monkeypatch.setattr(answer, "_STATUS_WITHIN_S", status_within_s)
+    monkeypatch.setattr(answer, "STATUS_WITHIN_S", status_within_s)
     inference.script = script
     body = json.dumps({"prompt": ["x"] * num_prompts, "stream": True}).encode()
     reader, writer = await asyncio.open_connection(*server)

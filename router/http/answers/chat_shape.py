@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptScores, TokenLogprob
-from router.http.responses.objects import (
+from router.http.answers.objects import (
     CollectedOutput,
     Json,
     TokenText,

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from aiohttp import ClientConnectionResetError, web
 
@@ -59,6 +59,16 @@ class SseResponse:
         self._is_silent = False
         head = b"id: %b\n" % event_id.encode() if event_id else b""
         await self.response.write(b"%bdata: %b\n\n" % (head, json_bytes(value)))
+
+    async def send_named(self, events: Sequence[Mapping[str, object]]) -> None:
+        """Send events that have their `type` as a name, too, in one write."""
+        self._is_silent = False
+        await self.response.write(
+            b"".join(
+                b"event: %b\ndata: %b\n\n" % (str(event["type"]).encode(), json_bytes(event))
+                for event in events
+            )
+        )
 
     async def send_done(self) -> None:
         """Send the end of OpenAI's streams."""

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TypeVar
 
 import structlog
 from aiohttp import ClientConnectionResetError, web
@@ -12,23 +13,25 @@ from aiohttp import ClientConnectionResetError, web
 from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputDelta, OutputFinished, PromptScores, Usage
 from contract.request import GenerateRequest, OutputReceived, ResumeRequest
+from router.http.answers.event_ids import StreamPosition
+from router.http.answers.merge import merge
+from router.http.answers.objects import CollectedOutput, Json, Shape, usage_json
+from router.http.answers.sse import SseResponse
 from router.http.errors import (
     REQUEST_ID_HEADER,
     error_from_finished,
     error_json,
     error_with_json_names,
 )
-from router.http.responses.event_ids import StreamPosition
-from router.http.responses.merge import merge
-from router.http.responses.objects import CollectedOutput, Json, Shape, usage_json
-from router.http.responses.sse import SseResponse
 from router.http.strict_json import json_bytes
 from router.request.inference import Inference
 from router.request.live import LiveRequest
 
 log = structlog.get_logger()
 
-_STATUS_WITHIN_S = 5.0
+E = TypeVar("E")
+
+STATUS_WITHIN_S = 5.0
 """How long a stream waits for its first event before it sends status 200. After the status, errors
 can only be sent as events."""
 
@@ -169,10 +172,10 @@ async def _stream(
     http: web.Request, call: Call, live: LiveRequest, events: AsyncIterator[tuple[int, Event]]
 ) -> web.StreamResponse:
     sse = SseResponse(http, {REQUEST_ID_HEADER: call.request_id})
-    async with _first_of(events) as first:
+    async with first_of(events) as first:
         # A refusal comes soon, and the status can say so. A long prompt takes longer: then send the
         # headers, so that no proxy takes the service for hanging.
-        await asyncio.wait([first], timeout=_STATUS_WITHIN_S)
+        await asyncio.wait([first], timeout=STATUS_WITHIN_S)
         if first.done():
             first.result()
         await sse.start()
@@ -180,9 +183,7 @@ async def _stream(
 
 
 @asynccontextmanager
-async def _first_of(
-    events: AsyncIterator[tuple[int, Event]],
-) -> AsyncIterator[asyncio.Future[tuple[int, Event]]]:
+async def first_of(events: AsyncIterator[E]) -> AsyncIterator[asyncio.Future[E]]:
     """Start waiting for the first event; leaving the block ends the wait."""
     first = asyncio.ensure_future(anext(events))
     try:

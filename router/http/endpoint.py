@@ -1,0 +1,66 @@
+"""What all routes share: the call's id, trace context, errors in OpenAI's shape."""
+
+import functools
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from aiohttp import ClientConnectionResetError, web
+from opentelemetry import context as otel_context
+
+from contract.errors import InvalidArgumentError
+from router.http.errors import REQUEST_ID_HEADER, failure_response
+from router.http.strict_json import excerpt, json_bytes
+from rpc.observe import telemetry
+
+_REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(slots=True)
+class CallId:
+    """A call's id: generated, unless the header or the body gives one."""
+
+    value: str
+
+
+HttpHandler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+CallHandler: TypeAlias = Callable[[web.Request, CallId], Awaitable[web.StreamResponse]]
+
+
+def endpoint(handler: CallHandler) -> HttpHandler:
+    """Wrap a handler: trace context, errors in OpenAI's shape, the call's id in the answer."""
+
+    @functools.wraps(handler)
+    async def handle(request: web.Request) -> web.StreamResponse:
+        token = otel_context.attach(telemetry.extract(request.headers.get("traceparent", "")))
+        call_id = CallId(uuid.uuid4().hex)
+        try:
+            if (header := request.headers.get(REQUEST_ID_HEADER)) is not None:
+                call_id.value = _check_request_id(header)
+            response = await handler(request, call_id)
+        except ClientConnectionResetError:
+            raise  # the client is gone
+        except Exception as error:  # noqa: BLE001 - the one place that answers for all of them
+            response = failure_response(error, path=request.path, request_id=call_id.value)
+        finally:
+            otel_context.detach(token)
+        if not response.prepared:
+            response.headers.setdefault(REQUEST_ID_HEADER, call_id.value)
+        return response
+
+    return handle
+
+
+def json_response(value: object) -> web.Response:
+    return web.Response(body=json_bytes(value), content_type="application/json")
+
+
+def _check_request_id(request_id: str) -> str:
+    if not _REQUEST_ID_PATTERN.fullmatch(request_id):
+        raise InvalidArgumentError(
+            REQUEST_ID_HEADER,
+            f"is {excerpt(request_id)}; it must be 1 to 128 printable ASCII characters",
+        )
+    return request_id

@@ -1,0 +1,288 @@
+"""POST /v1/responses: the body, and the chat that it asks for."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, InstanceOf, SerializeAsAny
+
+from contract.errors import InvalidArgumentError
+from contract.request import GenerateRequest
+from contract.sampling import SamplingParams, StructuredOutput
+from router.http.answers.objects import Json
+from router.http.openai_responses.items import Item, messages_of, parse_items
+from router.http.requests.conversation import Conversation, Effort
+from router.http.requests.schema import MAX_METADATA
+from router.http.requests.structured import JsonSchema
+from router.http.requests.tools import MAX_TOOLS, FunctionName, ToolFields
+from router.http.strict_json import Listed, Schema, at_most
+
+MAX_TOP_LOGPROBS: Final = 20
+
+FIELD_TO_JSON: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "prompt": "input",
+        "max_tokens": "max_output_tokens",
+        "logprobs": "top_logprobs",
+        "structured.json_schema": "text.format.schema",
+        "structured.grammar": "tools",
+    }
+)
+"""The JSON names of a request's fields that differ."""
+
+
+class FunctionTool(Schema):
+    """A function that the model may call."""
+
+    unimplemented = MappingProxyType(
+        {
+            "defer_loading": (False,),
+            "allowed_callers": (["direct"],),
+            "output_schema": (),
+            "async": (False,),
+        }
+    )
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class NamedFunction(Schema):
+    """A `tool_choice` that names the function to call."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class ReasoningOptions(Schema):
+    """How much to think, and what is shown of it."""
+
+    unimplemented = MappingProxyType({"generate_summary": ("auto",), "context": ("auto",)})
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    """Without an effect: all of the thinking is shown."""
+    max_tokens: Annotated[int, Field(ge=0, le=2**20)] | None = None
+    """OpenRouter's: most tokens of thinking."""
+
+
+class TextFormat(Schema):
+    """The form that a text must have."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = ""
+    description: str = ""
+    schema_: Annotated[JsonSchema | None, Field(alias="schema")] = None
+    strict: bool = True
+    """Ignored: every schema is followed strictly."""
+
+    def form(self) -> StructuredOutput | None:
+        """Return the form; None: any text. Raises InvalidArgumentError without a schema."""
+        match self.type:
+            case "text":
+                return None
+            case "json_object":
+                return StructuredOutput(json_object=True)
+        if not isinstance(self.schema_, dict):
+            raise InvalidArgumentError(
+                "text.format.schema", 'is not an object; with the type "json_schema" it must be'
+            )
+        return StructuredOutput(json_schema=self.schema_)
+
+
+class TextOptions(Schema):
+    """What the text is like."""
+
+    unimplemented = MappingProxyType({"verbosity": ("medium",)})
+
+    format: TextFormat = TextFormat.model_validate({})
+
+
+class StreamOptions(Schema):
+    """Nothing that has an effect."""
+
+    unimplemented = MappingProxyType({"include_obfuscation": (False,)})
+
+
+class ResponseBody(Schema):
+    """POST /v1/responses."""
+
+    unimplemented = MappingProxyType(
+        {
+            "access_programs": (),
+            "background_options": (),
+            "context_management": ([],),
+            "conversation": (),
+            "image": (),
+            "max_tool_calls": (),
+            "moderation": (),
+            "prompt": (),
+            "prompt_cache_options": (),
+            "prompt_cache_retention": ("in_memory", "in-memory"),
+            "service_tier": ("auto", "default"),
+        }
+    )
+
+    model: str = ""
+    input: Annotated[list[SerializeAsAny[InstanceOf[Schema]]], BeforeValidator(parse_items)]
+    instructions: str = ""
+    previous_response_id: str | None = None
+    store: bool | None = None
+    """None: where turns are kept, this one is, too."""
+    background: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    tools: Annotated[Listed[FunctionTool], Field(default_factory=list, max_length=MAX_TOOLS)]
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningOptions = ReasoningOptions.model_validate({})
+    text: TextOptions = TextOptions.model_validate({})
+    truncation: Literal["auto", "disabled"] = "disabled"
+    include: Annotated[
+        Listed[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+        Field(default_factory=list),
+    ]
+    max_output_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(default_factory=dict)]
+    user: str = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+
+    # Not OpenAI's, but vLLM's.
+    seed: int | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    cache_salt: str = ""
+
+    @property
+    def items(self) -> Sequence[Item]:
+        """The input."""
+        return self.input  # type: ignore[return-value] # `parse_items` makes no others
+
+    @property
+    def has_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in self.include
+
+    @property
+    def seals_thinking(self) -> bool:
+        """Whether reasoning items carry what a client sends back."""
+        return "reasoning.encrypted_content" in self.include
+
+    def check(self) -> None:
+        """Check fields against each other; raises InvalidArgumentError."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgumentError("stream_options", "is set; it needs stream to be true")
+        if self.top_logprobs and not self.has_logprobs:
+            raise InvalidArgumentError(
+                "top_logprobs",
+                f'is {self.top_logprobs}; it needs "message.output_text.logprobs" in include',
+            )
+        if self.background and self.store is False:
+            raise InvalidArgumentError("background", "is true; it needs store not to be false")
+
+    def conversation(self, earlier: Sequence[Item] = ()) -> Conversation:
+        """Return the chat, behind the items of earlier turns; raises InvalidArgumentError."""
+        return Conversation(
+            model=self.model,
+            messages=messages_of(self.instructions, [*earlier, *self.items], len(earlier)),
+            tools=self._tools(),
+            form=self.text.format.form(),
+            thinking_budget=self.reasoning.max_tokens,
+            effort=self.reasoning.effort,
+        )
+
+    def _tools(self) -> ToolFields:
+        functions = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_unset=True)}
+            for tool in self.tools
+        ]
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        return ToolFields.model_validate(
+            {
+                "tools": functions,
+                "tool_choice": choice,
+                "parallel_tool_calls": self.parallel_tool_calls,
+            }
+        )
+
+    def request(self, prompt: str, request_id: str) -> GenerateRequest:
+        """Return the request for a prompt, before its outputs are planned."""
+        return GenerateRequest(
+            prompt=prompt,
+            model=self.model,
+            request_id=request_id,
+            sampling=SamplingParams(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=0 if self.top_k == -1 else self.top_k,  # -1 means all in vLLM
+                min_p=self.min_p,
+                repetition_penalty=self.repetition_penalty,
+                seed=self.seed,
+                max_tokens=self.max_output_tokens,
+                ignore_eos=self.ignore_eos,
+                logprobs=self.top_logprobs if self.has_logprobs else None,
+            ),
+            add_special_tokens=False,  # the template wrote them
+            cache_salt=self.cache_salt,
+        )
+
+    def shown(self, *, model: str, store: bool) -> Json:
+        """Return what a response repeats of its request."""
+        choice: Any = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            choice = choice.model_dump()
+        form = self.text.format
+        text: Json = {"type": form.type}
+        if form.type == "json_schema":
+            text |= {
+                "name": form.name,
+                "schema": form.schema_,
+                "strict": True,
+                "description": form.description or None,
+            }
+        return {
+            "background": self.background,
+            "instructions": self.instructions or None,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": self.metadata,
+            "model": model,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key or None,
+            "reasoning": {
+                "effort": self.reasoning.effort,
+                "summary": self.reasoning.summary,
+            },
+            "safety_identifier": self.safety_identifier or None,
+            "service_tier": "default",
+            "store": store,
+            "temperature": self.temperature,
+            "text": {"format": text},
+            "tool_choice": choice or "auto",
+            "tools": [_shown_tool(tool) for tool in self.tools],
+            "top_logprobs": self.top_logprobs,
+            "top_p": self.top_p,
+            "truncation": self.truncation,
+            "user": self.user or None,
+        }
+
+
+def _shown_tool(tool: FunctionTool) -> Json:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description or None,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }

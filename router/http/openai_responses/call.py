@@ -1,0 +1,137 @@
+"""One call of /v1/responses: its request, and the events that answer it."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from contract.errors import InvalidArgumentError
+from contract.outputs import Event, OutputDelta, OutputFinished, Usage
+from contract.request import GenerateRequest
+from router.http.answers.objects import Json
+from router.http.errors import error_with_json_names
+from router.http.openai_responses.body import FIELD_TO_JSON, ResponseBody
+from router.http.openai_responses.events import OutputText, ResponseEvents
+from router.http.openai_responses.items import Item, MessageItem
+from router.http.requests.outputs import OutputPlan
+from router.request.inference import Inference
+from router.request.stop_strings import StopMatcher
+
+_SHARE_FOR_OUTPUT = 8
+"""With `truncation: "auto"` and no `max_output_tokens`, the output may have this part of the
+context, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseCall:
+    """A response, and how its outputs are written and read."""
+
+    head: Json
+    """What it says of itself and of its request."""
+    request: GenerateRequest
+    """Before its outputs are planned."""
+    plan: OutputPlan
+    body: ResponseBody
+
+    @property
+    def planned(self) -> GenerateRequest:
+        return self.plan.applied_to(self.request)
+
+    def named(self, error: InvalidArgumentError) -> InvalidArgumentError:
+        """Return the error with its field named as in the client's JSON."""
+        return error_with_json_names({**FIELD_TO_JSON, **self.plan.field_to_json}, error)
+
+    def events(self, inference: Inference) -> ResponseEvents:
+        """Return what makes the response's events, from its first token on."""
+        request, model = self.planned, inference.model.info(self.request.model)
+        end_token_ids = frozenset() if self.body.ignore_eos else frozenset(model.eos_token_ids)
+        return ResponseEvents(
+            self.head,
+            OutputText(
+                inference.text.detokenizer(skip_special_tokens=request.skip_special_tokens),
+                StopMatcher(request.stop, include_in_output=False),
+                end_token_ids,
+            ),
+            None if self.plan.new_reader is None else self.plan.new_reader(),
+            call_stop=self.plan.stop,
+            token_text=inference.text.token_text,
+            token_bytes=inference.text.token_bytes,
+            has_logprobs=self.body.has_logprobs,
+            seals_thinking=self.body.seals_thinking,
+        )
+
+
+def head_of(
+    body: ResponseBody, response_id: str, created_at: float, model: str, *, store: bool
+) -> Json:
+    """Return what a response says of itself and of its request."""
+    return {
+        "id": response_id,
+        "created_at": int(created_at),
+        **body.shown(model=model, store=store),
+    }
+
+
+async def prepare(
+    inference: Inference, body: ResponseBody, head: Json, earlier: Sequence[Item] = ()
+) -> ResponseCall:
+    """Make the call of a body, behind the items of earlier turns; raises QuireError."""
+    if body.truncation == "auto":
+        prompt, plan = await _truncated(inference, body, earlier)
+    else:
+        prompt, plan = await body.conversation(earlier).prepare(inference)
+    return ResponseCall(head, body.request(prompt, str(head["id"])), plan, body)
+
+
+async def _truncated(
+    inference: Inference, body: ResponseBody, earlier: Sequence[Item]
+) -> tuple[str, OutputPlan]:
+    """Prepare the chat without its oldest turns, if all of it does not fit the context.
+
+    A turn begins with a message of the user. What comes before the first one always stays.
+    """
+    max_model_len = inference.model.info(body.model).max_model_len
+    room = max_model_len - (body.max_output_tokens or max_model_len // _SHARE_FOR_OUTPUT)
+    items = [*earlier, *body.items]
+    starts = [
+        i for i, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"
+    ]
+
+    def without(num_turns: int) -> ResponseBody:
+        kept = items if not starts else items[: starts[0]] + items[starts[num_turns] :]
+        return body.model_copy(update={"input": kept})
+
+    async def fits(num_turns: int) -> bool:
+        try:
+            prompt, _ = await without(num_turns).conversation().prepare(inference)
+            tokens = await inference.text.tokenize(body.model, prompt, add_special_tokens=False)
+        except InvalidArgumentError:
+            return False  # too long to be tokenized at all; another problem comes up below
+        return len(tokens) <= room
+
+    if await fits(0):
+        return await without(0).conversation().prepare(inference)
+    fewest, most = min(1, len(starts) - 1), len(starts) - 1
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if await fits(middle):
+            most = middle
+        else:
+            fewest = middle + 1
+    return await without(max(0, fewest)).conversation().prepare(inference)
+
+
+async def told(
+    source: AsyncIterator[Event], events: ResponseEvents, now: Callable[[], float]
+) -> AsyncGenerator[list[Json], None]:
+    """Yield a response's events as its tokens come; raises what the source raises."""
+    yield events.begin()
+    finished: OutputFinished | None = None
+    async for event in source:
+        match event:
+            case OutputDelta():
+                if new := events.push(event):
+                    yield new
+            case OutputFinished():
+                finished = event
+            case Usage():
+                assert finished is not None, "the usage follows the end"
+                yield events.finish(finished, event, now())

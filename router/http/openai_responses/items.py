@@ -1,0 +1,279 @@
+"""Items of a response's input and output, and the messages of a chat that they are."""
+
+import base64
+import uuid
+from collections.abc import Iterator, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from contract.errors import InvalidArgumentError, UnimplementedError
+from contract.request import MAX_MESSAGES
+from router.http.answers.objects import Json
+from router.http.errors import error_from_validation
+from router.http.requests.messages import CalledFunction, Message, TextPart, ToolCall
+from router.http.strict_json import Listed, Schema, excerpt
+
+_STATUS = Literal["in_progress", "completed", "incomplete"]
+_AUTHORS: dict[str, Any] = {"user": "user", "assistant": "assistant", "system": "system"}
+_AUTHORS["developer"] = "system"  # OpenAI's newer name for the same; templates know the older
+
+
+class _InputText(Schema):
+    """A piece of text in an input message."""
+
+    unimplemented = MappingProxyType({"prompt_cache_breakpoint": ()})
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Annotated[Listed[Any], Field(default_factory=list)]
+    logprobs: Annotated[Listed[Any], Field(default_factory=list)]
+
+
+class _Refusal(Schema):
+    """What another service's model has refused to do; here it is text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+def _as_parts(value: object) -> object:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+_Text = Annotated[
+    Listed[Annotated[_InputText | _Refusal, Field(discriminator="type")]],
+    BeforeValidator(_as_parts),
+]
+
+
+def _text_of(parts: Sequence[_InputText | _Refusal]) -> str:
+    return "\n".join(part.text if isinstance(part, _InputText) else part.refusal for part in parts)
+
+
+class MessageItem(Schema):
+    """A message of the user, the assistant, or the developer."""
+
+    prefix: ClassVar[str] = "msg_"
+
+    type: Literal["message"] = "message"
+    id: str = ""
+    role: Literal["user", "assistant", "system", "developer"]
+    content: _Text
+    status: _STATUS = "completed"
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    @property
+    def author(self) -> Literal["user", "assistant", "system"]:
+        author: Literal["user", "assistant", "system"] = _AUTHORS[self.role]
+        return author
+
+    @property
+    def text(self) -> str:
+        return _text_of(self.content)
+
+    def shown(self) -> Json:
+        """Return the item as OpenAI lists it."""
+        kind = "output_text" if self.role == "assistant" else "input_text"
+        more: Json = {"annotations": []} if self.role == "assistant" else {}
+        content = [
+            {"type": kind, "text": part.text, **more}
+            if isinstance(part, _InputText)
+            else part.model_dump()
+            for part in self.content
+        ]
+        shown: Json = {"type": "message", "role": self.role, "content": content}
+        return shown | {"phase": self.phase} if self.phase else shown
+
+
+class CallItem(Schema):
+    """A call of a function that the model made."""
+
+    prefix: ClassVar[str] = "fc_"
+    unimplemented = MappingProxyType({"namespace": (), "caller": (), "async": (False,)})
+
+    type: Literal["function_call"]
+    id: str = ""
+    call_id: str
+    name: str
+    arguments: str
+    status: _STATUS = "completed"
+
+    def shown(self) -> Json:
+        """Return the item as OpenAI lists it."""
+        return self.model_dump(include={"type", "call_id", "name", "arguments"})
+
+
+class CallOutputItem(Schema):
+    """What a function that was called has returned."""
+
+    prefix: ClassVar[str] = "fco_"
+    unimplemented = MappingProxyType({"namespace": (), "caller": (), "name": ()})
+
+    type: Literal["function_call_output"]
+    id: str = ""
+    call_id: str
+    output: _Text
+    status: _STATUS = "completed"
+
+    def shown(self) -> Json:
+        """Return the item as OpenAI lists it."""
+        return {
+            "type": self.type,
+            "call_id": self.call_id,
+            "output": _text_of(self.output),
+        }
+
+
+class _Thought(Schema):
+    """A piece of thinking, or of its summary."""
+
+    type: Literal["reasoning_text", "summary_text", "text"]
+    text: str
+
+
+class ReasoningItem(Schema):
+    """What the model thought before it answered."""
+
+    prefix: ClassVar[str] = "rs_"
+
+    type: Literal["reasoning"]
+    id: str = ""
+    summary: Annotated[Listed[_Thought], Field(default_factory=list)]
+    content: Annotated[Listed[_Thought], Field(default_factory=list)]
+    encrypted_content: str = ""
+    """The thinking again, as `sealed` wrote it, for clients that send back only this."""
+    status: _STATUS = "completed"
+
+    @property
+    def text(self) -> str:
+        """The thinking; raises InvalidArgumentError for contents of another service."""
+        if not self.content and self.encrypted_content:
+            return _opened(self.encrypted_content)
+        return "\n".join(part.text for part in self.content or self.summary)
+
+    def shown(self) -> Json:
+        """Return the item as OpenAI lists it."""
+        return self.model_dump(include={"type", "summary", "content"}) | (
+            {"encrypted_content": self.encrypted_content} if self.encrypted_content else {}
+        )
+
+
+Item: TypeAlias = MessageItem | CallItem | CallOutputItem | ReasoningItem
+
+_KINDS: dict[str, type[Item]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+}
+
+
+def parse_items(value: object) -> list[Item]:
+    """Return the items of `input`; raises QuireError naming the item."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise InvalidArgumentError("input", f"is {excerpt(value)}; it must be a text or a list")
+    if not 1 <= len(value) <= MAX_MESSAGES:
+        raise InvalidArgumentError(
+            "input", f"has {len(value)} items; it must have 1 to {MAX_MESSAGES}"
+        )
+    return [item if isinstance(item, Item) else _item(item, i) for i, item in enumerate(value)]
+
+
+def _item(value: object, position: int) -> Item:
+    field = f"input[{position}]"
+    if not isinstance(value, dict):
+        raise InvalidArgumentError(field, f"is {excerpt(value)}; it must be an object")
+    kind = _KINDS.get(value.get("type") or "message")
+    if kind is None:
+        raise UnimplementedError(
+            f"{field}.type is {excerpt(value['type'])}; it must be {', '.join(_KINDS)}"
+        )
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        problem = error_from_validation(error)
+        raise InvalidArgumentError(f"{field}.{problem.field}", problem.problem) from error
+    except UnimplementedError as error:
+        raise UnimplementedError(f"{field}.{error}") from error
+
+
+def with_id(item: Item) -> Json:
+    """Return the item as OpenAI lists it, with an id of its own if the client gave none."""
+    item_id = item.id or item.prefix + uuid.uuid4().hex
+    return {"id": item_id, **item.shown(), "status": item.status}
+
+
+def messages_of(
+    instructions: str, items: Sequence[Item], own_from: int = 0
+) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a chat as its template gets them.
+
+    What the assistant thought, said and called in a row is one message of it. All instructions at
+    the start are one message of the system, since many templates take no more. Errors name items
+    by their place behind `own_from`, where the client's input begins.
+    """
+    said: list[tuple[str, Message]] = []  # with the name of the field
+    if instructions:
+        said.append(("instructions", _message("system", instructions)))
+    for i, item in enumerate(items):
+        field = f"input[{i - own_from}]" if i >= own_from else "previous_response_id"
+        last = said[-1][1] if said else None
+        added = _message_of(item, field)
+        if last is not None and (joined := _joined(last, added, is_first=len(said) == 1)):
+            said[-1] = (said[-1][0], joined)
+        else:
+            said.append((field, added))
+    for field, message in said:
+        yield message.for_template(field)
+
+
+def _message_of(item: Item, field: str) -> Message:
+    match item:
+        case MessageItem():
+            return _message(item.author, item.text)
+        case CallItem():
+            called = CalledFunction(name=item.name, arguments=item.arguments or "{}")
+            call = ToolCall(id=item.call_id, type="function", function=called)
+            return _message("assistant", None, tool_calls=[call])
+        case CallOutputItem():
+            return _message("tool", _text_of(item.output), tool_call_id=item.call_id)
+        case ReasoningItem():
+            try:
+                return _message("assistant", "", reasoning=item.text)
+            except ValueError:
+                raise InvalidArgumentError(
+                    f"{field}.encrypted_content", "was not written by this service"
+                ) from None
+
+
+def _message(role: str, text: str | None, **fields: Any) -> Message:
+    content = None if text is None else [TextPart(type="text", text=text)]
+    return Message.model_validate({"role": role, "content": content, **fields})
+
+
+def _joined(last: Message, added: Message, *, is_first: bool) -> Message | None:
+    """Return both as one message; None if they are two."""
+    if last.role != added.role:
+        return None
+    if added.role == "system" and is_first:
+        return _message("system", f"{last.text}\n\n{added.text}")
+    if added.role != "assistant":
+        return None
+    if added.tool_calls:
+        return last.model_copy(update={"tool_calls": [*last.tool_calls, *added.tool_calls]})
+    if added.thought or last.text or last.tool_calls:
+        return None  # a new turn begins
+    return last.model_copy(update={"content": added.content})
+
+
+def sealed(text: str) -> str:
+    """Return thinking as `encrypted_content`: opaque to clients, though no secret from them."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def _opened(content: str) -> str:
+    return base64.b64decode(content, validate=True).decode()
