@@ -115,7 +115,7 @@ async def run_router(
             services=[
                 inference_service(inference),
                 kserve_service(inference, lambda: health.ready),
-                *operator_services(operations, LiveRequests(inference, obeyed)),
+                *operator_services(operations, LiveRequests(inference, obeyed), inference),
             ],
             http=http,
             interceptors=[
