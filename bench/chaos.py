@@ -27,13 +27,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 from faults.service import ChaosService, Fault, What, chaos_service
-from faults.streams import Streams, make_cases, stalls_s
+from faults.streams import Stall, Streams, make_cases, stalls
 from harness.case import SHIPPED_MODEL, Results, Table, arguments, main
 
 from quire.client import AsyncClient
@@ -46,6 +47,9 @@ _NUM_BLOCKS_CRAMPED = 320
 _MAX_RECOMPUTED = 3 * 15
 """Tokens of a stream when its scheduler is killed: at most three outputs, blocks of 16 slots."""
 _IDLE_S = 60.0
+_NUM_LONGEST = 10
+_SAME_S = 0.5
+"""Stalls that end within this time of each other are shown as one."""
 
 
 @dataclass(slots=True)
@@ -117,12 +121,32 @@ def pauses_of(given: argparse.Namespace, chance: random.Random) -> Iterator[floa
         yield max(0.0, started_s + number * given.every - now_s)
 
 
-def print_stalls(run: Run, stalls: list[tuple[str, float]]) -> None:
+def print_stalls(run: Run, found: Sequence[Stall]) -> None:
     """Print what each kind of fault cost the streams that lived through it."""
-    table = Table("fault:<24", "times:d", "stall p50, s:.2f", "p99, s:.2f")
+    table = Table("fault:<24", "times:d", "stall p50, s:.2f", "p99, s:.2f", "longest, s:.2f")
     for kind, times in sorted(Counter(kind for _, kind in run.faults).items()):
-        pauses_s = [pause_s for of, pause_s in stalls if of == kind] or [0.0]
-        table.row(kind, times, *np.percentile(pauses_s, (50, 99)))
+        pauses_s = [stall.stalled_s for stall in found if stall.kind == kind] or [0.0]
+        table.row(kind, times, *np.percentile(pauses_s, (50, 99, 100)))
+    print("the longest stalls, one for each moment; `quire logs --request ID` on --logs tells why")
+    table = Table("from:<12", "to:<12", "s:.2f", "fault:<24", "streams:d", "request:<32")
+    to_clock = time.time() - time.monotonic()
+    left = sorted(found, key=lambda stall: -stall.stalled_s)
+    for _ in range(_NUM_LONGEST):
+        if not left:
+            break
+        longest = left[0]
+        same = [each for each in left if abs(each.ended_at_s - longest.ended_at_s) < _SAME_S]
+        left = [each for each in left if each not in same]
+        end_s = longest.ended_at_s + to_clock
+        table.row(
+            _clock(end_s - longest.stalled_s), _clock(end_s), longest.stalled_s, longest.kind,
+            len(same), longest.request_id,
+        )  # fmt: skip
+
+
+def _clock(at_s: float) -> str:
+    """The time of day in UTC, as in the logs."""
+    return datetime.fromtimestamp(at_s, UTC).strftime("%H:%M:%S.%f")[:-3]
 
 
 async def run_chaos(given: argparse.Namespace) -> Results:
@@ -151,11 +175,10 @@ async def run_chaos(given: argparse.Namespace) -> Results:
                 if given.logs is not None:
                     service.save_logs(given.logs)
     verdict = streams.verdict
-    stalls = list(stalls_s(streams.finished, run.faults))
-    print_stalls(run, stalls)
-    p50, p99 = np.percentile([pause_s for _, pause_s in stalls] or [0.0], (50, 99))
-    is_process = {kind: "link" not in kind for _, kind in run.faults}
-    of_processes = [pause_s for kind, pause_s in stalls if is_process[kind]]
+    found = list(stalls(streams.finished, run.faults))
+    print_stalls(run, found)
+    p50, p99 = np.percentile([stall.stalled_s for stall in found] or [0.0], (50, 99))
+    of_processes = [stall.stalled_s for stall in found if "link" not in stall.kind]
     for problem in (*verdict.errors, *run.blocks):
         print(f"  wrong: {problem}")
     return {

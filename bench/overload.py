@@ -32,7 +32,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 from harness.case import SHIPPED_MODEL, BenchError, Results, arguments, main
-from harness.processes import Process, free_ports, run_script
+from harness.processes import Process, modules, run_script
 
 from contract.errors import TooBusyError
 from quire.v1 import common_pb2, inference_pb2
@@ -147,21 +147,8 @@ async def simulated_service(directory: Path) -> AsyncIterator[list[Process]]:
         "scheduler_svc": [f"--workers=unix:{directory}/sim_worker.sock", "--max-waiting=32"],
         "router": [model, f"--scheduler=unix:{directory}/scheduler_svc.sock"],
     }
-    ports = free_ports(len(module_to_flags))
-    processes: list[Process] = []
-    for (module, flags), port in zip(module_to_flags.items(), ports, strict=True):
-        listen = [f"--uds={directory}/{module}.sock", f"--http-port={port}"]
-        argv = ["-m", module, *listen, *flags]
-        processes.append(Process(module, argv, directory / f"{module}.log", port))
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            await process.wait_until_ready()
-        yield processes
-    finally:
-        for process in reversed(processes):
-            await process.stop(10.0)
+    async with modules(directory, module_to_flags) as processes:
+        yield list(processes.values())
 
 
 async def measure(given: argparse.Namespace) -> Results:

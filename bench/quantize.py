@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from gpu_worker.quantize.checkpoint import gptq_config, gptq_tensors, pack_words
+from gpu_worker.quantize.rounding import round_to_nearest
+
 Tensors = dict[str, torch.Tensor]
 """The tensors of one linear map, by the end of their names."""
 
@@ -45,59 +48,24 @@ class Form:
     K]."""
 
 
-def round_to_integers(
-    weight: torch.Tensor, bits: int, group_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Integers from 0 `int32[N, K]`, zero points `int32[N, G]`, scales `float16[N, G]`.
-
-    The weight is `(integer - zero point) * scale`.
-    """
-    most = 2**bits - 1
-    groups = weight.float().view(weight.shape[0], -1, group_size)
-    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
-    scales = ((high - low) / most).clamp(min=1e-6).half()
-    zeros = (-low / scales.float()).round().clamp(0, most)
-    values = (groups / scales.float().unsqueeze(2)).round() + zeros.unsqueeze(2)
-    return values.clamp(0, most).flatten(1).int(), zeros.int(), scales
-
-
-def to_words(
-    integers: torch.Tensor, bits: int, order: tuple[int, ...] | None = None
-) -> torch.Tensor:
-    """`int32[M, C]` to words `int32[M, C * bits / 32]`, the first of `order` in the lowest bits."""
-    per_word = 32 // bits
-    in_word = integers.long().view(integers.shape[0], -1, per_word)
-    words = torch.zeros(in_word.shape[:2], dtype=torch.int64)
-    for place, which in enumerate(order or range(per_word)):
-        words |= in_word[..., which] << (bits * place)
-    return words.to(torch.int32)  # keeps the low bits
-
-
-def _stands_for(values: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    repeats = values.shape[1] // zeros.shape[1]
-    zeros, scales = (part.repeat_interleave(repeats, 1) for part in (zeros, scales))
-    return (values - zeros) * scales.float()
+def _in_awq_order(integers: torch.Tensor) -> torch.Tensor:
+    """Rearrange `[M, N]` so that `pack_words` packs it as AWQ does."""
+    return integers.view(len(integers), -1, len(_AWQ_ORDER))[:, :, list(_AWQ_ORDER)].flatten(1)
 
 
 def _pack_awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    values, zeros, scales = round_to_integers(weight, 4, 128)
+    rounded = round_to_nearest(weight, 4, 128)
     tensors = {
-        "qweight": to_words(values.t(), 4, _AWQ_ORDER),
-        "qzeros": to_words(zeros.t(), 4, _AWQ_ORDER),
-        "scales": scales.t(),
+        "qweight": pack_words(_in_awq_order(rounded.values.t()), 4),
+        "qzeros": pack_words(_in_awq_order(rounded.zeros.t()), 4),
+        "scales": rounded.scales.t(),
     }
-    return tensors, _stands_for(values, zeros, scales)
+    return tensors, rounded.dequantized()
 
 
 def _pack_gptq(weight: torch.Tensor, bits: int, group_size: int) -> tuple[Tensors, torch.Tensor]:
-    values, zeros, scales = round_to_integers(weight, bits, group_size)
-    tensors = {
-        "qweight": to_words(values, bits).t(),
-        "qzeros": to_words((zeros.t() - 1) & (2**bits - 1), bits),
-        "scales": scales.t(),
-        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // group_size,
-    }
-    return tensors, _stands_for(values, zeros, scales)
+    rounded = round_to_nearest(weight, bits, group_size)
+    return gptq_tensors(rounded, bits), rounded.dequantized()
 
 
 def _to_fp8(weight: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,9 +101,8 @@ def _pack_fp8_block(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def _gptq(bits: int, group_size: int) -> Form:
-    config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": False}
     return Form(
-        config | {"desc_act": False, "checkpoint_format": "gptq", "lm_head": False},
+        gptq_config(bits, group_size),
         "modules_to_not_convert",
         lambda weight: _pack_gptq(weight, bits, group_size),
     )

@@ -1,38 +1,29 @@
-"""Epochs: a scheduler's reign over workers, which obey only the newest that they have seen.
+"""Epochs: numbers of schedulers. A worker obeys only the newest that it has seen.
 
-An epoch is the wall clock in milliseconds, or one more than what the workers have seen.
+An epoch is the wall clock in nanoseconds, or a little more than what the workers have seen.
 """
 
+import secrets
 import time
 from typing import Final
 
 from contract.errors import InvalidArgumentError
 
-MAX_LEAD_MS: Final = 366 * 24 * 3600 * 1000
+MAX_LEAD_NS: Final = 366 * 24 * 3600 * 10**9
 """How far an epoch may be ahead of a worker's clock. Clocks need not agree well, but whatever epoch
 a stranger or a bug has a worker obey, there must be a newer one."""
-
-
-MAX_EPOCH: Final = 2**64 - 1
-"""The wire's limit."""
+_SPREAD_NS: Final = 2**16
+"""Schedulers that start at the same time draw from this many epochs, so that one is the newest."""
 
 
 def clock_epoch() -> int:
     """Return the epoch for the current time."""
-    return time.time_ns() // 1_000_000
+    return time.time_ns()
 
 
 def epoch_after(newest: int) -> int:
-    """Return the epoch of a scheduler that starts now, when workers have seen `newest`.
-
-    Raises:
-        InvalidArgumentError: No newer epoch exists.
-    """
-    if newest >= MAX_EPOCH:
-        raise InvalidArgumentError(
-            "epoch", f"is {newest} at a worker, and there is no newer one: restart that worker"
-        )
-    return max(clock_epoch(), newest + 1)
+    """Draw the epoch of a scheduler that starts now, when workers have seen `newest`."""
+    return max(clock_epoch(), newest + 1) + secrets.randbelow(_SPREAD_NS)
 
 
 def check_epoch(epoch: int) -> None:
@@ -41,10 +32,10 @@ def check_epoch(epoch: int) -> None:
     Raises:
         InvalidArgumentError: It is 0, or too far ahead.
     """
-    most = clock_epoch() + MAX_LEAD_MS
+    most = clock_epoch() + MAX_LEAD_NS
     if not 1 <= epoch <= most:
         raise InvalidArgumentError(
             "epoch",
             f"is {epoch}; it must be in [1, {most}], at most a year ahead of this worker's clock"
-            " in milliseconds since 1970",
+            " in nanoseconds since 1970",
         )

@@ -48,8 +48,8 @@ class WorkerSettings(ProcessSettings):
     quantization: Literal["int8", "int4"] | None = None
     """Quantize the weights of linear maps when they are read, for less memory and faster decoding;
     on CPUs, for our own implementations or yours. int8: a scale per output. int4: a scale and an
-    offset per 32 inputs of an output; the map to the vocabulary stays int8. Unset: not
-    quantized."""
+    offset per 32 inputs of an output; the map to the vocabulary stays int8. Maps that a quantized
+    checkpoint packs stay as they are. Unset: not quantized."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters as NAME=DIR, in PEFT's format, separated by commas. A request whose model is
     NAME uses that adapter. For our own implementations, on one device (docs/models.md)."""

@@ -1,8 +1,9 @@
 """Downloads a model from object storage, by any URL that `fsspec` knows: s3://, gs://, az://."""
 
 import hashlib
-import tempfile
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +11,11 @@ from model_files.errors import ModelError
 
 _SMALL_FILES: Final = (".json", ".jinja")
 _WEIGHTS: Final = (".safetensors", ".bin", ".gguf")
+_VERSION_KEYS: Final = (
+    *("ETag", "etag", "md5Hash", "content_md5", "checksum"),
+    *("mtime", "LastModified", "last_modified", "updated", "created"),
+)
+"""What storages call a file's checksum, and the time of its last change."""
 _CHUNK: Final = 2**24
 
 
@@ -20,7 +26,7 @@ def download_from_bucket(
     *,
     with_weights: bool,
 ) -> Path:
-    """The local copy of a directory or of a GGUF file; files of the same size are not read again.
+    """The local copy of a directory or of a GGUF file; unchanged files are not read again.
 
     Raises:
         ModelError: It cannot be read, or a package that the URL's scheme needs is missing.
@@ -38,51 +44,77 @@ def download_from_bucket(
         raise ModelError(f"model is {url!r}: {error}") from error
     directory = cache_dir / "urls" / hashlib.sha256(url.encode()).hexdigest()[:16]
     try:
-        sizes = _sizes(system, root, with_weights=with_weights)
+        sources = _sources(system, root, with_weights=with_weights)
         directory.mkdir(parents=True, exist_ok=True)
-        total, done = sum(sizes.values()), 0
-        for source, size in sizes.items():
-            target = directory / Path(source).name
-            if not (target.exists() and target.stat().st_size == size):
+        total, done = sum(source.size for source in sources), 0
+        for source in sources:
+            target = directory / Path(source.path).name
+            if not source.is_at(target):
                 for num_bytes in _copy(system, source, target):
                     report(f"downloading {url}", (done + num_bytes) / max(1, total))
-            done += size
+            done += source.size
     except Exception as error:  # each storage has its own errors
         raise ModelError(f"model is {url!r}; it cannot be downloaded: {error}") from error
     return directory / Path(root).name if root.endswith(".gguf") else directory
 
 
-def _sizes(system: Any, root: str, *, with_weights: bool) -> dict[str, int]:
-    """The files to take, with their sizes."""
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A file to take."""
+
+    path: str
+    size: int
+    version: str
+    """Its checksum, or else when it was changed, as far as the storage tells; or empty."""
+
+    def is_at(self, target: Path) -> bool:
+        """Whether `target` is a complete copy of this version."""
+        if not target.exists() or target.stat().st_size != self.size:
+            return False
+        noted = _version_file(target)
+        return (noted.read_text() if noted.exists() else "") == self.version
+
+
+def _source(entry: Mapping[str, Any]) -> _Source:
+    version = next((str(entry[key]) for key in _VERSION_KEYS if entry.get(key)), "")
+    return _Source(str(entry["name"]), int(entry["size"]), version)
+
+
+def _version_file(target: Path) -> Path:
+    return target.with_name(f".{target.name}.version")
+
+
+def _sources(system: Any, root: str, *, with_weights: bool) -> Sequence[_Source]:
+    """The files to take."""
     if root.endswith(".gguf"):
-        return {root: int(system.size(root))}
+        return [_source(system.info(root))]
     ends = _SMALL_FILES + (_WEIGHTS if with_weights else ())
-    found = {
-        str(entry["name"]): int(entry["size"])
+    found = [
+        _source(entry)
         for entry in system.ls(root, detail=True)
         if entry["type"] == "file" and str(entry["name"]).endswith(ends)
-    }
-    if any(name.endswith(".safetensors") for name in found):
-        found = {name: size for name, size in found.items() if not name.endswith(".bin")}
+    ]
+    if any(source.path.endswith(".safetensors") for source in found):
+        found = [source for source in found if not source.path.endswith(".bin")]
     if not found:
         raise FileNotFoundError("it holds no model's files")
     return found
 
 
-def _copy(system: Any, source: str, target: Path) -> Any:
+def _copy(system: Any, source: _Source, target: Path) -> Iterator[int]:
     """Copy a file; yields the bytes copied so far. It gets its name when it is complete."""
     num_bytes = 0
     # A name of its own: several processes may fetch the model at once.
-    with tempfile.NamedTemporaryFile(
-        dir=target.parent, prefix=f"{target.name}.", suffix=".partial", delete=False
-    ) as writer:
-        try:
-            with system.open(source, "rb") as reader:
-                while chunk := reader.read(_CHUNK):
-                    writer.write(chunk)
-                    num_bytes += len(chunk)
-                    yield num_bytes
-            writer.close()
-            Path(writer.name).replace(target)
-        finally:
-            Path(writer.name).unlink(missing_ok=True)
+    partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with partial.open("xb") as writer, system.open(source.path, "rb") as reader:
+            while chunk := reader.read(_CHUNK):
+                writer.write(chunk)
+                num_bytes += len(chunk)
+                yield num_bytes
+        _version_file(target).unlink(missing_ok=True)
+        partial.replace(target)
+        partial.write_text(source.version)
+        partial.replace(_version_file(target))
+    finally:
+        partial.unlink(missing_ok=True)

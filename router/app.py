@@ -9,10 +9,12 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
+from prometheus_client import REGISTRY
 
 from model_files.locate import find_model
 from router.access.authentication import KeyInterceptor, key_middleware
 from router.access.tenancy import check_operator
+from router.gateway_metrics import GatewayMetrics
 from router.grpc.api import inference_service
 from router.grpc.bounds import RequestBounds
 from router.grpc.operations import operator_services
@@ -31,6 +33,7 @@ from router.turns.store import TurnStore
 from router.turns.turns import Turns
 from router.ui.api import Ui
 from rpc.health import Health
+from rpc.malloc import M_ARENA_MAX, keep_trimmed, set_malloc
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import operators
 from rpc.server import Addresses, serve
@@ -50,6 +53,9 @@ async def run_router(
     if the model cannot be found, FileNotFoundError or ValueError if its tokenizer cannot be read,
     and any error that ends the scheduler client, which is a bug.
     """
+    # Several threads read, parse and tokenize a large body. Each one's arena would keep what the
+    # largest body took, even when it is trimmed (bench/worst_bodies.py).
+    set_malloc(M_ARENA_MAX, 1)
     stop = asyncio.Event() if stop is None else stop
     health = Health()
     health.set_starting("reading the tokenizer")
@@ -82,6 +88,8 @@ async def run_router(
         chats=settings.chats,
         api_keys=api_keys,
     )
+    gateway_metrics = GatewayMetrics(inference)
+    health.before_scrape(gateway_metrics.refresh)
     ui = Ui(inference) if settings.ui else None
     turns = _turns(settings, inference)
     open_paths = frozenset() if ui is None else ui.open_paths
@@ -108,6 +116,8 @@ async def run_router(
         writer.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     client = asyncio.create_task(schedulers.run(), name="schedulers")
     client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
+    trimming = asyncio.create_task(keep_trimmed(), name="malloc")
+    REGISTRY.register(gateway_metrics)
 
     async def drain() -> None:
         if turns is not None:
@@ -121,7 +131,7 @@ async def run_router(
             services=[
                 inference_service(inference),
                 kserve_service(inference, lambda: health.ready),
-                *operator_services(operations, LiveRequests(inference, obeyed)),
+                *operator_services(operations, LiveRequests(inference, obeyed), inference),
             ],
             http=http,
             interceptors=[
@@ -141,7 +151,9 @@ async def run_router(
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
             await turns.close()
+        REGISTRY.unregister(gateway_metrics)
         inference.close()
+        trimming.cancel()
         client.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await client

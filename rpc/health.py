@@ -39,6 +39,7 @@ class Health:
     _state: _State = field(default=_State(ready=False, status="starting", progress=None))
     _checks: dict[str, Callable[[], str | None]] = field(default_factory=dict)
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
+    _before_scrape: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
     def set_starting(self, status: str, progress: float | None = None) -> None:
         """Declare a step of the start, such as "loading weights"; `progress` is in [0, 1]."""
@@ -64,6 +65,15 @@ class Health:
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call `callback` after each declaration."""
         self._callbacks.append(callback)
+
+    def before_scrape(self, refresh: Callable[[], Awaitable[None]]) -> None:
+        """Await `refresh` before metrics are read, for gauges that another process knows."""
+        self._before_scrape.append(refresh)
+
+    async def refresh_metrics(self) -> None:
+        """Await what `before_scrape` was given."""
+        for refresh in self._before_scrape:
+            await refresh()
 
     @property
     def ready(self) -> bool:
@@ -187,6 +197,7 @@ def probes(health: Health) -> Middleware:
         return web.json_response(body, status=200 if health.ready else 503)
 
     async def answer_metrics() -> web.Response:
+        await health.refresh_metrics()
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     path_to_answer: dict[str, Callable[[], Awaitable[web.Response]]] = {

@@ -4,7 +4,7 @@ import sys
 
 import structlog
 
-from contract.errors import InvalidArgumentError, StaleEpochError
+from contract.errors import StaleEpochError
 from rpc.server import observe, run
 from rpc.settings import parse_settings
 from scheduler_svc.app import run_scheduler
@@ -30,7 +30,7 @@ def main() -> None:
             reason=str(error),
         )
         raise SystemExit(EXIT_STALE_EPOCH) from None
-    except (RecordingError, InvalidArgumentError) as error:
+    except RecordingError as error:
         sys.stderr.write(f"quire-scheduler: {error}\n")
         raise SystemExit(1) from None
 

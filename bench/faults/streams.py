@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import time
+import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -48,6 +49,7 @@ class Output:
 class Stream:
     """The events of one request."""
 
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     outputs: dict[int, Output] = field(default_factory=dict)
     times_s: list[float] = field(default_factory=list)
     """Times of all events, by the monotonic clock; the first is the call's."""
@@ -195,6 +197,7 @@ class Streams:
                     case.sampling,
                     timeout_s=_TIMEOUT_S,
                     resumable=True,
+                    request_id=stream.request_id,
                     **case.options,
                 ):
                     stream.take(event)
@@ -208,10 +211,21 @@ class Streams:
             return stream
 
 
-def stalls_s(
-    streams: Sequence[Stream], faults: Sequence[tuple[float, str]]
-) -> Iterator[tuple[str, float]]:
-    """Yield the longest pause of each stream after each fault that it lived through, in seconds.
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """The longest pause of a stream after a fault that it lived through."""
+
+    kind: str
+    """Of the fault."""
+    stalled_s: float
+    """Since the fault, or since the last event if that was later."""
+    ended_at_s: float
+    """By the monotonic clock."""
+    request_id: str
+
+
+def stalls(streams: Sequence[Stream], faults: Sequence[tuple[float, str]]) -> Iterator[Stall]:
+    """Yield a stall for each stream and each fault that it lived through.
 
     `faults` are times and kinds, in order; a pause counts for the kind of the fault before it.
     """
@@ -221,4 +235,5 @@ def stalls_s(
             times_s = stream.times_s
             if times_s[0] <= at_s < times_s[-1]:
                 pauses = [p for p in pairwise(times_s) if p[1] > at_s and p[0] < next_s]
-                yield kind, max(b - max(a, at_s) for a, b in pauses)
+                longest_s, end_s = max((b - max(a, at_s), b) for a, b in pauses)
+                yield Stall(kind, longest_s, end_s, stream.request_id)

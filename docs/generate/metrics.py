@@ -1,6 +1,9 @@
 """The metrics of every process, with the names of a scrape."""
 
 from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
@@ -10,6 +13,8 @@ import gpu_worker.metrics
 import router.metrics
 import rpc.http_server
 import rpc.observe.stall_report
+from router.gateway_metrics import GatewayMetrics
+from router.request.inference import Inference
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
 
@@ -28,7 +33,7 @@ def page() -> str:
     parts = [_HEAD]
     for title, rows in (
         ("Every process", [*_of_module(rpc.observe.stall_report), *_of_module(rpc.http_server)]),
-        ("Router", _of_module(router.metrics)),
+        ("Router", _of_router()),
         ("Scheduler", _of_scheduler()),
         ("Worker", _of_module(gpu_worker.metrics)),
     ):
@@ -45,8 +50,8 @@ def names() -> set[str]:
 
 def kinds() -> dict[str, str]:
     """Return every metric's kind, by name."""
-    modules = (rpc.observe.stall_report, rpc.http_server, router.metrics, gpu_worker.metrics)
-    rows = [*_of_scheduler(), *(row for each in modules for row in _of_module(each))]
+    modules = (rpc.observe.stall_report, rpc.http_server, gpu_worker.metrics)
+    rows = [*_of_router(), *_of_scheduler(), *(row for each in modules for row in _of_module(each))]
     return {name: kind for name, kind, *_ in rows}
 
 
@@ -76,11 +81,21 @@ def _of_scheduler() -> list[Row]:
         QueueCollector(Counter, dict, int),
     ]
     for collector in collectors:
-        for family in collector.collect():
-            # Without a worker there are no samples from which to read the labels.
-            labels = tuple(family._labelnames)  # type: ignore[attr-defined]  # noqa: SLF001
-            rows += [(_name(family.name, family.type), family.type, labels, family.documentation)]
+        rows += _of_collector(collector)
     return sorted(rows)
+
+
+def _of_router() -> list[Row]:
+    model = SimpleNamespace(name="", infos=tuple)
+    nothing = cast("Inference", SimpleNamespace(model=model, admitted=()))
+    return sorted([*_of_module(router.metrics), *_of_collector(GatewayMetrics(nothing))])
+
+
+def _of_collector(collector: Collector) -> Iterator[Row]:
+    for family in collector.collect():
+        # Without a worker there are no samples from which to read the labels.
+        labels = tuple(family._labelnames)  # type: ignore[attr-defined]  # noqa: SLF001
+        yield _name(family.name, family.type), family.type, labels, family.documentation
 
 
 def _name(name: str, kind: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from contract.arrays import Int32Array
+from contract.arrays import ints
 from contract.limits import Limits
 from contract.sampling import SamplingParams, StructuredOutput
 from contract.step import NewSequence, Plan, StepId
@@ -35,12 +35,10 @@ _IN_A_FORM = SamplingParams(
     seed=0, temperature=1.0, structured=StructuredOutput(grammar="start: /[0-9]+/")
 )
 _PROMPT_TOKENS = 4
-_SEQS_OF_ONE_VARIANT = 256
-"""The decode kernel has a variant for each power of two from this number of sequences on."""
-
-
 _NUM_DECODES = 3
 """Most steps in which one of these rows decodes."""
+_SEQS_OF_ONE_VARIANT = 256
+"""The decode kernel has a variant for each power of two from this number of sequences on."""
 
 
 def warm_up(
@@ -48,7 +46,8 @@ def warm_up(
 ) -> None:
     """Execute every kind of step; all rows are free before and after. KV contents are lost.
 
-    Limits that are too small for these steps are for tests; then nothing is executed.
+    With limits that are too small for these steps nothing is executed; then the first requests
+    wait while kernels are compiled.
     """
     most_tokens = _PROMPT_TOKENS + (_NUM_DECODES + 1) * (1 + num_draft_tokens)
     most_at_once = _PROMPT_TOKENS + 1 + num_draft_tokens
@@ -97,22 +96,13 @@ def _one_then_two(
 
 def _moves(limits: Limits) -> Iterator[Plan]:
     """Block copies, and swaps if there is a host tier; of one block and of several."""
-    step_id = 0
-    for num_blocks in {1, min(2, limits.num_blocks // 2)} - {0}:
-        ids = list(range(num_blocks))
-        if limits.num_blocks > num_blocks:
-            step_id += 1
-            targets = [
-                num_blocks + block for block in ids if num_blocks + block < limits.num_blocks
-            ]
-            sources = ids[: len(targets)]
-            yield _plan(step_id, copy_src_block_ids=sources, copy_dst_block_ids=targets)
-        if limits.num_host_blocks >= num_blocks:
-            swap_out = {"swap_out_src_block_ids": ids, "swap_out_dst_block_ids": ids}
-            swap_in = {"swap_in_src_block_ids": ids, "swap_in_dst_block_ids": ids}
-            for swap in (swap_out, swap_in):
-                step_id += 1
-                yield _plan(step_id, **swap)
+    for num in (1, 2):
+        ids, others = range(num), range(num, 2 * num)
+        if 2 * num <= limits.num_blocks:
+            yield _plan(3 * num, copy_src_block_ids=ids, copy_dst_block_ids=others)
+        if num <= min(limits.num_blocks, limits.num_host_blocks):
+            yield _plan(3 * num + 1, swap_out_src_block_ids=ids, swap_out_dst_block_ids=ids)
+            yield _plan(3 * num + 2, swap_in_src_block_ids=ids, swap_in_dst_block_ids=ids)
 
 
 def _many(limits: Limits, num_seqs: int) -> Iterator[Plan]:
@@ -149,9 +139,5 @@ def _new(
 
 def _plan(step_id: int, *new: NewSequence, **arrays: Sequence[int]) -> Plan:
     """A plan whose `num_decodes` is not known yet."""
-    ints: dict[str, Any] = {name: _ints(values) for name, values in arrays.items()}
-    return Plan(StepId(step_id), 0, new_sequences=new, **ints)
-
-
-def _ints(values: Sequence[int]) -> Int32Array:
-    return np.array(values, np.int32)
+    named: dict[str, Any] = {name: ints(values) for name, values in arrays.items()}
+    return Plan(StepId(step_id), 0, new_sequences=new, **named)

@@ -37,6 +37,11 @@ class Checkpoint:
         """Names of all tensors."""
         return self._name_to_file.keys()
 
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole tensor, mapped where it can be; it must not be written."""
+        file = self._name_to_file[name]
+        return file.tensor(Piece(name, file.shape(name)))
+
     def read_into(self, piece: Piece, out: torch.Tensor) -> None:
         """Copy a piece to `out`, converting dtype and device. Reads only that piece.
 

@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "resize": "resize a worker's KV pool",
     "unload": "unload a worker's model, to free its device",
     "load": "load a worker's model again, or another one",
+    "quantize": "write a model as 4- or 8-bit integers, fitted to a text",
     "lora": "list, load and unload LoRA adapters",
     "generate": "continue a prompt, streaming",
     "chat": "chat with the model, streaming",

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
 
+from model_files.locate import DEFAULT_CACHE_DIR
 from rpc.settings import ENV_PREFIX, LinkSettings, PositiveInt
 
 ServicePort = Annotated[int, Field(ge=1, le=65535)]
@@ -327,6 +328,32 @@ class ProbeSettings(_CommandSettings):
     tls_cert: Path | None = None
     """The certificate file of the process. The command does not read it; if it is set, the process
     uses TLS for HTTP."""
+
+
+class QuantizeSettings(_CommandSettings):
+    """Write a model as a GPTQ checkpoint of 4- or 8-bit integers, which `quire up --model` serves.
+
+    With a text, the integers are fitted to what the model computes of it. Runs on the CPU, in
+    float32: it needs 4 bytes of memory per weight, and 135 million weights take minutes.
+    """
+
+    model: CliPositionalArg[str]
+    """A directory of safetensors, or ORG/NAME on the Hugging Face hub."""
+    out: CliPositionalArg[Path]
+    """The directory to write; it must not exist."""
+    calibrate: Path | None = None
+    """A UTF-8 text of the kind that the model will see. Unset: the integers are fitted to the
+    weights alone, which costs more quality."""
+    bits: Literal["4", "8"] = "4"
+    """Bits of a weight."""
+    group_size: Literal["32", "64", "128"] = "32"
+    """Input features that share a scale: fewer keep more quality, in more memory."""
+    num_samples: PositiveInt = 128
+    """Places of the text that are used, spread evenly over it."""
+    sample_length: PositiveInt = 512
+    """Tokens of each place."""
+    cache_dir: Path = DEFAULT_CACHE_DIR
+    """Where models are downloaded to."""
 
 
 class ReplaySettings(_CommandSettings):

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from contract.outputs import Event
 from contract.request import GenerateRequest, Model, ResumeRequest, StopOptions
 from contract.sampling import BeamSearch, SamplingParams
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
-from quire.v1.kv_pb2 import KvQuery, WorkerKv
+from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
 from router import metrics
 from router.access.api_keys import ApiKeys, current_caller, enter_as
 from router.access.quotas import Lease, Quotas
@@ -34,6 +34,7 @@ from router.request.live import LiveRequest, ReplayRecord
 from router.request.output import LiveOutput
 from router.request.stop_strings import StopMatcher
 from router.request.validation import check_request, complete_sampling
+from router.schedulers.kv_watch import watch_kv
 from router.schedulers.messages import Resumption
 from router.schedulers.pool import Schedulers
 from router.schedulers.served_model import ServedModel
@@ -168,9 +169,16 @@ class Inference:
         if request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline:
             raise DeadlineExceededError("the deadline passed before the request was submitted")
         sampling = complete_sampling(
-            request.sampling, len(prompt), model, secrets.randbits(_SEED_BITS)
+            request.sampling,
+            len(prompt),
+            model,
+            secrets.randbits(_SEED_BITS),
+            cuts_max_tokens=request.cuts_max_tokens,
         )
         sampling = replace(sampling, structured=prepared.structured, adapter=model.adapter)
+        if sampling.pooling is not None:
+            pooling = replace(sampling.pooling, num_first_tokens=prepared.num_first_tokens)
+            sampling = replace(sampling, pooling=pooling)
         lease.reserve(
             _most_tokens(len(prompt), request.n, request.beam, sampling),
             asyncio.get_running_loop().time(),
@@ -292,8 +300,11 @@ class Inference:
         await self.cancel_of(self._tenant_of_caller(tenant), request_id)
 
     async def cancel_of(self, tenant: str, request_id: str) -> None:
-        """Cancel a tenant's resumable request for any caller, who must be allowed to."""
-        (await self._take_over(request_id, tenant, None)).cancel()
+        """Cancel a tenant's resumable request for any caller, who must be allowed to.
+
+        This is not charged to the tenant's quota.
+        """
+        (await self._take_over(request_id, tenant, None, is_free=True)).cancel()
 
     @property
     def admitted(self) -> Sequence[Admitted]:
@@ -303,14 +314,17 @@ class Inference:
     def _tenant_of_caller(self, claimed: str) -> str:
         return tenant_of_caller(claimed) if self._has_api_keys else claimed
 
-    async def _take_over(self, request_id: str, tenant: str, deadline: float | None) -> LiveRequest:
+    async def _take_over(
+        self, request_id: str, tenant: str, deadline: float | None, *, is_free: bool = False
+    ) -> LiveRequest:
         model = self.model.info()
         if (tenant, request_id) in self._admission:
             self._end_reader(request_id, tenant)
         admitted = self._admission.admit(tenant, request_id)
         lease: Lease | None = None
         try:
-            new_lease = lease = self._quotas.begin(tenant, asyncio.get_running_loop().time())
+            now = asyncio.get_running_loop().time()
+            new_lease = lease = self._quotas.begin(tenant, now, is_free=is_free)
             return await self._schedulers.resume(
                 request_id,
                 tenant,
@@ -416,6 +430,12 @@ class Inference:
         if self._has_api_keys:
             check_operator()
         return await self._schedulers.describe_kv(query)
+
+    def watch_kv(self, worker: str = "") -> AsyncGenerator[WatchKvResponse]:
+        """Yield the events of the prefix caches; see `kv_watch`. Raises as `describe_kv`."""
+        if self._has_api_keys:
+            check_operator()
+        return watch_kv(self._schedulers, worker)
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
         """Return the activity of the workers; raises as `describe_kv`."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hub_server import COMMIT, HubServer, serving
 
+from model_files.buckets import download_from_bucket
 from model_files.errors import ModelError
 from model_files.locate import find_model
 from tests.gguf_fixture import SIZES, write_gguf
@@ -167,6 +168,28 @@ def test_a_directory_at_a_url_is_copied_once(tmp_path):
     told.clear()
     find()
     assert told == []
+
+
+@pytest.mark.parametrize("url", ["memory://bucket/tiny", "memory://bucket/tiny/model.gguf"])
+def test_a_file_that_has_changed_is_copied_again_though_its_size_has_not(bucket, tmp_path, url):
+    def read():
+        path = download_from_bucket(url, tmp_path, lambda *_: None, with_weights=True)
+        return (path if path.is_file() else path / "model.gguf").read_bytes()
+
+    bucket.pipe("/bucket/tiny/model.gguf", b"old")
+    assert read() == b"old"
+    bucket.pipe("/bucket/tiny/model.gguf", b"new")
+    assert read() == b"new"
+
+
+@pytest.mark.usefixtures("bucket")
+def test_other_users_may_read_a_shared_cache_if_the_umask_says_so(tmp_path):
+    before = os.umask(0o022)
+    try:
+        directory = find_model("memory://bucket/tiny", tmp_path)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in directory.glob("*.*")} == {0o644}
 
 
 @pytest.mark.usefixtures("bucket")

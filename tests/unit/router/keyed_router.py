@@ -17,6 +17,7 @@ from router.settings import RouterSettings
 from rpc.peers.channel import open_channel
 
 OPERATOR, ALICE, ALICE_2, BOB = "sk-operator", "sk-alice", "sk-alice-2", "sk-bob"
+CAROL = "sk-carol"
 
 KEYS = f"""
 [[keys]]
@@ -31,8 +32,16 @@ tenant = "alice"
 key = "{BOB}"
 tenant = "bob"
 
+[[keys]]
+key = "{CAROL}"
+tenant = "carol"
+
 [tenants.bob]
 max_concurrent_requests = 1
+max_tokens_in_flight = 40
+
+[tenants.carol]
+requests_per_minute = 2
 max_tokens_in_flight = 40
 """
 

@@ -4,7 +4,17 @@ import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2, status_pb2
-from keyed_router import ALICE, ALICE_2, BOB, OPERATOR, bearer, failure, keyed_settings, running
+from keyed_router import (
+    ALICE,
+    ALICE_2,
+    BOB,
+    CAROL,
+    OPERATOR,
+    bearer,
+    failure,
+    keyed_settings,
+    running,
+)
 
 from quire.v1 import inference_pb2
 
@@ -115,6 +125,23 @@ async def test_what_runs_on_without_its_client_is_still_in_flight(router):
     error = await failure(router.generate(BOB, sampling={"max_tokens": 30}))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "tokens in flight" in error.details()
+
+
+async def test_a_cancel_costs_nothing_and_frees_what_was_in_flight(router):
+    call, submit = await router.submitted(
+        CAROL, request_id="mine", sampling={"max_tokens": 30}, resumable=True
+    )
+    call.cancel()
+    await router.scheduler.leaves.get()
+    cancel = inference_pb2.CancelRequest(request_id="mine")
+    cancelling = router.stub.Cancel(cancel, metadata=bearer(CAROL))
+    asked = await router.scheduler.resumes.get()
+    await router.scheduler.resumed(submit, asked.first_seq_key)
+    await cancelling
+    assert await router.scheduler.cancels.get() == [asked.first_seq_key]
+    await router.submitted(CAROL, sampling={"max_tokens": 30})  # the second, and the last
+    error = await failure(router.generate(CAROL, sampling={"max_tokens": 30}))
+    assert "requests_per_minute" in error.details()
 
 
 async def test_another_tenants_request_is_neither_resumed_nor_cancelled(router):

@@ -20,7 +20,7 @@ from gpu_worker.weights.packed_maps import (
     unpack_integers,
     unpack_words,
 )
-from gpu_worker.weights.quantized_linear import Quantization, can_multiply, make_quantized_linear
+from gpu_worker.weights.quantized_linear import can_multiply, make_quantized_linear
 from gpu_worker.weights.stored_format import (
     Fp8Format,
     IntegerFormat,
@@ -295,11 +295,6 @@ def test_group_sizes_must_divide(model_dirs, tmp_path):
     message = r"down_proj has 80 input features; quantization_config\.group_size is 32"
     with pytest.raises(ModelError, match=message):
         load(packed)
-
-
-def test_quantized_kv_is_not_quantized_again(packed):
-    with pytest.raises(ModelError, match=r"quantization_config is set, and quantization is int8"):
-        open_model(packed, quantization=Quantization.INT8)
 
 
 def test_models_of_transformers_are_refused(packed):
