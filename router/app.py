@@ -5,6 +5,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -28,6 +29,7 @@ from router.schedulers.pool import Schedulers
 from router.settings import RouterSettings
 from router.text.tokenizer import Tokenizers, load_tokenizer
 from router.ui.api import Ui
+from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.malloc import M_ARENA_MAX, keep_trimmed, set_malloc
 from rpc.peers.discovery import Discovery
@@ -104,6 +106,13 @@ async def run_router(
     )
     if ui is not None:
         http.add_routes(ui.routes())
+    services = [
+        inference_service(inference),
+        kserve_service(inference, lambda: health.ready),
+        *operator_services(operations, LiveRequests(inference, obeyed), inference),
+    ]
+    if settings.vllm_engine:
+        services.append(_vllm_engine(inference, health, settings, directory))
     client = asyncio.create_task(schedulers.run(), name="schedulers")
     client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     trimming = asyncio.create_task(keep_trimmed(), name="malloc")
@@ -112,11 +121,7 @@ async def run_router(
         await serve(
             settings,
             health=health,
-            services=[
-                inference_service(inference),
-                kserve_service(inference, lambda: health.ready),
-                *operator_services(operations, LiveRequests(inference, obeyed), inference),
-            ],
+            services=services,
             http=http,
             interceptors=[
                 *([] if api_keys is None else [KeyInterceptor(api_keys)]),
@@ -137,6 +142,22 @@ async def run_router(
         client.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await client
+
+
+def _vllm_engine(
+    inference: Inference, health: Health, settings: RouterSettings, of_flags: Path
+) -> Service:
+    # Only what is used is loaded.
+    from router.vllm_engine.api import vllm_engine_service  # noqa: PLC0415
+
+    async def find_directory(directory: str) -> Path:
+        if not directory:
+            return of_flags
+        return await asyncio.to_thread(
+            find_model, directory, settings.cache_dir, with_weights=False
+        )
+
+    return vllm_engine_service(inference, health, find_directory)
 
 
 def _page_middleware(settings: RouterSettings) -> Middleware:

@@ -40,6 +40,9 @@ class RouterSettings(ProcessSettings):
     """Port of HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
+    vllm_engine: bool = False
+    """Whether gRPC has `vllm.grpc.engine.VllmEngine`, the engine contract of the Shepherd Model
+    Gateway (docs/fleet.md)."""
     scheduler_tls_cert: Path | None = None
     """File of the certificate (PEM) for connections to schedulers, if it differs from --tls-cert,
     which may be a public certificate."""

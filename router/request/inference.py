@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -267,6 +267,16 @@ class Inference:
         This is not charged to the tenant's quota.
         """
         (await self._take_over(request_id, tenant, None, is_free=True)).cancel()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End live requests of the caller's tenant at this router; ignore unknown ids.
+
+        Their calls end with ABORTED.
+        """
+        tenant, wanted = self._tenant_of_caller(""), {*request_ids}
+        for each in self._admission.admitted:
+            if each.tenant == tenant and each.request_id in wanted:
+                each.end(AbortedError(f"request {each.request_id!r} was aborted"))
 
     @property
     def admitted(self) -> Sequence[Admitted]:
