@@ -134,6 +134,7 @@ async def run_router(
             num_live=lambda: inference.num_live,
             check_operator=check,
             stop=stop,
+            shared_http_port=settings.shared_http_port,
         )
     finally:
         REGISTRY.unregister(gateway_metrics)

@@ -43,6 +43,9 @@ class RouterSettings(ProcessSettings):
     vllm_engine: bool = False
     """Whether gRPC has `vllm.grpc.engine.VllmEngine`, the engine contract of the Shepherd Model
     Gateway (docs/fleet.md)."""
+    shared_http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """A further port of HTTP, which several routers of one machine share, as they then share
+    --grpc-port: each gets some of the connections. Each has an --http-port of its own."""
     scheduler_tls_cert: Path | None = None
     """File of the certificate (PEM) for connections to schedulers, if it differs from --tls-cert,
     which may be a public certificate."""

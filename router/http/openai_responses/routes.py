@@ -14,9 +14,9 @@ from aiohttp import ClientConnectionResetError, web
 from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputFinished
 from router.access.tenancy import with_precedence
-from router.http.answers.answer import STATUS_WITHIN_S, first_of, rest_of
 from router.http.answers.objects import Json
 from router.http.answers.sse import SseResponse
+from router.http.answers.streaming import STATUS_WITHIN_S, first_of, rest_of
 from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.errors import REQUEST_ID_HEADER, error_from_finished
