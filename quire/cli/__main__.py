@@ -26,6 +26,7 @@ COMMANDS: Final = {
     "lora": "list, load and unload LoRA adapters",
     "generate": "continue a prompt, streaming",
     "chat": "chat with the model, streaming",
+    "batch": "answer a file of requests",
     "defragment": "move the held KV blocks of each worker together",
     "bench": "measure a service, and show where its time goes",
     "replay": "replay a scheduler's recording, and explain its preemptions",
