@@ -2,15 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from quire.cli.__main__ import main
-
-Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 class Router:
@@ -23,14 +21,15 @@ class Router:
         self.num_at_once = self.most_at_once = 0
 
     async def handle(self, request: web.Request) -> web.Response:
-        self.asked.append((request.path, await request.json(), dict(request.headers)))
+        asked = await request.json()
+        self.asked.append((request.path, asked, dict(request.headers)))
         self.num_at_once += 1
         self.most_at_once = max(self.most_at_once, self.num_at_once)
         await asyncio.sleep(0)
         self.num_at_once -= 1
         if self.refusals:
             return self.refusals.pop()
-        body = {"path": request.path, "text": self.asked[-1][1]["prompt"]}
+        body = {"path": request.path, "text": asked["prompt"]}
         return web.json_response(body, headers={"X-Request-Id": "r"})
 
 
