@@ -33,6 +33,7 @@ from router.turns.store import TurnStore
 from router.turns.turns import Turns
 from router.ui.api import Ui
 from rpc.health import Health
+from rpc.malloc import M_ARENA_MAX, keep_trimmed, set_malloc
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import operators
 from rpc.server import Addresses, serve
@@ -52,6 +53,9 @@ async def run_router(
     if the model cannot be found, FileNotFoundError or ValueError if its tokenizer cannot be read,
     and any error that ends the scheduler client, which is a bug.
     """
+    # Several threads read, parse and tokenize a large body. Each one's arena would keep what the
+    # largest body took, even when it is trimmed (bench/worst_bodies.py).
+    set_malloc(M_ARENA_MAX, 1)
     stop = asyncio.Event() if stop is None else stop
     health = Health()
     health.set_starting("reading the tokenizer")
@@ -112,6 +116,7 @@ async def run_router(
         writer.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     client = asyncio.create_task(schedulers.run(), name="schedulers")
     client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
+    trimming = asyncio.create_task(keep_trimmed(), name="malloc")
     REGISTRY.register(gateway_metrics)
 
     async def drain() -> None:
@@ -126,7 +131,7 @@ async def run_router(
             services=[
                 inference_service(inference),
                 kserve_service(inference, lambda: health.ready),
-                *operator_services(operations, LiveRequests(inference, obeyed)),
+                *operator_services(operations, LiveRequests(inference, obeyed), inference),
             ],
             http=http,
             interceptors=[
@@ -140,6 +145,7 @@ async def run_router(
             num_live=lambda: inference.num_live,
             check_operator=check,
             stop=stop,
+            shared_http_port=settings.shared_http_port,
         )
     finally:
         REGISTRY.unregister(gateway_metrics)
@@ -148,6 +154,7 @@ async def run_router(
             await asyncio.gather(writer, return_exceptions=True)
             await turns.close()
         inference.close()
+        trimming.cancel()
         client.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await client

@@ -13,20 +13,13 @@ from router.http.answers.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.http.answers.objects import model_json
 from router.http.anthropic.routes import messages_routes
 from router.http.body import BodyReader
+from router.http.embeddings import embedding_routes
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.errors import MethodNotAllowedError
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from router.http.openai_responses.routes import responses_routes
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
-from router.http.requests.embeddings import (
-    EmbeddingsBody,
-    RerankBody,
-    ScoreBody,
-    embeddings_response,
-    rerank,
-    score,
-)
 from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.http.strict_json import excerpt
 from router.operators.adapters_and_models import Operations
@@ -75,24 +68,6 @@ def routes(
             inference.check_room(body.model)  # before the template is rendered
         call = await chat_call(inference, body, call_id.value)
         return await answer(request, inference, _with_headers(call, request))
-
-    async def create_embeddings(request: web.Request, call_id: CallId) -> web.Response:
-        """Turn texts or token ids into vectors."""
-        body = await bodies.read(request, EmbeddingsBody, generates=True)
-        call_id.value = body.request_id or call_id.value
-        return await embeddings_response(inference, body, call_id.value, request.headers)
-
-    async def create_ranking(request: web.Request, call_id: CallId) -> web.Response:
-        """Order documents by how well they answer a query, as Cohere and Jina do."""
-        body = await bodies.read(request, RerankBody, generates=True)
-        call_id.value = body.request_id or call_id.value
-        return json_response(await rerank(inference, body, call_id.value, request.headers))
-
-    async def create_scores(request: web.Request, call_id: CallId) -> web.Response:
-        """Score how well texts go together, as vLLM does."""
-        body = await bodies.read(request, ScoreBody, generates=True)
-        call_id.value = body.request_id or call_id.value
-        return json_response(await score(inference, body, call_id.value, request.headers))
 
     async def list_models(_: web.Request, __: CallId) -> web.Response:
         """List the models served."""
@@ -146,12 +121,6 @@ def routes(
     served = [
         web.post("/v1/completions", endpoint(create_completion)),
         web.post("/v1/chat/completions", endpoint(create_chat)),
-        web.post("/v1/embeddings", endpoint(create_embeddings)),
-        *(
-            web.post(path, endpoint(create_ranking))
-            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
-        ),
-        *(web.post(path, endpoint(create_scores)) for path in ("/score", "/v1/score")),
         web.get("/v1/models", endpoint(list_models)),
         web.post("/v1/load_lora_adapter", endpoint(load_lora_adapter)),
         web.post("/v1/unload_lora_adapter", endpoint(unload_lora_adapter)),
@@ -162,6 +131,7 @@ def routes(
     ]
     served += responses_routes(inference, bodies, turns)
     served += messages_routes(inference, bodies)
+    served += embedding_routes(inference, bodies)
     paths = {route.path for route in served}
     return [
         *served,

@@ -4,7 +4,11 @@ import asyncio
 import secrets
 import time
 import uuid
+<<<<<<< HEAD
 from collections.abc import Iterable, Iterator, Sequence
+=======
+from collections.abc import AsyncGenerator, Iterator, Sequence
+>>>>>>> main
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -23,7 +27,7 @@ from contract.outputs import Event
 from contract.request import GenerateRequest, Model, ResumeRequest, StopOptions
 from contract.sampling import BeamSearch, SamplingParams
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
-from quire.v1.kv_pb2 import KvQuery, WorkerKv
+from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
 from router import metrics
 from router.access.api_keys import ApiKeys, current_caller, enter_as
 from router.access.quotas import Lease, Quotas
@@ -34,6 +38,7 @@ from router.request.live import LiveRequest, ReplayRecord
 from router.request.output import LiveOutput
 from router.request.stop_strings import StopMatcher
 from router.request.validation import check_request, complete_sampling
+from router.schedulers.kv_watch import watch_kv
 from router.schedulers.messages import Resumption
 from router.schedulers.pool import Schedulers
 from router.schedulers.served_model import ServedModel
@@ -429,6 +434,12 @@ class Inference:
         if self._has_api_keys:
             check_operator()
         return await self._schedulers.describe_kv(query)
+
+    def watch_kv(self, worker: str = "") -> AsyncGenerator[WatchKvResponse]:
+        """Yield the events of the prefix caches; see `kv_watch`. Raises as `describe_kv`."""
+        if self._has_api_keys:
+            check_operator()
+        return watch_kv(self._schedulers, worker)
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
         """Return the activity of the workers; raises as `describe_kv`."""

@@ -19,6 +19,8 @@ from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
 TokenBytes: TypeAlias = Callable[[int], bytes]
 """The bytes that a token id adds to the text; perhaps part of a character."""
 
+_TEXT_ONLY = {"content"}
+
 
 class ChatShape:
     """Choices of /v1/chat/completions."""
@@ -56,6 +58,8 @@ class ChatShape:
         self._has_logprobs = has_logprobs
         self._has_prompt_logprobs = has_prompt_logprobs
         self._has_token_ids = has_token_ids
+        self._is_plain = not (has_logprobs or has_token_ids)
+        """Whether chunks have neither of these."""
         self._prompt_token_ids = prompt_token_ids
         self._stop = stop
         self._scores: PromptScores | None = None
@@ -84,12 +88,14 @@ class ChatShape:
             )
         return said
 
-    def delta(self, index: int, delta: OutputDelta) -> Json:
+    def delta(self, index: int, delta: OutputDelta) -> Json | str:
         """Return a chunk's choice: what was read of the new text, and the role the first time."""
         if self._index_to_reader is None:
             said: Json = {"content": delta.text}
         else:
             said = self._chunk(index, self._index_to_reader[index].push(delta.text))
+        if self._is_plain and index in self._introduced and said.keys() == _TEXT_ONLY:
+            return str(said["content"])
         return {
             "index": index,
             "delta": {**self._role_once(index), **said},
@@ -97,6 +103,11 @@ class ChatShape:
             "finish_reason": None,
             **self._token_ids(delta.token_ids),
         }
+
+    def choice_of_text(self, index: int, text: str) -> Json:
+        """Return a chunk's choice that has only a text."""
+        delta = {"content": text}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def finish(self, index: int, finished: OutputFinished) -> Json:
         """Return a chunk's choice: the end."""

@@ -10,9 +10,9 @@ from aiohttp import ClientConnectionResetError, web
 from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputDelta, OutputFinished, Usage
 from contract.request import GenerateRequest
-from router.http.answers.answer import STATUS_WITHIN_S, first_of, rest_of
 from router.http.answers.objects import Json
 from router.http.answers.sse import SseResponse
+from router.http.answers.streaming import STATUS_WITHIN_S, first_of, rest_of
 from router.http.anthropic.body import FIELD_TO_JSON, MessagesBody
 from router.http.anthropic.content import ContentEvents, collected, usage_json
 from router.http.anthropic.errors import REQUEST_ID_HEADER, error_json

@@ -10,6 +10,7 @@ from contract.request import GenerateRequest, Model
 from quire.v1 import adapters_pb2, common_pb2
 from quire.v1.common_pb2 import Load
 from router.parsers.choosing import OutputParsers, choose_parsers
+from router.request.live import Room
 from router.text.chat_settings import ChatSettings
 from router.text.chat_template import ChatTemplate
 from router.text.infill import infill
@@ -78,6 +79,12 @@ class FakeLiveRequest:
         event = await anext(self._events)
         self.num_taken += 1
         return event
+
+    async def send_to(self, put: Callable[[Event], None], room: Room | None = None) -> None:
+        async for event in self:
+            if room is not None:
+                await room.wait_for_room()
+            put(event)
 
     async def aclose(self) -> None:
         self.closed.set()

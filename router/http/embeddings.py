@@ -14,6 +14,8 @@ from contract.pooling import PoolingKind
 from contract.request import GenerateRequest
 from router.access.tenancy import with_precedence
 from router.http.answers.objects import Json
+from router.http.body import BodyReader
+from router.http.endpoint import CallId, endpoint, json_response
 from router.http.requests.completions import Prompts, parse_prompts
 from router.http.requests.schema import UNIMPLEMENTED
 from router.http.strict_json import Listed, Schema, at_most, json_bytes
@@ -26,6 +28,37 @@ from router.request.vectors import (
     pooling_of,
     score_pairs,
 )
+
+
+def embedding_routes(inference: Inference, bodies: BodyReader) -> list[web.RouteDef]:
+    """Return the routes."""
+
+    async def create_embeddings(request: web.Request, call_id: CallId) -> web.Response:
+        """Turn texts or token ids into vectors."""
+        body = await bodies.read(request, EmbeddingsBody, generates=True)
+        call_id.value = body.request_id or call_id.value
+        return await _embeddings_response(inference, body, call_id.value, request.headers)
+
+    async def create_ranking(request: web.Request, call_id: CallId) -> web.Response:
+        """Order documents by how well they answer a query, as Cohere and Jina do."""
+        body = await bodies.read(request, RerankBody, generates=True)
+        call_id.value = body.request_id or call_id.value
+        return json_response(await _rerank(inference, body, call_id.value, request.headers))
+
+    async def create_scores(request: web.Request, call_id: CallId) -> web.Response:
+        """Score how well texts go together, as vLLM does."""
+        body = await bodies.read(request, ScoreBody, generates=True)
+        call_id.value = body.request_id or call_id.value
+        return json_response(await _score(inference, body, call_id.value, request.headers))
+
+    return [
+        web.post("/v1/embeddings", endpoint(create_embeddings)),
+        web.post("/rerank", endpoint(create_ranking)),
+        web.post("/v1/rerank", endpoint(create_ranking)),
+        web.post("/v2/rerank", endpoint(create_ranking)),
+        web.post("/score", endpoint(create_scores)),
+        web.post("/v1/score", endpoint(create_scores)),
+    ]
 
 
 class _Body(Schema):
@@ -71,7 +104,7 @@ class EmbeddingsBody(_Body):
     normalize: bool | None = None
 
 
-async def embeddings_response(
+async def _embeddings_response(
     inference: Inference, body: EmbeddingsBody, request_id: str, headers: Mapping[str, str]
 ) -> web.Response:
     """Answer /v1/embeddings; raises QuireError."""
@@ -128,7 +161,7 @@ class RerankBody(_Body):
     return_documents: bool = True
 
 
-async def rerank(
+async def _rerank(
     inference: Inference, body: RerankBody, request_id: str, headers: Mapping[str, str]
 ) -> Json:
     """Answer /rerank; raises QuireError."""
@@ -169,7 +202,7 @@ class ScoreBody(_Body):
     text_2: Annotated[Sequence[str], PlainValidator(lambda value: _listed_texts(value, "text_2"))]
 
 
-async def score(
+async def _score(
     inference: Inference, body: ScoreBody, request_id: str, headers: Mapping[str, str]
 ) -> Json:
     """Answer /score; raises QuireError."""
