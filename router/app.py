@@ -115,7 +115,7 @@ async def run_router(
             services=[
                 inference_service(inference),
                 kserve_service(inference, lambda: health.ready),
-                *operator_services(operations, LiveRequests(inference, obeyed)),
+                *operator_services(operations, LiveRequests(inference, obeyed), inference),
             ],
             http=http,
             interceptors=[
@@ -129,6 +129,7 @@ async def run_router(
             num_live=lambda: inference.num_live,
             check_operator=check,
             stop=stop,
+            shared_http_port=settings.shared_http_port,
         )
     finally:
         REGISTRY.unregister(gateway_metrics)

@@ -54,6 +54,9 @@ class SchedulerSettings(ProcessSettings):
     """Most sequences that may wait at one worker; more are refused, with a retry hint."""
     enable_prefix_caching: bool = True
     """Whether prompts reuse cached blocks of KV that hold the same tokens."""
+    kv_events: bool = False
+    """Whether to keep what streams of KV events need: which blocks the prefix caches have, with
+    their tokens (docs/fleet.md). It takes about 500 bytes of memory per block."""
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of the blocks that admission leaves free, so that running sequences can grow."""
     eviction: Literal["lru", "lfu", "fifo"] = "lru"

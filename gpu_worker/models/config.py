@@ -18,11 +18,15 @@ class ModelConfig:
     max_model_len: int
     """Most tokens of a sequence."""
     num_layers: int
-    """Layers with attention: each has keys and values in the KV pool."""
+    """Layers with attention: each has keys and values in the KV pool. 0: an encoder, which keeps
+    none."""
     num_kv_heads: int
     """In every layer."""
     head_dim: int
     """The head dim of keys and values, in every layer."""
+    latent_dim: int | None = None
+    """Values are the first so many numbers of their keys, and are not stored themselves (multi-head
+    latent attention); None: they are stored."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json; may be empty."""
     dtype: str

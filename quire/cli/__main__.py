@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "quantize": "write a model as 4- or 8-bit integers, fitted to a text",
     "lora": "list, load and unload LoRA adapters",
     "generate": "continue a prompt, streaming",
+    "embed": "turn texts into vectors",
     "chat": "chat with the model, streaming",
     "defragment": "move the held KV blocks of each worker together",
     "bench": "measure a service, and show where its time goes",

@@ -50,6 +50,21 @@ class ClientSettings(RouterTargetSettings):
     """The request's deadline, in seconds; default: none."""
 
 
+class EmbedSettings(RouterTargetSettings):
+    """Turn texts into vectors: one JSON list in each line."""
+
+    texts: CliPositionalArg[tuple[str, ...]]
+    """The texts; - reads them from standard input, one in each line."""
+    served_model_name: str = ""
+    """The model's name; empty: the only served model."""
+    pooling: Literal["last", "mean", "cls"] | None = None
+    """Which hidden states become the vector; default: as the model has it."""
+    normalize: bool | None = None
+    """Whether vectors have length 1; default: as the model has it."""
+    dimensions: PositiveInt | None = None
+    """Keep only so many numbers of each vector; default: all."""
+
+
 class GenerateSettings(ClientSettings):
     """Continue a prompt, streaming."""
 

@@ -22,6 +22,7 @@ _GENERATING: Final = frozenset(
     (
         "/quire.v1.InferenceService/Generate",
         "/quire.v1.InferenceService/GenerateOnce",
+        "/quire.v1.InferenceService/Embed",
         "/inference.GRPCInferenceService/ModelInfer",
         "/inference.GRPCInferenceService/ModelStreamInfer",
     )

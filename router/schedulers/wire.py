@@ -6,6 +6,7 @@ from typing import Final
 import grpc
 from google.protobuf.message import DecodeError
 
+from contract.codec.info import tasks_from_proto
 from contract.codec.outputs import (
     FINISH_REASON_TO_PROTO,
     error_to_proto,
@@ -17,6 +18,7 @@ from contract.codec.sampling import (
     adapter_from_proto,
     beam_from_proto,
     beam_to_proto,
+    pooling_from_proto,
     sampling_from_proto,
     sampling_to_proto,
 )
@@ -165,6 +167,11 @@ def message_from_proto(message: scheduler_pb2.ConnectResponse) -> SchedulerMessa
                     structured_output=model.structured_output,
                     adapters=tuple(map(adapter_from_proto, model.adapters)),
                     directory=model.directory,
+                    tasks=tasks_from_proto(model.tasks),
+                    embedding_size=model.embedding_size,
+                    pooling=(
+                        pooling_from_proto(model.pooling) if model.HasField("pooling") else None
+                    ),
                 ),
             )
         case _:
@@ -193,6 +200,7 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepEvents:
             Admitted(admitted.seq_key, admitted.num_cached_tokens) for admitted in message.admitted
         ),
         pins=tuple(Pin(pinned.seq_key, pinned.num_pinned_tokens) for pinned in message.pinned),
+        vectors={each.seq_key: each.vector for each in message.pooled},
         endings=tuple(map(_ending_from_proto, message.finished)),
         room=_room_from_proto(message.room) if message.HasField("room") else None,
         max_model_len=message.max_model_len if message.HasField("max_model_len") else None,
@@ -249,3 +257,17 @@ def error_from_code(code: int, message: str, retry_after_s: float = 1.0) -> Quir
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]:
         return TooBusyError(message, retry_after_s)
     return _CODE_TO_ERROR.get(code, QuireError)(message)
+
+
+def failure_of(finished: OutputFinished) -> QuireError | None:
+    """Return the error that a unary call ends with; None if the output ended well."""
+    match finished.finish_reason:
+        case FinishReason.ERROR:
+            assert finished.error is not None, "ERROR comes with an error"
+            return error_from_code(finished.error.code, finished.error.message)
+        case FinishReason.DEADLINE:
+            return DeadlineExceededError("the deadline passed before the outputs were complete")
+        case FinishReason.CANCELLED:
+            return UnavailableError("the service cancelled the request")
+        case _:
+            return None
