@@ -6,6 +6,7 @@ from enum import Enum
 
 from contract.limits import Limits
 from contract.lora import LoraAdapter
+from contract.pooling import Pooling, Task
 
 
 class MemoryLevel(Enum):
@@ -35,6 +36,11 @@ class ModelInfo:
     directory: str = ""
     """The model's directory, if an operator loaded it; empty for the model of the worker's flags.
     """
+    tasks: tuple[Task, ...] = (Task.GENERATE,)
+    embedding_size: int = 0
+    """How many numbers its vectors have; 0: it makes none."""
+    pooling: Pooling | None = None
+    """How it makes a vector by default; None: it makes none."""
 
     def __str__(self) -> str:
         """Show the fields in which the models of two workers may differ."""
@@ -91,6 +97,12 @@ class WorkerInfo:
     """Whether host blocks and device blocks share one memory, as on a CPU."""
     can_unload: bool = False
     """Whether it can unload its model, which frees the device, and load one again."""
+    takes_whole_prompts: bool = False
+    """Whether a prompt must be computed in one step, as by an encoder, which keeps no KV."""
+    tasks: tuple[Task, ...] = (Task.GENERATE,)
+    """As in `ModelInfo`, like the next two."""
+    embedding_size: int = 0
+    pooling: Pooling | None = None
 
     # These fields are set at the worker only.
     kv_dtype: str = "auto"
@@ -110,6 +122,9 @@ class WorkerInfo:
             structured_output=self.structured_output,
             adapters=tuple(sorted(self.limits.adapters, key=lambda adapter: adapter.name)),
             directory=self.directory,
+            tasks=self.tasks,
+            embedding_size=self.embedding_size,
+            pooling=self.pooling,
         )
 
     @property

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from contract.lora import LoraAdapter
+from contract.pooling import Pooling, Task
 from contract.sampling import BeamSearch, SamplingParams
 
 MAX_REQUEST_ID_CHARS: Final = 128
@@ -36,6 +37,16 @@ class Model:
     """The base model of an adapter; empty for a base model."""
     adapter: LoraAdapter | None = None
     """The adapter; None for a base model, and at clients."""
+    tasks: tuple[Task, ...] = (Task.GENERATE,)
+    embedding_size: int = 0
+    """How many numbers its vectors have; 0: it makes none."""
+    pooling: Pooling | None = None
+    """How it makes a vector by default; None: it makes none."""
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Most tokens of a prompt: one less, if an output needs room for one."""
+        return self.max_model_len - (Task.GENERATE in self.tasks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +55,8 @@ class GenerateRequest:
 
     prompt: str | tuple[int, ...]
     """Text or token ids."""
+    pair: str | None = None
+    """The second text of a pair to score; `prompt` is the first."""
     model: str = ""
     """Empty: the served model, without an adapter."""
     request_id: str = ""
@@ -69,7 +82,10 @@ class GenerateRequest:
     """Requests with a higher priority go first, if the scheduler's policy uses priorities."""
     tenant: str = ""
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`."""
+    """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`. Of a
+    prompt that becomes a vector: at its beginning; of a pair: cut the second text."""
+    cuts_max_tokens: bool = False
+    """Whether a `max_tokens` for which the context has no room means as many as fit."""
     bad_words: tuple[str, ...] = ()
     """Texts that outputs must not contain."""
     before_form: str = ""

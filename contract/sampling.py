@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from contract.errors import InvalidArgumentError
 from contract.lora import LoraAdapter
+from contract.pooling import Pooling
 from contract.value_checks import check_count, check_range, check_token_ids
 
 MAX_TEMPERATURE: Final = 100
@@ -108,6 +109,8 @@ class SamplingParams:
     structured: StructuredOutput | None = None
     adapter: LoraAdapter | None = None
     """Set by the router from the request's model, never by a client."""
+    pooling: Pooling | None = None
+    """Draw nothing, but make a vector of the prompt. Set by the router, never by a client."""
 
     @property
     def grammar(self) -> str | None:
@@ -122,7 +125,7 @@ class SamplingParams:
     def check(
         self, field: str, *, vocab_size: int, max_model_len: int, max_logprobs: int = MAX_LOGPROBS
     ) -> None:
-        """Check all fields except `structured` and `adapter`; `field` is the prefix in errors.
+        """Check all fields but `structured`, `adapter`, `pooling`; `field` is the prefix in errors.
 
         Raises:
             InvalidArgumentError: A value is out of its range.

@@ -176,6 +176,15 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PooledRow:
+    """The vector of a row whose prompt is computed."""
+
+    row: int
+    vector: bytes
+    """float32, little-endian."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Result:
     """What one step produced."""
 
@@ -206,7 +215,11 @@ class Result:
     """Seconds from the start of the step to its result; on a GPU this includes waiting for the last
     step."""
 
-    # Set only at the worker; the scheduler forwards log-probabilities without parsing them.
+    # Set only at the worker; the scheduler forwards vectors and log-probabilities without parsing
+    # them.
+    pooled: tuple[PooledRow, ...] = ()
+    """The vectors of rows that pool. Each such row is in `sampled_rows`, with a token that means
+    nothing: to the scheduler it is a sequence that draws one token."""
     logprobs: tuple[StepLogprob, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     num_computed_tokens: int = 0

@@ -6,10 +6,12 @@ from operator import attrgetter
 from typing import Final
 
 from contract.codec.message_checks import check_number
+from contract.codec.sampling import pooling_from_proto, pooling_to_proto
 from contract.errors import InvalidArgumentError
 from contract.info import MemoryLevel, ModelInfo, WorkerInfo
 from contract.limits import Limits
 from contract.lora import DIGEST_BYTES, LoraAdapter
+from contract.pooling import Task
 from quire.v1 import common_pb2, worker_pb2
 
 _LIMITS: Final = (
@@ -33,6 +35,7 @@ _COPIED: Final = (
     "num_draft_tokens",
     "host_is_device_memory",
     "can_unload",
+    "takes_whole_prompts",
 )
 """Fields with the same names in `WorkerInfo` and in its message; `_LIMITS`: in `Limits`."""
 _limits, _copied = attrgetter(*_LIMITS), attrgetter(*_COPIED)
@@ -41,12 +44,19 @@ _LEVEL_TO_PROTO: Final = {
     MemoryLevel.WARNING: common_pb2.MEMORY_LEVEL_WARNING,
     MemoryLevel.CRITICAL: common_pb2.MEMORY_LEVEL_CRITICAL,
 }
+TASK_TO_PROTO: Final = {
+    Task.GENERATE: common_pb2.TASK_GENERATE,
+    Task.EMBED: common_pb2.TASK_EMBED,
+    Task.SCORE: common_pb2.TASK_SCORE,
+}
+_TASK_FROM_PROTO: Final = {number: task for task, number in TASK_TO_PROTO.items()}
 _LEVEL_FROM_PROTO: Final = {number: level for level, number in _LEVEL_TO_PROTO.items()}
 
 _MAX_NUM_SEQS: Final = 2**16
 _MAX_BLOCKS: Final = 2**24
 _MAX_BLOCK_SIZE: Final = 2**16
 _MAX_KV_GROUPS: Final = 2**8  # a hash names the group in one byte
+MAX_EMBEDDING_SIZE: Final = 2**20
 _MAX_TOKENS: Final = 2**32
 # The scheduler allocates arrays of these sizes; a wrong report must not exhaust its memory.
 
@@ -78,6 +88,9 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         eos_token_ids=tuple(model.eos_token_ids),
         structured_output=model.structured_output,
         directory=model.directory,
+        tasks=tasks_from_proto(model.tasks),
+        embedding_size=model.embedding_size,
+        pooling=pooling_from_proto(model.pooling) if model.HasField("pooling") else None,
         limits=Limits(
             **dict(zip(_LIMITS, _limits(message), strict=True)),
             max_model_len=model.max_model_len,
@@ -103,7 +116,16 @@ def model_info_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
         structured_output=model.structured_output,
         adapters=adapters_to_proto(model.adapters),
         directory=model.directory,
+        tasks=map(TASK_TO_PROTO.__getitem__, model.tasks),
+        embedding_size=model.embedding_size,
+        pooling=None if model.pooling is None else pooling_to_proto(model.pooling),
     )
+
+
+def tasks_from_proto(numbers: Iterable[common_pb2.Task]) -> tuple[Task, ...]:
+    """Convert tasks; those that this version does not know are left out."""
+    known = tuple(_TASK_FROM_PROTO[number] for number in numbers if number in _TASK_FROM_PROTO)
+    return known or (Task.GENERATE,)
 
 
 def adapters_to_proto(adapters: Iterable[LoraAdapter]) -> list[common_pb2.LoraAdapter]:
@@ -167,6 +189,7 @@ def _check_ranges(info: WorkerInfo) -> None:
         ("num_disk_blocks", limits.num_disk_blocks, 0, _MAX_BLOCKS),
         ("block_size", limits.block_size, 1, _MAX_BLOCK_SIZE),
         ("kv_windows", len(limits.kv_windows), 1, _MAX_KV_GROUPS),
+        ("model.embedding_size", info.embedding_size, 0, MAX_EMBEDDING_SIZE),
     ):
         check_number(f"worker.{field}", value, least, most)
     for field in ("swap_bytes_per_s", "prefill_tokens_per_s", "disk_bytes_per_s"):
@@ -196,6 +219,12 @@ def _check_together(info: WorkerInfo) -> None:
             "worker.max_num_batched_tokens",
             f"is {limits.max_num_batched_tokens}; it must be at least max_num_seqs,"
             f" {limits.max_num_seqs}",
+        )
+    if info.takes_whole_prompts and limits.max_num_batched_tokens < limits.max_model_len - 1:
+        raise InvalidArgumentError(
+            "worker.max_num_batched_tokens",
+            f"is {limits.max_num_batched_tokens}; a worker that takes whole prompts must have at"
+            f" least max_model_len - 1, {limits.max_model_len - 1}",
         )
     if info.num_draft_tokens >= limits.block_size:
         raise InvalidArgumentError(

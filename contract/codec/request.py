@@ -5,13 +5,18 @@ Deadline, priority and tenant travel in the call's metadata, not in the message.
 """
 
 from contract.codec.fields import Converters, changed_fields, set_fields
+from contract.codec.info import TASK_TO_PROTO, tasks_from_proto
 from contract.codec.sampling import (
     beam_from_proto,
     beam_to_proto,
+    pooling_from_proto,
+    pooling_kind_from_proto,
+    pooling_to_proto,
     sampling_from_proto,
     sampling_to_proto,
 )
 from contract.errors import InvalidArgumentError
+from contract.pooling import PoolingKind
 from contract.request import GenerateRequest, Model, OutputReceived, ResumeRequest, StopOptions
 from quire.v1 import common_pb2, inference_pb2
 
@@ -31,10 +36,12 @@ def generate_request_from_proto(message: inference_pb2.GenerateRequest) -> Gener
 
     Raises:
         InvalidArgumentError: It has no prompt, has an unknown enum value, or sets
-            `sampling.adapter`.
+            `sampling.adapter` or `sampling.pooling`.
     """
     if message.sampling.HasField("adapter"):
         raise InvalidArgumentError("sampling.adapter", "is set; name the adapter in model")
+    if message.sampling.HasField("pooling"):
+        raise InvalidArgumentError("sampling.pooling", "is set; call Embed")
     if message.WhichOneof("prompt") is None:
         raise InvalidArgumentError("prompt", "is not set; text or token_ids must be")
     given = set_fields(message, _FROM_PROTO)
@@ -49,6 +56,40 @@ def generate_request_to_proto(request: GenerateRequest) -> inference_pb2.Generat
     if isinstance(prompt, str):
         return inference_pb2.GenerateRequest(text=prompt, **given)
     return inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), **given)
+
+
+def embed_requests_from_proto(message: inference_pb2.EmbedRequest) -> list[GenerateRequest]:
+    """Make a request for each input; their `sampling` is not set.
+
+    Raises:
+        InvalidArgumentError: An input is not set.
+    """
+    truncate = message.truncate_prompt_tokens
+    requests = []
+    for i, each in enumerate(message.inputs):
+        if each.WhichOneof("input") is None:
+            raise InvalidArgumentError(f"inputs[{i}]", "is not set; text or token_ids must be")
+        requests.append(
+            GenerateRequest(
+                prompt=each.text if each.HasField("text") else tuple(each.token_ids.ids),
+                model=message.model,
+                request_id=message.request_id and f"{message.request_id}-{i}",
+                truncate_prompt_tokens=(
+                    truncate if message.HasField("truncate_prompt_tokens") else None
+                ),
+            )
+        )
+    return requests
+
+
+def embedding_kind_from_proto(number: common_pb2.PoolingKind) -> PoolingKind | None:
+    """Convert what an `EmbedRequest` asks for; None: the model's own."""
+    if number == common_pb2.POOLING_KIND_UNSPECIFIED:
+        return None
+    kind = pooling_kind_from_proto(number, "pooling")
+    if kind is PoolingKind.SCORE:
+        raise InvalidArgumentError("pooling", "is SCORE; Embed makes vectors")
+    return kind
 
 
 def stop_options_to_bytes(request: GenerateRequest) -> bytes:
@@ -94,6 +135,9 @@ def model_from_proto(message: common_pb2.ModelInfo) -> Model:
         tuple(message.eos_token_ids),
         message.structured_output,
         message.parent,
+        tasks=tasks_from_proto(message.tasks),
+        embedding_size=message.embedding_size,
+        pooling=pooling_from_proto(message.pooling) if message.HasField("pooling") else None,
     )
 
 
@@ -105,4 +149,7 @@ def model_to_proto(model: Model) -> common_pb2.ModelInfo:
         eos_token_ids=model.eos_token_ids,
         structured_output=model.structured_output,
         parent=model.parent,
+        tasks=map(TASK_TO_PROTO.__getitem__, model.tasks),
+        embedding_size=model.embedding_size,
+        pooling=None if model.pooling is None else pooling_to_proto(model.pooling),
     )

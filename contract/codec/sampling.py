@@ -3,6 +3,7 @@
 from contract.codec.fields import Converters, changed_fields, set_fields
 from contract.errors import InvalidArgumentError
 from contract.lora import LoraAdapter
+from contract.pooling import Pooling, PoolingKind
 from contract.sampling import BeamSearch, EarlyStopping, SamplingParams, StructuredOutput
 from quire.v1 import common_pb2
 
@@ -15,6 +16,13 @@ _EARLY_STOPPING_FROM_PROTO = {
     common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.HEURISTIC,
     **{proto: value for value, proto in _EARLY_STOPPING_TO_PROTO.items()},
 }
+POOLING_KIND_TO_PROTO = {
+    PoolingKind.LAST: common_pb2.POOLING_KIND_LAST,
+    PoolingKind.MEAN: common_pb2.POOLING_KIND_MEAN,
+    PoolingKind.CLS: common_pb2.POOLING_KIND_CLS,
+    PoolingKind.SCORE: common_pb2.POOLING_KIND_SCORE,
+}
+_POOLING_KIND_FROM_PROTO = {proto: kind for kind, proto in POOLING_KIND_TO_PROTO.items()}
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
@@ -68,6 +76,32 @@ def _wanted_adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
     return common_pb2.LoraAdapter(name=adapter.name, digest=adapter.digest)
 
 
+def pooling_kind_from_proto(number: common_pb2.PoolingKind, field: str) -> PoolingKind:
+    """Convert a kind; raises InvalidArgumentError for one that this version does not know."""
+    if number not in _POOLING_KIND_FROM_PROTO:
+        raise InvalidArgumentError(field, f"is {number}, which this version does not know")
+    return _POOLING_KIND_FROM_PROTO[number]
+
+
+def pooling_from_proto(message: common_pb2.Pooling) -> Pooling:
+    """Convert without checking `dimensions`; raises InvalidArgumentError for an unknown kind."""
+    return Pooling(
+        kind=pooling_kind_from_proto(message.kind, "pooling.kind"),
+        normalize=message.normalize,
+        dimensions=message.dimensions or None,
+        num_first_tokens=message.num_first_tokens,
+    )
+
+
+def pooling_to_proto(pooling: Pooling) -> common_pb2.Pooling:
+    return common_pb2.Pooling(
+        kind=POOLING_KIND_TO_PROTO[pooling.kind],
+        normalize=pooling.normalize,
+        dimensions=pooling.dimensions or 0,
+        num_first_tokens=pooling.num_first_tokens,
+    )
+
+
 def beam_from_proto(message: common_pb2.BeamSearch) -> BeamSearch:
     """Convert without checking ranges, which `BeamSearch.check` does.
 
@@ -100,8 +134,10 @@ _SAMPLING_FROM_PROTO: Converters = {
     "allowed_token_ids": tuple,
     "structured": structured_from_proto,
     "adapter": adapter_from_proto,
+    "pooling": pooling_from_proto,
 }
 _SAMPLING_TO_PROTO: Converters = {
     "structured": structured_to_proto,
     "adapter": _wanted_adapter_to_proto,
+    "pooling": pooling_to_proto,
 }

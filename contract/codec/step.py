@@ -165,6 +165,8 @@ def result_to_proto(result: Result, epoch: int) -> worker_pb2.StepResult:
         message.logprobs.add(index=logprob.index, logprob=token_logprob_to_proto(logprob))
     if result.prompt_logprobs:
         message.prompt_logprobs.extend(map(_prompt_logprobs_to_proto, result.prompt_logprobs))
+    for pooled in result.pooled:
+        message.pooled.add(row=pooled.row, vector=pooled.vector)
     return message
 
 

@@ -26,7 +26,7 @@ class LayerGroups:
 
     @property
     def layers_per_block(self) -> int:
-        return max(self.place_of) + 1
+        return max(self.place_of, default=-1) + 1
 
 
 def one_group(num_layers: int, window: int | None = None) -> LayerGroups:

@@ -21,6 +21,7 @@ from gpu_worker.loading.kv_tiers import LowerTiers, open_lower_tiers
 from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.adapter_files import load_adapter
+from gpu_worker.models.abilities import Abilities, read_abilities
 from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
@@ -66,6 +67,7 @@ class RankModel:
     """Most blocks that the pool can be resized to; None: its size is fixed."""
     rates: Rates
     """The rates of all ranks together."""
+    abilities: Abilities
     load_adapter: Callable[[str, Path], Adapter]
     """Loads an adapter from its name and directory; raises ModelError."""
 
@@ -117,6 +119,7 @@ def _load_rank_model(
     directory = find_model(settings.model, settings.cache_dir, report)
     source = open_model(directory, settings.model_class, quantization, place, is_dummy=is_dummy)
     config, local_config = source.config, source.local_config
+    abilities = read_abilities(directory, config, place.num_ranks)
     dtype = pick_dtype(settings.dtype, config, device)
     limits = _limits(settings, config, device)
     dtypes = _kv_dtypes(settings, config, dtype, place)
@@ -124,7 +127,11 @@ def _load_rank_model(
     block_config = replace(local_config, num_layers=groups.layers_per_block)
     block_dtypes = dtypes[: groups.layers_per_block]
     bytes_per_block = block_bytes(block_config, settings.block_size, block_dtypes)
-    kv_memory.check_size(settings, bytes_per_block, device)
+    has_kv = config.num_layers > 0
+    if has_kv:
+        kv_memory.check_size(settings, bytes_per_block, device)
+    else:
+        _check_without_kv(settings, config)
     load_one = partial(load_adapter, model=config, dtype=dtype, device=device)
     adapters = dict(enumerate((load_one(*each) for each in settings.adapter_directories), start=1))
     limits = replace(
@@ -152,13 +159,15 @@ def _load_rank_model(
     )
     if ranks is not None:
         num_blocks = int(ranks.least(num_blocks)[0])
-    pool_memory = open_pool_memory(settings, num_blocks, bytes_per_block, device)
+    pool_memory = None
+    if has_kv:
+        pool_memory = open_pool_memory(settings, num_blocks, bytes_per_block, device)
     pool = KvPool(
         block_config, num_blocks, settings.block_size, block_dtypes, device, pool_memory, groups
     )
     undo.callback(pool.close)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
-    tiers = open_lower_tiers(settings, pool, block_config)
+    tiers = open_lower_tiers(settings, pool, block_config) if has_kv else LowerTiers()
     num_host_blocks = tiers.num_host_blocks
     if ranks is not None:
         num_host_blocks = int(ranks.least(num_host_blocks)[0])
@@ -172,7 +181,7 @@ def _load_rank_model(
     if tiers.disk_pool is not None:
         undo.callback(tiers.disk_pool.close)
     structured = None
-    if place.rank == 0:  # rank 0 samples
+    if place.rank == 0 and has_kv:  # rank 0 samples
         structured = _structured_output(directory, limits.vocab_size, eos_token_ids, device)
     executor = Executor(
         model,
@@ -187,9 +196,9 @@ def _load_rank_model(
         drafter=_drafter(settings, limits, draft_model),
         adapters=adapters,
     )
-    if _has_graphs(settings, device):
+    if has_kv and _has_graphs(settings, device):
         _capture_graphs(executor, CudaGraphs(device), report)
-    if device.type == "cuda":
+    if has_kv and device.type == "cuda":
         report("compiling kernels", None)
         # Rank 0 alone has grammars, and all ranks must warm up alike.
         has_grammars = structured is not None and ranks is None
@@ -217,8 +226,19 @@ def _load_rank_model(
         tiers=tiers,
         rates=measured,
         has_structured_output=structured is not None,
+        abilities=abilities,
         load_adapter=load_one,
     )
+
+
+def _check_without_kv(settings: WorkerSettings, config: ModelConfig) -> None:
+    """Check that no setting is about the KV or the drafts of a model that has neither."""
+    for name in ("host_kv_memory_gb", "disk_kv_memory_gb", "kv_cache_memory_gb", "speculative"):
+        if value := getattr(settings, name):
+            raise ModelError(
+                f"{name.replace('_', '-')} is {value}; {config.architecture} keeps no KV and"
+                " generates nothing: leave it out"
+            )
 
 
 def _drafter(
@@ -305,7 +325,7 @@ def _layer_groups(
     All layers are in one group without a window if a draft model uses the same block numbers, if
     layers are on several devices, or if they store different dtypes.
     """
-    is_alike = len(set(dtypes)) == 1
+    is_alike = len(set(dtypes)) <= 1
     num_layers = len(place.layers(config.num_layers))
     is_whole = num_layers == config.num_layers
     if not config.windows or settings.draft_model is not None or not (is_alike and is_whole):
@@ -335,7 +355,18 @@ def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device)
     max_num_seqs = settings.max_num_seqs or min(
         256 if is_gpu else 64, settings.max_num_batched_tokens or _DEFAULT_TOKENS
     )
-    max_num_batched_tokens = settings.max_num_batched_tokens or max(_DEFAULT_TOKENS, max_num_seqs)
+    most_tokens = max(_DEFAULT_TOKENS, max_num_seqs)
+    if config.num_layers == 0:
+        # A prompt is computed in one step, and its vector counts as a token of its row.
+        if (settings.max_num_batched_tokens or max_model_len) < max_model_len:
+            raise ModelError(
+                f"max-num-batched-tokens is {settings.max_num_batched_tokens};"
+                f" {config.architecture} computes a prompt in one step, and max-model-len is"
+                f" {max_model_len}"
+            )
+        most_tokens = max(most_tokens, max_model_len)
+        max_model_len += 1
+    max_num_batched_tokens = settings.max_num_batched_tokens or most_tokens
     return Limits(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
@@ -362,6 +393,8 @@ def _num_blocks(
 ) -> int:
     if settings.num_blocks is not None:
         return settings.num_blocks
+    if config.num_layers == 0:  # blocks have no bytes
+        return limits.max_num_seqs * limits.max_blocks_per_row
     if settings.kv_cache_memory_gb is not None:
         num_bytes = int(settings.kv_cache_memory_gb * _GIB)
     elif device.type == "cuda":

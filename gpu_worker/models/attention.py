@@ -42,6 +42,8 @@ class AttentionMetadata:
     """Tokens whose final hidden states are wanted; None: all."""
     adapters: StepAdapters | None = None
     """LoRA adapters of the tokens; None if no token has one."""
+    token_types: torch.Tensor | None = None
+    """int64[T]: 1 for tokens of the second text of a pair; None: there are none."""
     by_group: tuple["AttentionMetadata", ...] = ()
     """With several KV groups: the metadata of each, which differ in slots and block tables. The
     first group's are also in this object. Empty: there is one group."""

@@ -18,7 +18,8 @@ class ModelConfig:
     max_model_len: int
     """Most tokens of a sequence."""
     num_layers: int
-    """Layers with attention: each has keys and values in the KV pool."""
+    """Layers with attention: each has keys and values in the KV pool. 0: an encoder, which keeps
+    none."""
     num_kv_heads: int
     """In every layer."""
     head_dim: int

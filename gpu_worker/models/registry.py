@@ -10,6 +10,7 @@ import structlog
 import torch
 
 from gpu_worker.models.attention import Decoder
+from gpu_worker.models.bert import BERT_ARCHITECTURES, build_bert, read_bert_config
 from gpu_worker.models.config import ModelConfig, read_architecture
 from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
 from gpu_worker.models.deepseek.decoder import build_deepseek
@@ -78,6 +79,7 @@ class _Family:
 _LLAMA: Final = _Family(read_llama_config, build_llama, split_llama_config)
 _NATIVE: Final = {
     **dict.fromkeys(LLAMA_ARCHITECTURES, _LLAMA),
+    **dict.fromkeys(BERT_ARCHITECTURES, _Family(read_bert_config, build_bert)),
     "GPTNeoXForCausalLM": _Family(read_neox_config, build_neox, split_neox_config),
     **dict.fromkeys(DEEPSEEK_ARCHITECTURES, _Family(read_deepseek_config, build_deepseek)),
 }

@@ -3,6 +3,7 @@
 import numpy as np
 
 from contract.arrays import BoolArray, Float32Array, Int64Array
+from contract.pooling import Pooling
 from contract.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 
 NO_TOKEN = -1
@@ -48,6 +49,12 @@ class SamplingTable:
         """What ends a row: end-of-sequence tokens unless it ignores them, and its stop tokens."""
         self.bias: dict[int, tuple[Int64Array, Float32Array]] = {}
         """Row to token ids and what is added to their logits; rows that have a bias only."""
+        self.pools = np.zeros(max_num_seqs, np.bool_)
+        """Whether the row makes a vector instead of drawing."""
+        self.pools_all = np.zeros(max_num_seqs, np.bool_)
+        """Whether its vector needs the hidden states of tokens other than the last."""
+        self.pooling: dict[int, Pooling] = {}
+        """How rows that pool do so."""
         self.allowed: dict[int, Int64Array] = {}
         """Row to the only token ids that may be drawn; rows that are limited only."""
 
@@ -80,6 +87,12 @@ class SamplingTable:
             or params.logprobs is not None
         )
         ends = params.stop_token_ids + (() if params.ignore_eos else self._eos_token_ids)
+        self.pools[row] = params.pooling is not None
+        self.pools_all[row] = params.pooling is not None and params.pooling.needs_all
+        self.pooling.pop(row, None)
+        if params.pooling is not None:
+            self.pooling[row] = params.pooling
+            ends = ()
         self.end_token_ids[row] = NO_TOKEN
         self.end_token_ids[row, : len(ends)] = ends
         self.allowed.pop(row, None)

@@ -10,8 +10,12 @@ import numpy as np
 import torch
 
 from contract.arrays import BoolArray, Float32Array, Int64Array
+from contract.pooling import Pooling
 from contract.step import StepLogprob
 from gpu_worker.memory.transfer import Download
+
+_LEAST_NORM = 1e-12
+"""As in torch's `normalize`: a vector of zeros stays one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +35,18 @@ class SampledLogprobs:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Vectors:
+    """The vectors of sequences that pool."""
+
+    places: Int64Array
+    """int64[P] on the host: which of the S sequences, ascending."""
+    pooling: tuple[Pooling, ...]
+    """What each asked for."""
+    values: torch.Tensor
+    """float32[P, D]: whole vectors, not normalized."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """What the sampler drew, on the device."""
 
@@ -41,6 +57,8 @@ class Sampled:
     logprobs: SampledLogprobs | None
     stuck: Int64Array
     """int64[*] on the host: sequences whose grammar admits no token."""
+    vectors: Vectors | None = None
+    """Of the sequences that pool; their tokens mean nothing."""
 
 
 def merged(parts: Sequence[Sampled]) -> Sampled:
@@ -55,6 +73,24 @@ def merged(parts: Sequence[Sampled]) -> Sampled:
         stuck=np.concatenate(
             [part.stuck + first for part, first in zip(parts, firsts, strict=False)]
         ),
+        vectors=_merged_vectors(parts, firsts),
+    )
+
+
+def _merged_vectors(
+    parts: Sequence[Sampled], firsts: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+) -> Vectors | None:
+    found = [
+        (part.vectors, first)
+        for part, first in zip(parts, firsts, strict=False)
+        if part.vectors is not None
+    ]
+    if not found:
+        return None
+    return Vectors(
+        np.concatenate([vectors.places + first for vectors, first in found]),
+        tuple(pooling for vectors, _ in found for pooling in vectors.pooling),
+        torch.cat([vectors.values for vectors, _ in found]),
     )
 
 
@@ -94,10 +130,12 @@ class HostSampled:
     """int64[*]: sequences whose grammar admits no token."""
     logprobs: tuple[StepLogprob, ...]
     """`index` refers to `token_ids`; ascending."""
+    vectors: tuple[tuple[int, bytes], ...]
+    """Index in `token_ids`, and the vector: float32, little-endian."""
 
 
 NOTHING_SAMPLED = HostSampled(
-    np.empty(0, np.int64), np.empty(0, np.bool_), np.empty(0, np.int64), ()
+    np.empty(0, np.int64), np.empty(0, np.bool_), np.empty(0, np.int64), (), ()
 )
 """For a step in which no row samples."""
 
@@ -111,6 +149,8 @@ class Readback:
         tensors = [sampled.token_ids, sampled.is_finite]
         if (logprobs := sampled.logprobs) is not None:
             tensors += [logprobs.chosen, logprobs.top_token_ids, logprobs.top_logprobs]
+        if sampled.vectors is not None:
+            tensors.append(sampled.vectors.values)
         self._download = Download(*tensors)
         self.is_done = self._download.is_done
 
@@ -120,11 +160,30 @@ class Readback:
 
     def wait(self) -> HostSampled:
         """All values, once they have arrived."""
-        token_ids, is_finite, *of_logprobs = self._download.wait()
+        token_ids, is_finite, *others = self._download.wait()
         logprobs: tuple[StepLogprob, ...] = ()
+        vectors: tuple[tuple[int, bytes], ...] = ()
+        if self._sampled.vectors is not None:
+            vectors = _host_vectors(self._sampled.vectors, others.pop())
         if self._sampled.logprobs is not None:
-            logprobs = _token_logprobs(self._sampled.logprobs, *of_logprobs)
-        return HostSampled(token_ids, is_finite, self._sampled.stuck, logprobs)
+            logprobs = _token_logprobs(self._sampled.logprobs, *others)
+        return HostSampled(token_ids, is_finite, self._sampled.stuck, logprobs, vectors)
+
+
+def _host_vectors(
+    vectors: Vectors,
+    values: Float32Array,  # [P, D]
+) -> tuple[tuple[int, bytes], ...]:
+    """Cut and normalize each vector as it was asked for."""
+    made = []
+    for place, pooling, vector in zip(
+        vectors.places.tolist(), vectors.pooling, values, strict=True
+    ):
+        cut = vector[: pooling.dimensions]
+        if pooling.normalize:
+            cut = cut / max(float(np.linalg.norm(cut)), _LEAST_NORM)
+        made.append((place, cut.astype("<f4").tobytes()))
+    return tuple(made)
 
 
 def _token_logprobs(

@@ -17,7 +17,7 @@ from contract.arrays import BoolArray, Int32Array
 from contract.errors import FailedPreconditionError
 from contract.limits import Limits
 from contract.state import Holdings
-from contract.step import Plan, Result, StepId, StepLogprob
+from contract.step import Plan, PooledRow, Result, StepId, StepLogprob
 from gpu_worker import metrics
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
@@ -312,6 +312,11 @@ class Executor:
             loaded_host_block_ids=disk.loaded,
             failed_host_block_ids=disk.failed_loads,
             logprobs=logprobs,
+            pooled=tuple(
+                PooledRow(int(rows[place]), vector)
+                for place, vector in sampled.vectors
+                if has_sampled[place]
+            ),
             prompt_logprobs=tuple(
                 logprobs for scores in launched.prompt_scores for logprobs in scores.wait()
             ),

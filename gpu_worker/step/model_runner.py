@@ -19,6 +19,7 @@ from gpu_worker.sampling.sampler import sample_others
 from gpu_worker.step.cuda_graphs import DecodeGraphs, GraphBackend
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
 from gpu_worker.step.oom_split import TokenLimit, halves
+from gpu_worker.step.pooling import Pooler, sample_or_pool
 from gpu_worker.step.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.weights.json_fields import ModelError
@@ -77,6 +78,7 @@ class ModelRunner:
         self._is_all_known = is_all_known
         self._adapters = adapters
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        self._pooler = Pooler(sampler.table, model)
         self._graphs: DecodeGraphs | None = None
         self._token_limit = TokenLimit()
 
@@ -162,15 +164,20 @@ class ModelRunner:
                 is_all_known=self._is_all_known,
                 adapters=self._adapters,
             )
-        is_scored = self._sampler.table.wants_prompt_logprobs[scheduled.rows].any()
-        metadata = replace(batch.metadata, wanted=None) if is_scored else batch.metadata
+        table = self._sampler.table
+        is_scored = table.wants_prompt_logprobs[scheduled.rows].any()
+        wants_all = is_scored or table.pools_all[scheduled.rows].any()
+        metadata = replace(batch.metadata, wanted=None) if wants_all else batch.metadata
+        if wants_all and table.pooling:
+            types = self._pooler.token_types(scheduled, self._device)
+            metadata = replace(metadata, token_types=types)
         with timeline.span("forward"):
             hidden = forward(self._model, batch, self._pool, metadata)
         prompt_scores = None
         if is_scored:
-            prompt_scores = score_prompts(
-                hidden, self._rows, scheduled, self._sampler.table, self._model.logits
-            )
+            prompt_scores = score_prompts(hidden, self._rows, scheduled, table, self._model.logits)
+        if wants_all:
+            self._pooler.add(hidden, scheduled)
             hidden = batch.metadata.select(hidden)
         return hidden, batch.sampling_rows, prompt_scores
 
@@ -179,19 +186,32 @@ class ModelRunner:
     ) -> Sampled:
         """Sample a token for each sampling row, and keep it on the device for the next step."""
         rows, positions = scheduled.rows[scheduled.sampling], scheduled.positions
-        with timeline.span("ask the grammars"):
-            forced = self._sampler.forced(rows)
-        if forced is None:
-            sampled = self._sample_from(hidden, rows, positions)
-        else:
-            sampled = sample_others(
-                forced,
+        pools = self._sampler.table.pools[rows]
+        if pools.any():
+            sampled = sample_or_pool(
+                pools,
                 hidden,
-                lambda part, places: self._sample_from(part, rows[places], positions[places]),
+                lambda part, places: self._draw(part, rows[places], positions[places]),
+                lambda part, places: self._pooler.vectors(
+                    part, places, rows[places], positions[places]
+                ),
             )
+        else:
+            sampled = self._draw(hidden, rows, positions)
         if not self._is_all_known:
             self._last_token_ids.index_copy_(0, sampling_rows, sampled.token_ids)
         return sampled
+
+    def _draw(self, hidden: torch.Tensor, rows: Int64Array, positions: Int64Array) -> Sampled:
+        with timeline.span("ask the grammars"):
+            forced = self._sampler.forced(rows)
+        if forced is None:
+            return self._sample_from(hidden, rows, positions)
+        return sample_others(
+            forced,
+            hidden,
+            lambda part, places: self._sample_from(part, rows[places], positions[places]),
+        )
 
     def _sample_from(
         self, hidden: torch.Tensor, rows: Int64Array, positions: Int64Array

@@ -84,6 +84,11 @@ class InferenceServiceStub(object):
                 request_serializer=quire_dot_v1_dot_inference__pb2.GenerateOnceRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_inference__pb2.GenerateOnceResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/quire.v1.InferenceService/Embed',
+                request_serializer=quire_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/quire.v1.InferenceService/Tokenize',
                 request_serializer=quire_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -182,6 +187,14 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Turns inputs into vectors. All succeed, or the call fails; UNIMPLEMENTED if the model makes no
+        vectors, other errors as for `Generate`, with the index of the input.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Turns text, or a chat, into token ids as `Generate` would. RESOURCE_EXHAUSTED if too many calls
         of this kind are in progress; generation is not affected.
@@ -249,6 +262,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GenerateOnce,
                     request_deserializer=quire_dot_v1_dot_inference__pb2.GenerateOnceRequest.FromString,
                     response_serializer=quire_dot_v1_dot_inference__pb2.GenerateOnceResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -419,6 +437,33 @@ class InferenceService(object):
             '/quire.v1.InferenceService/GenerateOnce',
             quire_dot_v1_dot_inference__pb2.GenerateOnceRequest.SerializeToString,
             quire_dot_v1_dot_inference__pb2.GenerateOnceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.InferenceService/Embed',
+            quire_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -141,7 +141,7 @@ class Refused(_message.Message):
     def __init__(self, first_seq_key: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step_id", "seq_keys", "token_ids", "logprobs", "admitted", "finished", "prompt_logprobs", "pinned", "room", "max_model_len", "adapters", "is_unloaded")
+    __slots__ = ("step_id", "seq_keys", "token_ids", "logprobs", "admitted", "finished", "prompt_logprobs", "pinned", "room", "max_model_len", "adapters", "is_unloaded", "pooled")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SEQ_KEYS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,7 @@ class StepOutput(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     IS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     seq_keys: bytes
     token_ids: bytes
@@ -166,7 +167,8 @@ class StepOutput(_message.Message):
     max_model_len: int
     adapters: ServedAdapters
     is_unloaded: bool
-    def __init__(self, step_id: _Optional[int] = ..., seq_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[IndexedLogprob, _Mapping]]] = ..., admitted: _Optional[_Iterable[_Union[SequenceAdmitted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SequencePromptLogprobs, _Mapping]]] = ..., pinned: _Optional[_Iterable[_Union[SequencePinned, _Mapping]]] = ..., room: _Optional[_Union[QueueRoom, _Mapping]] = ..., max_model_len: _Optional[int] = ..., adapters: _Optional[_Union[ServedAdapters, _Mapping]] = ..., is_unloaded: bool = ...) -> None: ...
+    pooled: _containers.RepeatedCompositeFieldContainer[SequencePooled]
+    def __init__(self, step_id: _Optional[int] = ..., seq_keys: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[IndexedLogprob, _Mapping]]] = ..., admitted: _Optional[_Iterable[_Union[SequenceAdmitted, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[SequenceFinished, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SequencePromptLogprobs, _Mapping]]] = ..., pinned: _Optional[_Iterable[_Union[SequencePinned, _Mapping]]] = ..., room: _Optional[_Union[QueueRoom, _Mapping]] = ..., max_model_len: _Optional[int] = ..., adapters: _Optional[_Union[ServedAdapters, _Mapping]] = ..., is_unloaded: bool = ..., pooled: _Optional[_Iterable[_Union[SequencePooled, _Mapping]]] = ...) -> None: ...
 
 class ServedAdapters(_message.Message):
     __slots__ = ("adapters",)
@@ -189,6 +191,14 @@ class SequencePromptLogprobs(_message.Message):
     position: int
     logprobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]
     def __init__(self, seq_key: _Optional[int] = ..., position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_common_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
+
+class SequencePooled(_message.Message):
+    __slots__ = ("seq_key", "vector")
+    SEQ_KEY_FIELD_NUMBER: _ClassVar[int]
+    VECTOR_FIELD_NUMBER: _ClassVar[int]
+    seq_key: int
+    vector: bytes
+    def __init__(self, seq_key: _Optional[int] = ..., vector: _Optional[bytes] = ...) -> None: ...
 
 class IndexedLogprob(_message.Message):
     __slots__ = ("index", "logprob")

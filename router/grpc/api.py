@@ -1,5 +1,6 @@
 """The gRPC API: `quire.v1.InferenceService`."""
 
+import uuid
 from dataclasses import replace
 
 from contract.codec.outputs import (
@@ -8,8 +9,11 @@ from contract.codec.outputs import (
     logprob_to_proto,
     prompt_scores_to_proto,
     usage_to_proto,
+    write_delta,
 )
 from contract.codec.request import (
+    embed_requests_from_proto,
+    embedding_kind_from_proto,
     generate_request_from_proto,
     model_to_proto,
     resume_request_from_proto,
@@ -19,9 +23,11 @@ from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptSc
 from contract.request import GenerateRequest
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.access.tenancy import TENANT_KEY, with_precedence
-from router.grpc.call import CallContext, deadline_of, failure_of, metadata_of
+from router.grpc.call import CallContext, deadline_of, metadata_of
 from router.request.inference import Inference
 from router.request.live import LiveRequest
+from router.request.vectors import check_inputs, make_vectors, pooling_of
+from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of
 
 
@@ -89,6 +95,32 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     case Usage():
                         response.usage.CopyFrom(usage_to_proto(event))
         return response
+
+    async def Embed(  # noqa: N802
+        self, request: inference_pb2.EmbedRequest, context: CallContext
+    ) -> inference_pb2.EmbedResponse:
+        """Collect the vectors; if an input fails, the call does."""
+        model = self._inference.model.info(request.model)
+        dimensions = request.dimensions if request.HasField("dimensions") else None
+        check_inputs("inputs", len(request.inputs), model, dimensions)
+        requests = embed_requests_from_proto(request)
+        deadline, metadata = deadline_of(context), metadata_of(context)
+        vectors = await make_vectors(
+            self._inference,
+            [with_precedence(replace(each, deadline=deadline), metadata) for each in requests],
+            pooling_of(
+                model,
+                embedding_kind_from_proto(request.pooling),
+                normalize=request.normalize if request.HasField("normalize") else None,
+                dimensions=dimensions,
+            ),
+            "inputs[{}]".format,
+        )
+        return inference_pb2.EmbedResponse(
+            request_id=request.request_id or uuid.uuid4().hex,
+            embeddings=[inference_pb2.Embedding(values=each.values) for each in vectors],
+            usage=inference_pb2.Usage(prompt_tokens=sum(each.num_tokens for each in vectors)),
+        )
 
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, _: CallContext
@@ -170,8 +202,13 @@ def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> Ge
 
 async def _stream(live: LiveRequest, context: CallContext) -> None:
     expired: QuireError | None = None
+    response = inference_pb2.GenerateResponse(request_id=live.request_id)
     async with live:
         async for event in live:
+            if isinstance(event, OutputDelta):  # nearly all events: use the same message again
+                write_delta(event, response)
+                await context.write(response)
+                continue
             if isinstance(event, OutputFinished) and event.finish_reason is FinishReason.DEADLINE:
                 expired = failure_of(event)
             await context.write(event_to_proto(live.request_id, event))

@@ -11,7 +11,9 @@ from router.access.tenancy import with_precedence
 from router.http.answers.answer import Call, answer
 from router.http.answers.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.http.answers.objects import model_json
+from router.http.anthropic.routes import messages_routes
 from router.http.body import BodyReader
+from router.http.embeddings import embedding_routes
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.errors import MethodNotAllowedError
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
@@ -22,6 +24,7 @@ from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize
 from router.http.strict_json import excerpt
 from router.operators.adapters_and_models import Operations
 from router.request.inference import Inference
+from router.turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 """Routes that change the service for all its users."""
@@ -35,8 +38,11 @@ def routes(
     *,
     max_body_bytes: int,
     may_be_compressed: bool = False,
+    turns: Turns | None = None,
 ) -> list[web.AbstractRouteDef]:
     """Return the routes below /v1, and those that vLLM has beside them.
+
+    Without `turns` nothing is kept.
 
     The runner needs `handler_cancellation=True`, so that a client that disconnects cancels its
     handler and its requests, even while it waits for a whole answer.
@@ -123,7 +129,9 @@ def routes(
         web.get("/version", endpoint(get_version)),
         web.get("/load", endpoint(get_load)),
     ]
-    served += responses_routes(inference, bodies)
+    served += responses_routes(inference, bodies, turns)
+    served += messages_routes(inference, bodies)
+    served += embedding_routes(inference, bodies)
     paths = {route.path for route in served}
     return [
         *served,

@@ -1,9 +1,9 @@
-"""What all routes share: the call's id, trace context, errors in OpenAI's shape."""
+"""What all routes share: the call's id, trace context, errors in its API's shape."""
 
 import functools
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -30,7 +30,7 @@ CallHandler: TypeAlias = Callable[[web.Request, CallId], Awaitable[web.StreamRes
 
 
 def endpoint(handler: CallHandler) -> HttpHandler:
-    """Wrap a handler: trace context, errors in OpenAI's shape, the call's id in the answer."""
+    """Wrap a handler: trace context, errors in its API's shape, the call's id in the answer."""
 
     @functools.wraps(handler)
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -53,8 +53,8 @@ def endpoint(handler: CallHandler) -> HttpHandler:
     return handle
 
 
-def json_response(value: object) -> web.Response:
-    return web.Response(body=json_bytes(value), content_type="application/json")
+def json_response(value: object, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=json_bytes(value), content_type="application/json", headers=headers)
 
 
 def _check_request_id(request_id: str) -> str:

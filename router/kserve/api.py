@@ -10,7 +10,7 @@ from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import OutputDelta, OutputFinished, Usage
 from quire.kserve import open_inference_pb2, open_inference_pb2_grpc
 from router.access.tenancy import with_precedence
-from router.grpc.call import CallContext, deadline_of, failure_of, metadata_of
+from router.grpc.call import CallContext, deadline_of, metadata_of
 from router.http.errors import error_with_json_names
 from router.kserve.wire import (
     FINAL_PARAMETER,
@@ -24,6 +24,7 @@ from router.kserve.wire import (
 )
 from router.request.inference import Inference
 from router.request.live import LiveRequest
+from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of
 
 MAX_STREAMED_REQUESTS: Final = 1024

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -19,12 +19,13 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
+from contract.outputs import Event
 from contract.request import GenerateRequest, Model, ResumeRequest, StopOptions
 from contract.sampling import BeamSearch, SamplingParams
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
-from quire.v1.kv_pb2 import KvQuery, WorkerKv
+from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
 from router import metrics
-from router.access.api_keys import ApiKeys, current_caller
+from router.access.api_keys import ApiKeys, current_caller, enter_as
 from router.access.quotas import Lease, Quotas
 from router.access.tenancy import check_operator, claim, tenant_of_caller
 from router.request import span as request_span
@@ -33,6 +34,7 @@ from router.request.live import LiveRequest, ReplayRecord
 from router.request.output import LiveOutput
 from router.request.stop_strings import StopMatcher
 from router.request.validation import check_request, complete_sampling
+from router.schedulers.kv_watch import watch_kv
 from router.schedulers.messages import Resumption
 from router.schedulers.pool import Schedulers
 from router.schedulers.served_model import ServedModel
@@ -167,9 +169,16 @@ class Inference:
         if request.deadline is not None and asyncio.get_running_loop().time() >= request.deadline:
             raise DeadlineExceededError("the deadline passed before the request was submitted")
         sampling = complete_sampling(
-            request.sampling, len(prompt), model, secrets.randbits(_SEED_BITS)
+            request.sampling,
+            len(prompt),
+            model,
+            secrets.randbits(_SEED_BITS),
+            cuts_max_tokens=request.cuts_max_tokens,
         )
         sampling = replace(sampling, structured=prepared.structured, adapter=model.adapter)
+        if sampling.pooling is not None:
+            pooling = replace(sampling.pooling, num_first_tokens=prepared.num_first_tokens)
+            sampling = replace(sampling, pooling=pooling)
         lease.reserve(
             _most_tokens(len(prompt), request.n, request.beam, sampling),
             asyncio.get_running_loop().time(),
@@ -249,6 +258,43 @@ class Inference:
             raise
         return live
 
+    def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
+        """Submit a request again that another process had accepted, with its events so far.
+
+        It reads from its first token on. Raises the errors of `generate`.
+        """
+        record = found.record
+        adapter = record.sampling.adapter
+        model = self.model.info("" if adapter is None else adapter.name)
+        admitted = self._admission.admit(record.tenant, record.request_id)
+        try:
+            lease = self._quotas.begin(record.tenant, asyncio.get_running_loop().time())
+        except BaseException:
+            self._admission.release(admitted.tenant, admitted.request_id)
+            raise
+        try:
+            record = replace(
+                record,
+                first_seq_key=self._schedulers.reserve_seq_keys(found.n),
+                traceparent=telemetry.inject(trace.set_span_in_context(admitted.span)),
+                resume_record=None,
+            )
+            live = self._start(record, found.n, found.stop_options, model, lease)
+        except BaseException:
+            lease.end(0)
+            self._admission.release(admitted.tenant, admitted.request_id)
+            raise
+        live.replay(events)
+        if live.live_seq_keys:
+            live.num_submits = 1  # it was accepted once
+            self._schedulers.submit(live)
+        return live
+
+    def act_for(self, tenant: str) -> None:
+        """Let the present task make calls for a tenant whose key was checked before."""
+        if self._has_api_keys:
+            enter_as(tenant)
+
     async def cancel(self, request_id: str, tenant: str) -> None:
         """Cancel a resumable request that any call may be reading; raises as `resume`."""
         await self.cancel_of(self._tenant_of_caller(tenant), request_id)
@@ -259,6 +305,16 @@ class Inference:
         This is not charged to the tenant's quota.
         """
         (await self._take_over(request_id, tenant, None, is_free=True)).cancel()
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End live requests of the caller's tenant at this router; ignore unknown ids.
+
+        Their calls end with ABORTED.
+        """
+        tenant, wanted = self._tenant_of_caller(""), {*request_ids}
+        for each in self._admission.admitted:
+            if each.tenant == tenant and each.request_id in wanted:
+                each.end(AbortedError(f"request {each.request_id!r} was aborted"))
 
     @property
     def admitted(self) -> Sequence[Admitted]:
@@ -384,6 +440,12 @@ class Inference:
         if self._has_api_keys:
             check_operator()
         return await self._schedulers.describe_kv(query)
+
+    def watch_kv(self, worker: str = "") -> AsyncGenerator[WatchKvResponse]:
+        """Yield the events of the prefix caches; see `kv_watch`. Raises as `describe_kv`."""
+        if self._has_api_keys:
+            check_operator()
+        return watch_kv(self._schedulers, worker)
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
         """Return the activity of the workers; raises as `describe_kv`."""

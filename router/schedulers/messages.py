@@ -94,6 +94,9 @@ class StepEvents:
     prompt_scores: tuple[PromptPart, ...]
     admissions: tuple[Admitted, ...]
     pins: tuple[Pin, ...]
+    vectors: Mapping[int, bytes]
+    """By key: the vectors of sequences that have made one, float32, little-endian. Their other
+    events mean nothing."""
     endings: tuple[Ending, ...]
     room: QueueRoom | None = None
     max_model_len: int | None = None

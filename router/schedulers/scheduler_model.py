@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from contract.lora import LoraAdapter
+from contract.pooling import Pooling, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,11 @@ class SchedulerModel:
     adapters: tuple[LoraAdapter, ...] = ()
     directory: str = ""
     """The model's directory, if an operator loaded it; empty: the model of the flags."""
+    tasks: tuple[Task, ...] = (Task.GENERATE,)
+    embedding_size: int = 0
+    """How many numbers its vectors have; 0: it makes none."""
+    pooling: Pooling | None = None
+    """How it makes a vector by default; None: it makes none."""
 
     def __str__(self) -> str:
         """Show the fields in which two models may differ."""

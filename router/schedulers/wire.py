@@ -6,17 +6,19 @@ from typing import Final
 import grpc
 from google.protobuf.message import DecodeError
 
+from contract.codec.info import tasks_from_proto
 from contract.codec.outputs import (
     FINISH_REASON_TO_PROTO,
     error_to_proto,
     finish_reason_from_proto,
     logprob_from_proto,
 )
-from contract.codec.request import stop_options_from_bytes
+from contract.codec.request import stop_options_from_bytes, stop_options_to_bytes
 from contract.codec.sampling import (
     adapter_from_proto,
     beam_from_proto,
     beam_to_proto,
+    pooling_from_proto,
     sampling_from_proto,
     sampling_to_proto,
 )
@@ -33,7 +35,7 @@ from contract.errors import (
 )
 from contract.outputs import FinishReason, OutputError, OutputFinished
 from contract.packing import pack_int32, unpack_int32, unpack_uint64
-from contract.request import MAX_N
+from contract.request import MAX_N, GenerateRequest
 from quire.v1 import scheduler_pb2
 from router.request.live import LiveRequest, ReplayRecord
 from router.schedulers.messages import (
@@ -101,6 +103,23 @@ def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectReque
     )
 
 
+def record_to_bytes(live: LiveRequest, request: GenerateRequest) -> bytes:
+    """Serialize a request without its outputs, to be submitted again in another process."""
+    message = submit_to_proto(live, 0.0).submit
+    message.ClearField("outputs")
+    message.resume_record = stop_options_to_bytes(request)
+    return message.SerializeToString()
+
+
+def record_from_bytes(record: bytes) -> Resumption:
+    """Parse what `record_to_bytes` has made; raises InvalidArgumentError."""
+    try:
+        submit = scheduler_pb2.Submit.FromString(record)
+    except DecodeError as error:
+        raise InvalidArgumentError("record", f"cannot be parsed: {error}") from error
+    return _resumption_from_proto(scheduler_pb2.Resumed(submit=submit))
+
+
 def _resumption_from_proto(message: scheduler_pb2.Resumed) -> Resumption:
     submit = message.submit
     if not 1 <= submit.n <= MAX_N:
@@ -165,6 +184,11 @@ def message_from_proto(message: scheduler_pb2.ConnectResponse) -> SchedulerMessa
                     structured_output=model.structured_output,
                     adapters=tuple(map(adapter_from_proto, model.adapters)),
                     directory=model.directory,
+                    tasks=tasks_from_proto(model.tasks),
+                    embedding_size=model.embedding_size,
+                    pooling=(
+                        pooling_from_proto(model.pooling) if model.HasField("pooling") else None
+                    ),
                 ),
             )
         case _:
@@ -193,6 +217,7 @@ def _step_from_proto(message: scheduler_pb2.StepOutput) -> StepEvents:
             Admitted(admitted.seq_key, admitted.num_cached_tokens) for admitted in message.admitted
         ),
         pins=tuple(Pin(pinned.seq_key, pinned.num_pinned_tokens) for pinned in message.pinned),
+        vectors={each.seq_key: each.vector for each in message.pooled},
         endings=tuple(map(_ending_from_proto, message.finished)),
         room=_room_from_proto(message.room) if message.HasField("room") else None,
         max_model_len=message.max_model_len if message.HasField("max_model_len") else None,
@@ -249,3 +274,17 @@ def error_from_code(code: int, message: str, retry_after_s: float = 1.0) -> Quir
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]:
         return TooBusyError(message, retry_after_s)
     return _CODE_TO_ERROR.get(code, QuireError)(message)
+
+
+def failure_of(finished: OutputFinished) -> QuireError | None:
+    """Return the error that a unary call ends with; None if the output ended well."""
+    match finished.finish_reason:
+        case FinishReason.ERROR:
+            assert finished.error is not None, "ERROR comes with an error"
+            return error_from_code(finished.error.code, finished.error.message)
+        case FinishReason.DEADLINE:
+            return DeadlineExceededError("the deadline passed before the outputs were complete")
+        case FinishReason.CANCELLED:
+            return UnavailableError("the service cancelled the request")
+        case _:
+            return None

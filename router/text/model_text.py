@@ -39,6 +39,8 @@ class PreparedRequest:
     """int32; may be empty."""
     structured: StructuredOutput | None
     """The form as a grammar."""
+    num_first_tokens: int = 0
+    """As in `Pooling`."""
 
 
 class ModelText:
@@ -91,6 +93,8 @@ class ModelText:
         return await self._prompts.run(lambda: self._prepare(request))
 
     def _prepare(self, request: GenerateRequest) -> PreparedRequest:
+        if request.sampling.pooling is not None:
+            return self._prepare_to_pool(request)
         prompt: Sequence[int]
         if isinstance(request.prompt, str):
             prompt = self._tokenizer.encode(
@@ -110,6 +114,17 @@ class ModelText:
             array("i", prompt),
             None if structured is None else to_grammar(structured, request.before_form),
         )
+
+    def _prepare_to_pool(self, request: GenerateRequest) -> PreparedRequest:
+        most = request.truncate_prompt_tokens
+        if most == -1:
+            most = self._model.info(request.model).max_prompt_len
+        if not isinstance(request.prompt, str):
+            return PreparedRequest(array("i", request.prompt[:most]), None)
+        token_ids, num_first = self._tokenizer.encode_whole(
+            request.prompt, request.pair, most, add_special_tokens=request.add_special_tokens
+        )
+        return PreparedRequest(array("i", token_ids), None, num_first)
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """Make a detokenizer for one output."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import tokenizers
 
+from contract.errors import InvalidArgumentError
 from model_files.locate import DEFAULT_CACHE_DIR, find_model
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer
@@ -55,6 +56,41 @@ class Tokenizer:
         )
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_whole(
+        self, text: str, pair: str | None, most: int | None, *, add_special_tokens: bool
+    ) -> tuple[list[int], int]:
+        """Tokenize a text, or a pair, to be computed as a whole.
+
+        Args:
+            text: The text, or the first of the pair.
+            pair: The second text; None: there is none.
+            most: Cut the text, or the second of the pair, so that there are at most so many tokens.
+            add_special_tokens: Whether to add tokens such as [CLS] and [SEP].
+
+        Returns:
+            The token ids, and how many belong to the first text of a pair, if the tokenizer marks
+            them by types; else 0.
+
+        Raises:
+            InvalidArgumentError: The first text leaves no room for the second.
+        """
+        texts = [text] if pair is None else [text, pair]
+        parts = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        if most is not None:
+            room = most - sum(len(part) for part in parts[:-1])
+            if add_special_tokens:
+                room -= self._tokenizer.num_special_tokens_to_add(pair is not None)
+            if room < 1:
+                raise InvalidArgumentError(
+                    "truncate_prompt_tokens",
+                    f"is {most}; {1 - room} more are needed to keep a token of the text",
+                )
+            parts[-1].truncate(room)
+        second = None if pair is None else parts[1]
+        whole = self._tokenizer.post_process(parts[0], second, add_special_tokens)
+        types: list[int] = whole.type_ids
+        return whole.ids, types.index(1) if 1 in types else 0
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the token that is this text; None: it is not one token."""

@@ -22,7 +22,8 @@ class TokenBudget:
     """The tokens that the step being planned may still compute."""
 
     def __init__(self, config: SchedulerConfig, pressure: Pressure) -> None:
-        threshold = config.long_prefill_threshold
+        self._takes_whole_prompts = config.takes_whole_prompts
+        threshold = 0 if config.takes_whole_prompts else config.long_prefill_threshold
         self.long_threshold = config.busy_step_tokens // 2 if threshold is None else threshold
         """A sequence with more known tokens left to compute counts as long; 0: none does."""
         self.num_tokens = 0
@@ -35,6 +36,7 @@ class TokenBudget:
         self._pressure = pressure
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._max_chunk = config.max_chunk
+        self._longest_prompt = config.max_model_len - 1
         self._max_long_prefills = config.max_long_prefills
 
     def begin_step(
@@ -56,6 +58,8 @@ class TokenBudget:
         if self._pressure.level is not MemoryLevel.OK:
             share = self._max_num_batched_tokens // _PRESSED_SHARES[self._pressure.level]
             most = min(most, max(1, share))
+        if self._takes_whole_prompts:  # each must fit a step some time
+            most = max(most, min(left, self._longest_prompt))
         self.num_tokens, self.num_prompt_tokens = left, most
         self.long_prefills = []
 
@@ -80,10 +84,16 @@ class TokenBudget:
         if self._max_chunk is not None:
             room = min(room, self._max_chunk - num_in_step)
         granted = min(num_left, room)
+        if self._takes_whole_prompts and granted < num_left:
+            return 0
         self.num_tokens -= granted
         paid = granted if is_prompt else 0
         self.num_prompt_tokens = min(self.num_prompt_tokens - paid, self.num_tokens)
         return granted
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether the step can begin to compute a prompt with `num_tokens` left."""
+        return self.num_prompt_tokens >= (num_tokens if self._takes_whole_prompts else 1)
 
     def is_long(self, num_tokens: int) -> bool:
         """Whether a sequence with `num_tokens` known tokens left to compute counts as long."""

@@ -92,6 +92,9 @@ class SchedulerConfig:
     claim_s: float = 10.0
     """How long a new scheduler reserves the sequences that the worker held, for requests that are
     submitted again."""
+    takes_whole_prompts: bool = False
+    """Whether a prompt must be computed in one step; needs a token budget of at least
+    `max_model_len` - 1."""
     policy: str = "fcfs"
     """The scheduling policy, as a name or dotted path for `policies.loading.make_policy`."""
     policy_args: tuple[tuple[str, str], ...] = ()
@@ -109,6 +112,8 @@ class SchedulerConfig:
         Behind a window a sequence holds blocks for a chunk. So there it computes no more at a time
         than keep the device busy.
         """
+        if self.takes_whole_prompts:
+            return None
         if self.kv_windows == (None,):
             return self.max_prefill_chunk
         return min(self.busy_step_tokens, self.max_prefill_chunk or self.max_num_batched_tokens)

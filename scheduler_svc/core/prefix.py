@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from contract.hashing import BlockHash, extend_chain, group_hash, next_hash, root_hash
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, HostBlockId
+from scheduler_svc.core.cache.watch import CacheWatch
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_groups import NULL_BLOCK, KvGroups
 from scheduler_svc.core.request import Request
@@ -186,6 +187,7 @@ class Publisher:
         self._is_enabled = config.enable_prefix_caching
         self._pool = pool
         self._rows = rows
+        self.watch: CacheWatch | None = None
 
     def publish(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Publish the full blocks of the first `num_computed_tokens` tokens."""
@@ -218,6 +220,7 @@ class Publisher:
                 name = next_hash(parent, tokens)
                 hashes.append(name)
                 seq.num_published_blocks = last + 1
+                self._tell(seq, last, last + 1)
                 if num_groups == 1:
                     blocks.append(seq.block_ids[last])
                     names.append(name)
@@ -250,9 +253,14 @@ class Publisher:
         root = root_hash(seq.request.cache_salt)
         extend_chain(seq.block_hashes, root, tokens, self._block_size)
         seq.num_published_blocks = num_full
+        self._tell(seq, first, num_full)
         if self._groups.is_plain:
             return seq.block_ids[first:num_full], seq.block_hashes[first:num_full]
         num, table = self._groups.num, seq.block_ids
         places = [p for p in range(first * num, num_full * num) if table[p] != NULL_BLOCK]
         blocks = [table[place] for place in places]
         return blocks, self._groups.names(seq.block_hashes, places)
+
+    def _tell(self, seq: Sequence, first: int, end: int) -> None:
+        if self.watch is not None and seq.row is not None:
+            self.watch.on_named(seq, first, end, self._rows.tokens(seq.row))

@@ -57,6 +57,10 @@ class Request:
     """When the request expires, in the caller's seconds; None: never."""
     reads_prefix_cache: bool = True
     """Whether it may reuse cached KV; else its whole prompt is computed."""
+    pools: bool = False
+    """Whether the worker makes a vector of the prompt instead of drawing. To the core it is a
+    request for one token, whose sequence starts over when it loses its row or its scheduler: the
+    worker keeps parts of the vector in the row."""
     cache_pin_s: float | None = None
     """How long the prompt's full blocks are pinned after they are computed; None: no pin."""
     beam: BeamParams | None = None

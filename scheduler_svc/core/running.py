@@ -52,7 +52,7 @@ class RunningSet:
         self._labels = labels
         self._budget = budget
         self._policy = policy
-        self._publisher = Publisher(config, groups, pool, rows)
+        self.publisher = Publisher(config, groups, pool, rows)
         self._seqs: dict[SeqId, Sequence] = {}
         self._loading: dict[SeqId, Sequence] = {}  # those with `loading_block_ids`
         self._prefilling: list[Sequence] = []  # sorted by `Sequence.order`
@@ -243,11 +243,11 @@ class RunningSet:
             sequence decodes from now on.
         """
         assert seq.row is not None
-        if not seq.announced:
-            self._announce(seq, builder)
         num_granted = self._budget.grant(seq, builder.chunk_lens.get(seq.row, 0))
         if num_granted == 0:
             return False
+        if not seq.announced:
+            self._announce(seq, builder)
         builder.add_chunk(seq.row, num_granted)
         num_charged = max(seq.num_computed_tokens, seq.num_charged_tokens)
         seq.num_computed_tokens += num_granted
@@ -258,7 +258,7 @@ class RunningSet:
                 self._policy.charge(seq.rank.account, num_new, 0)
         # Publish blocks that this step only begins to compute: a sequence that finds them computes
         # in this step or later, and in each layer a step stores all its KV before it reads any.
-        self._publisher.publish(seq, seq.num_computed_tokens)
+        self.publisher.publish(seq, seq.num_computed_tokens)
         if seq.num_tokens_left:
             return False
         self._prefilling.remove(seq)
@@ -279,9 +279,9 @@ class RunningSet:
         builder.appended_rows = [seq.row for seq in due if seq.row is not None]
         if self._config.num_draft_tokens:  # then the last block may not be full yet
             for seq in due:
-                self._publisher.publish(seq, self.num_computed_tokens(seq))
+                self.publisher.publish(seq, self.num_computed_tokens(seq))
         else:
-            self._publisher.publish_last(due, builder.appended_rows)
+            self.publisher.publish_last(due, builder.appended_rows)
         if num_groups == 1:
             for seq, block in zip(due, builder.appended_blocks, strict=True):
                 seq.block_ids.append(block)
@@ -338,7 +338,7 @@ class RunningSet:
                 del self._loading[seq.seq_id]
                 self._tier.pool.drop(seq.host_block_ids)
                 seq.host_block_ids = ()
-                self._publisher.publish(seq, self.num_computed_tokens(seq))
+                self.publisher.publish(seq, self.num_computed_tokens(seq))
         return broken
 
     def num_computed_tokens(self, seq: Sequence) -> int:
@@ -356,9 +356,9 @@ class RunningSet:
         assert seq.row is not None
         del self._seqs[seq.seq_id]
         if seq.status is SeqStatus.DECODE:
-            self._publisher.publish(seq, self._rows.num_tokens(seq.row) - 1)
+            self.publisher.publish(seq, self._rows.num_tokens(seq.row) - 1)
             if not self._groups.is_plain and seq.group is None:
-                self._publisher.publish_windows(seq, self._rows.num_tokens(seq.row) - 1)
+                self.publisher.publish_windows(seq, self._rows.num_tokens(seq.row) - 1)
             self._decodes.stop(seq)
         else:
             self._prefilling.remove(seq)
@@ -458,7 +458,7 @@ class RunningSet:
         seq.announced = True
         search = None if seq.group is None else seq.group.state_with(seq)
         name = b""
-        if seq.group is None or search is not None:
+        if (seq.group is None or search is not None) and not seq.request.pools:
             name = identity(seq.request, 0 if search else seq.output_index)
         builder.new_sequences.append(
             NewSequence(

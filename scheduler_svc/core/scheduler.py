@@ -27,6 +27,7 @@ from scheduler_svc.core.beams.live_searches import BeamGroups
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.budget import TokenBudget
 from scheduler_svc.core.cache.pins import Pins
+from scheduler_svc.core.cache.watch import CacheTier, CacheWatch
 from scheduler_svc.core.compact.defragment import DefragmentationReport, Defragmenter
 from scheduler_svc.core.compact.resize import Resizing
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
@@ -174,6 +175,13 @@ class Scheduler:
         """Tokens that admission looked up."""
         self.prefix_cache_hits = 0
         """Tokens that admission found."""
+
+    def watch_cache(self, watch: CacheWatch) -> None:
+        """Let `watch` see which blocks can be found by hash; call before anything else."""
+        self.pool.find_in(watch.table(CacheTier.DEVICE))
+        self.tier.pool.find_in(watch.table(CacheTier.HOST))
+        self.tier.disk.pool.find_in(watch.table(CacheTier.DISK))
+        self.running.publisher.watch = watch
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -483,6 +491,8 @@ class Scheduler:
                     return
             found = self.lookup.find(seq)
             num_left = num_tokens - found.num_tokens
+            if not self.budget.has_room(num_left):
+                return
             if not self.budget.may_start(num_left, self.running.prefilling):
                 may_be_long = False
                 continue

@@ -4,11 +4,12 @@ from math import isfinite
 
 from contract.arrays import Int32Array
 from contract.codec.message_checks import check_values
-from contract.codec.sampling import sampling_from_proto
+from contract.codec.sampling import pooling_from_proto, sampling_from_proto
 from contract.errors import InvalidArgumentError, NotFoundError
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from contract.packing import unpack_int32
+from contract.pooling import Pooling, check_task
 from contract.request import (
     MAX_CACHE_PIN_S,
     MAX_CACHE_SALT_CHARS,
@@ -40,6 +41,7 @@ def request_from_proto(
     """
     _check(message)
     _check_sampling(message.sampling, model)
+    pooling = _check_pooling(message, model)
     prompt_token_ids = _token_ids_from_proto(
         message.prompt_token_ids, "prompt_token_ids", model.vocab_size
     )
@@ -69,7 +71,11 @@ def request_from_proto(
         priority=message.priority,
         tenant=message.tenant,
         deadline=None if deadline_s is None else now + deadline_s,
-        reads_prefix_cache=not message.sampling.HasField("prompt_logprobs"),
+        pools=pooling is not None,
+        reads_prefix_cache=not (
+            message.sampling.HasField("prompt_logprobs")
+            or (pooling is not None and pooling.needs_all)
+        ),
         cache_pin_s=cache_pin_s,
         beam=beam,
         outputs=tuple(
@@ -119,6 +125,25 @@ def _check_sampling(message: common_pb2.SamplingParams, model: ModelInfo) -> Non
             raise InvalidArgumentError(
                 "sampling.structured", "is set; this model's outputs cannot be given a form"
             )
+
+
+def _check_pooling(message: scheduler_pb2.Submit, model: ModelInfo) -> Pooling | None:
+    """Return how the prompt becomes a vector, if it does; check that the model can do that."""
+    pooling = None
+    if message.sampling.HasField("pooling"):
+        pooling = pooling_from_proto(message.sampling.pooling)
+        if (message.n, message.sampling.max_tokens) != (1, 1):
+            raise InvalidArgumentError(
+                "sampling.pooling",
+                f"is set with n = {message.n} and max_tokens = {message.sampling.max_tokens}; both"
+                " must be 1",
+            )
+        if message.HasField("resume_record") or message.HasField("beam"):
+            raise InvalidArgumentError(
+                "sampling.pooling", "is set; with resume_record or beam it must not be"
+            )
+    check_task(pooling, model.id, model.tasks, model.embedding_size)
+    return pooling
 
 
 def _check(message: scheduler_pb2.Submit) -> None:

@@ -5,6 +5,7 @@ admissions and ends are converted one by one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint6
 from quire.v1 import scheduler_pb2, worker_pb2
 from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.request import SeqKey, SourceId
+
+OwnedVector: TypeAlias = tuple[SourceId, SeqKey, bytes]
+"""The vector of a sequence: float32, little-endian."""
 
 
 def welcome_to_proto(
@@ -58,8 +62,19 @@ def refused_to_proto(first_seq_key: int, error: QuireError) -> scheduler_pb2.Ref
     return refused
 
 
+def vectors_of(
+    pooled: Iterable[worker_pb2.PooledRow], owner: Callable[[int], tuple[SourceId, SeqKey] | None]
+) -> list[OwnedVector]:
+    """Return a step's vectors with their sequences, which `owner` names by row."""
+    owned = ((owner(each.row), each.vector) for each in pooled)
+    return [(*found, vector) for found, vector in owned if found is not None]
+
+
 def events_to_proto(
-    step_id: int, events: StepEvents, logprobs: Sequence[worker_pb2.SampledLogprob]
+    step_id: int,
+    events: StepEvents,
+    logprobs: Sequence[worker_pb2.SampledLogprob],
+    vectors: Iterable[OwnedVector] = (),
 ) -> dict[SourceId, scheduler_pb2.StepOutput]:
     """Make one message for each source that has events."""
     outputs: dict[SourceId, scheduler_pb2.StepOutput] = {}
@@ -78,6 +93,8 @@ def events_to_proto(
             num_cached_tokens=admitted.num_cached_tokens,
             queue_s=admitted.queue_s,
         )
+    for source, seq_key, vector in vectors:
+        _output_of(outputs, source, step_id).pooled.add(seq_key=seq_key, vector=vector)
     for pinned in events.pinned:
         _output_of(outputs, pinned.source, step_id).pinned.add(
             seq_key=pinned.seq_key, num_pinned_tokens=pinned.num_tokens
@@ -129,6 +146,7 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
         merged.admitted.extend(output.admitted)
         merged.finished.extend(output.finished)
         merged.prompt_logprobs.extend(output.prompt_logprobs)
+        merged.pooled.extend(output.pooled)
         merged.pinned.extend(output.pinned)
         if output.HasField("room"):
             merged.room.CopyFrom(output.room)

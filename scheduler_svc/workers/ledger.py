@@ -99,6 +99,11 @@ class WorkerLedger:
                 )
             for logprob in scores.logprobs:
                 check_top_tokens(logprob, "prompt_logprobs", self._vocab_size)
+        for pooled in message.pooled:
+            if pooled.row >= self._first.size:
+                raise InvalidArgumentError(
+                    "pooled.row", f"is {pooled.row}; it must be in [0, {self._first.size})"
+                )
 
     def _check_rows(self, step: StepId, rows: Int32Array) -> None:
         expected = (self._first <= step) & (self._last >= step)

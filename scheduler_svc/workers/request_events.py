@@ -10,6 +10,7 @@ from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.spans import SequenceSpans
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.wire.router import (
+    OwnedVector,
     events_to_proto,
     finished_to_proto,
     held_logprobs_to_proto,
@@ -64,10 +65,14 @@ class RequestEvents:
         self._streams.deliver(prompt_logprobs_to_proto(step_id, scores, owner))
 
     def publish(
-        self, step_id: int, events: StepEvents, logprobs: Sequence[worker_pb2.SampledLogprob]
+        self,
+        step_id: int,
+        events: StepEvents,
+        logprobs: Sequence[worker_pb2.SampledLogprob],
+        vectors: Sequence[OwnedVector] = (),
     ) -> None:
         """Send a step's events to routers."""
-        self._streams.deliver(events_to_proto(step_id, events, logprobs))
+        self._streams.deliver(events_to_proto(step_id, events, logprobs, vectors))
 
     def record(self, events: StepEvents, took_s: float) -> None:
         """Record a step's events after they are published; applying the step took `took_s`."""

@@ -40,6 +40,7 @@ from scheduler_svc.observers.steps import AnsweredStep, PacingObserver, SentStep
 from scheduler_svc.observers.watches import SpaceWatch, log_memory_level
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.wire.beam import with_candidates
+from scheduler_svc.wire.router import vectors_of
 from scheduler_svc.workers.commands import PostedCommands
 from scheduler_svc.workers.crash_counter import CrashCounter
 from scheduler_svc.workers.placement import WorkerLoad
@@ -353,11 +354,12 @@ class Session:
         if message.prompt_logprobs:  # before the update, in which ended sequences lose their rows
             scores = message.prompt_logprobs
             self._events.publish_prompt_logprobs(timed.step_id, scores, self._core.owner)
+        vectors = vectors_of(message.pooled, self._core.owner) if message.pooled else ()
         with timeline.span("update"):
             beam_rows = self._core.beam_rows
             events = self._core.update(with_candidates(result, message.logprobs, beam_rows))
         with timeline.span("publish to the routers"):
-            self._events.publish(timed.step_id, events, message.logprobs)
+            self._events.publish(timed.step_id, events, message.logprobs, vectors)
         update_s = time.perf_counter() - started
         self.has_progressed = True
         execute_s, rpc_s = result.execute_s, timed.rpc_s

@@ -30,6 +30,7 @@ ROUTER_FLAGS: Final = (
     "cache_dir",
     "api_keys_file",
     "trace_sample_ratio",
+    "turn_retention_days",
     "tool_parser",
     "reasoning_parser",
 )
@@ -105,6 +106,10 @@ class UpSettings(ProcessSettings):
     empty: as its chat template shows."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many workers to start. With CUDA, each has one device, or several, of its own."""
+    routers: Annotated[int, Field(ge=1, le=64)] = 1
+    """How many routers to start. They share --http-port and --grpc-port: each gets some of the
+    connections, so a client should open several. One router serves some tens of thousands of
+    tokens a second (docs/performance.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the workers compute: cpu, cuda, or cuda:N; auto is cuda if there is a GPU."""
     tensor_parallel_size: PositiveInt = 1
@@ -193,6 +198,12 @@ class UpSettings(ProcessSettings):
     variable, since other users can see a command line."""
     api_keys_file: Path | None = None
     """TOML file with API keys, their tenants, and the tenants' quotas (docs/security.md)."""
+    turn_store: str = ""
+    """Where responses are kept, so that they outlive all processes (docs/failure.md): a file for
+    SQLite, postgresql://…, or none; empty: MODEL-PORT.sqlite in ~/.local/share/quire/turns, unless
+    --http-port is 0 or with --attached."""
+    turn_retention_days: Annotated[float, Field(gt=0)] | None = None
+    """How long what is kept stays after its end; default: the router's, 30."""
     ui: bool = True
     """Whether the router serves the web page /ui: live figures of the service, and a playground."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -228,6 +239,14 @@ class UpSettings(ProcessSettings):
     @property
     def devices_per_worker(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @model_validator(mode="after")
+    def _routers_can_share(self) -> Self:
+        for name in ("uds", "operator_uds"):
+            if self.routers > 1 and getattr(self, name) is not None:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--routers is {self.routers}: routers cannot share --{flag}")
+        return self
 
     @model_validator(mode="after")
     def _attached_is_not_detached(self) -> Self:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from pydantic import PlainValidator
 
@@ -16,26 +16,28 @@ from router.request.inference import Inference
 MAX_PROMPTS = 1024
 """Most prompts of one call."""
 
+Prompts: TypeAlias = tuple[Prompt, ...]
 
-def _parse_prompts(value: object) -> tuple[Prompt, ...]:
+
+def parse_prompts(value: object, field: str = "prompt", most: int = MAX_PROMPTS) -> Prompts:
     """Parse any of the four shapes: a text, texts, token ids, or lists of token ids."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list) or not value:
         raise InvalidArgumentError(
-            "prompt", f"is {excerpt(value)}; it must be a text, token ids, or a list of either"
+            field, f"is {excerpt(value)}; it must be a text, token ids, or a list of either"
         )
     if type(value[0]) is int:
-        return (_parse_token_ids(value, "prompt"),)
-    if len(value) > MAX_PROMPTS:
+        return (_parse_token_ids(value, field),)
+    if len(value) > most:
         raise InvalidArgumentError(
-            "prompt", f"holds {len(value)} prompts; one call takes at most {MAX_PROMPTS}"
+            field, f"holds {len(value)} prompts; one call takes at most {most}"
         )
     if isinstance(value[0], list):
-        return tuple(_parse_token_ids(item, f"prompt[{i}]") for i, item in enumerate(value))
+        return tuple(_parse_token_ids(item, f"{field}[{i}]") for i, item in enumerate(value))
     for i, item in enumerate(value):
         if not isinstance(item, str):
-            raise InvalidArgumentError(f"prompt[{i}]", f"is {excerpt(item)}; it must be a text")
+            raise InvalidArgumentError(f"{field}[{i}]", f"is {excerpt(item)}; it must be a text")
     return tuple(value)
 
 
@@ -57,7 +59,7 @@ class CompletionBody(Body):
         }
     )
 
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_parse_prompts)]
+    prompt: Annotated[Prompts, PlainValidator(parse_prompts)]
     max_tokens: int = 16
     logprobs: int | None = None
     add_special_tokens: bool = True

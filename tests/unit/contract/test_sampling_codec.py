@@ -8,6 +8,7 @@ from contract.codec.request import generate_request_from_proto, generate_request
 from contract.codec.sampling import sampling_from_proto, sampling_to_proto
 from contract.errors import InvalidArgumentError
 from contract.lora import LoraAdapter
+from contract.pooling import Pooling, PoolingKind
 from contract.request import GenerateRequest
 from contract.sampling import BeamSearch, EarlyStopping, SamplingParams, StructuredOutput
 from quire.v1 import common_pb2, inference_pb2
@@ -31,6 +32,7 @@ ALL_SET = SamplingParams(
     prompt_logprobs=5,
     structured=StructuredOutput(choice=("a", "b")),
     adapter=LoraAdapter("sql", b"d" * 32),
+    pooling=Pooling(PoolingKind.MEAN, normalize=True, dimensions=8, num_first_tokens=3),
 )
 
 
@@ -108,6 +110,7 @@ def test_a_request_comes_back(prompt):
     message = generate_request_to_proto(request)
     assert len(message.ListFields()) == len(message.DESCRIPTOR.fields) - 1  # one kind of prompt
     message.sampling.ClearField("adapter")  # a client names it in `model`
+    message.sampling.ClearField("pooling")  # a client calls Embed
     back = generate_request_from_proto(message)
     assert back.prompt == prompt
     assert generate_request_to_proto(back) == message

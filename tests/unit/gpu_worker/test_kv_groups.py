@@ -44,6 +44,7 @@ FAMILIES = {
     "cohere2": SMALL | {"num_hidden_layers": 4, "layer_types": [LOCAL] * 3 + [FULL]},
     "olmo3": SMALL | {"num_hidden_layers": 4, "layer_types": [LOCAL] * 3 + [FULL]},
     "ministral": SMALL
+    | {"head_dim": 16}
     | {"num_hidden_layers": 3, "layer_types": [LOCAL, FULL, LOCAL], "rope_parameters": ROPE},
     "qwen2": SMALL | {"use_sliding_window": True, "layer_types": [FULL, LOCAL, LOCAL]},
 }

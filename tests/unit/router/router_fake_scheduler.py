@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import grpc
 import grpc.aio
+import numpy as np
 
 from contract.heartbeat import BEAT_S
 from contract.packing import pack_int32, pack_uint64
@@ -14,6 +15,7 @@ from quire.v1 import (
     adapters_pb2_grpc,
     common_pb2,
     kv_pb2,
+    kv_pb2_grpc,
     loading_pb2,
     loading_pb2_grpc,
     scheduler_pb2,
@@ -58,11 +60,26 @@ class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
         yield loading_pb2.LoadResponse(worker="w", is_done=True, was_loaded=was_loaded)
 
 
+class FakeKvEvents(kv_pb2_grpc.KvEventServiceServicer):
+    """Sends the messages that a test puts into `messages`."""
+
+    def __init__(self):
+        self.messages = asyncio.Queue()
+
+    async def WatchKv(self, request, context):  # noqa: N802, ARG002
+        while (message := await self.messages.get()) is not None:
+            await context.write(message)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the scheduler has ended")
+
+
 _EPOCHS = itertools.count(1)
 
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Records the router's messages, and sends the messages that a test asks for."""
+
+    model_fields: Mapping[str, object] = {}
+    """More fields of its `ModelInfo`."""
 
     def __init__(self, path):
         self.target = f"unix:{path}"
@@ -78,6 +95,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.model_directory = ""
         """The directory of a model that an operator has loaded."""
         self.loading = FakeLoading()
+        self.kv_events = None
+        """A `FakeKvEvents`; None: the scheduler has no such service."""
         self.bad_directory = None
         """A directory without an adapter."""
         self.changes = asyncio.Queue()
@@ -107,6 +126,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)
         loading_pb2_grpc.add_LoadingServiceServicer_to_server(self.loading, self._server)
+        if self.kv_events is not None:
+            kv_pb2_grpc.add_KvEventServiceServicer_to_server(self.kv_events, self._server)
         self._server.add_insecure_port(self.target)
         await self._server.start()
 
@@ -170,6 +191,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             eos_token_ids=[EOS],
             adapters=map(adapter, self.adapters),
             directory=self.model_directory,
+            **self.model_fields,
         )
         self.epoch = next(_EPOCHS)
         welcome = scheduler_pb2.SchedulerWelcome(
@@ -192,6 +214,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         pinned: Mapping[int, int] | None = None,
         logprobs: Sequence[common_pb2.TokenLogprob] = (),
         cumulative_logprob: float | None = None,
+        vectors: Mapping[int, Sequence[float]] | None = None,
     ):
         """Sends the events of one step: new tokens, ends and cached tokens, by sequence key."""
         pairs = [(key, token) for key, ids in (tokens or {}).items() for token in ids]
@@ -206,6 +229,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             admitted=[
                 scheduler_pb2.SequenceAdmitted(seq_key=key, num_cached_tokens=cached)
                 for key, cached in (admitted or {}).items()
+            ],
+            pooled=[
+                scheduler_pb2.SequencePooled(seq_key=key, vector=np.array(v, "<f4").tobytes())
+                for key, v in (vectors or {}).items()
             ],
             pinned=[
                 scheduler_pb2.SequencePinned(seq_key=key, num_pinned_tokens=count)

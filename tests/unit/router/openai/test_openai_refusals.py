@@ -7,7 +7,7 @@ import json
 import pytest
 from openai_fakes import FakeInference
 
-from contract.errors import AlreadyExistsError, InvalidArgumentError
+from contract.errors import AlreadyExistsError, ContextLengthError, InvalidArgumentError
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -228,9 +228,9 @@ async def test_an_unknown_content_encoding_is_refused(http):
 
 
 async def test_paths_and_methods_that_are_not_there(http):
-    async with http.get("/v1/embeddings") as response:
+    async with http.get("/v1/moderations") as response:
         assert response.status == 404
-        assert "/v1/embeddings" in (await response.json())["error"]["message"]
+        assert "/v1/moderations" in (await response.json())["error"]["message"]
     async with http.get(COMPLETIONS) as response:
         assert response.status == 405
         assert "GET" in (await response.json())["error"]["message"]
@@ -285,3 +285,11 @@ async def test_a_bug_is_500_without_details(http, inference: FakeInference):
     error = await refused(http, COMPLETIONS, {"prompt": "x"}, status=500)
     assert error["message"] == "internal error"
     assert error["type"] == "server_error"
+
+
+async def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(http, inference):
+    inference.refusal = ContextLengthError("prompt", "has 70 tokens")
+    async with http.post(CHAT, json={"messages": HELLO}) as response:
+        assert response.status == 400
+        error = (await response.json())["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")

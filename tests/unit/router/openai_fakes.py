@@ -10,6 +10,7 @@ from contract.request import GenerateRequest, Model
 from quire.v1 import adapters_pb2, common_pb2
 from quire.v1.common_pb2 import Load
 from router.parsers.choosing import OutputParsers, choose_parsers
+from router.request.live import Room
 from router.text.chat_settings import ChatSettings
 from router.text.chat_template import ChatTemplate
 from router.text.infill import infill
@@ -66,6 +67,7 @@ class FakeLiveRequest:
         self.model = request.model or MODEL.id
         self.created = 1_700_000_000
         self.prompt_token_ids = (1, 2, 3)
+        self.num_cached_tokens = 1
         self.num_taken = 0
         self.closed = asyncio.Event()
         self._events = events
@@ -78,6 +80,12 @@ class FakeLiveRequest:
         self.num_taken += 1
         return event
 
+    async def send_to(self, put: Callable[[Event], None], room: Room | None = None) -> None:
+        async for event in self:
+            if room is not None:
+                await room.wait_for_room()
+            put(event)
+
     async def aclose(self) -> None:
         self.closed.set()
 
@@ -89,7 +97,7 @@ class FakeLiveRequest:
 
 
 class FakeModel:
-    def info(self, name: str) -> Model:
+    def info(self, name: str = "") -> Model:
         if name not in ("", MODEL.id):
             raise NotFoundError(f"model {name} is not served")
         return MODEL

@@ -1,0 +1,63 @@
+"""How a prompt becomes a vector, and what a model can do with a prompt."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+
+from contract.errors import UnimplementedError
+from contract.value_checks import check_range
+
+
+class Task(StrEnum):
+    """What a model can do with a prompt."""
+
+    GENERATE = "generate"
+    EMBED = "embed"
+    SCORE = "score"
+
+
+class PoolingKind(StrEnum):
+    """Which of the hidden states become the vector."""
+
+    LAST = "last"
+    """That of the last token."""
+    MEAN = "mean"
+    """The mean of all tokens'."""
+    CLS = "cls"
+    """That of the first token."""
+    SCORE = "score"
+    """The score that the model's classification head computes of the first token's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    kind: PoolingKind
+    normalize: bool = False
+    """Whether to scale the vector to length 1."""
+    dimensions: int | None = None
+    """How many numbers to keep, before it is normalized; None: all."""
+    num_first_tokens: int = 0
+    """If the prompt is a pair of texts: how many tokens the first has, with its special tokens."""
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether it needs the hidden states of tokens other than the last."""
+        return self.kind is not PoolingKind.LAST
+
+
+def check_task(
+    pooling: Pooling | None, model_id: str, tasks: Collection[Task], embedding_size: int
+) -> None:
+    """Check that a model can do what a request asks for.
+
+    Raises:
+        UnimplementedError: It cannot.
+        InvalidArgumentError: Its vectors have not so many `dimensions`.
+    """
+    task = Task.GENERATE
+    if pooling is not None:
+        task = Task.SCORE if pooling.kind is PoolingKind.SCORE else Task.EMBED
+    if task not in tasks:
+        raise UnimplementedError(f"model {model_id!r} cannot {task}; it can {', '.join(tasks)}")
+    if pooling is not None and pooling.dimensions is not None:
+        check_range("dimensions", pooling.dimensions, 1, embedding_size)

@@ -1,0 +1,76 @@
+"""What a model can do besides generating, and how it makes vectors unless a request says."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from contract.pooling import Pooling, PoolingKind, Task
+from gpu_worker.models.config import ModelConfig
+from gpu_worker.weights.json_fields import JsonFields, read_json
+
+_SIZE_FIELDS: Final = ("hidden_size", "n_embd", "d_model")
+_MODES: Final = {
+    "pooling_mode_cls_token": PoolingKind.CLS,
+    "pooling_mode_mean_tokens": PoolingKind.MEAN,
+    "pooling_mode_lasttoken": PoolingKind.LAST,
+}
+"""Fields of sentence-transformers' `1_Pooling/config.json`."""
+_MODULES: Final = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """As in `WorkerInfo`, which documents the fields."""
+
+    tasks: tuple[Task, ...] = (Task.GENERATE,)
+    embedding_size: int = 0
+    pooling: Pooling | None = None
+    takes_whole_prompts: bool = False
+
+
+def read_abilities(directory: Path, config: ModelConfig, num_ranks: int) -> Abilities:
+    """Find out what the model in a directory can do.
+
+    Raises:
+        ModelError: sentence-transformers' files ask for something unsupported.
+    """
+    fields = read_json(directory / "config.json")
+    size = next((fields.positive_int(name) for name in _SIZE_FIELDS if fields.has(name)), 0)
+    if config.num_layers == 0:  # an encoder
+        if config.architecture.endswith("ForSequenceClassification"):
+            scores = Pooling(PoolingKind.SCORE)
+            return Abilities((Task.SCORE,), 1, scores, takes_whole_prompts=True)
+        pooling = _read_pooling(directory, Pooling(PoolingKind.MEAN, normalize=True))
+        return Abilities((Task.EMBED,), size, pooling, takes_whole_prompts=True)
+    if num_ranks > 1 or not size:
+        return Abilities()
+    pooling = _read_pooling(directory, Pooling(PoolingKind.LAST, normalize=True))
+    return Abilities((Task.GENERATE, Task.EMBED), size, pooling)
+
+
+def _read_pooling(directory: Path, default: Pooling) -> Pooling:
+    """Read the files of sentence-transformers beside a checkpoint, if there are any."""
+    path = directory / "modules.json"
+    if not path.is_file():
+        return default
+    modules = [
+        JsonFields(path, f"[{i}].", values) for i, values in enumerate(json.loads(path.read_text()))
+    ]
+    names = [str(module.get("type")).rpartition(".")[2] for module in modules]
+    for module, name in zip(modules, names, strict=True):
+        if name not in _MODULES:
+            raise module.error("type", f"is {name}; supported are {', '.join(_MODULES)}")
+    kind = default.kind
+    if "Pooling" in names:
+        pooling = read_json(
+            directory / str(modules[names.index("Pooling")].get("path")) / "config.json"
+        )
+        given = [name for name, value in pooling.values.items() if value is True]
+        given = [name for name in given if name.startswith("pooling_mode_")]
+        if len(given) != 1 or given[0] not in _MODES:
+            raise pooling.error(
+                ", ".join(given) or "pooling_mode_*", f"is set; one of {', '.join(_MODES)} must be"
+            )
+        kind = _MODES[given[0]]
+    return Pooling(kind, normalize="Normalize" in names)

@@ -1,0 +1,230 @@
+"""POST /v1/embeddings, as OpenAI has it; /rerank, as Cohere and Jina, and /score, as vLLM."""
+
+import base64
+import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Literal
+
+from aiohttp import web
+from pydantic import Field, PlainValidator
+
+from contract.errors import InvalidArgumentError
+from contract.pooling import PoolingKind
+from contract.request import GenerateRequest
+from router.access.tenancy import with_precedence
+from router.http.answers.objects import Json
+from router.http.body import BodyReader
+from router.http.endpoint import CallId, endpoint, json_response
+from router.http.requests.completions import Prompts, parse_prompts
+from router.http.requests.schema import UNIMPLEMENTED
+from router.http.strict_json import Listed, Schema, at_most, json_bytes
+from router.request.inference import Inference
+from router.request.vectors import (
+    MAX_INPUTS,
+    Vector,
+    check_inputs,
+    make_vectors,
+    pooling_of,
+    score_pairs,
+)
+
+
+def embedding_routes(inference: Inference, bodies: BodyReader) -> list[web.RouteDef]:
+    """Return the routes."""
+
+    async def create_embeddings(request: web.Request, call_id: CallId) -> web.Response:
+        """Turn texts or token ids into vectors."""
+        body = await bodies.read(request, EmbeddingsBody, generates=True)
+        call_id.value = body.request_id or call_id.value
+        return await _embeddings_response(inference, body, call_id.value, request.headers)
+
+    async def create_ranking(request: web.Request, call_id: CallId) -> web.Response:
+        """Order documents by how well they answer a query, as Cohere and Jina do."""
+        body = await bodies.read(request, RerankBody, generates=True)
+        call_id.value = body.request_id or call_id.value
+        return json_response(await _rerank(inference, body, call_id.value, request.headers))
+
+    async def create_scores(request: web.Request, call_id: CallId) -> web.Response:
+        """Score how well texts go together, as vLLM does."""
+        body = await bodies.read(request, ScoreBody, generates=True)
+        call_id.value = body.request_id or call_id.value
+        return json_response(await _score(inference, body, call_id.value, request.headers))
+
+    return [
+        web.post("/v1/embeddings", endpoint(create_embeddings)),
+        web.post("/rerank", endpoint(create_ranking)),
+        web.post("/v1/rerank", endpoint(create_ranking)),
+        web.post("/v2/rerank", endpoint(create_ranking)),
+        web.post("/score", endpoint(create_scores)),
+        web.post("/v1/score", endpoint(create_scores)),
+    ]
+
+
+class _Body(Schema):
+    unimplemented = MappingProxyType({**UNIMPLEMENTED})
+
+    model: str = ""
+    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """vLLM's: cut an input after so many tokens; -1: as many as the model takes."""
+    user: str = ""
+
+    def requests(
+        self, prompts: Prompts, request_id: str, headers: Mapping[str, str], *, special: bool = True
+    ) -> list[GenerateRequest]:
+        """Make the requests for some inputs."""
+        return [
+            with_precedence(
+                GenerateRequest(
+                    prompt=prompt,
+                    model=self.model,
+                    request_id=f"{request_id}-{i}",
+                    add_special_tokens=special,
+                    truncate_prompt_tokens=self.truncate_prompt_tokens,
+                ),
+                headers,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+
+
+class EmbeddingsBody(_Body):
+    """POST /v1/embeddings."""
+
+    input: Annotated[
+        Prompts, PlainValidator(lambda value: parse_prompts(value, "input", MAX_INPUTS))
+    ]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    add_special_tokens: bool = True
+
+    # Quire extensions.
+    pooling: Literal["last", "mean", "cls"] | None = None
+    normalize: bool | None = None
+
+
+async def _embeddings_response(
+    inference: Inference, body: EmbeddingsBody, request_id: str, headers: Mapping[str, str]
+) -> web.Response:
+    """Answer /v1/embeddings; raises QuireError."""
+    model = inference.model.info(body.model)
+    check_inputs("input", len(body.input), model, body.dimensions)
+    pooling = pooling_of(
+        model,
+        None if body.pooling is None else PoolingKind(body.pooling),
+        normalize=body.normalize,
+        dimensions=body.dimensions,
+    )
+    requests = body.requests(body.input, request_id, headers, special=body.add_special_tokens)
+    name = "input" if len(requests) == 1 else "input[{}]"
+    vectors = await make_vectors(inference, requests, pooling, name.format)
+    encode = _as_base64 if body.encoding_format == "base64" else _as_numbers
+    num_tokens = sum(vector.num_tokens for vector in vectors)
+
+    def answer() -> bytes:
+        data = [
+            {"object": "embedding", "index": i, "embedding": encode(vector)}
+            for i, vector in enumerate(vectors)
+        ]
+        return json_bytes(
+            {"object": "list", "data": data, "model": model.id, "usage": _usage_json(num_tokens)}
+        )
+
+    # In a thread, since a million numbers take longer than other calls should wait.
+    return web.Response(body=await inference.text.run(answer), content_type="application/json")
+
+
+def _as_numbers(vector: Vector) -> list[float]:
+    numbers: list[float] = vector.values.tolist()
+    return numbers
+
+
+def _as_base64(vector: Vector) -> str:
+    return base64.b64encode(vector.values.astype("<f4").tobytes()).decode()
+
+
+def _usage_json(num_tokens: int) -> Json:
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+class _Document(Schema):
+    text: str
+
+
+class RerankBody(_Body):
+    """POST /rerank."""
+
+    query: str
+    documents: Annotated[Listed[str | _Document], at_most(MAX_INPUTS), Field(min_length=1)]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = True
+
+
+async def _rerank(
+    inference: Inference, body: RerankBody, request_id: str, headers: Mapping[str, str]
+) -> Json:
+    """Answer /rerank; raises QuireError."""
+    texts = tuple(each if isinstance(each, str) else each.text for each in body.documents)
+    scores = await score_pairs(
+        inference,
+        body.requests((body.query,), f"{request_id}-query", headers),
+        body.requests(texts, request_id, headers),
+        lambda i: f"documents[{i}]",
+    )
+    best = sorted(range(len(texts)), key=lambda i: -scores.values[i])[: body.top_n]
+    return {
+        "id": f"rerank-{request_id}",
+        "model": inference.model.info(body.model).id,
+        "usage": _usage_json(scores.num_tokens),
+        "results": [
+            {
+                "index": i,
+                "relevance_score": scores.values[i],
+                **({"document": {"text": texts[i]}} if body.return_documents else {}),
+            }
+            for i in best
+        ],
+    }
+
+
+def _listed_texts(value: object, field: str) -> tuple[str, ...]:
+    texts = parse_prompts(value, field, MAX_INPUTS)
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidArgumentError(field, "has token ids; it must be a text, or a list of texts")
+    return tuple(map(str, texts))
+
+
+class ScoreBody(_Body):
+    """POST /score."""
+
+    text_1: Annotated[Sequence[str], PlainValidator(lambda value: _listed_texts(value, "text_1"))]
+    text_2: Annotated[Sequence[str], PlainValidator(lambda value: _listed_texts(value, "text_2"))]
+
+
+async def _score(
+    inference: Inference, body: ScoreBody, request_id: str, headers: Mapping[str, str]
+) -> Json:
+    """Answer /score; raises QuireError."""
+    if len(body.text_1) not in {1, len(body.text_2)}:
+        raise InvalidArgumentError(
+            "text_1",
+            f"has {len(body.text_1)} entries; it must have 1 or as many as text_2,"
+            f" {len(body.text_2)}",
+        )
+    scores = await score_pairs(
+        inference,
+        body.requests(tuple(body.text_1), f"{request_id}-1", headers),
+        body.requests(tuple(body.text_2), request_id, headers),
+        lambda i: f"text_2[{i}]",
+    )
+    return {
+        "id": f"score-{request_id}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": inference.model.info(body.model).id,
+        "data": [
+            {"index": i, "object": "score", "score": value} for i, value in enumerate(scores.values)
+        ],
+        "usage": _usage_json(scores.num_tokens),
+    }

@@ -1,0 +1,177 @@
+"""Turns many inputs into vectors, or pairs of texts into scores; every API calls this."""
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+import numpy as np
+
+from contract.arrays import Float32Array
+from contract.errors import InvalidArgumentError, QuireError, TooBusyError
+from contract.outputs import OutputFinished, Usage
+from contract.pooling import Pooling, PoolingKind, Task
+from contract.request import GenerateRequest, Model
+from contract.sampling import SamplingParams
+from router.request.inference import Inference
+from router.schedulers.wire import failure_of
+
+T = TypeVar("T")
+
+MAX_INPUTS: Final = 2048
+"""Most inputs of one call, as OpenAI has it."""
+MAX_NUMBERS: Final = 2**22
+"""Most numbers of one call's vectors."""
+_MAX_AT_ONCE: Final = 64
+"""Most inputs of one call that are live at a time, so that others are not kept waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """The vector of one input."""
+
+    values: Float32Array
+    num_tokens: int
+    """Of the input, with special tokens."""
+
+
+def pooling_of(
+    model: Model,
+    kind: PoolingKind | None = None,
+    *,
+    normalize: bool | None = None,
+    dimensions: int | None = None,
+) -> Pooling:
+    """Return how `model` makes vectors, with what a request changes; the rest is the default."""
+    default = model.pooling or Pooling(PoolingKind.LAST, normalize=True)
+    return Pooling(
+        default.kind if kind is None else kind,
+        default.normalize if normalize is None else normalize,
+        dimensions,
+    )
+
+
+def check_inputs(field: str, num_inputs: int, model: Model, dimensions: int | None) -> None:
+    """Check how many inputs a call has; raises InvalidArgumentError."""
+    size = dimensions or model.embedding_size or 1
+    most = min(MAX_INPUTS, max(1, MAX_NUMBERS // size))
+    if not 1 <= num_inputs <= most:
+        raise InvalidArgumentError(
+            field, f"has {num_inputs} entries; with vectors of {size} it must have 1 to {most}"
+        )
+
+
+async def make_vectors(
+    inference: Inference,
+    requests: Sequence[GenerateRequest],
+    pooling: Pooling,
+    name: Callable[[int], str],
+) -> list[Vector]:
+    """Compute the vectors of some requests, whose `sampling` is not read.
+
+    Some are live at a time. If the service is busy, the first refusal is the call's, as for a
+    single request; once an input is accepted, the others wait. If one fails, the others are
+    cancelled. `name` names an input, by its index, in errors.
+    """
+    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, pooling=pooling)
+    vectors: list[Vector | None] = [None] * len(requests)
+    left = iter(range(len(requests)))
+    num_accepted = 0
+
+    async def make_one(index: int) -> Vector:
+        nonlocal num_accepted
+        while True:
+            try:
+                live = await inference.generate(replace(requests[index], sampling=sampling))
+            except TooBusyError as error:
+                if not num_accepted:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+                continue
+            num_accepted += 1
+            num_tokens = 0
+            async with live:
+                async for event in live:
+                    if isinstance(event, OutputFinished):
+                        if (failure := failure_of(event)) is not None:
+                            raise failure
+                    elif isinstance(event, Usage):
+                        num_tokens = event.prompt_tokens
+            if live.vector is None:
+                raise QuireError("the worker sent no vector")
+            return Vector(np.frombuffer(live.vector, "<f4"), num_tokens)
+
+    async def work() -> None:
+        for index in left:  # the tasks share this iterator
+            try:
+                vectors[index] = await make_one(index)
+            except InvalidArgumentError as error:
+                if error.field.partition("[")[0] not in ("prompt", "pair"):
+                    raise
+                raise InvalidArgumentError(
+                    error.field.replace("prompt", name(index), 1), error.problem
+                ) from error
+
+    tasks = [asyncio.create_task(work()) for _ in range(min(_MAX_AT_ONCE, len(requests)))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [vector for vector in vectors if vector is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How well texts go together, pair by pair."""
+
+    values: list[float]
+    num_tokens: int
+
+
+async def score_pairs(
+    inference: Inference,
+    firsts: Sequence[GenerateRequest],
+    seconds: Sequence[GenerateRequest],
+    name: Callable[[int], str],
+) -> Scores:
+    """Score each of `firsts`, or the only one, with the same place in `seconds`.
+
+    A model with a classification head scores pairs: in (0, 1), by the logistic function. Of any
+    other model the score is the cosine of the two vectors, in [-1, 1].
+    """
+    model = inference.model.info(seconds[0].model)
+    if Task.SCORE in model.tasks:
+        pairs = [
+            replace(one, pair=two.prompt, request_id=two.request_id)
+            for one, two in zip(_repeated(firsts, len(seconds)), seconds, strict=True)
+            if isinstance(two.prompt, str)
+        ]
+        made = await make_vectors(inference, pairs, Pooling(PoolingKind.SCORE), name)
+        return Scores([_logistic(float(each.values[0])) for each in made], _num_tokens(made))
+    pooling = pooling_of(model, normalize=True)
+    made = await make_vectors(inference, [*firsts, *seconds], pooling, name)
+    ones, twos = made[: len(firsts)], made[len(firsts) :]
+    return Scores(
+        [
+            float(np.dot(one.values, two.values))
+            for one, two in zip(_repeated(ones, len(twos)), twos, strict=True)
+        ],
+        _num_tokens(made),
+    )
+
+
+def _repeated(values: Sequence[T], count: int) -> Sequence[T]:
+    return list(values) * count if len(values) == 1 else values
+
+
+def _num_tokens(vectors: Sequence[Vector]) -> int:
+    return sum(vector.num_tokens for vector in vectors)
+
+
+def _logistic(value: float) -> float:
+    if value < 0:  # so that `exp` does not overflow
+        return math.exp(value) / (1 + math.exp(value))
+    return 1 / (1 + math.exp(-value))
