@@ -55,6 +55,7 @@ class Preemption:
         """For replays: called before each preemption with the sequence and whether it may swap; the
         function that it returns is called after the preemption."""
         self._groups = groups
+        self._is_plain = groups.is_plain  # read in every step
         self._can_swap_for_memory = not config.host_is_device_memory
         self._pool = pool
         self._pins = pins
@@ -80,7 +81,7 @@ class Preemption:
         while self._pressure.max_running is not None and self.has_too_many:
             self.num_for_memory += 1
             self.preempt(self._last(), can_swap=self._can_swap_for_memory)
-        if not self._groups.is_plain:
+        if not self._is_plain:
             self._running.give_back(step)
         while self.num_blocks_due(step) > self._pool.num_available:
             if self._steps.hold_blocks:

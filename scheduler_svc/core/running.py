@@ -45,6 +45,7 @@ class RunningSet:
     ) -> None:
         self._config = config
         self._groups = groups
+        self._is_plain = groups.is_plain  # read in every step
         self._pool = pool
         self._tier = tier
         self._rows = rows
@@ -106,10 +107,11 @@ class RunningSet:
 
     def num_blocks_due(self, step: StepId) -> int:
         """Return how many blocks decoding sequences need at `step`, and prompts behind a window."""
-        num_due = self._decodes.num_due(step) * self._groups.num
-        if self._groups.is_plain:
+        num_due = self._decodes.num_due(step)
+        if self._is_plain:
             return num_due
-        return num_due + sum(len(self._missing(seq)) for seq in self._prefilling)
+        num_missing = sum(len(self._missing(seq)) for seq in self._prefilling)
+        return num_due * self._groups.num + num_missing
 
     def give_back(self, step: StepId) -> None:
         """Give back blocks behind windows, of the sequences that need others at `step`.
@@ -270,7 +272,7 @@ class RunningSet:
         """Give a block to each sequence that crosses a block border in this step."""
         self._labels.begin_step()
         due = self._decodes.take_due(builder.step_id)
-        if not self._groups.is_plain:
+        if not self._is_plain:
             self._take_missing(builder)
         if not due:
             return
