@@ -18,14 +18,17 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar, Unpack
 
+import numpy as np
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from contract.arrays import Float32Array
 from contract.errors import InvalidArgumentError, TooBusyError
 from quire.client import DEFAULT_SAMPLING, AsyncClient
 from quire.client.closes import Closes
 from quire.client.types import (
     Completion,
+    EmbedOptions,
     GenerateOptions,
     Output,
     PromptScores,
@@ -39,6 +42,9 @@ Prompt: TypeAlias = str | Sequence[int]
 
 MAX_REQUESTS: Final = 512
 """Most concurrent requests: more than the service runs at once, but fewer than it refuses."""
+
+_INPUTS_OF_A_CALL: Final = 512
+"""Inputs of one call of `Embed`, which runs some of them at a time."""
 
 _RESERVED: Final = frozenset({"attached", "demo", "detach", "grpc_port", "host", "uds", "verbose"})
 """Flags of `quire up` that `LLM` sets itself."""
@@ -133,6 +139,19 @@ class LLM(Closes):
             for prompt, done in zip(listed, completions, strict=True)
         ]
 
+    def embed(
+        self, inputs: Prompt | Sequence[Prompt], **options: Unpack[EmbedOptions]
+    ) -> Float32Array:
+        """Return the vectors of one input or many, float32[N, size], in their order.
+
+        An input is text or token ids. The first that fails ends the call; errors are those of the
+        client.
+        """
+        listed = _listed(inputs)
+        client = functools.partial(AsyncClient, self._service.target, api_key=self._api_key)
+        parts = _run(_embed(client, listed, options))
+        return np.concatenate(parts) if parts else np.empty((0, 0), np.float32)
+
     def close(self) -> None:
         """Stop the processes; may be called again."""
         self._service.close()
@@ -144,6 +163,16 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [prompts]
     listed: list[Any] = list(prompts)
     return [listed] if listed and isinstance(listed[0], Integral) else listed
+
+
+async def _embed(
+    open_client: Callable[[], AsyncClient], inputs: Sequence[Prompt], options: EmbedOptions
+) -> list[Float32Array]:
+    async with open_client() as client:
+        return [
+            (await client.embed(inputs[first : first + _INPUTS_OF_A_CALL], **options)).vectors
+            for first in range(0, len(inputs), _INPUTS_OF_A_CALL)
+        ]
 
 
 async def _generate(

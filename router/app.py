@@ -6,6 +6,7 @@ import os
 import socket
 import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -32,6 +33,7 @@ from router.turns.database import open_database
 from router.turns.store import TurnStore
 from router.turns.turns import Turns
 from router.ui.api import Ui
+from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.malloc import M_ARENA_MAX, keep_trimmed, set_malloc
 from rpc.peers.discovery import Discovery
@@ -114,6 +116,13 @@ async def run_router(
     writer = None if turns is None else asyncio.create_task(turns.run(), name="turns")
     if writer is not None:
         writer.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
+    services = [
+        inference_service(inference),
+        kserve_service(inference, lambda: health.ready),
+        *operator_services(operations, LiveRequests(inference, obeyed), inference),
+    ]
+    if settings.vllm_engine:
+        services.append(_vllm_engine(inference, health, settings, directory))
     client = asyncio.create_task(schedulers.run(), name="schedulers")
     client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     trimming = asyncio.create_task(keep_trimmed(), name="malloc")
@@ -128,11 +137,7 @@ async def run_router(
         await serve(
             settings,
             health=health,
-            services=[
-                inference_service(inference),
-                kserve_service(inference, lambda: health.ready),
-                *operator_services(operations, LiveRequests(inference, obeyed), inference),
-            ],
+            services=services,
             http=http,
             interceptors=[
                 *([] if api_keys is None else [KeyInterceptor(api_keys)]),
@@ -145,6 +150,7 @@ async def run_router(
             num_live=lambda: inference.num_live,
             check_operator=check,
             stop=stop,
+            shared_http_port=settings.shared_http_port,
         )
     finally:
         if turns is not None and writer is not None:
@@ -166,6 +172,22 @@ def _turns(settings: RouterSettings, inference: Inference) -> Turns | None:
         return None
     store = TurnStore(open_database(settings.turn_store), f"{socket.gethostname()}:{uuid.uuid4()}")
     return Turns(store, inference, retention_s=settings.turn_retention_days * _DAY_S)
+
+
+def _vllm_engine(
+    inference: Inference, health: Health, settings: RouterSettings, of_flags: Path
+) -> Service:
+    # Only what is used is loaded.
+    from router.vllm_engine.api import vllm_engine_service  # noqa: PLC0415
+
+    async def find_directory(directory: str) -> Path:
+        if not directory:
+            return of_flags
+        return await asyncio.to_thread(
+            find_model, directory, settings.cache_dir, with_weights=False
+        )
+
+    return vllm_engine_service(inference, health, find_directory)
 
 
 def _page_middleware(settings: RouterSettings) -> Middleware:

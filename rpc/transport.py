@@ -76,13 +76,17 @@ def server_options(
     *,
     max_received_mb: int | None = None,
     max_connections: int | None = None,
+    shares_port: bool = False,
 ) -> ChannelOptions:
-    """Return `channel_options` and options for servers only."""
+    """Return `channel_options` and options for servers only.
+
+    `shares_port`: whether other processes may listen on the port, too; each gets some connections.
+    """
     most = [] if max_connections is None else [(_MAX_CONNECTIONS, max_connections)]
     return [
         *channel_options(max_message_mb, max_metadata_kb, max_received_mb=max_received_mb),
         *most,
         ("grpc.max_concurrent_streams", max_concurrent_streams),
-        # Otherwise two processes could share a port unnoticed, each with half of the calls.
-        ("grpc.so_reuseport", 0),
+        # By default two processes could share a port unnoticed, each with half of the calls.
+        ("grpc.so_reuseport", int(shares_port)),
     ]

@@ -18,6 +18,8 @@ from quire.client.types import (
     DEFAULT_SAMPLING,
     ChatMessage,
     Completion,
+    Embeddings,
+    EmbedOptions,
     Event,
     GenerateOptions,
     Load,
@@ -145,6 +147,20 @@ class AsyncClient:
             except QuireError as error:
                 await self._sleep(attempts.failed(error))
 
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        timeout_s: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> Embeddings:
+        """Return the vectors of some inputs, each text or token ids."""
+        request = wire.embed_request_to_proto(inputs, options)
+        precedence = wire.precedence_to_metadata(priority, tenant)
+        return wire.embeddings_from_proto(await self._call("Embed", request, timeout_s, precedence))
+
     async def tokenize(
         self,
         text_or_chat: str | Sequence[ChatMessage],
@@ -248,7 +264,13 @@ class AsyncClient:
             [*self._metadata, *wire.precedence_to_metadata(priority, tenant)],
         )
 
-    async def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
+    async def _call(
+        self,
+        method: str,
+        request: Any,
+        timeout_s: float | None,
+        metadata: Sequence[tuple[str, str]] = (),
+    ) -> Any:
         call = getattr(self._routers.current.stub, method)
         with calling():
-            return await call(request, timeout=timeout_s, metadata=self._metadata)
+            return await call(request, timeout=timeout_s, metadata=[*self._metadata, *metadata])

@@ -89,6 +89,7 @@ class Client(Closes):
 
     generate = _blocking_generator(AsyncClient.generate)
     generate_once = _blocking(AsyncClient.generate_once)
+    embed = _blocking(AsyncClient.embed)
     tokenize = _blocking(AsyncClient.tokenize)
     detokenize = _blocking(AsyncClient.detokenize)
     models = _blocking(AsyncClient.models)

@@ -1,8 +1,9 @@
 """Types of the Python client's arguments and results; most come from `contract`."""
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Literal, TypedDict
 
+from contract.arrays import Float32Array
 from contract.outputs import (
     Event,
     FinishReason,
@@ -13,6 +14,7 @@ from contract.outputs import (
     TokenLogprob,
     Usage,
 )
+from contract.pooling import PoolingKind
 from contract.request import Model
 from contract.sampling import BeamSearch, SamplingParams, StructuredOutput
 from quire.v1.common_pb2 import Load
@@ -22,6 +24,8 @@ __all__ = [
     "BeamSearch",
     "ChatMessage",
     "Completion",
+    "EmbedOptions",
+    "Embeddings",
     "Event",
     "FinishReason",
     "GenerateOptions",
@@ -79,6 +83,26 @@ class Completion:
     outputs: tuple[Output, ...]
     usage: Usage
     prompt: PromptScores | None = None
+
+
+class EmbedOptions(TypedDict, total=False):
+    """The keyword arguments of `embed`; what is not given is as the model has it."""
+
+    model: str
+    pooling: PoolingKind | Literal["last", "mean", "cls"] | None
+    normalize: bool | None
+    dimensions: int | None
+    truncate_prompt_tokens: int | None
+    """Cut an input after so many tokens; -1: as many as the model takes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embeddings:
+    """The vectors of some inputs."""
+
+    vectors: Float32Array
+    """float32[number of inputs, size]."""
+    usage: Usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from contract.codec.outputs import (
     finished_from_proto,
     logprob_from_proto,
@@ -10,11 +12,20 @@ from contract.codec.outputs import (
     usage_from_proto,
 )
 from contract.codec.request import generate_request_to_proto, model_from_proto
+from contract.codec.sampling import POOLING_KIND_TO_PROTO
 from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputDelta, OutputFinished, PromptScores, Usage
+from contract.pooling import PoolingKind
 from contract.request import GenerateRequest, Model
 from contract.sampling import SamplingParams
-from quire.client.types import ChatMessage, Completion, GenerateOptions, Output
+from quire.client.types import (
+    ChatMessage,
+    Completion,
+    Embeddings,
+    EmbedOptions,
+    GenerateOptions,
+    Output,
+)
 from quire.v1 import inference_pb2
 
 
@@ -63,6 +74,28 @@ def tokenize_request_to_proto(
         for message in text_or_chat:
             request.chat.messages.add(role=message.role, content=message.content)
     return request
+
+
+def embed_request_to_proto(
+    inputs: Sequence[str | Sequence[int]], options: EmbedOptions
+) -> inference_pb2.EmbedRequest:
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if "pooling" in given:
+        given["pooling"] = POOLING_KIND_TO_PROTO[PoolingKind(given["pooling"])]
+    return inference_pb2.EmbedRequest(
+        inputs=[
+            inference_pb2.EmbedInput(text=each)
+            if isinstance(each, str)
+            else inference_pb2.EmbedInput(token_ids=inference_pb2.TokenIds(ids=each))
+            for each in inputs
+        ],
+        **given,
+    )
+
+
+def embeddings_from_proto(response: inference_pb2.EmbedResponse) -> Embeddings:
+    vectors = np.array([each.values for each in response.embeddings], np.float32)
+    return Embeddings(vectors, usage_from_proto(response.usage))
 
 
 def completion_from_proto(response: inference_pb2.GenerateOnceResponse) -> Completion:

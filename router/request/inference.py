@@ -306,6 +306,16 @@ class Inference:
         """
         (await self._take_over(request_id, tenant, None, is_free=True)).cancel()
 
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End live requests of the caller's tenant at this router; ignore unknown ids.
+
+        Their calls end with ABORTED.
+        """
+        tenant, wanted = self._tenant_of_caller(""), {*request_ids}
+        for each in self._admission.admitted:
+            if each.tenant == tenant and each.request_id in wanted:
+                each.end(AbortedError(f"request {each.request_id!r} was aborted"))
+
     @property
     def admitted(self) -> Sequence[Admitted]:
         """The requests of this router that have not been read to the end or left, oldest first."""

@@ -82,9 +82,6 @@ class LiveTable:
                 stopped.append(seq_key)
         if is_new:
             metrics.GENERATION_TOKENS.inc(num_tokens)
-        for admission in events.admissions:
-            if (live := table.get(admission.seq_key)) is not None:
-                live.admit(admission.seq_key, admission.num_cached_tokens)
         for ending in events.endings:
             if (live := table.pop(ending.seq_key, None)) is not None:
                 live.finish(

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from contract.errors import InvalidArgumentError, UnauthenticatedError
@@ -51,6 +52,15 @@ def test_results_are_the_services_in_the_order_of_the_prompts(llm: LLM, service:
             assert generation.usage.completion_tokens == expected.usage.completion_tokens
     assert generations[0].outputs[0].finish_reason == "length"
     assert len(generations[2].outputs[0].logprobs[0].top) == 2
+
+
+def test_vectors_are_the_services(llm: LLM, service: Service) -> None:
+    vectors = llm.embed(["one", [5, 6, 7]], dimensions=8)
+    assert vectors.shape == (2, 8)
+    with Client(service.target) as client:
+        expected = client.embed(["one", [5, 6, 7]], dimensions=8)
+    np.testing.assert_allclose(vectors, expected.vectors, atol=1e-6)
+    assert expected.usage.completion_tokens == 0
 
 
 def test_a_service_with_a_key_obeys_its_owner_alone(long_llama: Path) -> None:
