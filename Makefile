@@ -79,7 +79,9 @@ PUBLIC_CLIENTS := build/public-clients
 public-clients-test: setup
 	test -x $(PUBLIC_CLIENTS)/bin/python || $(PYTHON) -m venv $(PUBLIC_CLIENTS)
 	$(PUBLIC_CLIENTS)/bin/pip install -qq instructor litellm
-	PUBLIC_CLIENTS_PYTHON=$(PUBLIC_CLIENTS)/bin/python $(BIN)/pytest -m public_clients tests/e2e
+	! command -v npm || npm install --silent --prefix $(PUBLIC_CLIENTS) @anthropic-ai/claude-code @openai/codex
+	PUBLIC_CLIENTS_PYTHON=$(PUBLIC_CLIENTS)/bin/python PATH="$(CURDIR)/$(PUBLIC_CLIENTS)/node_modules/.bin:$$PATH" \
+		$(BIN)/pytest -rs -m public_clients tests/e2e tests/unit/router
 
 # The web page in a browser; skipped by name if there is no Chromium and none can be installed.
 ui-test: setup

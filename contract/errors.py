@@ -30,6 +30,10 @@ class InvalidArgumentError(QuireError):
         self.problem = problem
 
 
+class ContextLengthError(InvalidArgumentError):
+    """The prompt, or the prompt and `max_tokens`, do not fit the model's context."""
+
+
 class UnauthenticatedError(QuireError):
     """The call has no credentials, or wrong ones."""
 
@@ -75,6 +79,10 @@ class TooBusyError(QuireError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class QuotaError(TooBusyError):
+    """The caller's quota is used up, so that others may still be served."""
 
 
 class UnavailableError(QuireError):

@@ -6,9 +6,10 @@ is canonical, so any process in any language computes the same hash:
     root       = sha256("quire.v1.prefix" 0x00 salt)              salt in UTF-8
     hash(b)    = sha256(hash(b - 1) tokens(b))                    tokens as int32, little-endian
 
-with `hash(-1) = root`. A partial block is hashed in the same way, over the tokens that it has. This
-hash differs from that of every full block, which has more tokens. Hashes are never shortened, since
-a collision would show one client the text of another.
+with `hash(-1) = root`. A model with several KV groups has a block of each for the same tokens; the
+hash for group g > 0 is sha256(hash(b) g), with g in one byte. A partial block is hashed in the same
+way, over the tokens that it has. This hash differs from that of every full block, which has more
+tokens. Hashes are never shortened, since a collision would show one client the text of another.
 """
 
 from functools import lru_cache
@@ -31,6 +32,11 @@ def root_hash(salt: str) -> BlockHash:
 def next_hash(parent: BlockHash, token_bytes: bytes) -> BlockHash:
     """Return the hash of the block after `parent`; `token_bytes` are little-endian int32."""
     return BlockHash(sha256(parent + token_bytes).digest())
+
+
+def group_hash(name: BlockHash, group: int) -> BlockHash:
+    """Return the hash of a KV group's block from the hash of its tokens."""
+    return BlockHash(sha256(name + bytes((group,))).digest()) if group else name
 
 
 def tail_hash(

@@ -18,6 +18,9 @@ class Limits:
     block_size: int
     """Token slots of one block."""
     vocab_size: int
+    kv_windows: tuple[int | None, ...] = (None,)
+    """The KV groups, which are sets of equally many layers: for each, how many tokens a token sees,
+    itself included; None: all. Every group has blocks of its own, from the same pool."""
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     adapters: Mapping[LoraAdapter, int] = field(default_factory=dict)
@@ -27,5 +30,10 @@ class Limits:
 
     @property
     def max_blocks_per_row(self) -> int:
-        """Blocks of a row with `max_model_len` tokens."""
+        """Blocks of a row with `max_model_len` tokens, in each KV group."""
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def max_table_len(self) -> int:
+        """Entries of the block table of such a row."""
+        return self.max_blocks_per_row * len(self.kv_windows)

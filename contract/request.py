@@ -84,6 +84,8 @@ class GenerateRequest:
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`. Of a
     prompt that becomes a vector: at its beginning; of a pair: cut the second text."""
+    cuts_max_tokens: bool = False
+    """Whether a `max_tokens` for which the context has no room means as many as fit."""
     bad_words: tuple[str, ...] = ()
     """Texts that outputs must not contain."""
     before_form: str = ""

@@ -56,7 +56,9 @@ class NewSequence:
     num_computed_tokens: int
     """How many of `token_ids` have valid KV in the blocks; fewer than all."""
     block_ids: Int32Array
-    """The block table, with room for all known tokens."""
+    """The block table, with room for all known tokens: for every `block_size` tokens an entry of
+    each KV group, in the order of `Limits.kv_windows`. An entry is 0 if no token to be computed
+    sees its tokens, or if `placements` will set it."""
     sampling: bytes | SamplingParams
     """At the scheduler: a serialized `quire.v1.SamplingParams`, which the scheduler does not parse.
     At the worker: the parsed parameters."""
@@ -99,8 +101,12 @@ class Plan:
     """Rows whose sequence is gone; they are freed first."""
     new_sequences: tuple[NewSequence, ...] = ()
     appended_rows: Int32Array = field(default_factory=no_ints)
-    """Rows whose block table gets one more block at its end, given in `appended_block_ids`."""
+    """Rows whose block table gets one more block of each KV group at its end, given in
+    `appended_block_ids`."""
     appended_block_ids: Int32Array = field(default_factory=no_ints)
+    placements: Int32Array = field(default_factory=no_ints)
+    """Blocks that block tables get for the next chunk: row, entry and block of each, one after the
+    other. Only in groups with a window, whose blocks a prompt takes chunk by chunk."""
     copy_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Device blocks copied to `copy_dst_block_ids` before the step computes."""
     copy_dst_block_ids: Int32Array = field(default_factory=no_ints)

@@ -42,18 +42,22 @@ def check_float(name: str, tensor: torch.Tensor, num_dims: int) -> None:
 
 def check_caches(
     key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
     shape: tuple[int, ...],
     like: torch.Tensor,
+    value_dim: int | None = None,
 ) -> None:
     """Require both caches to have `shape` [B, P, HKV, D], and the dtype of `like` or scales.
+
+    `value_dim` is the head dim of values if it is another. `value_cache` is None if values are not
+    stored, but are a part of the keys.
 
     Raises:
         ValueError: naming the tensor, what it has and what is required.
     """
-    if (key_scales is None) != (value_scales is None):
+    if value_cache is not None and (key_scales is None) != (value_scales is None):
         missing = "key_scales" if key_scales is None else "value_scales"
         raise ValueError(f"{missing} is None, required are both or neither")
     for side, cache, scales in (
@@ -61,6 +65,10 @@ def check_caches(
         ("value", value_cache, value_scales),
     ):
         name = f"{side}_cache"
+        if cache is None:
+            continue
+        if side == "value" and value_dim is not None:
+            shape = (*shape[:-1], value_dim)
         if scales is None:
             check_tensor(name, cache, shape, like.dtype, like)
             continue
@@ -71,6 +79,21 @@ def check_caches(
             )
         check_tensor(name, cache, shape, cache.dtype, like)
         check_tensor(f"{side}_scales", scales, shape[:-1], SCALE_DTYPE, like)
+
+
+def check_values(
+    value: torch.Tensor | None, value_cache: torch.Tensor | None, key: torch.Tensor
+) -> None:
+    """Require new values of the shape and dtype of `key`, or neither values nor a cache for them.
+
+    Raises:
+        ValueError: naming the tensor, what it has and what is required.
+    """
+    if (value is None) != (value_cache is None):
+        missing = "value" if value is None else "value_cache"
+        raise ValueError(f"{missing} is None, required are both or neither")
+    if value is not None:
+        check_tensor("value", value, tuple(key.shape), key.dtype, key)
 
 
 def check_paged(
@@ -91,7 +114,8 @@ def check_paged(
     _, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
     cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, query)
+    value_dim = value_cache.shape[-1]
+    check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, query, value_dim)
     if num_heads % num_kv_heads != 0:
         raise ValueError(f"query has {num_heads} heads, required is a multiple of {num_kv_heads}")
     num_seqs, max_blocks = block_tables.shape

@@ -29,6 +29,7 @@ from router.settings import RouterSettings
 from router.text.tokenizer import Tokenizers, load_tokenizer
 from router.ui.api import Ui
 from rpc.health import Health
+from rpc.malloc import M_ARENA_MAX, keep_trimmed, set_malloc
 from rpc.peers.discovery import Discovery
 from rpc.security.operators import operators
 from rpc.server import Addresses, serve
@@ -47,6 +48,9 @@ async def run_router(
     if the model cannot be found, FileNotFoundError or ValueError if its tokenizer cannot be read,
     and any error that ends the scheduler client, which is a bug.
     """
+    # Several threads read, parse and tokenize a large body. Each one's arena would keep what the
+    # largest body took, even when it is trimmed (bench/worst_bodies.py).
+    set_malloc(M_ARENA_MAX, 1)
     stop = asyncio.Event() if stop is None else stop
     health = Health()
     health.set_starting("reading the tokenizer")
@@ -102,6 +106,7 @@ async def run_router(
         http.add_routes(ui.routes())
     client = asyncio.create_task(schedulers.run(), name="schedulers")
     client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
+    trimming = asyncio.create_task(keep_trimmed(), name="malloc")
     REGISTRY.register(gateway_metrics)
     try:
         await serve(
@@ -110,7 +115,7 @@ async def run_router(
             services=[
                 inference_service(inference),
                 kserve_service(inference, lambda: health.ready),
-                *operator_services(operations, LiveRequests(inference, obeyed)),
+                *operator_services(operations, LiveRequests(inference, obeyed), inference),
             ],
             http=http,
             interceptors=[
@@ -124,10 +129,12 @@ async def run_router(
             num_live=lambda: inference.num_live,
             check_operator=check,
             stop=stop,
+            shared_http_port=settings.shared_http_port,
         )
     finally:
         REGISTRY.unregister(gateway_metrics)
         inference.close()
+        trimming.cancel()
         client.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await client

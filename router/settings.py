@@ -40,6 +40,9 @@ class RouterSettings(ProcessSettings):
     """Port of HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
+    shared_http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """A further port of HTTP, which several routers of one machine share, as they then share
+    --grpc-port: each gets some of the connections. Each has an --http-port of its own."""
     scheduler_tls_cert: Path | None = None
     """File of the certificate (PEM) for connections to schedulers, if it differs from --tls-cert,
     which may be a public certificate."""

@@ -50,11 +50,13 @@ def make_grpc_server(
     interceptors: Sequence[Any] = (),
     *,
     max_received_mb: int | None = None,
+    shares_port: bool = False,
 ) -> grpc.aio.Server:
     """Make a server that does not listen yet.
 
     `interceptors` run inside those for trace context and errors, so they may raise a QuireError.
     Requests have at most `max_received_mb`, if that is given, instead of `settings.max_message_mb`.
+    With `shares_port`, other processes may listen on its port, too.
     """
     server = grpc.aio.server(
         options=server_options(
@@ -63,6 +65,7 @@ def make_grpc_server(
             settings.max_concurrent_streams,
             max_received_mb=max_received_mb,
             max_connections=max_connections(),
+            shares_port=shares_port,
         ),
         interceptors=[
             telemetry.TraceInterceptor(),

@@ -43,25 +43,50 @@ async def start_http_server(runner: web.AppRunner, settings: ProcessSettings) ->
     """
     await runner.setup()
     try:
-        await Site(runner, settings).start()
+        await Site(runner, settings, settings.http_port).start()
     except OSError as error:
         address = join(settings.host, settings.http_port)
         raise CannotListenError(f"HTTP cannot listen on {address}: {error.strerror}") from None
     return join(settings.host, runner.addresses[0][1])
 
 
+async def start_shared_site(
+    runner: web.AppRunner, settings: ProcessSettings, port: int
+) -> web.BaseSite:
+    """Listen on a further port, where other processes may listen, too.
+
+    Raises:
+        CannotListenError: A process has the port that does not share it.
+    """
+    site = Site(runner, settings, port, is_shared=True)
+    try:
+        await site.start()
+    except OSError as error:
+        raise CannotListenError(f"HTTP cannot listen on {site.name}: {error.strerror}") from None
+    return site
+
+
 class Site(web.BaseSite):
     """A port whose connections are handled by `_Connection`."""
 
-    def __init__(self, runner: web.AppRunner, settings: ProcessSettings) -> None:
+    def __init__(
+        self,
+        runner: web.AppRunner,
+        settings: ProcessSettings,
+        port: int,
+        *,
+        is_shared: bool = False,
+    ) -> None:
         super().__init__(runner)
         self._runner = runner
         self._settings = settings
+        self._port = port
+        self._is_shared = is_shared
 
     @property
     def name(self) -> str:
         """The address."""
-        return join(self._settings.host, self._settings.http_port)
+        return join(self._settings.host, self._port)
 
     async def start(self) -> None:
         """Open the port and accept connections."""
@@ -78,7 +103,8 @@ class Site(web.BaseSite):
                 auto_decompress=False,
             ),
             self._settings.host,
-            self._settings.http_port,
+            self._port,
+            reuse_port=self._is_shared or None,
             ssl=None if tls is None else http_context(tls),
             backlog=128,
         )

@@ -22,7 +22,7 @@ from rpc.admin import ADMIN_SERVICE_NAME, AdminServicer
 from rpc.file_limit import raise_file_limit
 from rpc.grpc_server import CannotListenError, Service, make_grpc_server, start_grpc_server
 from rpc.health import HEALTH_SERVICE_NAME, Health, HealthServicer
-from rpc.http_server import make_http_runner, start_http_server
+from rpc.http_server import make_http_runner, start_http_server, start_shared_site
 from rpc.observe import logs, telemetry, timeline
 from rpc.observe.loop_watch import watching_loop
 from rpc.observe.stall_report import LAG, report_stall
@@ -31,6 +31,9 @@ from rpc.settings import ProcessSettings
 
 _FLUSH_S = 2.0
 """Time that calls have after `on_drain`, for their last bytes."""
+
+_NEW_OBJECTS = 50_000
+"""How many more objects were made than freed before the garbage collector looks at the new ones."""
 
 log = structlog.get_logger()
 
@@ -59,6 +62,7 @@ async def serve(
     check_operator: Callable[[], None] | None = None,
     drain_worker: Callable[[str], AsyncIterator[int]] | None = None,
     max_received_mb: int | None = None,
+    shared_http_port: int | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
@@ -77,8 +81,12 @@ async def serve(
     `rpc.security.operators`, for `drain_worker` see `rpc.admin`, for `max_received_mb` see
     `make_grpc_server`.
 
+    With `shared_http_port`, HTTP listens there, too, and other processes may have this port and the
+    port of gRPC as well. A drain then begins by leaving both ports to the others.
+
     Raises CannotListenError if an address is not available, and what `on_started` raises.
     """
+    shares_ports = shared_http_port is not None
     stopping = stop if stop is not None else asyncio.Event()
     grace_s = settings.drain_s if on_drain is None else _FLUSH_S
     health_servicer = HealthServicer(health, [service.name for service in services])
@@ -88,18 +96,27 @@ async def serve(
         operators=operators(settings, check_operator),
         drain_worker=drain_worker,
     )
-    server = make_grpc_server(settings, services, interceptors, max_received_mb=max_received_mb)
+    server = make_grpc_server(
+        settings,
+        services,
+        interceptors,
+        max_received_mb=max_received_mb,
+        shares_port=shares_ports,
+    )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]
     _add_health_and_reflection(server, settings, services, health_servicer)
     runner = make_http_runner(
         settings, web.Application() if http is None else http, health, grace_s
     )
+    leaving: list[Awaitable[None]] = []
     with _signals_set(stopping):
         try:
             addresses = Addresses(
                 grpc=await start_grpc_server(server, settings),
                 http=await start_http_server(runner, settings),
             )
+            if shared_http_port is not None:
+                shared = await start_shared_site(runner, settings, shared_http_port)
             log.info("listening", grpc=addresses.grpc, http=addresses.http)
             if on_started is not None:
                 await _unless(stopping, on_started(addresses))
@@ -108,6 +125,10 @@ async def serve(
                     await stopping.wait()
                 log.info("draining", drain_s=settings.drain_s)
                 health.set_draining()
+                if shares_ports:
+                    await shared.stop()
+                    # Clients are told to connect again; calls that are live go on.
+                    leaving.append(asyncio.ensure_future(server.stop(settings.drain_s + _FLUSH_S)))
                 if on_drain is not None:
                     await _drain(on_drain, settings.drain_s)
         except BaseException:
@@ -116,7 +137,7 @@ async def serve(
         finally:
             health_servicer.close()
             admin.close()
-            await asyncio.gather(server.stop(grace_s), runner.cleanup())
+            await asyncio.gather(server.stop(grace_s), runner.cleanup(), *leaving)
             log.info("stopped")
 
 
@@ -189,12 +210,17 @@ def _heap_frozen() -> Iterator[None]:
     """Exempt the objects that exist after the start from garbage collection.
 
     They stay anyway, and each full collection that visits them, such as the pieces of a vocabulary,
-    would block the event loop for 0.2 s and more.
+    would block the event loop for 0.2 s and more. From then on a collection begins only when many
+    objects are new: hundreds of streams have thousands of objects each step, which are not garbage,
+    and by default a third of a router's time went into looking at them.
     """
     gc.freeze()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(_NEW_OBJECTS, *thresholds[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 

@@ -34,7 +34,7 @@ class Pings:
 
 PATIENT = Pings(after_ms=10_000, timeout_ms=20_000, are_sent_idly=True)
 """For calls that are lost with their connection, so that waiting is better."""
-QUICK = Pings(after_ms=1_000, timeout_ms=1_000, are_sent_idly=False)
+QUICK = Pings(after_ms=1_000, timeout_ms=700, are_sent_idly=False)
 """For calls that can continue elsewhere. gRPC sends at most one ping per second."""
 
 
@@ -76,13 +76,17 @@ def server_options(
     *,
     max_received_mb: int | None = None,
     max_connections: int | None = None,
+    shares_port: bool = False,
 ) -> ChannelOptions:
-    """Return `channel_options` and options for servers only."""
+    """Return `channel_options` and options for servers only.
+
+    `shares_port`: whether other processes may listen on the port, too; each gets some connections.
+    """
     most = [] if max_connections is None else [(_MAX_CONNECTIONS, max_connections)]
     return [
         *channel_options(max_message_mb, max_metadata_kb, max_received_mb=max_received_mb),
         *most,
         ("grpc.max_concurrent_streams", max_concurrent_streams),
-        # Otherwise two processes could share a port unnoticed, each with half of the calls.
-        ("grpc.so_reuseport", 0),
+        # By default two processes could share a port unnoticed, each with half of the calls.
+        ("grpc.so_reuseport", int(shares_port)),
     ]

@@ -5,12 +5,13 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from contract.epoch import epoch_after
 from contract.info import WorkerInfo
+from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, Resolver
 from rpc.server import Addresses, serve
@@ -31,12 +32,15 @@ from scheduler_svc.routers.resumable import ResumableRequests
 from scheduler_svc.service import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.workers.attach import attach, newest_epoch
-from scheduler_svc.workers.engine import Engine
+from scheduler_svc.workers.engine import Engine, OpenCore
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.placement import PlacementMethod, Placer
 from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.standby import wait_for_vacancy
 from scheduler_svc.workers.stream import WorkerClientConfig
+
+if TYPE_CHECKING:
+    from scheduler_svc.kv_events.feed import KvEvents
 
 _MIB = 1024 * 1024
 
@@ -103,7 +107,12 @@ async def _run_scheduler(
     migrator = Migrator(roster, metrics.migrations)
     pace = Pace(settings.max_decode_slowdown, settings.max_prompt_step_s)
 
+    kv_events, kv_event_service = _open_kv_events(epoch) if settings.kv_events else (None, None)
+
     def make_engine(target: str) -> Engine:
+        open_core: OpenCore = partial(_open_core, settings, recordings)
+        if kv_events is not None:
+            open_core = kv_events.watched(target, open_core)
         config = WorkerClientConfig(
             target=target,
             epoch=epoch,
@@ -116,7 +125,7 @@ async def _run_scheduler(
         return Engine(
             target,
             attach=partial(attach, config),
-            open_core=partial(_open_core, settings, recordings),
+            open_core=open_core,
             make_session=partial(
                 Session, streams=streams, spans=spans, metrics=metrics.of(target), pace=pace
             ),
@@ -140,6 +149,13 @@ async def _run_scheduler(
     loading = Loading(roster, drainer, calls, on_stay=fleet.place_unplaced)
     servicer = SchedulerServicer(fleet, streams, migrator, resizer, queue_room, epoch)
     side_tasks = _SideTasks(stop)
+    services = [
+        scheduler_service(servicer),
+        adapter_service(fleet.adapters),
+        loading_service(loading),
+    ]
+    if kv_event_service is not None:
+        services.append(kv_event_service)
 
     async def start(addresses: Addresses) -> None:
         # Start only after the ports are bound: attaching takes the workers from another scheduler.
@@ -159,11 +175,7 @@ async def _run_scheduler(
             await serve(
                 settings,
                 health=health,
-                services=[
-                    scheduler_service(servicer),
-                    adapter_service(fleet.adapters),
-                    loading_service(loading),
-                ],
+                services=services,
                 on_started=start,
                 on_drain=fleet.drain,
                 num_live=lambda: fleet.num_live_seqs,
@@ -209,6 +221,14 @@ class _SideTasks:
                     await task
 
 
+def _open_kv_events(epoch: int) -> "tuple[KvEvents, Service]":
+    from scheduler_svc.kv_events.feed import KvEvents  # noqa: PLC0415 - only what is used is loaded
+    from scheduler_svc.kv_events.service import kv_event_service  # noqa: PLC0415
+
+    events = KvEvents(epoch)
+    return events, kv_event_service(events)
+
+
 def _open_core(
     settings: SchedulerSettings, recordings: Recordings | None, info: WorkerInfo
 ) -> AbstractContextManager[Scheduler]:
@@ -222,6 +242,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
     return SchedulerConfig(
         num_blocks=info.limits.num_blocks,
         block_size=info.limits.block_size,
+        kv_windows=info.limits.kv_windows,
         max_num_seqs=info.limits.max_num_seqs,
         max_num_batched_tokens=info.limits.max_num_batched_tokens,
         max_model_len=info.limits.max_model_len,

@@ -46,7 +46,7 @@ class SchedulerSettings(ProcessSettings):
     """How long a scheduler that keeps its connections must have been silent to all workers before a
     standby takes over, in seconds. A healthy scheduler sends a message four times per second. If
     the scheduler was only slow, it ends, no request is lost, and clients see a pause."""
-    worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 2.0
+    worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
     """How long a worker may be silent before it counts as lost, in seconds; a healthy worker sends
     a message four times per second. Other workers compute its requests again; without other
     workers, the requests continue when it answers."""
@@ -54,6 +54,9 @@ class SchedulerSettings(ProcessSettings):
     """Most sequences that may wait at one worker; more are refused, with a retry hint."""
     enable_prefix_caching: bool = True
     """Whether prompts reuse cached blocks of KV that hold the same tokens."""
+    kv_events: bool = False
+    """Whether to keep what streams of KV events need: which blocks the prefix caches have, with
+    their tokens (docs/fleet.md). It takes about 500 bytes of memory per block."""
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of the blocks that admission leaves free, so that running sequences can grow."""
     eviction: Literal["lru", "lfu", "fifo"] = "lru"

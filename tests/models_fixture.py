@@ -37,6 +37,21 @@ _TEXTS = (
     "One two three four five six seven eight nine ten eleven twelve thirteen fourteen.",
 )
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "mlp_layer_types": ["dense", "sparse"],
+}
+"""Multi-head latent attention, and experts in the second layer; a family ignores what it lacks."""
+
 
 class ModelDirs:
     """Model directories under one root, each made on first use."""
@@ -91,12 +106,17 @@ def make_model(
     }
     by_family: dict[str, dict[str, Any]] = {
         "llama": {},
-        # A window shorter than most prompts.
+        "deepseek_v2": _LATENT | {"q_lora_rank": None, "n_shared_experts": 2},
+        "deepseek_v3": _LATENT | {"n_group": 4, "topk_group": 2},
+        "glm4_moe_lite": _LATENT,
         "gpt_neox": {"initializer_range": 0.35},
+        "minicpm3": _LATENT | {"scale_emb": 2.0, "scale_depth": 3.0, "dim_model_base": 32},
+        # A window shorter than most prompts.
         "mistral": {"sliding_window": 20, "num_attention_heads": 8},
         "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
         "qwen2": {"num_hidden_layers": 3},
         "qwen3": {"head_dim": 24},
+        "youtu": _LATENT,
     }
     config = AutoConfig.for_model(family, **(sizes | by_family.get(family, {}) | overrides))
     with torch.random.fork_rng(devices=[]):
@@ -107,6 +127,9 @@ def make_model(
                 "bias"
             ):  # initialized to 1 and 0, which would hide mistakes
                 parameter.data += 0.2 * torch.randn_like(parameter)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
     _write_tokenizer(directory, config.vocab_size)
     return directory

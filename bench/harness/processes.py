@@ -137,6 +137,11 @@ class Process:
         fields = dict(line.split(":", 1) for line in status.splitlines())
         return int(fields["VmRSS"].split()[0]) * 1024
 
+    def running_s(self) -> float:
+        """Processor time that its threads have taken, to the nanosecond."""
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
+        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+
     def cpu_s(self) -> float:
         """Processor time that it and all processes below it have taken."""
         parents, ticks = {}, {}
@@ -155,12 +160,17 @@ class Process:
 async def modules(
     directory: Path, module_to_flags: Mapping[str, Sequence[str]]
 ) -> AsyncIterator[dict[str, Process]]:
-    """Start modules, each with its gRPC at DIRECTORY/MODULE.sock; yields when all are ready."""
+    """Start modules, each with its gRPC at DIRECTORY/MODULE.sock; yields when all are ready.
+
+    With --grpc-port among its flags, a module listens there instead.
+    """
     processes: dict[str, Process] = {}
     for (module, flags), port in zip(
         module_to_flags.items(), free_ports(len(module_to_flags)), strict=True
     ):
-        listen = [f"--uds={directory}/{module}.sock", f"--http-port={port}"]
+        listen = [f"--http-port={port}"]
+        if not any(flag.startswith("--grpc-port=") for flag in flags):
+            listen.append(f"--uds={directory}/{module}.sock")
         argv = ["-m", module, *listen, *flags]
         processes[module] = Process(module, argv, directory / f"{module}.log", port)
     try:

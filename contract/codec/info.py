@@ -55,6 +55,7 @@ _LEVEL_FROM_PROTO: Final = {number: level for level, number in _LEVEL_TO_PROTO.i
 _MAX_NUM_SEQS: Final = 2**16
 _MAX_BLOCKS: Final = 2**24
 _MAX_BLOCK_SIZE: Final = 2**16
+_MAX_KV_GROUPS: Final = 2**8  # a hash names the group in one byte
 MAX_EMBEDDING_SIZE: Final = 2**20
 _MAX_TOKENS: Final = 2**32
 # The scheduler allocates arrays of these sizes; a wrong report must not exhaust its memory.
@@ -69,6 +70,7 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         max_num_blocks=info.max_num_blocks,
         min_num_blocks=0 if info.max_num_blocks is None else info.min_num_blocks,
         num_saturating_tokens=info.limits.num_saturating_tokens,
+        kv_windows=() if info.limits.kv_windows == (None,) else map(_or_0, info.limits.kv_windows),
     )
 
 
@@ -93,6 +95,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
             **dict(zip(_LIMITS, _limits(message), strict=True)),
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
+            kv_windows=tuple(window or None for window in message.kv_windows) or (None,),
             adapters={adapter: number for number, adapter in enumerate(adapters, start=1)},
             num_saturating_tokens=message.num_saturating_tokens or None,
         ),
@@ -161,6 +164,10 @@ def memory_level_from_proto(number: common_pb2.MemoryLevel) -> MemoryLevel:
     return _LEVEL_FROM_PROTO.get(number, MemoryLevel.OK)
 
 
+def _or_0(window: int | None) -> int:
+    return window or 0
+
+
 def _check_ranges(info: WorkerInfo) -> None:
     limits = info.limits
     most_blocks = _most_blocks(info)
@@ -181,6 +188,7 @@ def _check_ranges(info: WorkerInfo) -> None:
         ("num_host_blocks", limits.num_host_blocks, 0, _MAX_BLOCKS),
         ("num_disk_blocks", limits.num_disk_blocks, 0, _MAX_BLOCKS),
         ("block_size", limits.block_size, 1, _MAX_BLOCK_SIZE),
+        ("kv_windows", len(limits.kv_windows), 1, _MAX_KV_GROUPS),
         ("model.embedding_size", info.embedding_size, 0, MAX_EMBEDDING_SIZE),
     ):
         check_number(f"worker.{field}", value, least, most)
@@ -197,7 +205,9 @@ def _check_together(info: WorkerInfo) -> None:
                 "worker.model.eos_token_ids",
                 f"has {token_id}; ids must be in [0, {limits.vocab_size})",
             )
-    num_tokens = min(limits.max_model_len, _most_blocks(info) * limits.block_size)
+    num_tokens = limits.max_model_len
+    if limits.kv_windows == (None,):
+        num_tokens = min(num_tokens, _most_blocks(info) * limits.block_size)
     if limits.max_num_seqs * num_tokens > _MAX_TOKENS:
         raise InvalidArgumentError(
             "worker.max_num_seqs",

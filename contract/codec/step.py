@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 
-from contract.arrays import Int32Array
+from contract.arrays import Int32Array, no_ints
 from contract.codec.message_checks import (
     check_distinct,
     check_num_entries,
@@ -56,12 +56,11 @@ _MOVES: Final = {
 }
 """As `_BATCH_ARRAYS`, for the batch's `kv_commands`."""
 _PARALLEL: Final = {
-    "appended_block_ids": "appended_rows",
     "chunk_lens": "chunk_rows",
     "renamed_dst_block_ids": "renamed_src_block_ids",
     **{name: name.replace("_dst_", "_src_") for name in _MOVES if "_dst_" in name},
 }
-_SENT_ARRAYS: Final = (*_BATCH_ARRAYS, "chunk_lens")
+_SENT_ARRAYS: Final = (*_BATCH_ARRAYS, "chunk_lens", "placements")
 _SEQUENCE_FIELDS: Final = (
     "seq_id",
     "row",
@@ -132,6 +131,8 @@ def plan_from_proto(
     if batch.chunk_lens:
         arrays["chunk_lens"] = chunk_lens = unpack_int32(batch.chunk_lens, "chunk_lens")
         check_values("chunk_lens", chunk_lens, 1, limits.max_num_batched_tokens)
+    if batch.placements:
+        arrays["placements"] = _unpack_placements(batch.placements, limits)
     if batch.HasField("kv_commands"):
         commands = batch.kv_commands
         for name, (limit, is_distinct) in _MOVES.items():
@@ -142,7 +143,7 @@ def plan_from_proto(
         num_labelled = len(batch.labelled_block_ids) // 4
         arrays["labels"] = unpack_labels(batch.labels, "labels", "labelled_block_ids", num_labelled)
     if arrays:
-        _check_together(arrays)
+        _check_together(arrays, len(limits.kv_windows))
     return Plan(
         step_id=StepId(batch.step_id),
         num_decodes=batch.num_decodes,
@@ -241,10 +242,16 @@ def _new_sequence_from_proto(
         ("max_total_tokens", num_tokens + 1, limits.max_model_len),
     ):
         check_number(f"new_sequences.{name}", getattr(new, name), least, most)
-    num_needed_blocks = -(-num_tokens // limits.block_size)
+    num_groups = len(limits.kv_windows)
+    num_needed_blocks = -(-num_tokens // limits.block_size) * num_groups
     check_num_entries(
-        "new_sequences.block_ids", len(block_ids), num_needed_blocks, limits.max_blocks_per_row
+        "new_sequences.block_ids", len(block_ids), num_needed_blocks, limits.max_table_len
     )
+    if len(block_ids) % num_groups:
+        raise InvalidArgumentError(
+            "new_sequences.block_ids",
+            f"has {len(block_ids)} entries; it must have a multiple of {num_groups}, the KV groups",
+        )
     if len(new.identity) not in {0, _IDENTITY_BYTES}:
         raise InvalidArgumentError(
             "new_sequences.identity",
@@ -271,7 +278,23 @@ def _unpack(packed: bytes, field: str, end: int, is_distinct: bool) -> Int32Arra
     return values
 
 
-def _check_together(arrays: Mapping[str, Int32Array]) -> None:
+def _unpack_placements(packed: bytes, limits: Limits) -> Int32Array:
+    values = unpack_int32(packed, "placements")
+    if len(values) % 3:
+        raise InvalidArgumentError(
+            "placements", f"has {len(values)} numbers; each placement must have 3"
+        )
+    ends = (limits.max_num_seqs, limits.max_table_len, limits.num_blocks)
+    for index, end in enumerate(ends):
+        check_values("placements", values[index::3], 0, end - 1)
+    return values
+
+
+def _check_together(arrays: Mapping[str, Int32Array], num_groups: int) -> None:
+    if "appended_rows" in arrays or "appended_block_ids" in arrays:
+        rows = np.repeat(arrays.get("appended_rows", no_ints()), num_groups)
+        blocks = arrays.get("appended_block_ids", no_ints())
+        check_parallel("appended_block_ids", blocks, "appended_rows", rows)
     for name, other in _PARALLEL.items():
         if name in arrays or other in arrays:
             field = f"kv_commands.{name}" if name in _MOVES else name

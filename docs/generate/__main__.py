@@ -1,26 +1,31 @@
-"""`python -m docs.generate` writes docs/reference and the charts; with --check it only compares."""
+"""`python -m docs.generate` writes docs/reference, charts and deploy/kubernetes.
+
+With --check it only compares.
+"""
 
 import sys
 from pathlib import Path
 
-from docs.generate import chart, flags, metrics, routes, rpcs
+from docs.generate import chart, flags, manifests, metrics, routes, rpcs
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
+MEASUREMENTS = "docs/measurements"
 NOTICE = "<!-- Written by `make docs` from the code; change it there. -->\n"
 
 
 def pages() -> dict[str, str]:
-    """Return each written file's text, by its path below docs."""
+    """Return each written file's text, by its path below the root."""
     reference = {
-        "reference/flags.md": flags.page(),
-        "reference/metrics.md": metrics.page(),
-        "reference/rpcs.md": rpcs.page(ROOT / "protos"),
-        "reference/http.md": routes.page(),
+        "docs/reference/flags.md": flags.page(),
+        "docs/reference/metrics.md": metrics.page(),
+        "docs/reference/rpcs.md": rpcs.page(ROOT / "protos"),
+        "docs/reference/http.md": routes.page(),
     }
     written = {name: f"{NOTICE}{text.rstrip()}\n" for name, text in reference.items()}
-    for measured in sorted((DOCS / "measurements").glob("*.json")):
-        written[f"measurements/{measured.stem}.svg"] = chart.chart(measured)
+    for measured in sorted((ROOT / MEASUREMENTS).glob("*.json")):
+        written[f"{MEASUREMENTS}/{measured.stem}.svg"] = chart.chart(measured)
+    if manifests.HELM is not None:
+        written["deploy/kubernetes/cpu-demo.yaml"] = manifests.page("cpu-demo")
     return written
 
 
@@ -29,7 +34,7 @@ def stale() -> list[str]:
     return [
         name
         for name, text in pages().items()
-        if not (DOCS / name).is_file() or (DOCS / name).read_text() != text
+        if not (ROOT / name).is_file() or (ROOT / name).read_text() != text
     ]
 
 
@@ -37,12 +42,12 @@ def main(argv: list[str]) -> int:
     """Write the pages, or compare them; return the exit code."""
     if argv == ["--check"]:
         for name in (names := stale()):
-            print(f"docs/{name} differs from the code: run `make docs`")
+            print(f"{name} differs from the code: run `make docs`")
         return 1 if names else 0
     for name, text in pages().items():
-        (DOCS / name).parent.mkdir(exist_ok=True)
-        (DOCS / name).write_text(text)
-        print(f"docs/{name}")
+        (ROOT / name).parent.mkdir(exist_ok=True)
+        (ROOT / name).write_text(text)
+        print(name)
     return 0
 
 

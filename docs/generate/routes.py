@@ -9,6 +9,7 @@ from typing import Any, cast
 from aiohttp import web
 
 import rpc.health
+from router.http.anthropic.body import CountBody, MessagesBody
 from router.http.api import routes as openai_routes
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody
 from router.http.openai_responses.body import ResponseBody
@@ -21,9 +22,10 @@ from router.ui.api import Ui
 
 _HEAD = """# HTTP
 
-The router serves OpenAI's API with its fields, errors and streams; an unknown field is refused by
-name. `/ui` is a page for people ([screens.md](../screens.md)); the routes below `/ui/api` are for
-that page, and change with it. Every process answers the probes.
+The router serves OpenAI's API, and Anthropic's `/v1/messages`, with their fields, errors and
+streams; an unknown field is refused by name. `/ui` is a page for people
+([screens.md](../screens.md)); the routes below `/ui/api` are for that page, and change with it.
+Every process answers the probes.
 
 | | |
 |---|---|
@@ -64,6 +66,8 @@ _BODIES: dict[str, type[Schema]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/responses": ResponseBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
     "/tokenize": TokenizeBody,

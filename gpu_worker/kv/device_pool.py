@@ -69,16 +69,23 @@ class KvPool:
             self._blocks = whole.view(max_blocks, self.block_bytes)
         slots = (block_size, config.num_kv_heads)
         self._keys = tuple(self._cache(side, slots, config.head_dim) for side in self.layout.keys)
-        self._values = tuple(
-            self._cache(side, slots, config.head_dim) for side in self.layout.values
-        )
+        if self.layout.values is None:
+            latent = slice(config.latent_dim)
+            self._values = tuple(_Cache(k.numbers[..., latent], k.scales) for k in self._keys)
+        else:
+            self._values = tuple(
+                self._cache(side, slots, config.head_dim) for side in self.layout.values
+            )
 
     def key_cache(self, layer: int) -> torch.Tensor:
         """Keys of one layer: a strided view `[B, P, HKV, D]`."""
         return self._keys[layer].numbers
 
     def value_cache(self, layer: int) -> torch.Tensor:
-        """Values of one layer: a strided view `[B, P, HKV, D]`."""
+        """Values of one layer: a strided view `[B, P, HKV, D]`.
+
+        With a latent it is a part of the keys, `[B, P, HKV, latent_dim]`.
+        """
         return self._values[layer].numbers
 
     def key_scales(self, layer: int) -> torch.Tensor | None:
@@ -88,6 +95,11 @@ class KvPool:
     def value_scales(self, layer: int) -> torch.Tensor | None:
         """Scales of one layer's values: see `key_scales`."""
         return self._values[layer].scales
+
+    @property
+    def stores_values(self) -> bool:
+        """Whether values are stored beside keys, and not a part of them."""
+        return self.layout.values is not None
 
     @property
     def blocks_as_bytes(self) -> torch.Tensor:

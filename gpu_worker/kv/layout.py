@@ -5,6 +5,9 @@ Symbols: `P` block size (token slots), `HKV` kv heads, `D` head dim.
 Layer after layer, a block holds the keys, then the values, each `[P][HKV][D]`, each followed by its
 scales `[P][HKV]` if the layer is quantized. Quantized numbers and scales take multiples of 16
 bytes, so that the next part is aligned for any dtype and for wide reads.
+
+With multi-head latent attention a block holds keys only: a token's latent, which is also its value,
+and the rotated key that all heads share.
 """
 
 from collections.abc import Set as AbstractSet
@@ -51,14 +54,19 @@ class BlockLayout:
 
     keys: tuple[Side, ...]
     """By layer."""
-    values: tuple[Side, ...]
-    """By layer."""
+    values: tuple[Side, ...] | None
+    """By layer; None: they are a part of the keys."""
     block_bytes: int
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Storage dtype, by layer."""
         return tuple(side.dtype for side in self.keys)
+
+    @property
+    def num_sides(self) -> int:
+        """Parts of a block, each the keys or the values of a layer."""
+        return len(self.keys) if self.values is None else 2 * len(self.keys)
 
     @property
     def is_quantized(self) -> bool:
@@ -84,13 +92,14 @@ def block_layout(config: ModelConfig, block_size: int, dtypes: KvDtypes) -> Bloc
     num_scales = block_size * config.num_kv_heads
     keys: list[Side] = []
     values: list[Side] = []
+    stored = (keys, values) if config.latent_dim is None else (keys,)
     start = 0
     for dtype in dtypes:
-        for sides in (keys, values):
+        for sides in stored:
             side = _side(start, num_scales, config.head_dim, dtype)
             sides.append(side)
             start = side.numbers.stop if side.scales is None else _aligned(side.scales.stop)
-    return BlockLayout(tuple(keys), tuple(values), start)
+    return BlockLayout(tuple(keys), tuple(values) or None, start)
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtypes: KvDtypes) -> int:

@@ -1,10 +1,18 @@
 """Refuses a model by its config.json before its weights are fetched and torch is imported."""
 
+from typing import Final
+
 from gpu_worker.models.config import read_architecture
+from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
 from gpu_worker.models.llama_config import LLAMA_ARCHITECTURES, read_llama_config
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError, UnsupportedError, read_json
 from model_files.locate import Report, find_model
+
+_READERS: Final = {
+    **dict.fromkeys(LLAMA_ARCHITECTURES, read_llama_config),
+    **dict.fromkeys(DEEPSEEK_ARCHITECTURES, read_deepseek_config),
+}
 
 
 def check_config(settings: WorkerSettings, report: Report) -> None:
@@ -18,11 +26,11 @@ def check_config(settings: WorkerSettings, report: Report) -> None:
     fields = read_json(directory / "config.json")
     if settings.model_class not in ("", "transformers"):
         return  # a class of the user's reads what it likes
-    is_ours = read_architecture(fields) in LLAMA_ARCHITECTURES and not settings.model_class
-    if not is_ours:
+    read_config = _READERS.get(read_architecture(fields))
+    if read_config is None or settings.model_class:
         return
     try:
-        config = read_llama_config(fields)
+        config = read_config(fields)
     except UnsupportedError:
         return  # transformers may run it
     if settings.max_model_len is not None and settings.max_model_len > config.max_model_len:

@@ -95,7 +95,7 @@ def _record_codec(
         itemsize = 1 if host.is_quantized else pool.layout.itemsize
         return MeteredRecords(LosslessCodec(spec, block_bytes, itemsize), spec)
     if spec.is_quantized and not host.is_quantized:
-        num_parts = 2 * config.num_layers
+        num_parts = pool.layout.num_sides
         part = _quantized(spec, block_bytes // num_parts, config, pool.layout.dtypes[0])
         assert part is not None, "the codec is quantized"
         return MeteredRecords(QuantizedRecords(part, num_parts), spec)

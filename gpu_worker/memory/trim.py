@@ -1,16 +1,13 @@
 """Returns freed memory to the system and to the device."""
 
-import contextlib
-import ctypes
 import gc
 from typing import Final
 
 import torch
 
 from kernels.cpu.weight_memory import WEIGHT_MEMORY
+from rpc.malloc import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, set_malloc, trim_malloc
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""mallopt parameters, as in malloc.h."""
 _TRIM_AT_ONCE: Final = 128 * 1024
 _MOST_KEPT: Final = 64 * 1024**2
 _MAX_HEAP_BYTES: Final = 32 * 1024**2
@@ -22,7 +19,7 @@ def begin_release() -> None:
 
     Otherwise each malloc arena would keep its end, and `malloc_trim` only trims the first arena.
     """
-    _set_malloc(_M_TRIM_THRESHOLD, _TRIM_AT_ONCE)
+    set_malloc(M_TRIM_THRESHOLD, _TRIM_AT_ONCE)
 
 
 def release_memory() -> None:
@@ -36,12 +33,6 @@ def release_memory() -> None:
     gc.freeze()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    with contextlib.suppress(OSError, AttributeError):  # the C library may lack it
-        ctypes.CDLL(None).malloc_trim(0)
-    _set_malloc(_M_TRIM_THRESHOLD, _MOST_KEPT)
-    _set_malloc(_M_MMAP_THRESHOLD, _MAX_HEAP_BYTES)
-
-
-def _set_malloc(parameter: int, value: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(parameter, value)
+    trim_malloc()
+    set_malloc(M_TRIM_THRESHOLD, _MOST_KEPT)
+    set_malloc(M_MMAP_THRESHOLD, _MAX_HEAP_BYTES)

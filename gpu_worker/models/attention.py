@@ -133,20 +133,23 @@ def paged_attention(
 
 def store_kv(
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     pool: KvPool,
     layer: int,
     metadata: AttentionMetadata,
 ) -> None:
-    """Store this step's K and V in `pool`: the first half of `paged_attention`."""
+    """Store this step's K and V in `pool`: the first half of `paged_attention`.
+
+    `value` is None if the pool does not store values (`KvPool.stores_values`).
+    """
     ops.store_kv(
         key,
         value,
         pool.key_cache(layer),
-        pool.value_cache(layer),
+        None if value is None else pool.value_cache(layer),
         metadata.slot_mapping,
         key_scales=pool.key_scales(layer),
-        value_scales=pool.value_scales(layer),
+        value_scales=None if value is None else pool.value_scales(layer),
     )
 
 

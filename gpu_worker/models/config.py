@@ -24,6 +24,9 @@ class ModelConfig:
     """In every layer."""
     head_dim: int
     """The head dim of keys and values, in every layer."""
+    latent_dim: int | None = None
+    """Values are the first so many numbers of their keys, and are not stored themselves (multi-head
+    latent attention); None: they are stored."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json; may be empty."""
     dtype: str

@@ -15,6 +15,8 @@ from kernels import ops
 
 FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
+Route: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Chooses experts, row by row: from `[T, E]` their shares, float32 `[T, N]`, and int64 `[T, N]`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,17 +63,13 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """A mixture of experts, as in Mixtral, and its router. Immutable."""
+    """A mixture of experts, and how they are chosen. Immutable."""
 
-    router: Linear
-    """E to X."""
-    experts: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
-    """Each `[T, E]` to `[T, E]`, row by row."""
-    num_per_token: int
-    """N."""
+    route: Route
+    experts: tuple[FeedForward, ...]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`sum_n p_n expert_n(x)` over each token's N likeliest experts, whose p sum to 1.
+        """`sum_n share_n expert_n(x)` over the N experts of each token.
 
         Tokens are grouped by expert, so that each expert in use runs once. A row's result does not
         depend on other rows: the sum is in the order of the row's own experts. Waits for the device
@@ -83,9 +81,8 @@ class Experts:
         Returns:
             `[T, E]`.
         """
-        num_tokens, num_chosen = x.shape[0], self.num_per_token
-        shares, chosen = self.router(x).float().softmax(-1).topk(num_chosen, dim=-1)  # [T, N]
-        shares = shares / shares.sum(-1, keepdim=True)
+        shares, chosen = self.route(x)
+        num_tokens, num_chosen = chosen.shape
         order = chosen.flatten().argsort(stable=True)  # [T * N], by expert
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
         grouped = x.index_select(0, order // num_chosen)  # [T * N, E]
@@ -100,3 +97,18 @@ class Experts:
         by_token[order] = outputs
         weighted = by_token.view(num_tokens, num_chosen, -1) * shares.unsqueeze(-1)
         return weighted.sum(1).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LikeliestExperts:
+    """Routes to the N likeliest experts, whose shares sum to 1, as Mixtral does."""
+
+    router: Linear
+    """E to X."""
+    num_per_token: int
+    """N."""
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Route`."""
+        shares, chosen = self.router(x).float().softmax(-1).topk(self.num_per_token, dim=-1)
+        return shares / shares.sum(-1, keepdim=True), chosen

@@ -13,7 +13,14 @@ from torch.nn import functional
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, attend
-from gpu_worker.models.decoder_layer import DecoderLayer, Experts, FeedForward, GatedMlp, QkNorm
+from gpu_worker.models.decoder_layer import (
+    DecoderLayer,
+    Experts,
+    FeedForward,
+    GatedMlp,
+    LikeliestExperts,
+    QkNorm,
+)
 from gpu_worker.models.llama_config import ExpertsConfig, LlamaConfig, split_llama_config
 from gpu_worker.models.native_layers import NativeLayers
 from gpu_worker.models.rope_table import rotary_table
@@ -268,12 +275,11 @@ def _experts(
     # Never quantized: it is small, and a rounded router would choose other experts.
     router = weights.tensor(f"{module}.gate.weight", experts.num_experts, config.hidden_size)
     return Experts(
-        router=make_linear(router, None),
+        route=LikeliestExperts(make_linear(router, None), experts.num_per_token),
         experts=tuple(
             _gated_mlp(config, f"{module}.experts.{index}", names, weights)
             for index in range(experts.num_experts)
         ),
-        num_per_token=experts.num_per_token,
     )
 
 

@@ -12,6 +12,8 @@ import torch
 from gpu_worker.models.attention import Decoder
 from gpu_worker.models.bert import BERT_ARCHITECTURES, build_bert, read_bert_config
 from gpu_worker.models.config import ModelConfig, read_architecture
+from gpu_worker.models.deepseek.config import DEEPSEEK_ARCHITECTURES, read_deepseek_config
+from gpu_worker.models.deepseek.decoder import build_deepseek
 from gpu_worker.models.llama import build_llama
 from gpu_worker.models.llama_config import (
     LLAMA_ARCHITECTURES,
@@ -79,6 +81,7 @@ _NATIVE: Final = {
     **dict.fromkeys(LLAMA_ARCHITECTURES, _LLAMA),
     **dict.fromkeys(BERT_ARCHITECTURES, _Family(read_bert_config, build_bert)),
     "GPTNeoXForCausalLM": _Family(read_neox_config, build_neox, split_neox_config),
+    **dict.fromkeys(DEEPSEEK_ARCHITECTURES, _Family(read_deepseek_config, build_deepseek)),
 }
 
 
@@ -99,7 +102,10 @@ class _CheckpointSource:
         if family.split_config is not None:
             self.local_config = family.split_config(self.config, place)
         elif place.num_ranks > 1:
-            raise _not_shared(self.config.architecture, place)
+            what = self.config.architecture
+            if what not in _NATIVE:
+                what = f"a model-class of yours, {what},"
+            raise _not_shared(what, place)
         self._stored = read_stored_format(fields)
         self._is_dummy = is_dummy
         self._quantization = quantization
@@ -229,7 +235,7 @@ def _not_shared(what: str, place: Place) -> ModelError:
         flag, size = "pipeline-parallel-size", place.pipeline_size
     return ModelError(
         f"{flag} is {size}; {what} runs on one device alone, and several are supported for"
-        f" {', '.join(_NATIVE)}"
+        f" {', '.join(name for name, family in _NATIVE.items() if family.split_config)}"
     )
 
 

@@ -50,6 +50,9 @@ class YarnScaling:
     factor: float
     attention_factor: float
     """Multiplies rotated queries and keys."""
+    score_factor: float
+    """Multiplies the scores of multi-head latent attention, by `mscale_all_dim`; other attention
+    ignores it."""
     beta_fast: float
     """Frequencies with more turns in the original context are kept."""
     beta_slow: float
@@ -165,9 +168,13 @@ def _yarn_scaling(fields: JsonFields, rope: JsonFields) -> YarnScaling:
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         part, whole = rope.number("mscale"), rope.number("mscale_all_dim")
         attention_factor = strength(part) / strength(whole)
+    score_factor = 1.0
+    if rope.get("mscale_all_dim"):
+        score_factor = strength(rope.number("mscale_all_dim")) ** 2
     return YarnScaling(
         factor=factor,
         attention_factor=rope.number("attention_factor", default=attention_factor),
+        score_factor=score_factor,
         beta_fast=rope.number("beta_fast", default=32.0),
         beta_slow=rope.number("beta_slow", default=1.0),
         is_truncated=rope.boolean("truncate", default=True),

@@ -1,6 +1,6 @@
 """Linear maps, with weights in the layout that the device multiplies fastest.
 
-Symbols: `T` tokens, `K` input features, `N` output features.
+Symbols: `T` tokens, `H` heads, `K` input features, `N` output features.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,9 @@ from kernels.cpu import linear as native
 
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Maps `[T, K]` to `[T, N]` of the same dtype and device, row by row."""
+
+HeadMaps: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
+"""A linear map for each head: writes the image of `[T, H, K]` to `[T, H, N]`, row by row."""
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
@@ -29,3 +32,19 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     if native.can_pack(weight):
         return native.pack(weight, bias)
     return lambda x: functional.linear(x, weight, bias)
+
+
+def make_head_maps(weight: torch.Tensor) -> HeadMaps:
+    """The maps `x[:, h] @ weight[h].T` in the device's fastest form; see `make_linear`.
+
+    Args:
+        weight: `[H, N, K]`; the caller need not keep it.
+    """
+    if native.can_pack(weight[0]):
+        return native.pack_heads(weight)
+    by_head = weight.transpose(1, 2).contiguous()  # [H, K, N]
+
+    def multiply(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(torch.bmm(x.transpose(0, 1), by_head).transpose(0, 1))
+
+    return multiply

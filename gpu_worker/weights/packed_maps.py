@@ -234,6 +234,18 @@ class PackedMaps:
         self._num_dequantized += weight.numel()
         return make_linear(weight, bias)
 
+    def dense(self, piece: Piece) -> torch.Tensor:
+        """The weight `[N, K]` of a piece, dequantized.
+
+        Raises:
+            ModelError: A tensor contradicts the format.
+        """
+        part = self._part(piece, has_bias=False)
+        if self._device == _META:
+            return torch.empty(piece.piece_shape, dtype=self._dtype, device=_META)
+        self._num_dequantized += math.prod(piece.piece_shape)
+        return self._dequantized(part)
+
     def log(self) -> None:
         """Log how many weights stay packed, and the memory of dequantized ones."""
         _log.info(

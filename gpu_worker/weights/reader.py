@@ -72,9 +72,25 @@ class Weights:
             self.packed = PackedMaps(stored, names, dtype, device, fill)
             self.ignore(self.packed.unused)
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """One tensor of this shape."""
-        return self._joined([Piece(name, shape)])
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """One tensor of this shape; `dtype` if it is another than that of the other weights."""
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        self._fill(Piece(name, shape), out)
+        return out
+
+    def dense(self, name: str, num_out: int, num_in: int) -> torch.Tensor:
+        """The weight of a linear map, `[N, K]`, for a model that multiplies parts of it.
+
+        It is dequantized if the checkpoint packs it, and never quantized.
+
+        Args:
+            name: Without ".weight".
+            num_out: N.
+            num_in: K.
+        """
+        if self.packed is not None and self.packed.has(name):
+            return self.packed.dense(Piece(f"{name}.weight", (num_out, num_in)))
+        return self.tensor(f"{name}.weight", num_out, num_in)
 
     def rows(self, name: str, rows: range, *shape: int) -> torch.Tensor:
         """Some rows of a tensor of this shape."""

@@ -3,7 +3,8 @@
 An op gives numbers and calls C at once; a program gives the names of what each step tells it
 (`kernels.cpu.library.Program`).
 
-Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P` block size.
+Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim of queries and keys, `DV` that of
+values, `B` blocks, `P` block size.
 """
 
 from typing import Final, NamedTuple
@@ -22,8 +23,8 @@ class LayerCaches(NamedTuple):
 
     keys: torch.Tensor
     """[B, P, HKV, D]: int8 or float8_e4m3fn if there are scales, else of the model's dtype."""
-    values: torch.Tensor
-    """As `keys`."""
+    values: torch.Tensor | None
+    """As `keys`, perhaps with another head dim; None, to store keys alone."""
     key_scales: torch.Tensor | None = None
     """bfloat16[B, P, HKV]; None: not quantized."""
     value_scales: torch.Tensor | None = None
@@ -38,7 +39,7 @@ def address(tensor: torch.Tensor | None) -> int:
 def attention_fields(
     query: torch.Tensor,  # [T, H, D]
     caches: LayerCaches,
-    out: torch.Tensor,  # [T, H * D] or [T, H, D], contiguous
+    out: torch.Tensor,  # [T, H * DV] or [T, H, DV], contiguous
     scale: float,
     *,
     num_seqs: Field,
@@ -59,11 +60,13 @@ def attention_fields(
     `num_partials` says.
     """
     keys, values, key_scales, value_scales = caches
+    assert values is not None, "attention reads values"
     _, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = keys.shape
     return (
         DTYPES[query.dtype], _kv_format(keys, key_scales),
-        num_seqs, num_tokens, num_heads, num_kv_heads, head_dim, block_size, window or 0,
+        num_seqs, num_tokens, num_heads, num_kv_heads, head_dim, values.shape[3], block_size,
+        window or 0,
         query.data_ptr(), keys.data_ptr(), values.data_ptr(),
         address(key_scales), address(value_scales),
         block_tables, seq_lens, query_start_loc, address(sinks), out.data_ptr(), partials,
@@ -73,7 +76,7 @@ def attention_fields(
     )  # fmt: skip
 
 
-def num_partials(num_heads: int, head_dim: int, num_seqs: int, max_len: int) -> int:
+def num_partials(num_heads: int, value_dim: int, num_seqs: int, max_len: int) -> int:
     """Return how many float32 attention needs for partial results; 0: all results are whole.
 
     A lone token of a long sequence is computed in pieces, which other threads may take. No
@@ -82,13 +85,13 @@ def num_partials(num_heads: int, head_dim: int, num_seqs: int, max_len: int) -> 
     num_splits = -(-max_len // _SPLIT)
     if num_splits == 1:
         return 0
-    width = -(-head_dim // _LANES) * _LANES + 2
+    width = -(-value_dim // _LANES) * _LANES + 2
     return num_seqs * num_heads * num_splits * width
 
 
 def store_fields(
     key: torch.Tensor,  # [T, HKV, D]
-    value: torch.Tensor,  # [T, HKV, D]
+    value: torch.Tensor | None,  # [T, HKV, D]; None if `caches.values` is
     caches: LayerCaches,
     *,
     num_tokens: Field,
@@ -102,8 +105,12 @@ def store_fields(
     )  # fmt: skip
 
 
-def _side(new: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, ...]:
+def _side(
+    new: torch.Tensor | None, cache: torch.Tensor | None, scales: torch.Tensor | None
+) -> tuple[int, ...]:
     """The keys or the values: C's `struct side`."""
+    if new is None or cache is None:
+        return (0,) * 12
     return (
         _kv_format(cache, scales), new.data_ptr(), cache.data_ptr(), address(scales),
         *new.stride()[:2], *cache.stride()[:3], *_scale_strides(scales),

@@ -98,7 +98,8 @@ class Library:
             "num_draws num_tokens *logits *places *temperature *uniform *token_ids logits_stride",
         )
         attention = (
-            "type format num_seqs num_tokens num_heads num_kv_heads head_dim block_size window"
+            "type format num_seqs num_tokens num_heads num_kv_heads head_dim value_dim block_size"
+            " window"
             " *query *key_cache *value_cache *key_scales *value_scales *block_tables *seq_lens"
             " *query_start_loc *sinks *out *partials query_stride_t query_stride_h"
             " key_stride_b key_stride_p key_stride_h value_stride_b value_stride_p value_stride_h"
@@ -109,11 +110,15 @@ class Library:
         self.attention = kernel("attention", attention)
         self.merge_splits = kernel("merge_splits", attention)
         """The second half of `attention` with the same fields, if there are partial results."""
-        self.linear = kernel(
-            "linear",
+        linear = (
             "num_rows num_in num_out x_type kept out_type *x *weight *scales *offsets *bias *out"
             " group x_stride out_stride is_gated"
-            " *next.attention next.num_runs next.num_runs_after",
+            " *next.attention next.num_runs next.num_runs_after"
+        )
+        self.linear = kernel("linear", linear)
+        of_map = " ".join(f"*map.{f[1:]}" if f[0] == "*" else f"map.{f}" for f in linear.split())
+        self.linear_heads = kernel(
+            "linear_heads", f"num_heads x_stride_h out_stride_h weight_bytes {of_map}"
         )
         self.low_rank_down = kernel(
             "low_rank_down", "*rows map num_in *x *ranks x_stride ranks_stride"

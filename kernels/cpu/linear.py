@@ -1,9 +1,10 @@
 """Linear maps in C: near memory speed for few rows, near the CPU's for many.
 
-Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features.
+Symbols: `T` tokens, `H` heads, `K` input features, `N` output features, `G` groups of input
+features.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -41,6 +42,18 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedLinear":
     else:
         panels = padded.view(-1, PANEL, num_in // 2, 2).transpose(1, 2)
     return _packed(weight, panels, None, None, bias, weight.dtype)
+
+
+def pack_heads(weight: torch.Tensor) -> "PackedHeads":
+    """Lay out a weight for each head, [H, N, K], for `x[:, h] @ weight[h].T`.
+
+    `can_pack` must hold for each head's.
+    """
+    num_heads, num_out, _ = weight.shape
+    joined = pack(functional.pad(weight, (0, 0, 0, -num_out % PANEL)).flatten(0, 1), None)
+    library = native()
+    assert library is not None, "can_pack was not asked"
+    return PackedHeads(library, replace(joined, num_out=num_out), num_heads)
 
 
 def can_pack_integers(values: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -199,4 +212,29 @@ class PackedLinear:
             x.data_ptr(), self.panels.data_ptr(), address(self._scales), address(self._offsets),
             address(self._bias), out.data_ptr(), self.num_in // num_groups,
             x.stride(0), out.stride(0), is_gated, *ahead,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedHeads:
+    """A linear map for each head, with fp32 sums. A row's result depends on no other row."""
+
+    _library: Library
+    _first: PackedLinear
+    """The first head's map; its panels are followed by those of the others."""
+    _num_heads: int
+    """H."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Map `x` [T, H, K] to `out` [T, H, N], of any strides over tokens and heads.
+
+        Raises:
+            ValueError: shape, dtype, device or strides do not fit.
+        """
+        first, shape = self._first, (x.shape[0], self._num_heads)
+        check_tensor("x", x, (*shape, first.num_in), first.dtype, first.panels)
+        check_tensor("out", out, (*shape, first.num_out), first.dtype, x)
+        self._library.linear_heads(
+            self._num_heads, x.stride(1), out.stride(1), first.panels.nbytes // self._num_heads,
+            *first.call(x, out, x.shape[0]).fields,
         )  # fmt: skip

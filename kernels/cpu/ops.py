@@ -13,7 +13,14 @@ from typing import Final
 
 import torch
 
-from kernels.checks import check_caches, check_options, check_paged, check_suppression, check_tensor
+from kernels.checks import (
+    check_caches,
+    check_options,
+    check_paged,
+    check_suppression,
+    check_tensor,
+    check_values,
+)
 from kernels.cpu.fields import LayerCaches, address, attention_fields, num_partials, store_fields
 from kernels.cpu.library import DTYPES, Library, native
 from kernels.reference.draw import draw as draw_in_torch
@@ -99,15 +106,15 @@ def rotary(
 def store_kv(
     library: Library,
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     *,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> None:
-    """Store `key` and `value` [T, HKV, D], to the bits of the twin.
+    """Store `key` and `value` [T, HKV, D], or keys alone, to the bits of the twin.
 
     No slot is checked against the number of blocks.
     """
@@ -115,7 +122,7 @@ def store_kv(
     num_blocks, block_size = key_cache.shape[:2]
     cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
     check_tensor("key", key, (num_tokens, num_kv_heads, head_dim), key.dtype, key_cache)
-    check_tensor("value", value, (num_tokens, num_kv_heads, head_dim), key.dtype, key)
+    check_values(value, value_cache, key)
     check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, key)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, key)
     caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
@@ -228,13 +235,15 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     keys, values, key_scales, value_scales = caches
+    assert values is not None, "attention reads values"
     check_paged(query, keys, values, block_tables, seq_lens, key_scales, value_scales)
     check_options(query, window, softcap, sinks)
-    num_tokens, num_heads, head_dim = query.shape
+    num_tokens, num_heads, _ = query.shape
+    value_dim = values.shape[3]
     num_seqs, max_len = len(seq_lens), block_tables.shape[1] * keys.shape[1]
-    out = query.new_empty(query.shape)
+    out = query.new_empty((num_tokens, num_heads, value_dim))
     partials = query.new_empty(
-        num_partials(num_heads, head_dim, num_seqs, max_len), dtype=torch.float32
+        num_partials(num_heads, value_dim, num_seqs, max_len), dtype=torch.float32
     )
     library.attention(
         *attention_fields(

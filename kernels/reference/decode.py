@@ -1,7 +1,7 @@
 """Paged attention for one new token per sequence, in plain torch.
 
-Symbols: `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P` block size,
-`M` max blocks per sequence.
+Symbols: `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim of queries and keys, `DV` that
+of values, `B` blocks, `P` block size, `M` max blocks per sequence.
 """
 
 import torch
@@ -24,10 +24,11 @@ def paged_attention_decode(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, D].
+    """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, DV].
 
-    The caches are [B, P, HKV, D] views, `block_tables` int32[S, M], `seq_lens` int32[S]; a
-    sequence of length 0 is a padding row and gives zeros. Softmax and sums are fp32.
+    The caches are [B, P, HKV, D] and [B, P, HKV, DV] views, `block_tables` int32[S, M], `seq_lens`
+    int32[S]; a sequence of length 0 is a padding row and gives zeros. Softmax and sums are fp32.
+    The values may be a view of the keys' first DV numbers, as in multi-head latent attention.
 
     It calls SDPA once for each sequence, on its exact length, so not a bit of a row depends on
     another row of the batch. One padded call for all takes three quarters of the time for 8
@@ -41,7 +42,7 @@ def paged_attention_decode(
     `kernels.kv_formats` says; K and V are the stored numbers times their scales, rounded to the
     dtype of `query`.
     """
-    out = torch.zeros_like(query)
+    out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
     lens: list[int] = seq_lens.tolist()
     kv = KvGather(key_cache, value_cache, key_scales, value_scales, query.dtype)
     for seq, seq_len in enumerate(lens):

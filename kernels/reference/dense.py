@@ -1,6 +1,7 @@
 """Causal attention to contiguous keys and values, for the attention twins.
 
-Symbols: `Q` query tokens, `K` keys, `H` query heads, `HKV` kv heads, `D` head dim.
+Symbols: `Q` query tokens, `K` keys, `H` query heads, `HKV` kv heads, `D` head dim of queries and
+keys, `DV` that of values.
 """
 
 import torch
@@ -17,10 +18,11 @@ def attend_dense(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [Q, H, D], the last tokens of `key` and `value` [1, HKV, K, D].
+    """Attend with `query` [Q, H, D], the last tokens of `key` [1, HKV, K, D].
 
-    Each token sees the keys up to its own, or the last `window` of them. `softcap` and `sinks` are
-    as in `paged_attention_decode`. Softmax and sums are fp32. Returns [Q, H, D].
+    `value` is [1, HKV, K, DV]. Each token sees the keys up to its own, or the last `window` of
+    them. `softcap` and `sinks` are as in `paged_attention_decode`. Softmax and sums are fp32.
+    Returns [Q, H, DV].
     """
     num_queries, num_keys = query.shape[0], key.shape[2]
     has_edge = window is not None and num_keys > window
@@ -31,7 +33,8 @@ def attend_dense(
         # The query heads of a group are the rows of one product, so K and V are read once per
         # group; SDPA's own `enable_gqa` reads them once per head, five times slower in bf16.
         grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])  # [1, HKV, H / HKV, D]
-        return scaled_dot_product_attention(grouped, key, value, scale=scale).reshape(query.shape)
+        attended = scaled_dot_product_attention(grouped, key, value, scale=scale)
+        return attended.reshape(1, query.shape[1], -1)
     # SDPA's `is_causal` aligns the first query with the first key; here the last query is aligned
     # with the last key.
     is_causal = num_queries == num_keys and not has_edge
@@ -78,4 +81,4 @@ def _attend_by_definition(
     else:
         weights = scores.softmax(-1)
     attended = weights.reshape(num_kv_heads, -1, weights.shape[-1]) @ value[0].float()
-    return attended.view(num_heads, num_queries, head_dim).transpose(0, 1).to(query.dtype)
+    return attended.view(num_heads, num_queries, -1).transpose(0, 1).to(query.dtype)

@@ -1,6 +1,7 @@
 """Reads a sequence's keys and values from their blocks, for the attention twins.
 
-Symbols: `HKV` kv heads, `D` head dim, `B` blocks, `P` block size, `M` max blocks per sequence.
+Symbols: `HKV` kv heads, `D` head dim of keys or of values, `B` blocks, `P` block size, `M` max
+blocks per sequence.
 """
 
 from typing import Any
@@ -18,7 +19,7 @@ _SAME_SIZE_INT = {
 
 
 class KvGather:
-    """Reads sequences from one layer's caches, `key_cache` and `value_cache` [B, P, HKV, D].
+    """Reads sequences from one layer's caches, each cache [B, P, HKV, D].
 
     With scales [B, P, HKV] the caches are quantized, and `read` returns `dtype`.
     """

@@ -1,7 +1,7 @@
 """Causal paged attention for chunks of many tokens, in plain torch.
 
-Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks,
-`P` block size, `M` max blocks per sequence.
+Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim of queries and
+keys, `DV` that of values, `B` blocks, `P` block size, `M` max blocks per sequence.
 """
 
 from typing import Final
@@ -32,12 +32,13 @@ def paged_attention_prefill(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with each query token to its sequence's slots up to its own position; [T, H, D].
+    """Attend with each query token to its sequence's slots up to its own position; [T, H, DV].
 
     Sequence s owns the rows [query_start_loc[s], query_start_loc[s + 1]) of `query` [T, H, D], its
     last query_len tokens: row i has position seq_len - query_len + i. The keys and values of these
-    tokens are already in the caches, [B, P, HKV, D] views. `block_tables` is int32[S, M],
-    `seq_lens` int32[S], `query_start_loc` int32[S + 1]; no query_len is above `max_query_len`.
+    tokens are already in the caches, [B, P, HKV, D] and [B, P, HKV, DV] views. `block_tables` is
+    int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1]; no query_len is above
+    `max_query_len`.
     Rows of no sequence give zeros. Softmax and sums are fp32.
 
     Not a bit of a row depends on another sequence, nor on the chunks of its prompt if these are cut
@@ -46,7 +47,7 @@ def paged_attention_prefill(
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`.
     """
-    out = torch.zeros_like(query)
+    out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
     starts: list[int] = query_start_loc.tolist()
     lens: list[int] = seq_lens.tolist()
     kv = KvGather(key_cache, value_cache, key_scales, value_scales, query.dtype)

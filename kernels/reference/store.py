@@ -10,9 +10,9 @@ from kernels.reference.quantize import quantize
 
 def store_kv(
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     *,
     key_scales: torch.Tensor | None = None,
@@ -22,6 +22,7 @@ def store_kv(
 
     The caches are [B, P, HKV, D] views of any block stride; slot = block * P + offset, int64[T].
     Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens with one slot are a caller's error.
+    Without `value` and `value_cache` only keys are stored; values are then a part of them.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says: int8 or float8_e4m3fn.
@@ -29,11 +30,14 @@ def store_kv(
     num_valid = int((slot_mapping >= 0).sum())
     if num_valid < slot_mapping.shape[0]:
         valid = (slot_mapping >= 0).nonzero().squeeze(1)  # [num_valid]
-        key, value = key.index_select(0, valid), value.index_select(0, valid)
+        key = key.index_select(0, valid)
+        value = None if value is None else value.index_select(0, valid)
         slot_mapping = slot_mapping.index_select(0, valid)
     block_size = key_cache.shape[1]
     block_ids, offsets = slot_mapping // block_size, slot_mapping % block_size
     for new, cache, scales in ((key, key_cache, key_scales), (value, value_cache, value_scales)):
+        if new is None or cache is None:
+            continue
         if scales is None:
             cache[block_ids, offsets] = new
         else:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_caches, check_float, check_tensor
+from kernels.checks import check_caches, check_float, check_tensor, check_values
 from kernels.kv_formats import LARGEST
 from kernels.triton.quantized import as_bits, largest_of, quantize, scale_of
 from kernels.triton.tile import scale_strides
@@ -20,9 +20,9 @@ from kernels.triton.tile import scale_strides
 )
 def _store_kv_kernel(
     key,  # [T, HKV, D]
-    value,  # [T, HKV, D]
+    value,  # [T, HKV, D], or None: keys alone are stored
     key_cache,  # [B, P, HKV, D]
-    value_cache,  # [B, P, HKV, D]
+    value_cache,  # [B, P, HKV, D], or None
     slot_mapping,  # int64[T]
     key_stride_t,
     key_stride_h,
@@ -58,9 +58,11 @@ def _store_kv_kernel(
     key_row = key_cache + block * key_cache_stride_b + offset * key_cache_stride_p
     tl.store(key_row + head * key_cache_stride_h + dim, new_key, mask=inside)
 
-    new_value = tl.load(value + token * value_stride_t + head * value_stride_h + dim, mask=inside)
-    value_row = value_cache + block * value_cache_stride_b + offset * value_cache_stride_p
-    tl.store(value_row + head * value_cache_stride_h + dim, new_value, mask=inside)
+    if value is not None:
+        value_ptr = value + token * value_stride_t + head * value_stride_h + dim
+        new_value = tl.load(value_ptr, mask=inside)
+        value_row = value_cache + block * value_cache_stride_b + offset * value_cache_stride_p
+        tl.store(value_row + head * value_cache_stride_h + dim, new_value, mask=inside)
 
 
 @triton.jit(
@@ -108,9 +110,9 @@ def _store_quantized_kernel(
 
 def store_kv(
     key: torch.Tensor,
-    value: torch.Tensor,
+    value: torch.Tensor | None,
     key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    value_cache: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     *,
     key_scales: torch.Tensor | None = None,
@@ -119,6 +121,7 @@ def store_kv(
     """Write token t's `key` and `value` [T, HKV, D] to slot `slot_mapping[t]` of the caches.
 
     The caches are [B, P, HKV, D] views of any block stride; slot = block * P + offset, int64[T].
+    Without `value` and `value_cache` only keys are stored; values are then a part of them.
     Tokens whose slot is PAD_SLOT (-1) are skipped. Two tokens with one slot are a caller's error,
     and so is a slot of a block that does not exist. Neither is checked, because the host does not
     read slots.
@@ -133,12 +136,14 @@ def store_kv(
     num_tokens, num_kv_heads, head_dim = key.shape
     num_blocks, block_size = key_cache.shape[:2]
     cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    check_tensor("value", value, (num_tokens, num_kv_heads, head_dim), key.dtype, key)
+    check_values(value, value_cache, key)
     check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, key)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), torch.int64, key)
-    if key_scales is not None and value_scales is not None:
+    if key_scales is not None:
         sides = (key, key_cache, key_scales), (value, value_cache, value_scales)
         for new, cache, scales in sides:
+            if new is None or cache is None or scales is None:
+                continue
             _store_quantized_kernel[(num_tokens, num_kv_heads)](
                 new,
                 as_bits(cache),
@@ -161,9 +166,9 @@ def store_kv(
         value_cache,
         slot_mapping,
         *key.stride()[:2],
-        *value.stride()[:2],
+        *(key if value is None else value).stride()[:2],
         *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        *(key_cache if value_cache is None else value_cache).stride()[:3],
         HKV=num_kv_heads,
         D=head_dim,
         P=block_size,

@@ -56,10 +56,12 @@ def find_target(settings: RouterTargetSettings) -> str:
     return DEFAULT_TARGET if service is None else service.grpc_target
 
 
-def find_operator_target(settings: RouterTargetSettings) -> str:
-    """Return where that router obeys operators."""
+def find_operator_targets(settings: RouterTargetSettings) -> tuple[str, ...]:
+    """Return where that router obeys operators, and the other routers of its service."""
     service = None if settings.target else _find_service_if_any(settings.http_port)
-    return (service and service.operator_target) or find_target(settings)
+    if service is None or not service.operator_target:
+        return (find_target(settings),)
+    return service.operator_target, *service.other_operator_targets
 
 
 def _find_service_if_any(http_port: int | None) -> ServiceInfo | None:

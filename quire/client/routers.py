@@ -20,7 +20,7 @@ class Router:
     stub: InferenceServiceStub
     """For calls that are lost with their connection; tolerates half a minute of silence."""
     resuming_stub: InferenceServiceStub
-    """For calls that can continue elsewhere; tolerates two seconds of silence."""
+    """For calls that can continue elsewhere; tolerates 1.7 seconds of silence."""
 
 
 class Routers:

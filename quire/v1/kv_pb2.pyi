@@ -7,6 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class KvSnapshotReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_SNAPSHOT_REASON_UNSPECIFIED: _ClassVar[KvSnapshotReason]
+    KV_SNAPSHOT_REASON_FIRST: _ClassVar[KvSnapshotReason]
+    KV_SNAPSHOT_REASON_FELL_BEHIND: _ClassVar[KvSnapshotReason]
+
 class KvTier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     KV_TIER_UNSPECIFIED: _ClassVar[KvTier]
@@ -34,6 +40,9 @@ class SequenceStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SEQUENCE_STATUS_DECODE: _ClassVar[SequenceStatus]
     SEQUENCE_STATUS_MIGRATING: _ClassVar[SequenceStatus]
     SEQUENCE_STATUS_FETCHING: _ClassVar[SequenceStatus]
+KV_SNAPSHOT_REASON_UNSPECIFIED: KvSnapshotReason
+KV_SNAPSHOT_REASON_FIRST: KvSnapshotReason
+KV_SNAPSHOT_REASON_FELL_BEHIND: KvSnapshotReason
 KV_TIER_UNSPECIFIED: KvTier
 KV_TIER_DEVICE: KvTier
 KV_TIER_HOST: KvTier
@@ -53,6 +62,80 @@ SEQUENCE_STATUS_PREFILL: SequenceStatus
 SEQUENCE_STATUS_DECODE: SequenceStatus
 SEQUENCE_STATUS_MIGRATING: SequenceStatus
 SEQUENCE_STATUS_FETCHING: SequenceStatus
+
+class WatchKvRequest(_message.Message):
+    __slots__ = ("worker",)
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+
+class WatchKvResponse(_message.Message):
+    __slots__ = ("worker", "epoch", "sequence", "block_size", "events")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    worker: str
+    epoch: int
+    sequence: int
+    block_size: int
+    events: _containers.RepeatedCompositeFieldContainer[KvEvent]
+    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., block_size: _Optional[int] = ..., events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ...) -> None: ...
+
+class KvEvent(_message.Message):
+    __slots__ = ("begin", "end", "stored", "removed", "cleared")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    begin: KvSnapshotBegin
+    end: KvSnapshotEnd
+    stored: KvBlocksStored
+    removed: KvBlocksRemoved
+    cleared: KvCacheCleared
+    def __init__(self, begin: _Optional[_Union[KvSnapshotBegin, _Mapping]] = ..., end: _Optional[_Union[KvSnapshotEnd, _Mapping]] = ..., stored: _Optional[_Union[KvBlocksStored, _Mapping]] = ..., removed: _Optional[_Union[KvBlocksRemoved, _Mapping]] = ..., cleared: _Optional[_Union[KvCacheCleared, _Mapping]] = ...) -> None: ...
+
+class KvSnapshotBegin(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: KvSnapshotReason
+    def __init__(self, reason: _Optional[_Union[KvSnapshotReason, str]] = ...) -> None: ...
+
+class KvSnapshotEnd(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class KvBlocksStored(_message.Message):
+    __slots__ = ("tier", "block_hashes", "parent_hashes", "token_ids", "cache_salt", "adapter")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    PARENT_HASHES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    tier: KvTier
+    block_hashes: bytes
+    parent_hashes: bytes
+    token_ids: bytes
+    cache_salt: str
+    adapter: str
+    def __init__(self, tier: _Optional[_Union[KvTier, str]] = ..., block_hashes: _Optional[bytes] = ..., parent_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., cache_salt: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+
+class KvBlocksRemoved(_message.Message):
+    __slots__ = ("tier", "block_hashes")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    tier: KvTier
+    block_hashes: bytes
+    def __init__(self, tier: _Optional[_Union[KvTier, str]] = ..., block_hashes: _Optional[bytes] = ...) -> None: ...
+
+class KvCacheCleared(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class KvQuery(_message.Message):
     __slots__ = ("worker", "first_seq_id", "max_sequences", "first_block", "max_blocks", "ref_counts", "block_tables")

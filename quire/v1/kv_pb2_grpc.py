@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from quire.v1 import kv_pb2 as quire_dot_v1_dot_kv__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -22,3 +23,103 @@ if _version_not_supported:
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
+
+
+class KvEventServiceStub(object):
+    """Tells which blocks the prefix caches have, for those that choose among cells by prefix. For operators.
+    Schedulers with `--kv-events` have this service, and so have routers, which merge the streams of all
+    their schedulers.
+
+    The stream is, for each worker, a snapshot and then every change. A snapshot begins with `begin`, on
+    which the reader forgets all that it knows of the worker; then come `stored` and, since the cache
+    changes meanwhile, `removed`; at `end` the reader knows exactly what the worker's cache has at
+    `sequence`. If the reader falls behind, changes are dropped, and a new snapshot begins with the reason
+    FELL_BEHIND. If the worker is lost or attached again, `cleared` comes.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.WatchKv = channel.unary_stream(
+                '/quire.v1.KvEventService/WatchKv',
+                request_serializer=quire_dot_v1_dot_kv__pb2.WatchKvRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_kv__pb2.WatchKvResponse.FromString,
+                _registered_method=True)
+
+
+class KvEventServiceServicer(object):
+    """Tells which blocks the prefix caches have, for those that choose among cells by prefix. For operators.
+    Schedulers with `--kv-events` have this service, and so have routers, which merge the streams of all
+    their schedulers.
+
+    The stream is, for each worker, a snapshot and then every change. A snapshot begins with `begin`, on
+    which the reader forgets all that it knows of the worker; then come `stored` and, since the cache
+    changes meanwhile, `removed`; at `end` the reader knows exactly what the worker's cache has at
+    `sequence`. If the reader falls behind, changes are dropped, and a new snapshot begins with the reason
+    FELL_BEHIND. If the worker is lost or attached again, `cleared` comes.
+    """
+
+    def WatchKv(self, request, context):
+        """Streams the snapshot and the changes of each worker until the caller ends it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KvEventServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'WatchKv': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchKv,
+                    request_deserializer=quire_dot_v1_dot_kv__pb2.WatchKvRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_kv__pb2.WatchKvResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'quire.v1.KvEventService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('quire.v1.KvEventService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class KvEventService(object):
+    """Tells which blocks the prefix caches have, for those that choose among cells by prefix. For operators.
+    Schedulers with `--kv-events` have this service, and so have routers, which merge the streams of all
+    their schedulers.
+
+    The stream is, for each worker, a snapshot and then every change. A snapshot begins with `begin`, on
+    which the reader forgets all that it knows of the worker; then come `stored` and, since the cache
+    changes meanwhile, `removed`; at `end` the reader knows exactly what the worker's cache has at
+    `sequence`. If the reader falls behind, changes are dropped, and a new snapshot begins with the reason
+    FELL_BEHIND. If the worker is lost or attached again, `cleared` comes.
+    """
+
+    @staticmethod
+    def WatchKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.KvEventService/WatchKv',
+            quire_dot_v1_dot_kv__pb2.WatchKvRequest.SerializeToString,
+            quire_dot_v1_dot_kv__pb2.WatchKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -3,7 +3,7 @@
 All calls need a key except those exempted here.
 """
 
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Final
 
 import grpc
@@ -65,12 +65,18 @@ def key_middleware(keys: ApiKeys, open_paths: Collection[str] = ()) -> Middlewar
         if request.path in open_paths and request.method in ("GET", "HEAD"):
             return await handler(request)
         try:
-            keys.enter(request.headers.get("Authorization"))
+            keys.enter(_authorization(request.headers))
         except UnauthenticatedError as error:
             metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
-            response = error_response(error)
+            response = error_response(error, path=request.path)
             response.headers["WWW-Authenticate"] = "Bearer"
             return response
         return await handler(request)
 
     return middleware
+
+
+def _authorization(headers: Mapping[str, str]) -> str | None:
+    """Return the header; a key that stands alone, as Anthropic's clients send it, becomes one."""
+    key = headers.get("x-api-key")
+    return headers.get("Authorization", None if key is None else f"Bearer {key}")

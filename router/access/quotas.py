@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from contract.errors import InvalidArgumentError, TooBusyError
+from contract.errors import InvalidArgumentError, QuotaError
 
 _MINUTE_S: Final = 60.0
 
@@ -81,7 +81,7 @@ class Meter:
         """Count a request until its lease ends; a free one costs nothing and is always allowed.
 
         Raises:
-            TooBusyError: The quota is used up; nothing is counted.
+            QuotaError: The quota is used up; nothing is counted.
         """
         if not is_free:
             self._check_requests(now)
@@ -94,7 +94,7 @@ class Meter:
         """Check that a request of at least `num_tokens` could begin; nothing is counted.
 
         Raises:
-            TooBusyError: The quota is used up.
+            QuotaError: The quota is used up.
         """
         self._check_requests(now)
         if self._tokens is not None:
@@ -103,12 +103,12 @@ class Meter:
     def _check_requests(self, now: float) -> None:
         limit = self.quota.max_concurrent_requests
         if limit is not None and self.num_live >= limit:
-            raise TooBusyError(
+            raise QuotaError(
                 f"tenant {self.tenant!r} has {self.num_live} live requests;"
                 f" max_concurrent_requests is {limit}"
             )
         if self._requests is not None and (wait_s := self._requests.wait_s(1, now)):
-            raise TooBusyError(
+            raise QuotaError(
                 f"tenant {self.tenant!r} has used up its requests_per_minute,"
                 f" {self.quota.requests_per_minute}",
                 wait_s,
@@ -126,7 +126,7 @@ class Meter:
                     f" max_tokens_in_flight of tenant {self.tenant!r} is {limit}",
                 )
             if self.num_tokens_in_flight + num_tokens > limit:
-                raise TooBusyError(
+                raise QuotaError(
                     f"tenant {self.tenant!r} has {self.num_tokens_in_flight} tokens in flight and"
                     f" wants {num_tokens} more; max_tokens_in_flight is {limit}"
                 )
@@ -138,7 +138,7 @@ class Meter:
 
     def _check_tokens(self, bucket: TokenBucket, num_tokens: int, now: float) -> None:
         if wait_s := bucket.wait_s(num_tokens, now):
-            raise TooBusyError(
+            raise QuotaError(
                 f"tenant {self.tenant!r} does not have {num_tokens} tokens left of its"
                 f" tokens_per_minute, {self.quota.tokens_per_minute}",
                 wait_s,
@@ -184,7 +184,7 @@ class Lease:
 
         Raises:
             InvalidArgumentError: The quota is always smaller.
-            TooBusyError: Too little is left now.
+            QuotaError: Too little is left now.
         """
         self._meter.reserve(num_tokens, now)
         self._num_in_flight = self._num_charged = num_tokens

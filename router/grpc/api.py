@@ -9,6 +9,7 @@ from contract.codec.outputs import (
     logprob_to_proto,
     prompt_scores_to_proto,
     usage_to_proto,
+    write_delta,
 )
 from contract.codec.request import (
     embed_requests_from_proto,
@@ -201,8 +202,13 @@ def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> Ge
 
 async def _stream(live: LiveRequest, context: CallContext) -> None:
     expired: QuireError | None = None
+    response = inference_pb2.GenerateResponse(request_id=live.request_id)
     async with live:
         async for event in live:
+            if isinstance(event, OutputDelta):  # nearly all events: use the same message again
+                write_delta(event, response)
+                await context.write(response)
+                continue
             if isinstance(event, OutputFinished) and event.finish_reason is FinishReason.DEADLINE:
                 expired = failure_of(event)
             await context.write(event_to_proto(live.request_id, event))

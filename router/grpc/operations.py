@@ -1,10 +1,12 @@
-"""The gRPC API for operators: `quire.v1.AdapterService`, `LoadingService`, `RequestService`."""
+"""The gRPC API for operators: KV events, adapters, models, live requests."""
 
 from contextlib import aclosing
 
 from quire.v1 import (
     adapters_pb2,
     adapters_pb2_grpc,
+    kv_pb2,
+    kv_pb2_grpc,
     loading_pb2,
     loading_pb2_grpc,
     requests_pb2,
@@ -13,6 +15,7 @@ from quire.v1 import (
 from router.grpc.call import CallContext
 from router.operators.adapters_and_models import Operations
 from router.operators.live_requests import LiveRequests
+from router.request.inference import Inference
 from rpc.grpc_server import Service, service_of
 from rpc.worker_fields import refuse_epoch
 
@@ -66,6 +69,20 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
                 await context.write(progress)
 
 
+class KvEventServicer(kv_pb2_grpc.KvEventServiceServicer):
+    """The server's interceptor turns what is raised into a status."""
+
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
+
+    async def WatchKv(  # noqa: N802
+        self, request: kv_pb2.WatchKvRequest, context: CallContext
+    ) -> None:
+        async with aclosing(self._inference.watch_kv(request.worker)) as messages:
+            async for message in messages:
+                await context.write(message)
+
+
 class RequestServicer(requests_pb2_grpc.RequestServiceServicer):
     """The server's interceptor turns what is raised into a status."""
 
@@ -85,9 +102,12 @@ class RequestServicer(requests_pb2_grpc.RequestServiceServicer):
         return requests_pb2.CancelRequestsResponse(requests=ended)
 
 
-def operator_services(operations: Operations, requests: LiveRequests) -> list[Service]:
+def operator_services(
+    operations: Operations, requests: LiveRequests, inference: Inference
+) -> list[Service]:
     """Make the entries for `rpc.server.serve`."""
     return [
+        service_of(kv_pb2, kv_pb2_grpc, "KvEventService", KvEventServicer(inference)),
         service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", AdapterServicer(operations)),
         service_of(loading_pb2, loading_pb2_grpc, "LoadingService", LoadingServicer(operations)),
         service_of(requests_pb2, requests_pb2_grpc, "RequestService", RequestServicer(requests)),

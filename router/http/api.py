@@ -11,6 +11,7 @@ from router.access.tenancy import with_precedence
 from router.http.answers.answer import Call, answer
 from router.http.answers.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.http.answers.objects import model_json
+from router.http.anthropic.routes import messages_routes
 from router.http.body import BodyReader
 from router.http.embeddings import embedding_routes
 from router.http.endpoint import CallId, endpoint, json_response
@@ -125,6 +126,7 @@ def routes(
         web.get("/load", endpoint(get_load)),
     ]
     served += responses_routes(inference, bodies)
+    served += messages_routes(inference, bodies)
     served += embedding_routes(inference, bodies)
     paths = {route.path for route in served}
     return [

@@ -1,4 +1,4 @@
-"""What all routes share: the call's id, trace context, errors in OpenAI's shape."""
+"""What all routes share: the call's id, trace context, errors in its API's shape."""
 
 import functools
 import re
@@ -30,7 +30,7 @@ CallHandler: TypeAlias = Callable[[web.Request, CallId], Awaitable[web.StreamRes
 
 
 def endpoint(handler: CallHandler) -> HttpHandler:
-    """Wrap a handler: trace context, errors in OpenAI's shape, the call's id in the answer."""
+    """Wrap a handler: trace context, errors in its API's shape, the call's id in the answer."""
 
     @functools.wraps(handler)
     async def handle(request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: JSON, HTTP status and headers."""
+"""Errors over HTTP: OpenAI's shape, or that of the called API; status and headers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from contract.errors import (
+    ContextLengthError,
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
@@ -20,6 +21,7 @@ from contract.errors import (
     UnavailableError,
 )
 from contract.outputs import FinishReason, OutputFinished
+from router.http.anthropic import errors as anthropic
 from router.http.strict_json import excerpt, json_bytes
 
 log = structlog.get_logger()
@@ -42,6 +44,9 @@ _STATUS_TO_CODE = {
     429: "rate_limit_exceeded",
 }
 """OpenAI's codes are words, or absent; strict clients parse them."""
+
+_TOO_LONG = "context_length_exceeded"
+"""By this code clients know that a shorter conversation may help."""
 
 _FAILURES: tuple[type[QuireError], ...] = (
     DeadlineExceededError,
@@ -82,29 +87,35 @@ def error_json(error: QuireError) -> dict[str, object]:
             "message": str(error),
             "type": _STATUS_TO_TYPE.get(status, default_type),
             "param": error.field if isinstance(error, InvalidArgumentError) else None,
-            "code": _STATUS_TO_CODE.get(status),
+            "code": _TOO_LONG
+            if isinstance(error, ContextLengthError)
+            else _STATUS_TO_CODE.get(status),
         }
     }
 
 
-def error_response(error: QuireError) -> web.Response:
-    """Return the response for an error."""
+def error_response(error: QuireError, *, path: str = "", request_id: str = "") -> web.Response:
+    """Return the response for an error of a call of `path`, whose API determines the shape."""
+    is_anthropic = path == anthropic.ROOT or path.startswith(f"{anthropic.ROOT}/")
+    body = anthropic.error_json(error, request_id) if is_anthropic else error_json(error)
     response = web.Response(
-        status=error.http_status,
-        body=json_bytes(error_json(error)),
+        status=anthropic.status_of(error) if is_anthropic else error.http_status,
+        body=json_bytes(body),
         content_type="application/json",
     )
+    if is_anthropic:
+        response.headers[anthropic.REQUEST_ID_HEADER] = request_id
     if isinstance(error, TooBusyError):
         response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))  # whole
     return response
 
 
-def failure_response(error: Exception, **where: str) -> web.Response:
+def failure_response(error: Exception, *, path: str, request_id: str = "") -> web.Response:
     """Return the response for what a handler raised; a bug is logged, its details hidden."""
-    if isinstance(error, QuireError):
-        return error_response(error)
-    log.error("request_failed", exc_info=error, **where)
-    return error_response(QuireError("internal error"))
+    if not isinstance(error, QuireError):
+        log.error("request_failed", exc_info=error, path=path, request_id=request_id)
+        error = QuireError("internal error")
+    return error_response(error, path=path, request_id=request_id)
 
 
 def error_from_validation(error: ValidationError) -> InvalidArgumentError:
@@ -123,12 +134,15 @@ def error_with_json_names(
     """
     problem = str(error).removeprefix(f"{error.field} ")
     name, bracket, index = error.field.removeprefix("sampling.").partition("[")
-    return InvalidArgumentError(field_to_json.get(name, name) + bracket + index, problem)
+    return type(error)(field_to_json.get(name, name) + bracket + index, problem)
 
 
 def _problem(detail: ErrorDetails) -> str:
     if detail["type"] == "missing":
         return "is missing"
+    if detail["type"] == "union_tag_invalid":
+        known = detail["msg"].rpartition("expected tags: ")[2].replace("'", '"')
+        return f"has the type {excerpt(detail['input']['type'])}; it must be one of {known}"
     value = excerpt(detail["input"])
     if detail["type"] == "extra_forbidden":
         return f"is {value}; there is no such field"

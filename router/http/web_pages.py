@@ -55,7 +55,7 @@ class PageGuard:
                 try:
                     self.check(request.headers)
                 except PermissionDeniedError as error:
-                    return error_response(error)
+                    return error_response(error, path=request.path)
             return await handler(request)
 
         return middleware

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import (
@@ -50,13 +50,23 @@ class ReplayRecord:
     """Further data that another router needs to resume the request; None: not resumable."""
 
 
+class Room(Protocol):
+    """Says whether a client can take more."""
+
+    def has_room(self) -> bool: ...
+
+    async def wait_for_room(self) -> None:
+        """Wait until there is room; raises if there will be none."""
+
+
 class LiveRequest:
     """A request at a scheduler, and the stream of its events.
 
-    An API reads it as an asynchronous iterator, under `async with`. If the block is left early,
-    live outputs are cancelled or, if the request is resumable, continue at the scheduler. If the
-    scheduler refuses the request, the first `__anext__` raises its `QuireError`; a later failure is
-    an `OutputFinished` with reason ERROR. After the `Usage` the iteration ends.
+    An API reads it under `async with`, as an asynchronous iterator or, for less work per event,
+    with `send_to`. If the block is left early, live outputs are cancelled or, if the request is
+    resumable, continue at the scheduler. If the scheduler refuses the request, its `QuireError` is
+    raised before any event; a later failure is an `OutputFinished` with reason ERROR. The `Usage`
+    is the last event.
 
     Only the scheduler client calls the methods from `push_token` to `refuse`. They never wait:
     unread tokens are merged into one pending delta per output. So a slow reader costs the memory of
@@ -108,6 +118,11 @@ class LiveRequest:
         self._num_outputs_read = 0  # outputs whose end the reader has
         self._accepted = False  # the reader has an event, so the request cannot be refused
         self._closed = False
+        self._put: Callable[[Event], None] | None = None
+        """Takes the events at once, while `send_to` runs."""
+        self._room: Room | None = None
+        self._failure: Exception | None = None
+        """What `_put` has raised."""
         self._taken_away: QuireError | None = None
         self._timer = (
             None if record.deadline is None else loop.call_at(record.deadline, self._expire)
@@ -155,8 +170,9 @@ class LiveRequest:
     ) -> bool:
         """Add a token to an unfinished output; return whether it completes a stop string.
 
-        If it does, the caller cancels the sequence. `now` is on the event loop's clock. Metrics do
-        not count a token that is not new: it comes from before the request was resumed.
+        If it does, the caller cancels the sequence. The caller calls `flush` when all tokens of a
+        step are added. `now` is on the event loop's clock. Metrics do not count a token that is not
+        new: it comes from before the request was resumed.
         """
         output = self.outputs[seq_key - self.record.first_seq_key]
         if not is_new:
@@ -169,8 +185,11 @@ class LiveRequest:
             metrics.INTER_TOKEN_LATENCY.observe(now - output.last_token_at)
         output.last_token_at = now
         output.push(token_id, logprob)
-        self._publish(output)
-        return output.finished is not None
+        self._outputs_with_events[output.index] = None
+        if output.finished is None:
+            return False
+        self._observe_end(output)
+        return True
 
     def score_prompt(self, position: int, logprobs: Sequence[TokenLogprob]) -> None:
         """Add log-probabilities of the prompt from `position` on; some may be known already."""
@@ -200,6 +219,17 @@ class LiveRequest:
         cumulative_logprob: float | None = None,
     ) -> None:
         """End an unfinished output."""
+        self._finish(seq_key, reason, stop_token_id, error, cumulative_logprob)
+        self.flush()
+
+    def _finish(
+        self,
+        seq_key: int,
+        reason: FinishReason,
+        stop_token_id: int | None = None,
+        error: OutputError | None = None,
+        cumulative_logprob: float | None = None,
+    ) -> None:
         output = self.outputs[seq_key - self.record.first_seq_key]
         if stop_token_id not in self.record.sampling.stop_token_ids:
             stop_token_id = None  # the model's own end token
@@ -212,7 +242,24 @@ class LiveRequest:
                 cumulative_logprob=cumulative_logprob,
             )
         )
-        self._publish(output)
+        self._outputs_with_events[output.index] = None
+        self._observe_end(output)
+
+    def flush(self) -> None:
+        """Pass the events to the reader; called after each change."""
+        put, room = self._put, self._room
+        if put is not None and self._failure is None:
+            try:
+                while room is None or room.has_room():
+                    if (event := self._take()) is not None:
+                        put(event)
+                    if self._closed:
+                        break
+                    if event is None or self._has_read_all_so_far:
+                        return
+            except Exception as error:  # noqa: BLE001 - `send_to` raises it
+                self._failure = error
+        self._has_events.set()
 
     def refuse(self, error: QuireError) -> None:
         """End the request because a scheduler has refused it.
@@ -222,11 +269,12 @@ class LiveRequest:
         """
         if not self._accepted and not any(output.token_ids for output in self.outputs):
             self._refusal = error
-            self._has_events.set()
+            self.flush()
             return
         failure = OutputError(error.code.value[0], str(error), error.retryable)
         for seq_key in self.live_seq_keys:
-            self.finish(seq_key, FinishReason.ERROR, error=failure)
+            self._finish(seq_key, FinishReason.ERROR, error=failure)
+        self.flush()
 
     def skip(self, received: Mapping[int, OutputReceived], *, has_prompt_scores: bool) -> None:
         """Skip the part of the events that the reader has; call this before reading.
@@ -254,7 +302,7 @@ class LiveRequest:
         if seq_keys := self.live_seq_keys:
             self._cancel(seq_keys)
             for seq_key in seq_keys:
-                self.finish(seq_key, FinishReason.CANCELLED)
+                self._finish(seq_key, FinishReason.CANCELLED)
         self._close()
 
     def end(self, error: QuireError) -> bool:
@@ -274,19 +322,13 @@ class LiveRequest:
         self.goes_on = True
         self._close()
 
-    def _publish(self, output: LiveOutput) -> None:
-        """Wake the reader; called after each change of an output."""
-        self._outputs_with_events[output.index] = None
-        self._has_events.set()
-        if output.finished is not None:
-            metrics.REQUEST_SUCCESS.labels(output.finished.finish_reason.value).inc()
-            metrics.REQUEST_GENERATION_TOKENS.observe(len(output.token_ids))
-            self._observe_pace(output)
-            if not self.live_seq_keys:
-                took_s = asyncio.get_running_loop().time() - self._submitted_at
-                metrics.E2E_REQUEST_LATENCY.observe(took_s)
-
-    def _observe_pace(self, output: LiveOutput) -> None:
+    def _observe_end(self, output: LiveOutput) -> None:
+        assert output.finished is not None
+        metrics.REQUEST_SUCCESS.labels(output.finished.finish_reason.value).inc()
+        metrics.REQUEST_GENERATION_TOKENS.observe(len(output.token_ids))
+        if not self.live_seq_keys:
+            took_s = asyncio.get_running_loop().time() - self._submitted_at
+            metrics.E2E_REQUEST_LATENCY.observe(took_s)
         first, last = output.first_token_at, output.last_token_at
         num_gaps = len(output.token_ids) - 1
         if first is not None and last is not None and num_gaps and self.record.beam is None:
@@ -295,24 +337,56 @@ class LiveRequest:
     def _expire(self) -> None:
         self._cancel(seq_keys := self.live_seq_keys)
         for seq_key in seq_keys:
-            self.finish(seq_key, FinishReason.DEADLINE)
+            self._finish(seq_key, FinishReason.DEADLINE)
+        self.flush()
+
+    async def send_to(self, put: Callable[[Event], None], room: Room | None = None) -> None:
+        """Call `put` with each event as soon as it comes and there is room, until the last one.
+
+        `put` is called by the task that reads from the scheduler, and must not wait. What it raises
+        ends the stream and is raised here.
+        """
+        self._put, self._room = put, room
+        try:
+            while True:
+                self._has_events.clear()
+                self.flush()
+                if self._failure is not None:
+                    raise self._failure
+                if self._closed:
+                    break
+                if room is not None and not room.has_room():
+                    await room.wait_for_room()
+                else:
+                    await self._has_events.wait()
+        finally:
+            self._put = self._room = None
+        if self._taken_away is not None:
+            raise self._taken_away
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Event:
-        while not self._closed:
-            if self._refusal is not None:
-                self._close()
-                raise self._refusal
-            if (event := self._next_event()) is not None:
-                self._accepted = True
-                return event
+        while (event := self._take()) is None:
+            if self._taken_away is not None:
+                raise self._taken_away
+            if self._closed:
+                raise StopAsyncIteration
             self._has_events.clear()
             await self._has_events.wait()
-        if self._taken_away is not None:
-            raise self._taken_away
-        raise StopAsyncIteration
+        return event
+
+    def _take(self) -> Event | None:
+        """Return the next event; None: there is none now, or no more. Raises the refusal."""
+        if self._closed:
+            return None
+        if self._refusal is not None:
+            self._close()
+            raise self._refusal
+        if (event := self._next_event()) is not None:
+            self._accepted = True
+        return event
 
     def _next_event(self) -> Event | None:
         if self._prompt_logprobs is not None and self._outputs_with_events:
@@ -322,9 +396,11 @@ class LiveRequest:
                 return scores
         while self._outputs_with_events:
             index = next(iter(self._outputs_with_events))
-            event = self.outputs[index].take()
-            if event is None:
+            output = self.outputs[index]
+            event = output.take()
+            if event is None or output.finished is None:  # else its end is still to be taken
                 del self._outputs_with_events[index]
+            if event is None:
                 continue
             if isinstance(event, OutputFinished):
                 self._num_outputs_read += 1
@@ -338,6 +414,10 @@ class LiveRequest:
             cached_tokens=self.num_cached_tokens or 0,
             pinned_tokens=self.num_pinned_tokens,
         )
+
+    @property
+    def _has_read_all_so_far(self) -> bool:
+        return not self._outputs_with_events and self._num_outputs_read < len(self.outputs)
 
     async def aclose(self) -> None:
         """Cancel the live outputs, or leave a resumable request; end the iteration. Idempotent."""
@@ -357,7 +437,7 @@ class LiveRequest:
         elif seq_keys:
             self._cancel(seq_keys)
             for seq_key in seq_keys:
-                self.finish(seq_key, FinishReason.CANCELLED)
+                self._finish(seq_key, FinishReason.CANCELLED)
         self._has_events.set()
         self._on_closed(self)
 

@@ -107,20 +107,15 @@ class LiveOutput:
 
     def take(self) -> OutputDelta | OutputFinished | None:
         """Return the next event: one delta of all unread tokens, then the end, then None."""
-        offset = self._num_tokens_taken
+        offset, num_tokens = self._num_tokens_taken, len(self.token_ids)
         text = "".join(self._text)
-        if text or offset < len(self.token_ids):
-            delta = OutputDelta(
-                output_index=self.index,
-                token_offset=offset,
-                token_ids=tuple(self.token_ids[offset:]),
-                text=text,
-                logprobs=tuple(self._logprobs),
-            )
-            self._num_tokens_taken = len(self.token_ids)
+        if text or offset < num_tokens:
+            token_ids = tuple(self.token_ids[offset:])
+            logprobs = tuple(self._logprobs)
+            self._num_tokens_taken = num_tokens
             self._text.clear()
             self._logprobs.clear()
-            return delta
+            return OutputDelta(self.index, offset, token_ids, text, logprobs)
         if self.finished is not None and not self._end_taken:
             self._end_taken = True
             return self.finished

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from contract.errors import InvalidArgumentError, UnimplementedError
+from contract.errors import ContextLengthError, InvalidArgumentError, UnimplementedError
 from contract.pooling import Task, check_task
 from contract.request import (
     MAX_CACHE_PIN_S,
@@ -159,14 +159,21 @@ def _check_beam(request: GenerateRequest, beam: BeamSearch, model: Model) -> Non
 
 
 def complete_sampling(
-    sampling: SamplingParams, num_prompt_tokens: int, model: Model, seed: int
+    sampling: SamplingParams,
+    num_prompt_tokens: int,
+    model: Model,
+    seed: int,
+    *,
+    cuts_max_tokens: bool = False,
 ) -> SamplingParams:
     """Return the parameters with `seed` and `max_tokens` set."""
     check_prompt_length(num_prompt_tokens, model)
     room = max(1, model.max_model_len - num_prompt_tokens)
     max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+    if max_tokens > room and cuts_max_tokens:
+        max_tokens = room
     if max_tokens > room:
-        raise InvalidArgumentError(
+        raise ContextLengthError(
             "sampling.max_tokens",
             f"is {max_tokens}; it must be at most {room}, since the model's context has"
             f" {model.max_model_len} tokens and the prompt {num_prompt_tokens}",
@@ -183,7 +190,7 @@ def check_prompt_length(num_prompt_tokens: int, model: Model) -> None:
         raise InvalidArgumentError("prompt", "is empty; it must have at least 1 token")
     if num_prompt_tokens > model.max_prompt_len:
         less = ", one less than the model's context" if Task.GENERATE in model.tasks else ""
-        raise InvalidArgumentError(
+        raise ContextLengthError(
             "prompt",
             f"has {num_prompt_tokens} tokens; it must have at most {model.max_prompt_len}{less}",
         )
@@ -206,7 +213,7 @@ def check_chat(messages: Sequence[Mapping[str, Any]], model: Model, max_bytes: i
 
 def _check_num_bytes(field: str, num_bytes: int, model: Model, most: int) -> None:
     if num_bytes > most:
-        raise InvalidArgumentError(
+        raise ContextLengthError(
             field,
             f"has {num_bytes} bytes; at most {most} can fit the model's context of"
             f" {model.max_model_len} tokens",

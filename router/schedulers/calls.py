@@ -1,14 +1,21 @@
 """Unary calls to a scheduler, beside the stream; and the sum of several loads."""
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
 import grpc.aio
 
-from quire.v1 import adapters_pb2, adapters_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from quire.v1 import (
+    adapters_pb2,
+    adapters_pb2_grpc,
+    kv_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+)
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
-from quire.v1.kv_pb2 import KvQuery, WorkerKv
+from quire.v1.kv_pb2 import KvQuery, WatchKvRequest, WatchKvResponse, WorkerKv
 from rpc.status import calling
+from rpc.tasks import responses
 
 _TIMEOUT_S: Final = 5.0
 
@@ -21,6 +28,7 @@ class SchedulerCalls:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._kv = kv_pb2_grpc.KvEventServiceStub(channel)  # type: ignore[no-untyped-call]
         self._adapters = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
 
     async def load(self) -> Load:
@@ -33,6 +41,10 @@ class SchedulerCalls:
         request = scheduler_pb2.DescribeSchedulerKvRequest(query=query)
         workers: Sequence[WorkerKv] = (await _call(self._stub.DescribeSchedulerKv, request)).workers
         return workers
+
+    def watch_kv(self, worker: str) -> AsyncGenerator[WatchKvResponse]:
+        """Yield the events of the workers' prefix caches, until the generator is closed."""
+        return responses(self._kv.WatchKv(WatchKvRequest(worker=worker)))
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
         """Return the activity of the workers."""

@@ -62,7 +62,9 @@ class LiveTable:
             if (live := table.pop(seq_key, None)) is not None:
                 live.set_vector(seq_key, vector)
         stopped: list[int] = []
+        changed: dict[LiveRequest, None] = {}  # an ordered set
         num_tokens = 0
+        logprobs = events.logprobs
         for part in events.prompt_scores:
             if (live := table.get(part.seq_key)) is not None:
                 live.score_prompt(part.position, part.logprobs)
@@ -72,11 +74,14 @@ class LiveTable:
             live = table.get(seq_key)
             if live is None:
                 continue
-            num_tokens += is_new
-            if live.push_token(seq_key, token_id, events.logprobs.get(i), now, is_new=is_new):
+            num_tokens += 1
+            changed[live] = None
+            logprob = logprobs.get(i) if logprobs else None
+            if live.push_token(seq_key, token_id, logprob, now, is_new=is_new):
                 del table[seq_key]
                 stopped.append(seq_key)
-        metrics.GENERATION_TOKENS.inc(num_tokens)
+        if is_new:
+            metrics.GENERATION_TOKENS.inc(num_tokens)
         for ending in events.endings:
             if (live := table.pop(ending.seq_key, None)) is not None:
                 live.finish(
@@ -86,4 +91,6 @@ class LiveTable:
                     ending.error,
                     ending.cumulative_logprob,
                 )
+        for live in changed:
+            live.flush()
         return stopped

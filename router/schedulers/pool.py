@@ -211,6 +211,11 @@ class Schedulers:
         return calls
 
     @property
+    def target_to_calls(self) -> Mapping[str, SchedulerCalls]:
+        """Calls to the connected schedulers, by address; there may be none."""
+        return {link.target: link.calls for link in self._connected}
+
+    @property
     def target_to_is_connected(self) -> Mapping[str, bool]:
         """Addresses of all known schedulers; raises UnavailableError if there is none.
 

@@ -347,7 +347,11 @@ class BlockPool(Generic[BlockIdT]):
             del self._hash_to_block[block_hash]
             self._hashes[block] = None
 
-    # --- after another scheduler ----------------------------------------------------------------
+    # --- before the first use -------------------------------------------------------------------
+
+    def find_in(self, table: dict[BlockHash, BlockIdT]) -> None:
+        """Use the empty `table` to find blocks by hash, so that its owner sees each change."""
+        self._hash_to_block = table
 
     def restore(
         self,

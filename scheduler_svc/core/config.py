@@ -32,6 +32,8 @@ class SchedulerConfig:
     """The token budget of a step; at least `max_num_seqs`."""
     max_model_len: int
     """Most tokens of one sequence."""
+    kv_windows: tuple[int | None, ...] = (None,)
+    """By KV group: how many tokens a token sees, itself included; None: all. See `KvGroups`."""
     num_saturating_tokens: int | None = None
     """How many prompt tokens keep the device busy with arithmetic; None: the token budget."""
     num_draft_tokens: int = 0
@@ -132,6 +134,8 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not self.kv_windows or any(w is not None and w < 1 for w in self.kv_windows):
+            raise ValueError(f"kv_windows is {self.kv_windows}; each must be None or at least 1")
         if not 0 <= self.num_draft_tokens < self.block_size:
             raise ValueError(
                 f"num_draft_tokens is {self.num_draft_tokens}; it must be at least 0 and less"

@@ -33,13 +33,16 @@ class Decodes(Protocol):
         """Remove a sequence, which still has its row."""
 
     def num_due(self, step: StepId) -> int:
-        """Return how many sequences need a block at `step`."""
+        """Return how many sequences need a block of each KV group at `step`."""
+
+    def due(self, step: StepId) -> list[Sequence]:
+        """Return these sequences; changes nothing."""
 
     def num_due_soon(self, step: StepId) -> int:
-        """Return how many blocks the two steps after `step` will need; an estimate with drafts."""
+        """Return how often sequences need blocks in the next two steps; with drafts an estimate."""
 
     def take_due(self, step: StepId) -> list[Sequence]:
-        """Return the sequences that need a block at `step`; the caller gives each of them one."""
+        """Return the sequences that need blocks at `step`; the caller gives them to each."""
 
     def send(self, step: StepId) -> None:
         """Record that `step` has been sent."""
@@ -53,6 +56,7 @@ class SteadyDecodes:
 
     def __init__(self, config: SchedulerConfig, steps: StepsInFlight) -> None:
         self._block_size = config.block_size
+        self._num_groups = len(config.kv_windows)
         self._steps = steps
         self._num_next = 0
         self._ends = StepWheel()
@@ -71,7 +75,8 @@ class SteadyDecodes:
         self._ends.add(seq.last_step, seq)
         self._num_next += 1
         # Step `step + i` computes position `num_known + i - 1`.
-        first = step + 1 + len(seq.block_ids) * self._block_size - num_known
+        num_slots = len(seq.block_ids) // self._num_groups * self._block_size
+        first = step + 1 + num_slots - num_known
         if first <= seq.last_step:
             self._crossing[first % self._block_size][seq] = seq.last_step
 
@@ -85,6 +90,9 @@ class SteadyDecodes:
 
     def num_due(self, step: StepId) -> int:
         return len(self._crossing[step % self._block_size])
+
+    def due(self, step: StepId) -> list[Sequence]:
+        return list(self._crossing[step % self._block_size])
 
     def num_due_soon(self, step: StepId) -> int:
         return self.num_due(StepId(step + 1)) + self.num_due(StepId(step + 2))
@@ -121,6 +129,7 @@ class DraftedDecodes:
 
     def __init__(self, config: SchedulerConfig, rows: Rows, steps: StepsInFlight) -> None:
         self._block_size = config.block_size
+        self._num_groups = len(config.kv_windows)
         self._num_draft_tokens = config.num_draft_tokens
         self._rows = rows
         self._steps = steps
@@ -144,7 +153,7 @@ class DraftedDecodes:
             self._single.add(step, seq)
             return
         self._decodes[seq.row] = True
-        self._num_slots[seq.row] = len(seq.block_ids) * self._block_size
+        self._num_slots[seq.row] = len(seq.block_ids) // self._num_groups * self._block_size
         self._length[seq.row] = seq.max_total_tokens
 
     def stop(self, seq: Sequence) -> None:
@@ -155,6 +164,9 @@ class DraftedDecodes:
 
     def num_due(self, step: StepId) -> int:
         return int(np.count_nonzero(self._is_due(step)))
+
+    def due(self, step: StepId) -> list[Sequence]:
+        return self._owners(np.flatnonzero(self._is_due(step)))
 
     def num_due_soon(self, step: StepId) -> int:
         return self.num_due(StepId(step + 2))

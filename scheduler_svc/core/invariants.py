@@ -6,6 +6,7 @@ import numpy as np
 
 from scheduler_svc.core.blocks import BlockIdT, BlockPool, DiskBlockId, HostBlockId
 from scheduler_svc.core.errors import BrokenInvariantError
+from scheduler_svc.core.kv_groups import NULL_BLOCK
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 
@@ -24,11 +25,12 @@ def check(core: Scheduler) -> None:
 
     holders = Counter(core.steps.held_blocks)
     for seq in live:
-        holders.update(seq.block_ids)
-        if seq.copy_from is not None:
-            holders[seq.copy_from] += 1
+        holders.update(core.groups.held(seq.block_ids))
+        holders.update(seq.copy_from)
     holders.update(list(core.pins))
     holders.update(core.takeover.held_device_blocks)
+    if not core.groups.is_plain:
+        holders[NULL_BLOCK] += 1
     num_unclaimed = len(core.takeover.unclaimed)
     _check_pool(pool, holders)
     _check_pins(core)
@@ -42,16 +44,18 @@ def check(core: Scheduler) -> None:
         sorted(all_rows) == list(range(rows.max_num_seqs)), "a row is missing, or counted twice"
     )
     for seq in running:
+        _check_windows(core, seq)
         assert seq.row is not None
         _expect(rows.owner(seq.row) is seq, f"row {seq.row} has another owner")
         (account,) = rows.accounts.count(np.array([seq.row], np.int32))
         _expect(account == (seq.rank.account, 1), f"row {seq.row} is of another account")
-        slots = len(seq.block_ids) * core.config.block_size
+        slots = len(seq.block_ids) // core.groups.num * core.config.block_size
         known = rows.num_tokens(seq.row)
         _expect(known - 1 <= slots, f"sequence {seq.seq_id} has {known} tokens and {slots} slots")
         if seq.status is SeqStatus.PREFILL:
             _expect(seq.num_computed_tokens < known, "a computed prompt is still in prefill")
-            writable = seq.block_ids[seq.num_computed_tokens // core.config.block_size :]
+            start = seq.num_computed_tokens // core.config.block_size * core.groups.num
+            writable = core.groups.held(seq.block_ids[start:])
             _expect(
                 all(pool.ref_count(block) == 1 for block in writable),
                 f"sequence {seq.seq_id} would write a shared block",
@@ -110,6 +114,19 @@ def check(core: Scheduler) -> None:
         core.steps or not core.steps.hold_blocks,
         "blocks are held for a step that is not in flight",
     )
+
+
+def _check_windows(core: Scheduler, seq: Sequence) -> None:
+    """Check that a sequence holds what its next tokens see, and no more than its groups allow."""
+    if core.groups.is_plain:
+        return
+    num_computed = core.running.num_computed_tokens(seq)
+    held = {place for place, block in enumerate(seq.block_ids) if block != NULL_BLOCK}
+    needed = {*core.groups.kept(num_computed)}
+    _expect(needed <= held, f"sequence {seq.seq_id} lacks blocks at {needed - held}")
+    num_tokens = len(seq.block_ids) // core.groups.num * core.config.block_size
+    most = core.groups.num_needed(num_tokens)
+    _expect(len(held) <= most, f"sequence {seq.seq_id} holds {len(held)} blocks of {most}")
 
 
 def _expect(condition: object, what: str) -> None:
@@ -181,10 +198,10 @@ def _check_host(core: Scheduler, live: list[Sequence]) -> None:
     _expect(len(swapped) == core.queue.num_swapped, "the swapped sequences are miscounted")
     for seq in swapped:
         num_blocks = len(seq.host_block_ids) + len(seq.disk_block_ids)
-        slots = num_blocks * core.config.block_size
+        num_needed = len(core.groups.kept(seq.num_computed_tokens))
         _expect(
-            0 < seq.num_computed_tokens <= slots and seq.num_computed_tokens < len(seq.token_ids),
-            f"sequence {seq.seq_id}: {seq.num_computed_tokens} tokens in {slots} slots",
+            0 < num_needed <= num_blocks and seq.num_computed_tokens < len(seq.token_ids),
+            f"sequence {seq.seq_id}: {seq.num_computed_tokens} tokens in {num_blocks} blocks",
         )
     loading = [seq for seq in live if seq.loading_block_ids]
     _expect(

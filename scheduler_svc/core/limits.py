@@ -5,6 +5,7 @@ one router. `router/schedulers/pool.py` refuses when every scheduler has reporte
 `check_queue` here limits the waiting sequences of one worker; it has the exact count.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from scheduler_svc.core.errors import (
     RequestTooLongError,
     TooManySequencesError,
 )
+from scheduler_svc.core.kv_groups import KvGroups
 from scheduler_svc.core.request import Request
 
 
@@ -37,7 +39,10 @@ class WorkerRates:
 
 def max_request_len(num_blocks: int, config: SchedulerConfig) -> int:
     """Return the most tokens of a sequence that can finish with `num_blocks` to itself."""
-    return min(config.max_model_len, num_blocks * config.block_size)
+    if config.kv_windows == (None,):
+        return min(config.max_model_len, num_blocks * config.block_size)
+    num_needed, num_usable = KvGroups(config).num_needed, num_blocks - 1  # one is the null block
+    return bisect_right(range(config.max_model_len + 1), num_usable, key=num_needed) - 1
 
 
 def check_length(request: Request, num_blocks: int, config: SchedulerConfig) -> None:
@@ -148,6 +153,9 @@ def _check_search(request: Request, width: int, num_blocks: int, config: Schedul
     if request.max_tokens > 1:
         num_shared = num_prompt_tokens // config.block_size
         num_needed = num_shared + width * (num_needed - num_shared)
+    if config.kv_windows != (None,):  # behind a window they may not even share the prompt
+        groups = KvGroups(config)
+        num_needed = 1 + width * groups.num_needed(num_prompt_tokens + request.max_tokens)
     if num_needed > num_blocks:
         raise RequestTooLongError(
             f"{width} beams with a prompt of {num_prompt_tokens} tokens and max_tokens "

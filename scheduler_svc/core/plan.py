@@ -1,5 +1,6 @@
 """Builds the plan of a step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +23,7 @@ class PlanBuilder:
     new_sequences: list[NewSequence] = field(default_factory=list)
     appended_rows: list[int] = field(default_factory=list)
     appended_blocks: list[DeviceBlockId] = field(default_factory=list)
+    placements: Sequence[int] = ()
     swap_out_src: list[DeviceBlockId] = field(default_factory=list)
     swap_out_dst: list[HostBlockId] = field(default_factory=list)
     swap_in_src: list[HostBlockId] = field(default_factory=list)
@@ -59,6 +61,7 @@ class PlanBuilder:
             new_sequences=tuple(self.new_sequences),
             appended_rows=ints(self.appended_rows),
             appended_block_ids=ints(self.appended_blocks),
+            placements=ints(self.placements),
             copy_src_block_ids=ints(self.copy_src),
             copy_dst_block_ids=ints(self.copy_dst),
             chunk_rows=ints(list(self.chunk_lens)),

@@ -20,6 +20,7 @@ from scheduler_svc.core.beams.live_searches import BeamGroups
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.cache.pins import Pins
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.kv_groups import KvGroups
 from scheduler_svc.core.pressure import Pressure
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.rows import Rows
@@ -36,6 +37,7 @@ class Preemption:
         self,
         config: SchedulerConfig,
         *,
+        groups: KvGroups,
         pool: BlockPool[DeviceBlockId],
         pins: Pins,
         rows: Rows,
@@ -52,7 +54,7 @@ class Preemption:
         self.observer: Callable[[Sequence, bool], Callable[[], None]] | None = None
         """For replays: called before each preemption with the sequence and whether it may swap; the
         function that it returns is called after the preemption."""
-        self._block_size = config.block_size
+        self._groups = groups
         self._can_swap_for_memory = not config.host_is_device_memory
         self._pool = pool
         self._pins = pins
@@ -78,6 +80,8 @@ class Preemption:
         while self._pressure.max_running is not None and self.has_too_many:
             self.num_for_memory += 1
             self.preempt(self._last(), can_swap=self._can_swap_for_memory)
+        if not self._groups.is_plain:
+            self._running.give_back(step)
         while self.num_blocks_due(step) > self._pool.num_available:
             if self._steps.hold_blocks:
                 return False
@@ -99,7 +103,7 @@ class Preemption:
         return bool(self._running) and not self._running.is_alone
 
     def num_blocks_due(self, step: StepId) -> int:
-        """Return how many blocks decoding sequences and beams need at `step`."""
+        """Return how many blocks running sequences need at `step`."""
         return self._running.num_blocks_due(step) + self._beams.num_blocks_due
 
     def _last(self) -> Sequence:
@@ -128,9 +132,10 @@ class Preemption:
         assert seq.row is not None
         seq.token_ids = self._rows.tokens(seq.row).copy()
         num_computed = self._running.num_computed_tokens(seq)
-        blocks = seq.block_ids[: -(-num_computed // self._block_size)]
-        if seq.copy_from is not None:  # the copy has not been made yet
-            blocks[-1] = seq.copy_from
+        table = seq.block_ids
+        if seq.copy_from:  # the copy has not been made yet
+            table = [*table[: -len(seq.copy_from)], *seq.copy_from]
+        blocks = [table[place] for place in self._groups.kept(num_computed)]
         is_loading = bool(seq.loading_block_ids)
         num_swapped_out = 0
         self._running.stop(seq)

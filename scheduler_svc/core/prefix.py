@@ -1,15 +1,18 @@
 """The prefix cache: finds KV that a sequence can reuse, and publishes the KV that it computes.
 
 A full block is found by its hash, which covers all tokens up to its end. Lookups search the device,
-then the host, then the disk.
+then the host, then the disk. A KV group with a window needs only the blocks that the window still
+sees (`KvGroups.longest_prefix`).
 """
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from contract.hashing import BlockHash, extend_chain, next_hash, root_hash
+from contract.hashing import BlockHash, extend_chain, group_hash, next_hash, root_hash
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, HostBlockId
+from scheduler_svc.core.cache.watch import CacheWatch
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.kv_groups import NULL_BLOCK, KvGroups
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -18,7 +21,7 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 @dataclass(frozen=True, slots=True)
 class FoundKv:
-    """KV that a sequence can reuse: the first blocks of its table, tier by tier."""
+    """KV that a sequence can reuse, tier by tier."""
 
     ready: list[DeviceBlockId]
     """Device blocks to share."""
@@ -27,15 +30,25 @@ class FoundKv:
     sources: list[HostBlockId]
     """Host blocks to swap in."""
     num_tokens: int
-    """Tokens with KV in these blocks; the last source may be partly filled."""
+    """Tokens with KV in these blocks; the last sources may be partly filled."""
+    places: list[int] | None = None
+    """The places of `ready`, `loading` and `sources` in the block table, one after the other; None:
+    they are its first blocks."""
+    num_indices: int = 0
+    """With `places`: the number of block indices that have KV or are behind a window."""
 
 
 class KvLookup:
     """Looks up blocks; changes nothing except `Sequence.block_hashes`."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool[DeviceBlockId], tier: HostTier
+        self,
+        config: SchedulerConfig,
+        groups: KvGroups,
+        pool: BlockPool[DeviceBlockId],
+        tier: HostTier,
     ) -> None:
+        self._groups = groups
         self._block_size = config.block_size
         self._is_enabled = config.enable_prefix_caching
         self._pool = pool
@@ -49,6 +62,8 @@ class KvLookup:
         is_swapped = seq.status is SeqStatus.SWAPPED
         num_known = seq.num_computed_tokens if is_swapped else len(seq.token_ids) - 1
         hashes = self._hashes(seq, num_known)
+        if not self._groups.is_plain:
+            return self._find_places(seq, hashes, num_known if is_swapped else None)
         ready = self._pool.find(hashes)
         if is_swapped:
             return FoundKv(ready, [], list(seq.host_block_ids[len(ready) :]), num_known)
@@ -56,10 +71,60 @@ class KvLookup:
         num_found = len(ready) + len(loading) + len(sources)
         return FoundKv(ready, loading, sources, num_found * self._block_size)
 
+    def _find_places(
+        self, seq: Sequence, hashes: list[BlockHash], num_swapped: int | None
+    ) -> FoundKv:
+        """As `find`, for several groups or windows.
+
+        Args:
+            seq: The sequence.
+            hashes: The hashes of its full blocks.
+            num_swapped: Tokens with KV in `seq.host_block_ids`; None: it waits without KV.
+        """
+        if num_swapped is None:
+            num_indices = self._groups.longest_prefix(hashes, self._has)
+            num_tokens = num_indices * self._block_size
+        else:
+            num_indices, num_tokens = -(-num_swapped // self._block_size), num_swapped
+        places = self._groups.kept(num_tokens)
+        num_named = len(hashes) * self._groups.num
+        names = self._groups.names(hashes, [place for place in places if place < num_named])
+        ready: dict[int, DeviceBlockId] = {}
+        loading: dict[int, DeviceBlockId] = {}
+        sources: dict[int, HostBlockId] = {}
+        for index, place in enumerate(places):
+            name = names[index : index + 1]
+            if found := self._pool.find(name):
+                ready[place] = found[0]
+            elif num_swapped is not None:
+                sources[place] = seq.host_block_ids[index]
+            else:
+                arriving, on_host = self._tier.find(name)
+                loading.update((place, block) for block in arriving)
+                sources.update((place, block) for block in on_host)
+        return FoundKv(
+            [*ready.values()],
+            [*loading.values()],
+            [*sources.values()],
+            num_tokens,
+            [*ready, *loading, *sources],
+            num_indices,
+        )
+
+    def _has(self, name: BlockHash) -> bool:
+        return bool(self._pool.find([name]) or self._tier.pool.find([name]))
+
+    def _has_anywhere(self, name: BlockHash) -> bool:
+        return self._has(name) or bool(self._tier.disk.pool.find([name]))
+
     def past_device(self, seq: Sequence) -> list[BlockHash]:
         """Return the hashes of the blocks that a waiting sequence needs and the device lacks."""
         hashes = self._hashes(seq, len(seq.token_ids) - 1)
-        return hashes[len(self._pool.find(hashes)) :]
+        if self._groups.is_plain:
+            return hashes[len(self._pool.find(hashes)) :]
+        num_indices = self._groups.longest_prefix(hashes, self._has_anywhere)
+        names = self._groups.names(hashes, self._groups.kept(num_indices * self._block_size))
+        return [name for name in names if not self._pool.find([name])]
 
     def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:
         """Return the hashes of the full blocks of the first tokens; empty without a cache."""
@@ -73,10 +138,20 @@ class KvLookup:
     def find_beyond(self, seq: Sequence, shared: list[DeviceBlockId]) -> FoundKv:
         """Look up KV beyond the full blocks `shared`, which a sequence shares in any case."""
         found = self.find(seq)
+        if not self._groups.is_plain:
+            return self._beyond_places(found, shared)
         if len(found.ready) < len(shared):
             return FoundKv(shared, [], [], len(shared) * self._block_size)
         ready = shared + found.ready[len(shared) :]
         return FoundKv(ready, found.loading, found.sources, found.num_tokens)
+
+    def _beyond_places(self, found: FoundKv, shared: list[DeviceBlockId]) -> FoundKv:
+        num_indices = len(shared) // self._groups.num
+        places = self._groups.kept(num_indices * self._block_size)
+        blocks = [shared[place] for place in places]
+        if found.num_indices >= num_indices or NULL_BLOCK in blocks:
+            return found
+        return FoundKv(blocks, [], [], num_indices * self._block_size, places, num_indices)
 
     def num_cached_tokens(self, request: Request) -> int:
         """Return how many prompt tokens, without the last, are in the prefix cache."""
@@ -89,6 +164,8 @@ class KvLookup:
 
     def num_cached_blocks(self, hashes: Seq[BlockHash]) -> int:
         """Return the length of the prefix of `hashes` that is in the prefix cache, in any tier."""
+        if not self._groups.is_plain:
+            return self._groups.longest_prefix(hashes, self._has_anywhere)
         num_found = len(self._pool.find(hashes))
         loading, sources = self._tier.find(hashes[num_found:])
         num_found += len(loading) + len(sources)
@@ -98,11 +175,19 @@ class KvLookup:
 class Publisher:
     """Publishes the full blocks of running sequences, each once, if there is a prefix cache."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool[DeviceBlockId], rows: Rows) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        groups: KvGroups,
+        pool: BlockPool[DeviceBlockId],
+        rows: Rows,
+    ) -> None:
+        self._groups = groups
         self._block_size = config.block_size
         self._is_enabled = config.enable_prefix_caching
         self._pool = pool
         self._rows = rows
+        self.watch: CacheWatch | None = None
 
     def publish(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Publish the full blocks of the first `num_computed_tokens` tokens."""
@@ -112,7 +197,9 @@ class Publisher:
     def publish_last(self, seqs: list[Sequence], rows: list[int]) -> None:
         """Publish the last block of each table, which is full.
 
-        The block's last token is the input of the step before the one being planned, so its value
+        Blocks of groups with a window are published when the sequence stops (`publish_windows`):
+        those that a decode leaves behind could serve only a sequence that branches off there. The
+        block's last token is the input of the step before the one being planned, so its value
         is known. This call is most of the cost of a steady step, so it reads and publishes the
         blocks of all sequences at once.
 
@@ -120,11 +207,12 @@ class Publisher:
             seqs: Sequences that decode.
             rows: Their rows, parallel to `seqs`.
         """
-        if not self._is_enabled:
+        if not (self._is_enabled and self._groups.without_window):
             return
         blocks: list[DeviceBlockId] = []
         names: list[BlockHash] = []
-        lasts = [len(seq.block_ids) - 1 for seq in seqs]
+        num_groups = self._groups.num
+        lasts = [len(seq.block_ids) // num_groups - 1 for seq in seqs]
         for seq, last, tokens in zip(seqs, lasts, self._rows.read_blocks(rows, lasts), strict=True):
             hashes = seq.block_hashes
             if seq.num_published_blocks == last == len(hashes) and not seq.loading_block_ids:
@@ -132,16 +220,31 @@ class Publisher:
                 name = next_hash(parent, tokens)
                 hashes.append(name)
                 seq.num_published_blocks = last + 1
-                blocks.append(seq.block_ids[last])
-                names.append(name)
+                self._tell(seq, last, last + 1)
+                if num_groups == 1:
+                    blocks.append(seq.block_ids[last])
+                    names.append(name)
+                else:
+                    for group in self._groups.without_window:
+                        blocks.append(seq.block_ids[last * num_groups + group])
+                        names.append(group_hash(name, group))
             else:  # the sequence has more blocks to publish, or none yet
                 some_blocks, some_names = self._name(seq, last + 1)
                 blocks += some_blocks
                 names += some_names
         self._pool.publish(blocks, names)
 
+    def publish_windows(self, seq: Sequence, num_computed_tokens: int) -> None:
+        """Publish the full blocks of groups with a window that later tokens would see."""
+        num_full, num_groups = num_computed_tokens // self._block_size, self._groups.num
+        if not self._is_enabled or seq.loading_block_ids or seq.num_published_blocks < num_full:
+            return
+        places = [p for p in self._groups.kept(num_computed_tokens) if p < num_full * num_groups]
+        names = self._groups.names(seq.block_hashes, places)
+        self._pool.publish([seq.block_ids[place] for place in places], names)
+
     def _name(self, seq: Sequence, num_full: int) -> tuple[list[DeviceBlockId], list[BlockHash]]:
-        """Mark the first `num_full` blocks as published; return the new ones and their hashes."""
+        """Mark the first `num_full` block indices as published; return their blocks and hashes."""
         first = seq.num_published_blocks
         if first >= num_full or seq.loading_block_ids:
             return [], []
@@ -150,4 +253,14 @@ class Publisher:
         root = root_hash(seq.request.cache_salt)
         extend_chain(seq.block_hashes, root, tokens, self._block_size)
         seq.num_published_blocks = num_full
-        return seq.block_ids[first:num_full], seq.block_hashes[first:num_full]
+        self._tell(seq, first, num_full)
+        if self._groups.is_plain:
+            return seq.block_ids[first:num_full], seq.block_hashes[first:num_full]
+        num, table = self._groups.num, seq.block_ids
+        places = [p for p in range(first * num, num_full * num) if table[p] != NULL_BLOCK]
+        blocks = [table[place] for place in places]
+        return blocks, self._groups.names(seq.block_hashes, places)
+
+    def _tell(self, seq: Sequence, first: int, end: int) -> None:
+        if self.watch is not None and seq.row is not None:
+            self.watch.on_named(seq, first, end, self._rows.tokens(seq.row))

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 
 from contract.arrays import Int32Array
-from contract.hashing import extend_chain, tail_hash
+from contract.hashing import extend_chain, group_hash, tail_hash
 from contract.step import NewSequence, Plan, StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.budget import TokenBudget
@@ -16,6 +16,7 @@ from scheduler_svc.core.decodes import Decodes, DraftedDecodes, SteadyDecodes
 from scheduler_svc.core.events import Preempted, Started
 from scheduler_svc.core.handover.identity import identity, swap_root
 from scheduler_svc.core.handover.labels import NewLabels
+from scheduler_svc.core.kv_groups import NULL_BLOCK, KvGroups
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.prefix import FoundKv, Publisher
@@ -33,6 +34,7 @@ class RunningSet:
         self,
         config: SchedulerConfig,
         *,
+        groups: KvGroups,
         pool: BlockPool[DeviceBlockId],
         tier: HostTier,
         rows: Rows,
@@ -42,6 +44,7 @@ class RunningSet:
         policy: Policy,
     ) -> None:
         self._config = config
+        self._groups = groups
         self._pool = pool
         self._tier = tier
         self._rows = rows
@@ -49,7 +52,7 @@ class RunningSet:
         self._labels = labels
         self._budget = budget
         self._policy = policy
-        self._publisher = Publisher(config, pool, rows)
+        self.publisher = Publisher(config, groups, pool, rows)
         self._seqs: dict[SeqId, Sequence] = {}
         self._loading: dict[SeqId, Sequence] = {}  # those with `loading_block_ids`
         self._prefilling: list[Sequence] = []  # sorted by `Sequence.order`
@@ -102,8 +105,29 @@ class RunningSet:
         return bool(self._released_rows) or self._tier.has_moves or waits_for_disk
 
     def num_blocks_due(self, step: StepId) -> int:
-        """Return how many blocks decoding sequences need at `step`."""
-        return self._decodes.num_due(step)
+        """Return how many blocks decoding sequences need at `step`, and prompts behind a window."""
+        num_due = self._decodes.num_due(step) * self._groups.num
+        if self._groups.is_plain:
+            return num_due
+        return num_due + sum(len(self._missing(seq)) for seq in self._prefilling)
+
+    def give_back(self, step: StepId) -> None:
+        """Give back blocks behind windows, of the sequences that need others at `step`.
+
+        Steps in flight may still read them. But the worker runs steps and copies in order, and a
+        later step writes them.
+        """
+        passed: list[DeviceBlockId] = []
+        for seq in self._prefilling:
+            if not seq.loading_block_ids:
+                passed += self._groups.take_passed(seq.block_ids, seq.num_computed_tokens)
+        due = self._decodes.due(step)
+        rows = [seq.row for seq in due if seq.row is not None]
+        known = self._rows.num_tokens_by_row[rows].tolist() if rows else ()
+        for seq, num_known in zip(due, known, strict=True):
+            if not seq.loading_block_ids:
+                passed += self._groups.take_passed(seq.block_ids, num_known - 1)
+        self._pool.drop(passed)
 
     def start(self, seq: Sequence, found: FoundKv, num_new_blocks: int) -> None:
         """Give a sequence a row and a block table, and let it prefill.
@@ -116,6 +140,7 @@ class RunningSet:
         """
         seq.set_status(SeqStatus.PREFILL)
         shared = found.ready + found.loading
+        ahead = self.places_ahead(seq, found)
         self._pool.share(shared)
         # Hold the host blocks first, because the allocation may evict host blocks, too.
         self._tier.pool.share(found.sources)
@@ -124,8 +149,18 @@ class RunningSet:
         self._tier.swap_in(found.sources, targets)
         self._tier.pool.drop(seq.fetched_block_ids)
         seq.fetched_block_ids = ()
-        seq.block_ids = shared + own
-        seq.num_published_blocks = len(found.ready)
+        if found.places is None:
+            seq.block_ids = shared + own
+            seq.num_published_blocks = len(found.ready)
+        else:
+            places = found.places + ahead
+            seq.block_ids = [NULL_BLOCK] * (self._num_indices(seq) * self._groups.num)
+            for place, block in zip(places, shared + own, strict=True):
+                seq.block_ids[place] = block
+            unpublished = min(found.places[len(found.ready) :], default=None)
+            seq.num_published_blocks = (
+                found.num_indices if unpublished is None else unpublished // self._groups.num
+            )
         seq.num_computed_tokens = found.num_tokens
         seq.row = self._rows.occupy(seq)
         seq.announced = False
@@ -136,19 +171,40 @@ class RunningSet:
         self._wait_for(seq, (*found.loading, *targets))
         insort(self._prefilling, seq, key=lambda other: other.order)
 
+    def places_ahead(self, seq: Sequence, found: FoundKv) -> list[int]:
+        """Return the places for which a sequence takes blocks, besides those found, when it starts.
+
+        Empty without windows: then it takes all that are not found.
+        """
+        if self._groups.is_plain:
+            return []
+        return self._groups.ahead(found.num_indices, found.num_tokens, self._num_indices(seq))
+
+    def can_fork(self, parent: Sequence, child: Sequence) -> bool:
+        """Whether the parent still has what the child sees; it may know more tokens already."""
+        places = () if self._groups.is_plain else self._groups.kept(len(child.token_ids) - 1)
+        return not any(parent.block_ids[place] == NULL_BLOCK for place in places)
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Start `child` with the blocks of `parent`, which has computed all tokens but the last.
 
         The child writes the slot of that token and the slots after it. So it gets a copy of that
-        block, made in the first step in which it computes.
+        block of each KV group, made in the first step in which it computes.
         """
+        num_groups = self._groups.num
         num_computed = len(child.token_ids) - 1
         num_shared, offset = divmod(num_computed, self._config.block_size)
         child.block_hashes = parent.block_hashes[:num_shared]
+        end = num_shared * num_groups
         if offset:
-            child.copy_from = parent.block_ids[num_shared]
-            self._pool.share([child.copy_from])
-        self.start(child, FoundKv(parent.block_ids[:num_shared], [], [], num_computed), 1)
+            child.copy_from = tuple(parent.block_ids[end : end + num_groups])
+            self._pool.share(child.copy_from)
+        found = FoundKv(parent.block_ids[:end], [], [], num_computed)
+        if not self._groups.is_plain:
+            places = [p for p in self._groups.kept(num_computed) if p < end]
+            shared = [parent.block_ids[place] for place in places]
+            found = FoundKv(shared, [], [], num_computed, places, num_shared)
+        self.start(child, found, num_groups)
         # If a swap-in fails for the parent, it fails for the child, too.
         self._wait_for(child, parent.loading_block_ids)
 
@@ -163,8 +219,11 @@ class RunningSet:
         beam.set_status(SeqStatus.PREFILL)
         beam.token_ids, beam.max_total_tokens = token_ids, len(token_ids) + 1
         beam.num_computed_tokens = len(token_ids) - 1
-        if beam.num_computed_tokens == len(beam.block_ids) * self._config.block_size:
-            beam.block_ids += self._pool.allocate(1)
+        num_groups = self._groups.num
+        if not self._groups.is_plain:
+            self._pool.drop(self._groups.take_passed(beam.block_ids, beam.num_computed_tokens))
+        if beam.num_computed_tokens * num_groups == len(beam.block_ids) * self._config.block_size:
+            beam.block_ids += self._pool.allocate(num_groups)
         self._rows.set_tokens(beam.row, token_ids)
         self._released_rows.append(beam.row)
         beam.announced = False
@@ -199,7 +258,7 @@ class RunningSet:
                 self._policy.charge(seq.rank.account, num_new, 0)
         # Publish blocks that this step only begins to compute: a sequence that finds them computes
         # in this step or later, and in each layer a step stores all its KV before it reads any.
-        self._publisher.publish(seq, seq.num_computed_tokens)
+        self.publisher.publish(seq, seq.num_computed_tokens)
         if seq.num_tokens_left:
             return False
         self._prefilling.remove(seq)
@@ -211,17 +270,25 @@ class RunningSet:
         """Give a block to each sequence that crosses a block border in this step."""
         self._labels.begin_step()
         due = self._decodes.take_due(builder.step_id)
+        if not self._groups.is_plain:
+            self._take_missing(builder)
         if not due:
             return
-        builder.appended_blocks = self._pool.allocate(len(due))
+        num_groups = self._groups.num
+        builder.appended_blocks = self._pool.allocate(len(due) * num_groups)
         builder.appended_rows = [seq.row for seq in due if seq.row is not None]
         if self._config.num_draft_tokens:  # then the last block may not be full yet
             for seq in due:
-                self._publisher.publish(seq, self.num_computed_tokens(seq))
+                self.publisher.publish(seq, self.num_computed_tokens(seq))
         else:
-            self._publisher.publish_last(due, builder.appended_rows)
-        for seq, block in zip(due, builder.appended_blocks, strict=True):
-            seq.block_ids.append(block)
+            self.publisher.publish_last(due, builder.appended_rows)
+        if num_groups == 1:
+            for seq, block in zip(due, builder.appended_blocks, strict=True):
+                seq.block_ids.append(block)
+        else:
+            for index, seq in enumerate(due):
+                first = index * num_groups
+                seq.block_ids += builder.appended_blocks[first : first + num_groups]
 
     def evict_ahead(self, step: StepId) -> None:
         """Evict blocks now that sequences will need in the two steps after `step`.
@@ -229,7 +296,8 @@ class RunningSet:
         A step that swaps in cannot demote, so a block evicted in it is lost, and with it all blocks
         that continue its prefix. A block that is evicted now is demoted to the host instead.
         """
-        num_lacking = self._decodes.num_due_soon(step) - self._pool.num_free
+        num_due = self._decodes.num_due_soon(step) * self._groups.num
+        num_lacking = num_due - self._pool.num_free
         if num_lacking <= 0:
             return
         num_evicted = min(num_lacking, self._pool.num_cached, self._tier.num_demotions_left)
@@ -270,7 +338,7 @@ class RunningSet:
                 del self._loading[seq.seq_id]
                 self._tier.pool.drop(seq.host_block_ids)
                 seq.host_block_ids = ()
-                self._publisher.publish(seq, self.num_computed_tokens(seq))
+                self.publisher.publish(seq, self.num_computed_tokens(seq))
         return broken
 
     def num_computed_tokens(self, seq: Sequence) -> int:
@@ -288,7 +356,9 @@ class RunningSet:
         assert seq.row is not None
         del self._seqs[seq.seq_id]
         if seq.status is SeqStatus.DECODE:
-            self._publisher.publish(seq, self._rows.num_tokens(seq.row) - 1)
+            self.publisher.publish(seq, self._rows.num_tokens(seq.row) - 1)
+            if not self._groups.is_plain and seq.group is None:
+                self.publisher.publish_windows(seq, self._rows.num_tokens(seq.row) - 1)
             self._decodes.stop(seq)
         else:
             self._prefilling.remove(seq)
@@ -297,7 +367,9 @@ class RunningSet:
             others = (other.loading_block_ids for other in self._loading.values())
             still_wanted = set(chain.from_iterable(others))
             self._tier.cancel_swap_ins(set(seq.loading_block_ids) - still_wanted)
-        held = seq.block_ids if seq.copy_from is None else [*seq.block_ids, seq.copy_from]
+        held = self._groups.held(seq.block_ids)
+        if seq.copy_from:
+            held = [*held, *seq.copy_from]
         if seq.announced:
             self._released_rows.append(seq.row)
         self._rows.abandon(seq.row)
@@ -306,7 +378,7 @@ class RunningSet:
             self._rows.give_back(seq.row)
         else:
             self._steps.hold(held, seq.row)
-        seq.block_ids, seq.row, seq.copy_from, seq.loading_block_ids = [], None, None, ()
+        seq.block_ids, seq.row, seq.copy_from, seq.loading_block_ids = [], None, (), ()
 
     def trace_preempted(
         self, seq: Sequence, num_computed: int, num_swapped_out_blocks: int
@@ -317,28 +389,59 @@ class RunningSet:
             self._turns.append(Preempted(source, seq.seq_key, num_computed, num_swapped_out_blocks))
 
     def swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> None:
-        """Copy the KV of a sequence that was just stopped to the host, including a partial block.
+        """Copy the KV of a sequence that was just stopped to the host, including partial blocks.
+
+        Args:
+            seq: The sequence.
+            blocks: Its blocks at `KvGroups.kept(num_computed)`.
+            num_computed: Its tokens with KV.
 
         A later scheduler finds the partial block by its label. Without a prefix cache the full
         blocks have no hashes yet, so they get labels here, too.
         """
         size, has_cache = self._config.block_size, self._config.enable_prefix_caching
-        num_full, num_in_tail = divmod(num_computed, size)
+        num_in_tail = num_computed % size
         chain = seq.block_hashes if has_cache else []
         root = swap_root(seq.request, seq.output_index, has_prefix_cache=has_cache)
         extend_chain(chain, root, seq.token_ids, size)
+        num_groups = self._groups.num
+        places = self._groups.kept(num_computed)
+        full = places[:-num_groups] if num_in_tail else places  # every group keeps its last block
+        names = self._groups.names(chain, full)
         if not has_cache:
-            self._labels.give(blocks[:num_full], chain[:num_full])
+            self._labels.give(blocks[: len(full)], names)
         if num_in_tail:
             name = tail_hash(chain, root, seq.token_ids, num_computed, size)
-            self._labels.give([blocks[-1]], [name])
-        seq.host_block_ids = tuple(self._tier.swap_out(blocks, seq.block_hashes[:num_full]))
+            tails = [group_hash(name, group) for group in range(num_groups)]
+            self._labels.give(blocks[-num_groups:], tails)
+        seq.host_block_ids = tuple(self._tier.swap_out(blocks, names if has_cache else ()))
 
     def distrust(self, seq: Sequence) -> None:
         """Remove the hashes of a running sequence's blocks, because its KV is wrong."""
         self._pool.forget(seq.block_ids)
-        self._tier.forget(seq.block_hashes)
-        seq.num_published_blocks = len(seq.block_ids)
+        places = range(len(seq.block_hashes) * self._groups.num)
+        self._tier.forget(self._groups.names(seq.block_hashes, places))
+        seq.num_published_blocks = self._num_indices(seq)
+
+    def _num_indices(self, seq: Sequence) -> int:
+        """Return the number of block indices of a sequence's known tokens."""
+        return -(-len(seq.token_ids) // self._config.block_size)
+
+    def _missing(self, seq: Sequence) -> list[int]:
+        if seq.loading_block_ids:  # then it computes nothing
+            return []
+        return self._groups.missing(seq.block_ids, seq.num_computed_tokens)
+
+    def _take_missing(self, builder: PlanBuilder) -> None:
+        """Give blocks for the next chunk to prefilling sequences."""
+        placements: list[int] = []
+        for seq in self._prefilling:
+            places = self._missing(seq)
+            for place, block in zip(places, self._pool.allocate(len(places)), strict=True):
+                seq.block_ids[place] = block
+                if seq.announced and seq.row is not None:
+                    placements += (seq.row, place, block)
+        builder.placements = placements
 
     def _wait_for(self, seq: Sequence, blocks: tuple[DeviceBlockId, ...]) -> None:
         """Let a started sequence depend on swap-ins; without any, drop its copy on the host."""
@@ -373,7 +476,8 @@ class RunningSet:
                 search=search,
             )
         )
-        if seq.copy_from is not None:
-            builder.copy(seq.copy_from, seq.block_ids[-1])
-            builder.copied.append(seq.copy_from)
-            seq.copy_from = None
+        if seq.copy_from:
+            for src, dst in zip(seq.copy_from, seq.block_ids[-len(seq.copy_from) :], strict=True):
+                builder.copy(src, dst)
+            builder.copied += seq.copy_from
+            seq.copy_from = ()

@@ -27,6 +27,7 @@ from scheduler_svc.core.beams.live_searches import BeamGroups
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.budget import TokenBudget
 from scheduler_svc.core.cache.pins import Pins
+from scheduler_svc.core.cache.watch import CacheTier, CacheWatch
 from scheduler_svc.core.compact.defragment import DefragmentationReport, Defragmenter
 from scheduler_svc.core.compact.resize import Resizing
 from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
@@ -41,6 +42,7 @@ from scheduler_svc.core.handover.moved_request import (
 )
 from scheduler_svc.core.handover.moves import Moves
 from scheduler_svc.core.handover.takeover import Takeover
+from scheduler_svc.core.kv_groups import KvGroups
 from scheduler_svc.core.limits import (
     WorkerRates,
     check_deadline,
@@ -81,8 +83,11 @@ class Scheduler:
         self.pool: Final = BlockPool(
             config.num_blocks, DeviceBlockId, on_evict, config.eviction, self.labels
         )
-        self.pins: Final = Pins(config, self.pool)
-        self.lookup: Final = KvLookup(config, self.pool, self.tier)
+        self.groups: Final = KvGroups(config)
+        if not self.groups.is_plain:
+            self.pool.allocate(1)  # the null block
+        self.pins: Final = Pins(config, self.groups, self.pool)
+        self.lookup: Final = KvLookup(config, self.groups, self.pool, self.tier)
         # Running sequences.
         longest = max_request_len(config.max_num_blocks or config.num_blocks, config)
         self.rows: Final = Rows(
@@ -94,6 +99,7 @@ class Scheduler:
         self.policy: Final = make_policy(config.policy, config.policy_args)
         self.running: Final = RunningSet(
             config,
+            groups=self.groups,
             pool=self.pool,
             tier=self.tier,
             rows=self.rows,
@@ -102,14 +108,17 @@ class Scheduler:
             budget=self.budget,
             policy=self.policy,
         )
-        self.beams: Final = BeamGroups(config, self.rows, self.running, self.lookup, self.policy)
+        self.beams: Final = BeamGroups(
+            config, self.groups, self.rows, self.running, self.lookup, self.policy
+        )
         # Waiting sequences.
         self.live: Final = LiveSequences()
         self.queue: Final = WaitingQueue(self.policy, self.budget.long_threshold)
-        self.host_room: Final = HostRoom(config, self.tier, self.queue, self.live)
+        self.host_room: Final = HostRoom(config, self.groups, self.tier, self.queue, self.live)
         self.fetching: Final = Fetching(config, self.lookup, self.tier, self.host_room, self.queue)
         self.preemption: Final = Preemption(
             config,
+            groups=self.groups,
             pool=self.pool,
             pins=self.pins,
             rows=self.rows,
@@ -148,6 +157,7 @@ class Scheduler:
         )
         self.takeover: Final = Takeover(
             config,
+            groups=self.groups,
             pool=self.pool,
             pins=self.pins,
             tier=self.tier,
@@ -165,6 +175,13 @@ class Scheduler:
         """Tokens that admission looked up."""
         self.prefix_cache_hits = 0
         """Tokens that admission found."""
+
+    def watch_cache(self, watch: CacheWatch) -> None:
+        """Let `watch` see which blocks can be found by hash; call before anything else."""
+        self.pool.find_in(watch.table(CacheTier.DEVICE))
+        self.tier.pool.find_in(watch.table(CacheTier.HOST))
+        self.tier.disk.pool.find_in(watch.table(CacheTier.DISK))
+        self.running.publisher.watch = watch
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -466,7 +483,7 @@ class Scheduler:
             if not self.budget.num_prompt_tokens and seq.status is not SeqStatus.SWAPPED:
                 return  # the sequence would hold blocks without computing
             num_tokens = len(seq.token_ids)
-            has_room = self._has_room(-(-num_tokens // block_size))
+            has_room = self._has_room(self.groups.num_needed(num_tokens))
             match self.fetching.at_turn(seq, has_room=has_room):
                 case FetchStatus.FETCHING:
                     continue
@@ -479,8 +496,11 @@ class Scheduler:
             if not self.budget.may_start(num_left, self.running.prefilling):
                 may_be_long = False
                 continue
-            num_new = -(-num_tokens // block_size) - len(found.ready) - len(found.loading)
-            num_rows, num_needed = (1, 0) if seq.group is None else seq.group.demand(block_size)
+            if found.places is None:
+                num_new = -(-num_tokens // block_size) - len(found.ready) - len(found.loading)
+            else:
+                num_new = len(found.sources) + len(self.running.places_ahead(seq, found))
+            num_rows, num_needed = (1, 0) if seq.group is None else self.beams.demand(seq.group)
             num_needed += num_new + sum(self.pool.ref_count(block) == 0 for block in found.ready)
             if not self._has_room(num_needed, num_rows):
                 num_lacking = num_needed - self.pool.num_available
@@ -509,7 +529,7 @@ class Scheduler:
 
     def _compute(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Compute a chunk of a sequence's known tokens; after the last one, start its siblings."""
-        if seq.loading_block_ids and not self.running.is_loaded(seq):
+        if seq.loading_block_ids and not (self.groups.is_plain and self.running.is_loaded(seq)):
             return
         if self.running.compute_chunk(seq, builder):
             self._fork_siblings(seq, builder.now)
@@ -534,10 +554,10 @@ class Scheduler:
         return len(self.running) + self.rows.num_reserved
 
     def _fork_siblings(self, leader: Sequence, now: float) -> None:
-        """Fork the siblings of a leader; those without a free row or block are queued."""
+        """Fork the siblings of a leader; those without a free row or blocks are queued."""
         self.pins.on_prompt_computed(leader, now)
         for seq in self.live.take_siblings(leader):
-            if self._has_room(1):
+            if self._has_room(self.groups.num) and self.running.can_fork(leader, seq):
                 self.running.fork(leader, seq)
                 self.live.record_admitted(seq, 0, now)
             else:

@@ -117,12 +117,13 @@ class Sequence:
     """Whether it has left the queue once; its source gets an event the first time."""
     row: int | None = None
     block_ids: list[DeviceBlockId] = field(default_factory=list)
-    """Its block table. While the sequence runs, the table only grows, except that the defragmenter
-    may replace blocks."""
+    """Its block table, with an entry per KV group for every `block_size` tokens; see `KvGroups`.
+    While the sequence runs, the table only grows, except that the defragmenter may replace blocks,
+    and that a window's blocks come and go."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of its first full blocks, computed when needed; empty without a prefix cache."""
     num_published_blocks: int = 0
-    """How many of its first blocks were published, or found in the prefix cache."""
+    """For how many block indices its blocks were published, or found in the prefix cache."""
     num_computed_tokens: int = 0
     """In PREFILL: tokens with valid KV after the steps scheduled so far. With KV on host or disk:
     tokens with KV there. In WAITING: tokens that it had computed before it was preempted or came
@@ -133,12 +134,12 @@ class Sequence:
     """First prompt tokens that the policy has charged for; kept when it is preempted."""
     announced: bool = False
     """Whether a plan has named it as a new sequence since it got its row."""
-    copy_from: DeviceBlockId | None = None
-    """The block that the worker will copy to the sequence's last block; None once it is announced.
-    The sequence holds a reference to this block."""
+    copy_from: tuple[DeviceBlockId, ...] = ()
+    """The block of each KV group that the worker will copy to the sequence's last one; empty once
+    the sequence is announced. It holds a reference to these blocks."""
     host_block_ids: tuple[HostBlockId, ...] = ()
     """Host blocks with its KV, or loading it from the disk; from its swap-out until the result that
-    confirms its swap-in."""
+    confirms its swap-in. They are those of `KvGroups.kept`, in that order."""
     disk_block_ids: tuple[DiskBlockId, ...] = ()
     """In SWAPPED: disk blocks with the KV that follows `host_block_ids`. In FETCHING: the disk
     copies of blocks that are being loaded."""

@@ -247,7 +247,7 @@ class _PreemptionWatch:
             num_free_blocks=num_available,
             num_held_blocks=len(set(core.steps.held_blocks)),
             num_own_blocks=len({block for each in own for block in each.block_ids})
-            + (seq.copy_from is not None),
+            + len(seq.copy_from),
             num_freed_blocks=0,
             num_known_tokens=core.rows.num_tokens(seq.row),
             has_failed_swap_in=not can_swap and not has_too_many,

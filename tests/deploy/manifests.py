@@ -1,47 +1,22 @@
-"""Reads the Kubernetes manifests, as files and as kustomize renders them."""
+"""The Kubernetes manifests that the Helm chart makes of its examples."""
 
-import shutil
-import subprocess
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
-OVERLAYS = sorted(path.name for path in (KUBERNETES / "overlays").iterdir())
-CUSTOM_KINDS = {"ServiceMonitor", "LeaderWorkerSet"}
+from docs.generate.manifests import EXAMPLES, render
+
+CUSTOM_KINDS = {"PodMonitor", "LeaderWorkerSet", "ScaledObject", "InferencePool", "HTTPRoute"}
 """Kinds of other projects, whose schemas Kubernetes does not publish."""
 
 Manifest = dict[str, Any]
 
 
-def base_manifests() -> list[Manifest]:
-    """Return the base's manifests, without those that kustomize generates."""
-    return [
-        manifest
-        for file in sorted((KUBERNETES / "base").glob("*.yaml"))
-        if file.name != "kustomization.yaml"
-        for manifest in yaml.safe_load_all(file.read_text())
-    ]
-
-
 @cache
-def render(overlay: str) -> list[Manifest]:
-    """Return the manifests that `kubectl apply -k` would apply; skips without kustomize."""
-    if kubectl := shutil.which("kubectl"):
-        command = [kubectl, "kustomize"]
-    elif kustomize := shutil.which("kustomize"):
-        command = [kustomize, "build"]
-    else:
-        pytest.skip("neither kubectl nor kustomize is here, so overlays cannot be rendered")
-    folder = KUBERNETES / "overlays" / overlay
-    result = subprocess.run(
-        [*command, str(folder)], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
-    return list(yaml.safe_load_all(result.stdout))
+def manifests_of(example: str, *more: str) -> list[Manifest]:
+    """Return what `helm install` would apply."""
+    return [each for each in yaml.safe_load_all(render(EXAMPLES[example], *more)) if each]
 
 
 def pod_templates(manifests: list[Manifest]) -> dict[str, Manifest]:
@@ -56,6 +31,12 @@ def pod_templates(manifests: list[Manifest]) -> dict[str, Manifest]:
             found[f"{manifest['metadata']['name']} leader"] = group["leaderTemplate"]
             found[f"{manifest['metadata']['name']} other"] = group["workerTemplate"]
     return found
+
+
+def component_of(template: Manifest) -> str:
+    """Return which process a pod runs."""
+    component: str = template["metadata"]["labels"]["app.kubernetes.io/component"]
+    return component
 
 
 def variables(manifests: list[Manifest], template: Manifest) -> dict[str, str]:

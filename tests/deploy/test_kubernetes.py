@@ -1,26 +1,21 @@
-"""The Kubernetes manifests are valid by the published schemas, and match the processes."""
+"""What the Helm chart makes is valid by the published schemas, and matches the processes."""
 
+import json
 import re
 from pathlib import Path
 
 import kubernetes_validate
 import pytest
 import yaml
-from manifests import (
-    CUSTOM_KINDS,
-    KUBERNETES,
-    OVERLAYS,
-    base_manifests,
-    pod_templates,
-    render,
-    variables,
-)
+from manifests import CUSTOM_KINDS, component_of, manifests_of, pod_templates, variables
 
+from docs.generate.manifests import CHART, EXAMPLES, HELM, render
 from gpu_worker.settings import WorkerSettings
 from router.settings import RouterSettings
 from scheduler_svc.settings import SchedulerSettings
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(HELM is None, reason="helm is not on this machine")
 SETTINGS = {
     "router": RouterSettings,
     "scheduler": SchedulerSettings,
@@ -28,64 +23,67 @@ SETTINGS = {
 }
 
 
+LIBRARIES = {"HF_HOME", "HF_TOKEN"}
+"""Variables that libraries read."""
+every_example = pytest.mark.parametrize("example", EXAMPLES)
+
+
 def settings_of(template):
-    return SETTINGS[template["metadata"]["labels"]["app.kubernetes.io/component"]]
+    return SETTINGS[component_of(template)]
 
 
 def check_schema(manifest):
     kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
 
 
-@pytest.mark.parametrize(
-    "manifest", base_manifests(), ids=lambda m: f"{m['kind']}-{m['metadata']['name']}"
-)
-def test_base_is_valid(manifest):
-    check_schema(manifest)
-
-
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_overlay_is_valid(overlay):
-    for manifest in render(overlay):
+@every_example
+def test_manifests_are_valid(example):
+    for manifest in manifests_of(example):
         if manifest["kind"] not in CUSTOM_KINDS:
             check_schema(manifest)
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_pods_of_other_projects_workloads_are_valid(overlay):
-    for template in pod_templates(render(overlay)).values():
+@every_example
+def test_pods_of_other_projects_workloads_are_valid(example):
+    for template in pod_templates(manifests_of(example)).values():
         check_schema(
             {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
             | {"spec": template["spec"]}
         )
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_each_variable_is_a_setting_of_the_process_that_gets_it(overlay):
-    manifests = render(overlay)
+@every_example
+def test_each_variable_is_a_setting_of_the_process_that_gets_it(example):
+    manifests = manifests_of(example)
     for template in pod_templates(manifests).values():
         # The common map may contain variables that only some processes read.
         fields = {name for cls in SETTINGS.values() for name in cls.model_fields}
         for name in variables(manifests, template):
-            assert name.startswith("QUIRE_")
-            assert name.removeprefix("QUIRE_").lower() in fields, name
+            if name not in LIBRARIES:
+                assert name.startswith("QUIRE_")
+                assert name.removeprefix("QUIRE_").lower() in fields, name
         own = template["spec"]["containers"][0]["envFrom"][1]["configMapRef"]["name"]
-        data = next(m["data"] for m in manifests if m["metadata"]["name"] == own)
-        for name in data:
+        data = next(
+            m["data"]
+            for m in manifests
+            if m["kind"] == "ConfigMap" and m["metadata"]["name"] == own
+        )
+        for name in data.keys() - LIBRARIES:
             assert name.removeprefix("QUIRE_").lower() in settings_of(template).model_fields, name
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_each_argument_is_a_flag(overlay):
-    for template in pod_templates(render(overlay)).values():
+@every_example
+def test_each_argument_is_a_flag(example):
+    for template in pod_templates(manifests_of(example)).values():
         for argument in template["spec"]["containers"][0].get("args", ()):
             name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
             assert name in settings_of(template).model_fields, argument
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_values_are_what_the_settings_take(overlay, monkeypatch, tmp_path):
+@every_example
+def test_values_are_what_the_settings_take(example, monkeypatch, tmp_path):
     (tmp_path / "tokenizer.json").touch()
-    manifests = render(overlay)
+    manifests = manifests_of(example)
     for template in pod_templates(manifests).values():
         with monkeypatch.context() as environment:
             for name, value in variables(manifests, template).items():
@@ -95,9 +93,9 @@ def test_values_are_what_the_settings_take(overlay, monkeypatch, tmp_path):
             settings_of(template)()
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_ports_are_those_that_the_processes_listen_on(overlay):
-    for template in pod_templates(render(overlay)).values():
+@every_example
+def test_ports_are_those_that_the_processes_listen_on(example):
+    for template in pod_templates(manifests_of(example)).values():
         fields = settings_of(template).model_fields
         (container,) = template["spec"]["containers"]
         if "ports" in container:
@@ -107,22 +105,22 @@ def test_ports_are_those_that_the_processes_listen_on(overlay):
             assert not ports or f"--master-port={ports.pop('ranks')}" in container["args"]
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_a_pod_has_time_to_drain(overlay):
-    manifests = render(overlay)
+@every_example
+def test_a_pod_has_time_to_drain(example):
+    manifests = manifests_of(example)
     for name, template in pod_templates(manifests).items():
         (container,) = template["spec"]["containers"]
         pause = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         drain = int(variables(manifests, template)["QUIRE_DRAIN_S"])
         needed = (
-            2 if name == "scheduler" else drain
+            2 if component_of(template) == "scheduler" else drain
         )  # a scheduler hands its requests over within two seconds
         assert template["spec"]["terminationGracePeriodSeconds"] > pause + needed, name
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_selectors_find_pods(overlay):
-    manifests = render(overlay)
+@every_example
+def test_selectors_find_pods(example):
+    manifests = manifests_of(example)
     labels = [t["metadata"]["labels"].items() for t in pod_templates(manifests).values()]
     for manifest in manifests:
         spec = manifest.get("spec", {})
@@ -137,9 +135,9 @@ def test_selectors_find_pods(overlay):
             ]
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_targets_name_services_of_the_overlay(overlay):
-    manifests = render(overlay)
+@every_example
+def test_targets_name_services_of_the_release(example):
+    manifests = manifests_of(example)
     services = {m["metadata"]["name"] for m in manifests if m["kind"] == "Service"}
     services |= {m["metadata"]["name"] for m in manifests if m["kind"] == "LeaderWorkerSet"}
     for template in pod_templates(manifests).values():
@@ -151,7 +149,9 @@ def test_targets_name_services_of_the_overlay(overlay):
 
 def callers(policies, component):
     """Who may call which port of a component, by these policies: components or namespaces."""
-    labels = {"app.kubernetes.io/name": "quire", "app.kubernetes.io/component": component}
+    labels = {f"app.kubernetes.io/{label}": "quire" for label in ("name", "instance")} | {
+        "app.kubernetes.io/component": component
+    }
     found = set()
     for policy in policies:
         spec = policy["spec"]
@@ -176,38 +176,117 @@ def caller(peer):
     return labels["app.kubernetes.io/component"]
 
 
-def policies_in(path):
-    manifests = yaml.safe_load_all((KUBERNETES / path).read_text())
-    return [each for each in manifests if each["kind"] == "NetworkPolicy"]
+def policies(example):
+    return [each for each in manifests_of(example) if each["kind"] == "NetworkPolicy"]
 
 
 def test_only_the_routers_ports_are_open_and_each_other_port_to_its_callers():
     """Probes come from the node, which no policy stops."""
-    base = policies_in("base/network-policies.yaml")
-    assert {"app.kubernetes.io/name": "quire"} in [
-        each["spec"]["podSelector"]["matchLabels"] for each in base if "ingress" not in each["spec"]
+    found = policies("cpu-demo")
+    assert {"app.kubernetes.io/name": "quire", "app.kubernetes.io/instance": "quire"} in [
+        each["spec"]["podSelector"]["matchLabels"]
+        for each in found
+        if "ingress" not in each["spec"]
     ], "what no policy names is closed"
-    assert callers(base, "router") == {("http", "anyone"), ("grpc", "anyone")}
-    assert callers(base, "scheduler") == {("grpc", "router")}
-    assert callers(base, "worker") == {("grpc", "scheduler"), ("grpc", "worker")}
+    scraper = ("http", "namespace monitoring")
+    assert callers(found, "router") == {("http", "anyone"), ("grpc", "anyone"), scraper}
+    assert callers(found, "scheduler") == {("grpc", "router"), scraper}
+    assert callers(found, "worker") == {("grpc", "scheduler"), ("grpc", "worker"), scraper}
 
 
-def test_components_and_overlays_open_no_more_than_they_need():
-    metrics = policies_in("components/monitoring/network-policy.yaml")
-    for component in SETTINGS:
-        assert callers(metrics, component) == {("http", "namespace monitoring")}
-    ranks = policies_in("overlays/worker-group/worker-group.yaml")
-    assert callers(ranks, "worker") == {("any", "worker")}
-    assert callers(ranks, "router") | callers(ranks, "scheduler") == set()
-    others = {path for path in KUBERNETES.rglob("*.yaml") if "NetworkPolicy" in path.read_text()}
-    assert {path.name for path in others} == {
-        *("network-policies.yaml", "network-policy.yaml", "worker-group.yaml")
-    }
+def test_the_ranks_of_a_group_reach_one_another():
+    found = policies("worker-group")
+    assert callers(found, "worker") - callers(policies("cpu-demo"), "worker") == {("any", "worker")}
 
 
-def test_images_are_targets_of_the_dockerfile():
+@every_example
+def test_images_are_targets_of_the_dockerfile(example):
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
     targets = re.findall(r"^FROM .* AS (\S+)$", dockerfile, re.MULTILINE)
-    for template in pod_templates(base_manifests()).values():
+    for template in pod_templates(manifests_of(example)).values():
         (container,) = template["spec"]["containers"]
-        assert container["image"].removeprefix("quire-") in targets
+        name, _, tag = container["image"].partition(":")
+        assert name.removeprefix("quire-") in targets
+        assert tag == "latest"
+
+
+# The chart's values.
+
+
+def test_two_releases_of_a_namespace_share_no_name_and_no_pod():
+    def names(release):
+        text = render(EXAMPLES["one-gpu"]).replace("quire", release)
+        return {(m["kind"], m["metadata"]["name"]) for m in yaml.safe_load_all(text) if m}
+
+    assert len(names("a")) == len(manifests_of("one-gpu"))
+    for manifest in manifests_of("one-gpu"):
+        assert manifest["metadata"]["name"].startswith("quire")
+        selector = manifest.get("spec", {}).get("selector") or {}
+        labels = selector.get("matchLabels", selector)
+        assert not labels or labels["app.kubernetes.io/instance"] == "quire"
+
+
+def test_no_variable_of_kubernetes_looks_like_a_setting():
+    """Kubernetes gives QUIRE_WORKER_PORT and the like to each pod of the namespace, if asked to."""
+    for template in pod_templates(manifests_of("cpu-demo")).values():
+        assert template["spec"]["enableServiceLinks"] is False
+
+
+def test_pods_restart_when_their_settings_change():
+    def checksums(*more):
+        return {
+            name: template["metadata"]["annotations"]["checksum/settings"]
+            for name, template in pod_templates(manifests_of("cpu-demo", *more)).items()
+        }
+
+    before, changed = checksums(), checksums("--set", "worker.settings.max-num-seqs=8")
+    assert {name for name in before if before[name] != changed[name]} == {"quire-worker"}
+    assert not before.items() & checksums("--set", "settings.log-level=debug").items()
+
+
+def test_settings_become_variables():
+    more = ("--set", "settings.log-level=debug", "--set", "router.settings.limits={1,2}")
+    manifests = manifests_of("cpu-demo", *more)
+    given = variables(manifests, pod_templates(manifests)["quire-router"])
+    assert (given["QUIRE_LOG_LEVEL"], given["QUIRE_LIMITS"]) == ("debug", "1,2")
+
+
+def test_a_token_reaches_the_processes_that_download():
+    manifests = manifests_of("several-workers", "--set", "model.tokenSecret=hub")
+    having = [
+        component_of(template)
+        for template in pod_templates(manifests).values()
+        if any(
+            entry.get("valueFrom", {}).get("secretKeyRef") == {"name": "hub", "key": "HF_TOKEN"}
+            for entry in template["spec"]["containers"][0].get("env", ())
+        )
+    ]
+    assert having == ["router", "worker"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("worker.replica=3", "Additional property replica is not allowed"),
+        ("worker.gpus=-1", "worker.gpus"),
+        ("router.settings.Log_Level=debug", "Does not match pattern"),
+        ("gateway.enabled=true", "gateway.parentRefs is empty; name the Gateway"),
+        (
+            "worker.autoscaling.enabled=true,worker.gpus=8,worker.podsPerGroup=2",
+            "worker.autoscaling.enabled is true, and worker.podsPerGroup is above 1",
+        ),
+        ("worker.podsPerGroup=2", "worker.podsPerGroup is 2; worker.gpus is 0"),
+    ],
+)
+def test_values_that_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        render(EXAMPLES["cpu-demo"], "--set", given)
+
+
+def test_every_value_is_explained_and_in_the_schema():
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
+    assert values.keys() == schema.keys() - {"global"}
+    for name, value in values.items():
+        if name != "settings":
+            assert value.keys() == schema[name]["properties"].keys()

@@ -1,6 +1,6 @@
 """Random tensors in the worker's layout, or a more difficult one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,6 +66,11 @@ class Paged:
             for numbers, scales in sides
         )
         return Paged(keys, values, self.block_tables, self.seq_lens)
+
+    def latent(self, value_dim):
+        """The same with values that are the keys' first numbers, as in latent attention."""
+        values = self.key_cache[..., :value_dim]
+        return replace(self, value_cache=values, value_scales=self.key_scales)
 
     def dense(self, seq):
         """The keys and values of one sequence, each [seq_len, HKV, D], read slot by slot."""

@@ -1,4 +1,5 @@
 import ctypes
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,6 +108,48 @@ def test_a_row_depends_on_nothing_but_its_own_sequence(window, num_threads, dtyp
             assert torch.equal(alone[0], together[starts[seq] + row])
 
 
+LATENT_SHAPES = [  # H, D, DV, P
+    (16, 576, 512, 16),
+    (128, 80, 64, 16),
+    (3, 28, 20, 5),
+    (4, 96, 64, 16),  # few rows
+]
+
+
+@native_dtypes
+@pytest.mark.parametrize(("num_heads", "head_dim", "value_dim", "block_size"), LATENT_SHAPES)
+def test_values_may_be_a_part_of_the_keys(num_heads, head_dim, value_dim, block_size, dtype):
+    query_lens, seq_lens = zip(*CHUNKS, strict=True)
+    scale = 0.5 * head_dim**-0.5
+    paged = make_paged(seq_lens, 1, head_dim, block_size, dtype, "cpu").latent(value_dim)
+    starts = starts_of(query_lens)
+    query = strided((sum(query_lens) + 3, num_heads, head_dim), dtype, "cpu")
+    args = query, *paged.args, starts, max(query_lens), scale
+    prefilled = paged_attention_prefill(*args)
+    assert_close(prefilled, reference.paged_attention_prefill(*args))
+    assert_close(prefilled[:33], dense_attention(query[:33], *paged.dense(0), scale))
+    copied = replace(paged, value_cache=paged.value_cache.contiguous())
+    assert torch.equal(
+        prefilled,
+        paged_attention_prefill(query, *copied.args, starts, max(query_lens), scale),
+    )
+    last = (starts[1:] - 1).clamp(min=0)
+    decoded = paged_attention_decode(query[last], *paged.args, scale)
+    for seq, query_len in enumerate(query_lens):
+        if query_len:
+            assert torch.equal(decoded[seq], prefilled[last[seq]])
+
+
+@native_dtypes
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_part_of_quantized_keys_gives_what_its_numbers_give(stored, dtype):
+    paged = make_quantized([150, 9, 600], 1, 96, 16, stored, "cpu").latent(64)
+    plain = paged.dequantized(dtype)
+    query = torch.randn(3, 20, 96).to(dtype)
+    decoded = paged_attention_decode(query, *paged.args, 0.1, **paged.scales)
+    assert torch.equal(decoded, paged_attention_decode(query, *plain.args, 0.1))
+
+
 class InShares:
     """The library's attention, done in a number of shares, from the last to the first."""
 
@@ -114,11 +157,11 @@ class InShares:
         self._num_shares = num_shares
 
     def attention(self, *fields):
-        _, _, num_seqs, num_tokens, num_heads, _, head_dim, block_size = fields[:8]
-        out, partials = fields[18:20]
+        _, _, num_seqs, num_tokens, num_heads, _, _, value_dim, block_size = fields[:9]
+        out, partials = fields[19:21]
         max_len = fields[-3] * block_size
-        num_floats = num_partials(num_heads, head_dim, num_seqs, max_len)
-        ctypes.memset(out, 0xFF, 2 * num_tokens * num_heads * head_dim)  # NaN
+        num_floats = num_partials(num_heads, value_dim, num_seqs, max_len)
+        ctypes.memset(out, 0xFF, 2 * num_tokens * num_heads * value_dim)  # NaN
         ctypes.memset(partials, 0xFF, 4 * num_floats)
         for kernel in (native().attention, native().merge_splits):
             share = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64)

@@ -132,3 +132,23 @@ def test_a_mismatch_is_refused_by_name():
         store_kv(key, key, numbers, numbers, slots, key_scales=scales)
     with pytest.raises(ValueError, match=r"key_scales has dtype torch\.float32"):
         store_kv(key, key, numbers, numbers, slots, key_scales=scales.float(), value_scales=scales)
+
+
+@every_format
+@every_dtype
+def test_keys_alone_leave_the_values_bytes_as_they_are(dtype, stored):
+    key, slots = strided((7, 1, 28), dtype, "cpu"), torch.tensor([3, PAD_SLOT, 0, 9, 8, 7, 11])
+    alone, both, empty = (Blocks(3, 5, 1, 28, dtype, stored) for _ in range(3))
+    store_kv(key, None, alone.caches[0], None, slots, key_scales=alone.scales[0])
+    both.store(reference.store_kv, key, key, slots)
+    assert torch.equal(alone.bytes[:, 1, 0], both.bytes[:, 1, 0])
+    assert torch.equal(alone.bytes[:, 1, 1], empty.bytes[:, 1, 1])
+    twin = Blocks(3, 5, 1, 28, dtype, stored)
+    reference.store_kv(key, None, twin.caches[0], None, slots, key_scales=twin.scales[0])
+    assert torch.equal(alone.bytes, twin.bytes)
+
+
+def test_values_without_a_cache_are_refused():
+    key, blocks = torch.randn(2, 1, 16), Blocks(2, 4, 1, 16, torch.float32, None)
+    with pytest.raises(ValueError, match="value_cache is None, required are both or neither"):
+        store_kv(key, key, blocks.caches[0], None, torch.zeros(2, dtype=torch.int64))

@@ -38,6 +38,16 @@ def test_padding_slots_are_skipped_and_the_others_land_in_their_slot(store, devi
 
 
 @pytest.mark.parametrize("store", [store_kv, reference.store_kv])
+def test_keys_may_be_stored_alone(store, device):
+    key = torch.randn(3, 1, 28, device=device)
+    pool, key_cache, _ = caches(3, 4, 1, 28, torch.float32, device)
+    store(key, None, key_cache, None, torch.tensor([9, PAD_SLOT, 3], device=device))
+    assert torch.equal(key_cache[2, 1], key[0])
+    assert torch.equal(key_cache[0, 3], key[2])
+    assert pool.count_nonzero() == 2 * 28
+
+
+@pytest.mark.parametrize("store", [store_kv, reference.store_kv])
 def test_only_padding_writes_nothing(store, device):
     key = torch.randn(2, 1, 16, device=device)
     pool, *views = caches(2, 4, 1, 16, torch.float32, device)

@@ -11,6 +11,7 @@ POLICIES = st.sampled_from(
 CHOICES = {
     "num_blocks": st.integers(2, 12),
     "block_size": st.integers(1, 4),
+    "kv_windows": st.sampled_from([(None,), (None,), (4,), (7,), (None, 5), (None, 3, 3)]),
     "max_num_seqs": st.integers(1, 4),
     "extra_budget": st.integers(0, 6),
     "caching": st.booleans(),
@@ -38,6 +39,7 @@ def tiny_config(
     *,
     num_blocks,
     block_size,
+    kv_windows,
     max_num_seqs,
     extra_budget,
     caching,
@@ -59,10 +61,13 @@ def tiny_config(
     num_more_blocks,
 ) -> SchedulerConfig:
     return SchedulerConfig(
-        num_blocks=num_blocks,
+        num_blocks=num_blocks * len(kv_windows) + (kv_windows != (None,)),
         block_size=block_size,
+        kv_windows=kv_windows,
         min_num_blocks=min(num_blocks, -(-24 // block_size)),
-        max_num_blocks=None if num_more_blocks is None else num_blocks + num_more_blocks,
+        max_num_blocks=(
+            None if num_more_blocks is None else num_blocks * len(kv_windows) + 1 + num_more_blocks
+        ),
         max_num_seqs=max_num_seqs,
         num_draft_tokens=min(num_draft_tokens, block_size - 1),
         max_num_batched_tokens=max_num_seqs + extra_budget,

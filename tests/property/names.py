@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from contract.hashing import extend_chain, root_hash, tail_hash
+from contract.hashing import extend_chain, group_hash, root_hash, tail_hash
 from tests.property.disk import Content
 
 
@@ -25,6 +25,13 @@ def _name_of_first(content: Content, end: int, root: bytes | None) -> bytes | No
     if not is_its_place or content[:end] != tuple(last[: len(last) - n] for n in range(end)[::-1]):
         return None
     chain, ids = [], np.array(tokens, np.int32)
+    salt, group = salt if isinstance(salt, tuple) else (salt, 0)
     root = root or root_hash(str(salt))
     extend_chain(chain, root, ids, size)
-    return chain[-1] if end == size else tail_hash(chain, root, ids, len(ids), size)
+    name = chain[-1] if end == size else tail_hash(chain, root, ids, len(ids), size)
+    return group_hash(name, group)
+
+
+def in_group(salt: str, group: int) -> object:
+    """Return the mark of a salt in the contents of a KV group."""
+    return (salt, group) if group else salt

@@ -37,6 +37,10 @@ COUNTERS = (
 )
 
 
+WINDOWS = [(None,), (None,), (3,), (6,), (None, 4), (None, 2, 5)]
+"""KV groups of the histories."""
+
+
 def start(machine: SchedulerMachine, draw: Random, *, is_crowd: bool, has_searches: bool) -> None:
     machine.start(
         num_blocks=draw.randint(5, 16) if has_searches else draw.randint(2, 14),
@@ -61,6 +65,7 @@ def start(machine: SchedulerMachine, draw: Random, *, is_crowd: bool, has_search
         max_moves=draw.randint(1, 4),
         num_draft_tokens=draw.choice([0, 0, 1, 3]),
         num_more_blocks=draw.choice([None, 2, 8, 16]),
+        kv_windows=Random(f"windows {draw.random()}").choice(WINDOWS),
     )
 
 

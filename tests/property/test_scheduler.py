@@ -137,6 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_prompt + max_tokens > self.core.max_request_len
                 or beam.width > self.config.max_num_seqs
                 or num_prompt // size + beam.width * num_unshared > self.num_usable_blocks
+                or self.config.kv_windows != (None,)
             )
             return
         except QueueFullError:
@@ -372,6 +373,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.end_shrinking(can_shrink=True)
         load = self.core.load()
         num_free = load.num_free_blocks + load.num_cached_blocks
+        num_free += self.config.kv_windows != (None,)  # the null block
         assert num_free + load.num_pinned_blocks == load.num_blocks
         assert load.num_free_host_blocks + load.num_cached_host_blocks == load.num_host_blocks
         assert load.num_free_disk_blocks + load.num_cached_disk_blocks == load.num_disk_blocks

@@ -18,7 +18,7 @@ from contract.step import NewSequence, Plan, Result, StepLogprob
 from scheduler_svc.core.config import SchedulerConfig
 from tests.property.beams import logprobs
 from tests.property.disk import BROKEN, Content, FakeDisk
-from tests.property.names import is_name_of
+from tests.property.names import in_group, is_name_of
 from tests.property.oracle import Context, next_token, slot_content, stops
 
 ARRIVING: Context = ("arriving",)  # a swap-in is in progress: must not be read or written
@@ -46,8 +46,8 @@ class Row:
             return started and len(self.new.token_ids) + 1 < self.new.max_total_tokens
         return started and len(self.tokens) < self.new.max_total_tokens
 
-    def content(self, position: int) -> Context:
-        return slot_content(self.salt, self.tokens, position)
+    def content(self, position: int, group: int = 0) -> Context:
+        return slot_content(in_group(self.salt, group), self.tokens, position)
 
 
 class FakeWorker:
@@ -73,7 +73,7 @@ class FakeWorker:
         self.pins.update(plan.pins)
         self._change_rows(plan)
         self.touched[plan.step_id] = {
-            *(block for row in self.rows.values() for block in row.blocks),
+            *(block for row in self.rows.values() for block in self._held_by(row)),
             *plan.labelled_block_ids.tolist(),
             *plan.copy_src_block_ids.tolist(),
             *plan.swap_out_src_block_ids.tolist(),
@@ -99,7 +99,7 @@ class FakeWorker:
     def resize(self, num_blocks: int) -> None:
         """Remove blocks that no row has, or add empty blocks."""
         for row in self.rows.values():
-            assert max(row.blocks) < num_blocks, "a row has a block that goes"
+            assert max(self._held_by(row), default=0) < num_blocks, "a row has a block that goes"
         num_slots = num_blocks * self.config.block_size
         self.slots = self.slots[:num_slots] + [None] * (num_slots - len(self.slots))
         self.labels = {block: label for block, label in self.labels.items() if block < num_blocks}
@@ -122,7 +122,7 @@ class FakeWorker:
         )
 
     def _is_held(self, row: Row) -> bool:
-        slots = self._slots(row, 0, row.computed)
+        slots = [slot for _, _, slot in self._seen(row, 0)]
         return bool(row.new.identity) and not any(self.slots[slot] == BROKEN for slot in slots)
 
     def _held(self, row: Row) -> HeldRow:
@@ -154,7 +154,7 @@ class FakeWorker:
             assert new.row not in self.rows, "a new sequence gets a row in use"
             assert 0 <= new.row < self.config.max_num_seqs
             tokens, blocks = new.token_ids.tolist(), new.block_ids.tolist()
-            assert len(blocks) * self.config.block_size >= len(tokens)
+            assert len(blocks) // self.num_groups * self.config.block_size >= len(tokens)
             assert new.num_computed_tokens < len(tokens)
             salt = new.sampling.removeprefix(SEARCH).decode()  # the tests carry it there
             is_beam = new.sampling.startswith(SEARCH)
@@ -162,8 +162,11 @@ class FakeWorker:
             row.num_told = len(tokens)
             self.identities.add(new.identity)
             self.rows[new.row] = row
-        for r, block in _pairs(plan.appended_rows, plan.appended_block_ids):
+        for r, block in _pairs(plan.appended_rows.repeat(self.num_groups), plan.appended_block_ids):
             self.rows[r].blocks.append(block)
+        for r, place, block in plan.placements.reshape(-1, 3).tolist():
+            assert self.config.kv_windows[place % self.num_groups] is not None
+            self.rows[r].blocks[place] = block
         self._rename(_pairs(plan.renamed_src_block_ids, plan.renamed_dst_block_ids))
 
     def _rename(self, pairs: list[tuple[int, int]]) -> None:
@@ -171,10 +174,11 @@ class FakeWorker:
         src_to_dst = dict(pairs)
         assert len(src_to_dst) == len(pairs), "a block is renamed twice"
         for row in self.rows.values():
-            taken = [b for b in row.blocks if b in src_to_dst.values() and b not in src_to_dst]
+            held = self._held_by(row)
+            taken = [b for b in held if b in src_to_dst.values() and b not in src_to_dst]
             assert not taken, "a block is renamed to one that a table names"
             row.blocks = [src_to_dst.get(block, block) for block in row.blocks]
-            assert all(0 <= block < self.num_blocks for block in row.blocks)
+            assert all(0 <= block < self.num_blocks for block in self._held_by(row))
 
     def _work(self, plan: Plan) -> dict[Row, int]:
         """Return how many tokens each row computes."""
@@ -195,15 +199,16 @@ class FakeWorker:
         Wrong guesses leave WRONG in their slots.
         """
         num_left = row.new.max_total_tokens - 1 - len(row.tokens)
-        num_slots = len(row.blocks) * self.config.block_size
+        num_slots = len(row.blocks) // self.num_groups * self.config.block_size
         num_guesses = min(self.config.num_draft_tokens, num_left, num_slots - len(row.tokens))
         assert num_guesses >= 0, "a row has no room for one token"
         luck = crc32(repr(row.content(row.computed)).encode()) // 4
         num_right = min(num_guesses, luck % (self.config.num_draft_tokens + 1))
         start = len(row.tokens)
-        for slot in self._slots(row, start, start + num_guesses):
-            self.slots[slot] = WRONG
-            self.labels.pop(slot // self.config.block_size, None)
+        for group in range(self.num_groups):
+            for slot in self._slots(row, start, start + num_guesses, group):
+                self.slots[slot] = WRONG
+                self.labels.pop(slot // self.config.block_size, None)
         for done in range(num_right):
             row.tokens.append(next_token(row.new.output_index, row.content(len(row.tokens) - 1)))
             if stops(row.content(len(row.tokens) - 1)):
@@ -279,29 +284,59 @@ class FakeWorker:
 
     # --- computation ----------------------------------------------------------------------------
 
-    def _slots(self, row: Row, start: int, end: int) -> list[int]:
-        size = self.config.block_size
+    @property
+    def num_groups(self) -> int:
+        return len(self.config.kv_windows)
+
+    def _first_seen(self, position: int, group: int) -> int:
+        """Return the first position that the token at `position` sees."""
+        window = self.config.kv_windows[group]
+        return 0 if window is None else max(0, position - window + 1)
+
+    def _held_by(self, row: Row) -> list[int]:
+        """Return the blocks of a table that tokens to be computed see, or are written to."""
+        return [
+            block
+            for place, block in enumerate(row.blocks)
+            if (place // self.num_groups + 1) * self.config.block_size
+            > self._first_seen(row.computed, place % self.num_groups)
+        ]
+
+    def _slots(self, row: Row, start: int, end: int, group: int = 0) -> list[int]:
+        size, num = self.config.block_size, self.num_groups
         places = [divmod(position, size) for position in range(start, end)]
-        return [row.blocks[index] * size + offset for index, offset in places]
+        return [row.blocks[index * num + group] * size + offset for index, offset in places]
+
+    def _seen(self, row: Row, count: int) -> Iterable[tuple[int, int, int]]:
+        """Yield group, position and slot of all KV that the last `count` tokens see."""
+        for group in range(self.num_groups):
+            first = self._first_seen(row.computed - count, group)
+            for position, slot in enumerate(self._slots(row, first, row.computed, group), first):
+                yield group, position, slot
 
     def _store(self, row: Row, count: int) -> None:
         assert row.computed + count <= len(row.tokens)
-        for slot in self._slots(row, row.computed, row.computed + count):
-            self.slots[slot] = row.content(row.computed)
-            self.labels.pop(slot // self.config.block_size, None)
-            row.computed += 1
+        for group, window in enumerate(self.config.kv_windows):
+            slots = self._slots(row, row.computed, row.computed + count, group)
+            for position, slot in enumerate(slots, row.computed):
+                is_null = slot < self.config.block_size and self.config.kv_windows != (None,)
+                assert not is_null, f"the null block is written, window {window}"
+                self.slots[slot] = row.content(position, group)
+                self.labels.pop(slot // self.config.block_size, None)
+        row.computed += count
 
     def _spread(self, row: Row, count: int) -> None:
         """Mark KV as VOID if it is computed from a failed swap-in."""
-        if any(self.slots[slot] in (BROKEN, VOID) for slot in self._slots(row, 0, row.computed)):
+        if any(self.slots[slot] in (BROKEN, VOID) for _, _, slot in self._seen(row, count)):
             row.is_void = True
-            for slot in self._slots(row, row.computed - count, row.computed):
-                self.slots[slot] = VOID
+            for group in range(self.num_groups):
+                for slot in self._slots(row, row.computed - count, row.computed, group):
+                    self.slots[slot] = VOID
 
     def _read(self, row: Row, count: int) -> None:
         self.num_computed_tokens += count
-        for position, slot in enumerate(self._slots(row, 0, row.computed)):
-            is_right = row.is_void or self.slots[slot] == row.content(position)
+        for group, position, slot in self._seen(row, count):
+            is_right = row.is_void or self.slots[slot] == row.content(position, group)
             assert is_right, f"wrong KV at position {position}: {self.slots[slot]}"
 
     def _sample(self, plan: Plan, work: Mapping[Row, int], failed: list[int]) -> Result:

@@ -34,20 +34,21 @@ static struct scratch make_scratch(dtype type, const struct attention *a)
 {
     int64_t rows = max64(ITEM_ROWS, group_of(a));
     int64_t pair = step_kind_of(type) == PAIRS ? 2 : 1;
-    struct scratch s = {.width = ceil_div(a->head_dim, LANES) * LANES,
+    struct scratch s = {.width = ceil_div(a->value_dim, LANES) * LANES,
                         .steps = ceil_div(a->head_dim, pair)};
     int64_t columns = ceil_div(s.steps, LANES) * LANES * COLUMNS;
+    int64_t dequantized = COLUMNS * (ceil_div(a->head_dim, LANES) * LANES + s.width);
+    int64_t zeros = max64(a->head_dim, a->value_dim);
     int64_t floats = rows * s.steps + columns + COLUMNS * s.width + 2 * TILE_ROWS * COLUMNS +
-                     2 * rows * (s.width + 2) + 2 * COLUMNS * s.width + a->head_dim +
-                     16 * LANES;
+                     2 * rows * (s.width + 2) + dequantized + zeros + 16 * LANES;
     char *at = thread_memory(4 * floats);
     s.query = take(&at, 4 * rows * s.steps);
     s.keys = take(&at, 4 * columns);
     s.values = take(&at, 4 * COLUMNS * s.width);
     s.scores = take(&at, 4 * TILE_ROWS * COLUMNS);
     s.weights = take(&at, 4 * TILE_ROWS * COLUMNS);
-    s.dequantized = a->format == AS_IS ? NULL : take(&at, 4 * 2 * COLUMNS * s.width);
-    s.zeros = memset(take(&at, 4 * a->head_dim), 0, 4 * a->head_dim);
+    s.dequantized = a->format == AS_IS ? NULL : take(&at, 4 * dequantized);
+    s.zeros = memset(take(&at, 4 * zeros), 0, 4 * zeros);
     s.acc = take(&at, 4 * rows * s.width);
     s.all_acc = take(&at, 4 * rows * s.width);
     s.sum = take(&at, 4 * rows);
@@ -125,7 +126,7 @@ INLINE void attend_many(dtype type, const struct attention *a, const struct scra
     const step_kind kind = step_kind_of(type);
     const int64_t pair = kind == PAIRS ? 2 : 1, group = group_of(a);
     const int64_t num_rows = item->num_tokens * group;
-    lay_out((dtype)a->type, s, tile, a->head_dim);
+    lay_out(a, s, tile);
     for (int64_t block = 0; block < num_rows; block += TILE_ROWS) {
         int rows = (int)min64(TILE_ROWS, num_rows - block);
         int64_t first = item->position + block / group;
@@ -158,7 +159,7 @@ INLINE void attend_split(dtype type, const struct attention *a,
         int64_t seen = min64(COLUMNS, end - at);
         prefetch(type, a, item, at + COLUMNS, item->end);
         find_tile(type, a, s, item, at, at + seen, &tile);
-        if (is_for_few(type, num_rows, a->head_dim)) {
+        if (is_for_few(type, a, num_rows)) {
             score_few(num_rows, s, &tile);
             weigh_tile(type, a, s, item, at, seen, 0, (int)num_rows);
             add_few(num_rows, s, &tile);
@@ -190,9 +191,9 @@ INLINE void finish_row(dtype type, const struct attention *a, int64_t token, int
         sum = sum * factor + exp2f(sink - most);
     }
     factor = factor / sum;
-    int64_t at = (token * a->num_heads + head) * a->head_dim;
-    for (int64_t d = 0; d < a->head_dim; d += LANES) {
-        int64_t n = min64(LANES, a->head_dim - d);
+    int64_t at = (token * a->num_heads + head) * a->value_dim;
+    for (int64_t d = 0; d < a->value_dim; d += LANES) {
+        int64_t n = min64(LANES, a->value_dim - d);
         vf y = vf_load(acc + d) * factor;
         if (n == LANES) store(type, a->out, at + d, y);
         else store_part(type, a->out, at + d, n, y);
@@ -297,7 +298,7 @@ INLINE void attend_share(dtype type, const struct attention *a, int64_t total_co
 
 INLINE void merge_share(dtype type, const struct attention *a, int64_t share, int64_t num_shares)
 {
-    int64_t width = ceil_div(a->head_dim, LANES) * LANES, heads = 0;
+    int64_t width = ceil_div(a->value_dim, LANES) * LANES, heads = 0;
     const float *partials = a->partials;
     float *all = (float *)thread_memory(4 * (width + 2));
     for (int64_t seq = 0; seq < a->num_seqs; seq++) {
@@ -311,7 +312,7 @@ INLINE void merge_share(dtype type, const struct attention *a, int64_t share, in
 /* Writes zeros for tokens that belong to no sequence, or to one of length 0. */
 static void clear_unowned(const struct attention *a)
 {
-    int64_t token_bytes = a->num_heads * a->head_dim * size_of((dtype)a->type), done = 0;
+    int64_t token_bytes = a->num_heads * a->value_dim * size_of((dtype)a->type), done = 0;
     for (int64_t seq = 0; seq < a->num_seqs; seq++) {
         if (a->seq_lens[seq] == 0) continue;
         int64_t start = query_start(a, seq);

@@ -1,7 +1,7 @@
 /* Attention's arguments, its units of work, and where a sequence's keys and values lie.
  *
- * Symbols: T tokens, S sequences, H query heads, HKV kv heads, D head dim, B blocks, P block size,
- * M max blocks per sequence. Strides are in elements. */
+ * Symbols: T tokens, S sequences, H query heads, HKV kv heads, D head dim of queries and keys, DV that
+ * of values, B blocks, P block size, M max blocks per sequence. Strides are in elements. */
 #ifndef QUIRE_ATTENTION_H
 #define QUIRE_ATTENTION_H
 
@@ -16,18 +16,18 @@ enum {
 
 struct attention {
     int64_t type, format; /* of the queries, and of the caches */
-    int64_t num_seqs, num_tokens, num_heads, num_kv_heads, head_dim, block_size;
+    int64_t num_seqs, num_tokens, num_heads, num_kv_heads, head_dim, value_dim, block_size;
     int64_t window;               /* positions that a token looks back, its own included; 0: all */
     const char *query;            /* [T, H, D] */
     const char *key_cache;        /* [B, P, HKV, D] */
-    const char *value_cache;      /* [B, P, HKV, D] */
+    const char *value_cache;      /* [B, P, HKV, DV]; may be the keys' first DV numbers */
     const bf16 *key_scales, *value_scales; /* [B, P, HKV], or NULL: AS_IS */
     const int32_t *block_tables;  /* [S, M] */
     const int32_t *seq_lens;      /* [S] */
     const int32_t *query_start_loc; /* [S + 1], or NULL: one token each */
     const float *sinks;           /* [H], or NULL */
-    char *out;                    /* [T, H, D], contiguous */
-    float *partials; /* memory for results of splits, [splits * H][D + 2] of each lone token */
+    char *out;                    /* [T, H, DV], contiguous */
+    float *partials; /* memory for results of splits, [splits * H][DV + 2] of each lone token */
     int64_t query_stride_t, query_stride_h;
     int64_t key_stride_b, key_stride_p, key_stride_h;
     int64_t value_stride_b, value_stride_p, value_stride_h;
@@ -49,15 +49,15 @@ struct item {
 
 /* A thread's working memory, in thread_memory; rows are padded to whole vectors. */
 struct scratch {
-    int64_t width; /* D in whole vectors */
+    int64_t width; /* DV in whole vectors */
     int64_t steps; /* D in steps of the product with keys */
     char *query;   /* [ITEM_ROWS][steps] of 4 bytes */
     char *keys;    /* [steps][COLUMNS] of 4 bytes */
     char *values;  /* [COLUMNS steps][width] of 4 bytes */
     float *scores; /* [TILE_ROWS][COLUMNS] */
     char *weights; /* [TILE_ROWS][COLUMNS] */
-    char *dequantized; /* [2 COLUMNS][D], in whole vectors, of the model's format */
-    char *zeros;   /* [D] of 4 bytes: what is read past the last position */
+    char *dequantized; /* [COLUMNS][D + DV], in whole vectors, of the model's format */
+    char *zeros;   /* [max(D, DV)] of 4 bytes: what is read past the last position */
     float *sum, *max;            /* [rows]: softmax's sum and maximum in the present split */
     float *acc;                  /* [rows][width] */
     float *all_sum, *all_max, *all_acc; /* the same over all splits so far */
@@ -66,9 +66,12 @@ struct scratch {
 /* Where the keys and values of a tile's positions are. Those past the end, up to a whole vector of
  * positions, point at zeros. */
 struct kv_tile {
-    const char *keys[COLUMNS], *values[COLUMNS]; /* [D] each */
+    const char *keys[COLUMNS], *values[COLUMNS]; /* [D] and [DV] each */
     int64_t columns; /* a multiple of LANES */
 };
+
+/* Whether values are the first numbers of their keys, as in multi-head latent attention. */
+INLINE bool has_values_in_keys(const struct attention *a) { return a->value_cache == a->key_cache; }
 
 INLINE int64_t group_of(const struct attention *a) { return a->num_heads / a->num_kv_heads; }
 
@@ -154,7 +157,9 @@ INLINE void find_tile(dtype type, const struct attention *a, const struct scratc
             tile->values[c] = slots.value.numbers;
         } else {
             tile->keys[c] = dequantize_row(type, format, slots.key, a->head_dim, &room);
-            tile->values[c] = dequantize_row(type, format, slots.value, a->head_dim, &room);
+            tile->values[c] = has_values_in_keys(a)
+                                  ? tile->keys[c]
+                                  : dequantize_row(type, format, slots.value, a->value_dim, &room);
         }
     }
     for (int64_t c = seen; c < tile->columns; c++) tile->keys[c] = tile->values[c] = s->zeros;
@@ -166,12 +171,14 @@ INLINE void prefetch(dtype type, const struct attention *a, const struct item *i
 {
     if (start >= end) return;
     struct slots slots = slots_from(type, a, item, start);
-    int64_t row_bytes = a->head_dim * kept_bytes(type, (kv_format)a->format);
+    int64_t bytes = kept_bytes(type, (kv_format)a->format);
+    int64_t key_bytes = a->head_dim * bytes;
+    int64_t value_bytes = has_values_in_keys(a) ? 0 : a->value_dim * bytes;
     for (int64_t position = start;;) {
-        for (int64_t byte = 0; byte < row_bytes; byte += 64) {
+        for (int64_t byte = 0; byte < key_bytes; byte += 64)
             __builtin_prefetch(slots.key.numbers + byte, 0, 2);
+        for (int64_t byte = 0; byte < value_bytes; byte += 64)
             __builtin_prefetch(slots.value.numbers + byte, 0, 2);
-        }
         if (++position == min64(start + COLUMNS, end)) return;
         next_slot(type, &slots);
     }

@@ -10,9 +10,10 @@
 
 enum { FEW_ROWS = HAS_BF16_DOT ? 8 : 0, PAIR_LANES = 2 * LANES };
 
-INLINE bool is_for_few(dtype type, int64_t num_rows, int64_t head_dim)
+INLINE bool is_for_few(dtype type, const struct attention *a, int64_t num_rows)
 {
-    return step_kind_of(type) == PAIRS && num_rows <= FEW_ROWS && head_dim % PAIR_LANES == 0;
+    return step_kind_of(type) == PAIRS && num_rows <= FEW_ROWS && a->head_dim % PAIR_LANES == 0 &&
+           a->value_dim % PAIR_LANES == 0;
 }
 
 /* scores[r][c] = query[r] . keys[c] */

@@ -83,23 +83,23 @@ INLINE void load_values(dtype type, const char *const *values, int64_t d,
         out[0] = first;
 }
 
-INLINE void lay_out_in(dtype type, const struct scratch *s, const struct kv_tile *tile,
-                       int64_t head_dim)
+INLINE void lay_out_in(dtype type, const struct attention *a, const struct scratch *s,
+                       const struct kv_tile *tile)
 {
     const int64_t pair = step_kind_of(type) == PAIRS ? 2 : 1;
     for (int64_t c = 0; c < tile->columns; c += LANES)
         for (int64_t step = 0; step < s->steps; step += LANES) {
             vi rows[LANES], columns[LANES];
             for (int j = 0; j < LANES; j++)
-                rows[j] = load_steps(type, tile->keys[c + j], pair * step, head_dim);
+                rows[j] = load_steps(type, tile->keys[c + j], pair * step, a->head_dim);
             transpose(rows, columns);
             for (int k = 0; k < LANES; k++)
                 memcpy(s->keys + 4 * ((step + k) * COLUMNS + c), columns + k, sizeof columns[k]);
         }
     for (int64_t c = 0; c < tile->columns; c += pair)
-        for (int64_t d = 0; d < head_dim; d += pair * LANES) {
+        for (int64_t d = 0; d < a->value_dim; d += pair * LANES) {
             vi values[2];
-            load_values(type, tile->values + c, d, head_dim, values);
+            load_values(type, tile->values + c, d, a->value_dim, values);
             for (int v = 0; v < pair && d + v * LANES < s->width; v++)
                 memcpy(s->values + 4 * (c / pair * s->width + d + v * LANES), values + v,
                        sizeof values[v]);
@@ -108,10 +108,9 @@ INLINE void lay_out_in(dtype type, const struct scratch *s, const struct kv_tile
 
 /* Lays out a tile as `product` reads it: keys transposed, so that a column is a position; values as
  * they are, or two positions to a pair. */
-static void lay_out(dtype type, const struct scratch *s, const struct kv_tile *tile,
-                    int64_t head_dim)
+static void lay_out(const struct attention *a, const struct scratch *s, const struct kv_tile *tile)
 {
-    BY_DTYPE(type, lay_out_in, s, tile, head_dim);
+    BY_DTYPE(a->type, lay_out_in, a, s, tile);
 }
 
 #endif

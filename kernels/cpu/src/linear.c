@@ -381,3 +381,41 @@ void quire_linear(const struct linear *a)
 {
     run_call(true, quire_linear_share, quire_linear_count, a);
 }
+
+/* A map of its own for each head: out[t, h] = map h of x[t, h]. */
+struct linear_heads {
+    int64_t num_heads, x_stride_h, out_stride_h, weight_bytes; /* of the weight of one head */
+    struct linear map; /* of head 0 */
+};
+
+static struct linear map_of_head(const struct linear_heads *a, int64_t head)
+{
+    struct linear map = a->map;
+    map.x = (const char *)map.x + head * a->x_stride_h * size_of((dtype)map.x_type);
+    map.weight += head * a->weight_bytes;
+    map.out = (char *)map.out + head * a->out_stride_h * size_of((dtype)map.out_type);
+    return map;
+}
+
+int64_t quire_linear_heads_count(const void *args)
+{
+    const struct linear_heads *a = args;
+    int64_t least = max64(1, SHARE_BYTES / max64(1, a->weight_bytes));
+    return shares_of(a->num_heads * quire_linear_count(&a->map), least);
+}
+
+void quire_linear_heads_share(const void *args, int64_t share, int64_t num_shares)
+{
+    const struct linear_heads *a = args;
+    const int64_t num_of_head = quire_linear_count(&a->map), total = a->num_heads * num_of_head;
+    int64_t at = share_start(total, share, num_shares), end = share_start(total, share + 1, num_shares);
+    for (; at < end; at++) {
+        const struct linear map = map_of_head(a, at / num_of_head);
+        quire_linear_share(&map, at % num_of_head, num_of_head);
+    }
+}
+
+void quire_linear_heads(const struct linear_heads *a)
+{
+    run_call(true, quire_linear_heads_share, quire_linear_heads_count, a);
+}

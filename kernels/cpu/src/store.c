@@ -13,7 +13,7 @@ enum {
 /* The keys, or the values; strides are in elements. */
 struct side {
     int64_t format;  /* of the cache */
-    const char *new; /* [T, HKV, D] */
+    const char *new; /* [T, HKV, D], or NULL: values that are a part of the keys */
     char *cache;     /* [B, P, HKV, D] */
     bf16 *scales;    /* [B, P, HKV], or NULL: AS_IS */
     int64_t stride_t, stride_h;
@@ -50,7 +50,7 @@ INLINE void store_tokens(dtype type, const struct store_kv *a, int64_t start, in
     for (int64_t t = start; t < end; t++) {
         if (a->slot_mapping[t] < 0) continue; /* PAD_SLOT */
         store_heads(type, a, &a->key, t);
-        store_heads(type, a, &a->value, t);
+        if (a->value.new) store_heads(type, a, &a->value, t);
     }
 }
 

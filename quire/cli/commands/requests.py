@@ -1,4 +1,4 @@
-"""`quire requests`: lists the live requests of a router."""
+"""`quire requests`: lists the live requests of a service's routers."""
 
 import contextlib
 import json
@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from quire.cli.settings import RequestsSettings, RouterTargetSettings
-from quire.cli.target import connection_errors, find_operator_target
+from quire.cli.target import connection_errors, find_operator_targets
 from quire.v1 import requests_pb2
 from quire.v1.requests_pb2_grpc import RequestServiceStub
 from rpc.peers.channel import open_blocking_channel
@@ -25,9 +25,11 @@ _STATE_TO_WORD: Final[dict[int, str]] = {
 def main(argv: Sequence[str]) -> int:
     settings = parse_settings(RequestsSettings, "quire requests", argv)
     asked = filter_of(settings.tenant, settings.older_than_s)
-    with calling_operator(settings) as (stub, metadata):
-        request = requests_pb2.ListRequestsRequest(filter=asked)
-        found = stub.ListRequests(request, metadata=metadata).requests
+    found: list[requests_pb2.LiveRequest] = []
+    for target in find_operator_targets(settings):
+        with calling_operator(settings, target) as (stub, metadata):
+            request = requests_pb2.ListRequestsRequest(filter=asked)
+            found += stub.ListRequests(request, metadata=metadata).requests
     if settings.json_:
         for each in found:
             print(json.dumps(_to_json(each)))
@@ -45,10 +47,9 @@ def filter_of(
 
 @contextlib.contextmanager
 def calling_operator(
-    settings: RouterTargetSettings,
+    settings: RouterTargetSettings, target: str
 ) -> Iterator[tuple[RequestServiceStub, tuple[tuple[str, str], ...]]]:
-    """Yield a stub of the router that the settings choose, and the metadata of its calls."""
-    target = find_operator_target(settings)
+    """Yield a stub of a router, and the metadata of its calls."""
     key = settings.api_key.get_secret_value()
     metadata = (("authorization", f"Bearer {key}"),) if key else ()
     with (

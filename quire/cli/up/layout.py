@@ -48,6 +48,8 @@ class Addresses:
     http_port: int
     grpc_port: int
     """0: the router listens on a Unix socket instead."""
+    router_http_ports: tuple[int, ...]
+    """Each router's own; of one router, it is `http_port`."""
     scheduler_http_port: int
     worker_http_ports: tuple[int, ...]
 
@@ -111,7 +113,10 @@ def choose_ports(settings: UpSettings) -> Addresses:
         choose("--worker-http-port", first + i if first else first, http + 2 + i)
         for i in range(1 if settings.simulate is not None else settings.workers)
     )
-    return Addresses(http, grpc, scheduler, workers)
+    routers = (http,)
+    if settings.routers > 1:
+        routers = tuple(choose("--http-port", 0) for _ in range(settings.routers))
+    return Addresses(http, grpc, routers, scheduler, workers)
 
 
 def plan(
@@ -186,23 +191,33 @@ def plan(
         group=1,
     )
     listen = ("--grpc-port", str(chosen.grpc_port))
-    operator_socket = (settings.operator_uds or Path(directory, "router.sock")).absolute()
     if settings.uds is not None:
         listen = ("--uds", str(settings.uds.absolute()))
-    router = spec(
-        "router",
-        "router",
-        chosen.http_port,
-        *named,
-        *("--scheduler", f"unix:{scheduler_socket}", *listen),
-        *("--operator-uds", str(operator_socket)),
-        *_flags(settings, ROUTER_FLAGS),
-        *(() if settings.reflection else ("--no-reflection",)),
-        *(() if settings.ui else ("--no-ui",)),
-        *(("--local-drain",) if settings.local_drain else ()),  # the others listen on Unix sockets
-        group=0,
-        **_secrets(settings),
-    )
+    router_names = ["router"]
+    if settings.routers > 1:
+        listen += ("--shared-http-port", str(chosen.http_port))
+        router_names = [f"router-{i}" for i in range(settings.routers)]
+    operator_sockets = [Path(directory, f"{name}.sock").absolute() for name in router_names]
+    if settings.operator_uds is not None:
+        operator_sockets = [settings.operator_uds.absolute()]
+
+    def router(i: int) -> ProcessSpec:
+        return spec(
+            router_names[i],
+            "router",
+            chosen.router_http_ports[i],
+            *named,
+            *("--scheduler", f"unix:{scheduler_socket}", *listen),
+            *("--operator-uds", str(operator_sockets[i])),
+            *_flags(settings, ROUTER_FLAGS),
+            *(() if settings.reflection else ("--no-reflection",)),
+            *(() if settings.ui else ("--no-ui",)),
+            # the other processes listen on Unix sockets
+            *(("--local-drain",) if settings.local_drain else ()),
+            group=0,
+            **_secrets(settings),
+        )
+
     service = ServiceInfo(
         pid=os.getpid(),
         model=model,
@@ -210,7 +225,8 @@ def plan(
         http_address=ports.join(host, chosen.http_port),
         grpc_target=grpc_target(settings, chosen.grpc_port),
         scheduler_target=f"unix:{scheduler_socket}",
-        operator_target=f"unix:{operator_socket}",
+        operator_target=f"unix:{operator_sockets[0]}",
+        other_operator_targets=tuple(f"unix:{path}" for path in operator_sockets[1:]),
         flags=described_flags(settings),
         has_tls=settings.tls_cert is not None,
         log_dir=f"{directory}/logs",
@@ -218,7 +234,8 @@ def plan(
     workers = (
         [worker(i) for i in range(num_workers)] if settings.simulate is None else [simulated()]
     )
-    return Layout(service, (*workers, scheduler, router))  # workers first: they take longest
+    routers = map(router, range(settings.routers))
+    return Layout(service, (*workers, scheduler, *routers))  # workers first: they take longest
 
 
 def described_flags(settings: UpSettings, names: Collection[str] | None = None) -> dict[str, str]:

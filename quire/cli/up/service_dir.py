@@ -51,6 +51,8 @@ class ServiceInfo:
     """The scheduler's gRPC, for operators; empty in what an older release wrote."""
     operator_target: str = ""
     """The router's gRPC for operators; empty in what an older release wrote."""
+    other_operator_targets: tuple[str, ...] = ()
+    """The same of the other routers."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """The values of the flags of `quire up`, by name; empty in what an older release wrote."""
     has_tls: bool = False

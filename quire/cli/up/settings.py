@@ -105,6 +105,10 @@ class UpSettings(ProcessSettings):
     empty: as its chat template shows."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many workers to start. With CUDA, each has one device, or several, of its own."""
+    routers: Annotated[int, Field(ge=1, le=64)] = 1
+    """How many routers to start. They share --http-port and --grpc-port: each gets some of the
+    connections, so a client should open several. One router serves some tens of thousands of
+    tokens a second (docs/performance.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the workers compute: cpu, cuda, or cuda:N; auto is cuda if there is a GPU."""
     tensor_parallel_size: PositiveInt = 1
@@ -228,6 +232,14 @@ class UpSettings(ProcessSettings):
     @property
     def devices_per_worker(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @model_validator(mode="after")
+    def _routers_can_share(self) -> Self:
+        for name in ("uds", "operator_uds"):
+            if self.routers > 1 and getattr(self, name) is not None:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--routers is {self.routers}: routers cannot share --{flag}")
+        return self
 
     @model_validator(mode="after")
     def _attached_is_not_detached(self) -> Self:

@@ -19,6 +19,8 @@ from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
 TokenBytes: TypeAlias = Callable[[int], bytes]
 """The bytes that a token id adds to the text; perhaps part of a character."""
 
+_TEXT_ONLY = {"content"}
+
 
 class ChatShape:
     """Choices of /v1/chat/completions."""
@@ -56,6 +58,8 @@ class ChatShape:
         self._has_logprobs = has_logprobs
         self._has_prompt_logprobs = has_prompt_logprobs
         self._has_token_ids = has_token_ids
+        self._is_plain = not (has_logprobs or has_token_ids)
+        """Whether chunks have neither of these."""
         self._prompt_token_ids = prompt_token_ids
         self._stop = stop
         self._scores: PromptScores | None = None
@@ -84,12 +88,14 @@ class ChatShape:
             )
         return said
 
-    def delta(self, index: int, delta: OutputDelta) -> Json:
+    def delta(self, index: int, delta: OutputDelta) -> Json | str:
         """Return a chunk's choice: what was read of the new text, and the role the first time."""
         if self._index_to_reader is None:
             said: Json = {"content": delta.text}
         else:
             said = self._chunk(index, self._index_to_reader[index].push(delta.text))
+        if self._is_plain and index in self._introduced and said.keys() == _TEXT_ONLY:
+            return str(said["content"])
         return {
             "index": index,
             "delta": {**self._role_once(index), **said},
@@ -98,12 +104,17 @@ class ChatShape:
             **self._token_ids(delta.token_ids),
         }
 
+    def choice_of_text(self, index: int, text: str) -> Json:
+        """Return a chunk's choice that has only a text."""
+        delta = {"content": text}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
     def finish(self, index: int, finished: OutputFinished) -> Json:
         """Return a chunk's choice: the end."""
         delta = self._role_once(index)
         if self._index_to_reader is not None:
             reader = self._index_to_reader[index]
-            delta |= self._chunk(index, self._last_pieces(reader, finished))
+            delta |= self._chunk(index, last_pieces(reader, finished, self._stop))
         return {"index": index, "delta": delta, "logprobs": None, **self._end(index, finished)}
 
     def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
@@ -112,7 +123,7 @@ class ChatShape:
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if self._index_to_reader is not None:
             reader = self._index_to_reader[index]
-            pieces = [*reader.push(text), *self._last_pieces(reader, finished)]
+            pieces = [*reader.push(text), *last_pieces(reader, finished, self._stop)]
             message |= self._message(index, pieces)
         return {
             "index": index,
@@ -121,12 +132,6 @@ class ChatShape:
             **self._token_ids(output.token_ids),
             **self._end(index, finished),
         }
-
-    def _last_pieces(self, reader: Reader, finished: OutputFinished) -> list[Piece]:
-        pieces: list[Piece] = []
-        if finished.stop_string is not None and finished.stop_string in self._stop:
-            pieces += reader.push(finished.stop_string)
-        return [*pieces, *reader.flush()]
 
     def _role_once(self, index: int) -> Json:
         if index in self._introduced:
@@ -190,6 +195,14 @@ class ChatShape:
             "logprob": finite(logprob),
             "bytes": list(self._token_bytes(token_id)),
         }
+
+
+def last_pieces(reader: Reader, finished: OutputFinished, stop: Sequence[str]) -> list[Piece]:
+    """Return what is read at an output's end, where a stop string of `stop` ends a call."""
+    pieces: list[Piece] = []
+    if finished.stop_string is not None and finished.stop_string in stop:
+        pieces += reader.push(finished.stop_string)
+    return [*pieces, *reader.flush()]
 
 
 def _sorted(pieces: Sequence[Piece]) -> tuple[str, str, list[CallPiece]]:

@@ -57,8 +57,11 @@ class Shape(Protocol):
     def once(self) -> Json:
         """Return what a whole answer, or a stream's first event, has beside its choices."""
 
-    def delta(self, index: int, delta: OutputDelta) -> Json:
-        """Return a chunk's choice: new text."""
+    def delta(self, index: int, delta: OutputDelta) -> Json | str:
+        """Return a chunk's choice: new text. Only a text stands for `choice_of_text` with it."""
+
+    def choice_of_text(self, index: int, text: str) -> Json:
+        """Return a chunk's choice that has only a text."""
 
     def finish(self, index: int, finished: OutputFinished) -> Json:
         """Return a chunk's choice: the end."""
@@ -100,6 +103,8 @@ class CompletionShape:
         self._prompt = prompt
         self._echo = echo
         self._has_prompt_logprobs = has_prompt_logprobs
+        self._is_plain = not (has_logprobs or has_token_ids or is_echo_only)
+        """Whether chunks after the first show only text."""
         self._index_to_offset: defaultdict[int, int] = defaultdict(int)
         self._scores: dict[int, PromptScores] = {}
         self._started: set[int] = set()
@@ -112,13 +117,19 @@ class CompletionShape:
         """Nothing."""
         return {}
 
-    def delta(self, index: int, delta: OutputDelta) -> Json:
+    def delta(self, index: int, delta: OutputDelta) -> Json | str:
         """Return a chunk's choice: new text, behind the prompt the first time."""
+        if self._is_plain and index in self._started:
+            return delta.text
         return {
             "index": index,
             **self._shown(index, delta.text, delta.token_ids, delta.logprobs),
             "finish_reason": None,
         }
+
+    def choice_of_text(self, index: int, text: str) -> Json:
+        """Return a chunk's choice that has only a text."""
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def finish(self, index: int, finished: OutputFinished) -> Json:
         """Return a chunk's choice: the end."""

@@ -9,18 +9,31 @@ from aiohttp import ClientConnectionResetError, web
 from router.http.strict_json import json_bytes
 
 _HEARTBEAT_S = 1.0
+_MOST_UNSENT_BYTES = 64 * 1024
+"""More would only hide from the request that its client is slow."""
 
 
 class SseResponse:
-    """A response that carries events.
+    """A response that carries events; it is the `Room` of the requests that it answers.
 
-    Writes wait while the client's socket is full: a slow client slows only its own request. If the
-    client is gone, they raise ClientConnectionResetError.
+    Callers of `put` ask `has_room` first, so a slow client slows only its own request. Events go to
+    the connection's transport, past aiohttp's coroutines, which would take longer than everything
+    else about an event. If the client is gone, writes raise ClientConnectionResetError.
     """
 
-    def __init__(self, request: web.Request, headers: dict[str, str]) -> None:
+    def __init__(
+        self, request: web.Request, headers: dict[str, str], heartbeat: bytes = b":\n\n"
+    ) -> None:
+        """`heartbeat` is sent while nothing else is; by default a comment."""
         self._request = request
-        self._is_silent = True
+        self._heartbeat = heartbeat
+        self._transport: asyncio.Transport | None = None
+        self._is_chunked = False
+        self._is_silent = False
+        self._timer: asyncio.TimerHandle
+        self._is_started = asyncio.Event()
+        self.first_event: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        """The first event, which may come before `start`."""
         self.response = web.StreamResponse(
             headers={
                 **headers,
@@ -32,47 +45,86 @@ class SseResponse:
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:
-        """Send a comment, which readers skip, after each second without an event.
+        """Send a heartbeat, which readers skip, after each second without an event.
 
         So a client can tell a router that hangs from one that has no event yet.
         """
-        heartbeats = asyncio.create_task(self._send_heartbeats(), name="heartbeats of a stream")
+        self._beat()
         try:
             yield
         finally:
-            heartbeats.cancel()
+            self._timer.cancel()
 
-    async def _send_heartbeats(self) -> None:
-        with contextlib.suppress(ClientConnectionResetError):  # the next event raises it
-            while True:
-                self._is_silent = True
-                await asyncio.sleep(_HEARTBEAT_S)
-                if self._is_silent:
-                    await self.response.write(b":\n\n")
+    def _beat(self) -> None:
+        # A timer is less work than a task that sleeps.
+        self._timer = asyncio.get_running_loop().call_later(_HEARTBEAT_S, self._beat)
+        if self._is_silent and self._transport is not None and self.has_room():
+            with contextlib.suppress(ClientConnectionResetError):  # the next event raises it
+                self.put(self._heartbeat)
+        self._is_silent = True
 
     async def start(self) -> None:
-        """Send status 200 and the headers; from here on an error can only be an event."""
-        await self.response.prepare(self._request)
+        """Send status 200, the headers and the first event, if it has come.
+
+        From here on an error can only be an event.
+        """
+        writer = await self.response.prepare(self._request)
+        transport = self._request.transport
+        if writer is None or transport is None:
+            raise ClientConnectionResetError("the client is gone")
+        transport.set_write_buffer_limits(high=_MOST_UNSENT_BYTES)
+        self._is_chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
+        self._transport, self._drain = transport, writer.drain
+        self._is_started.set()
+        if self.first_event.done():
+            self.put(self.first_event.result())
+
+    def has_room(self) -> bool:
+        if self._transport is None:
+            return not self.first_event.done()
+        return self._transport.get_write_buffer_size() <= _MOST_UNSENT_BYTES
+
+    async def wait_for_room(self) -> None:
+        """Wait until the client has read enough; before `start`, until that."""
+        if self._transport is None:
+            await self._is_started.wait()
+        while not self.has_room():
+            # The event loop writes, and notices that the client is slow, after its turn.
+            await asyncio.sleep(0)
+            await self._drain()
+
+    def put(self, event: bytes) -> None:
+        """Send one event: its lines, and an empty one."""
+        self._is_silent = False
+        if (transport := self._transport) is None:
+            self.first_event.set_result(event)
+            return
+        if transport.is_closing():
+            raise ClientConnectionResetError("the client is gone")
+        transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self._is_chunked else event)
 
     async def send(self, value: object, event_id: str = "") -> None:
         """Send one event, with an ASCII id unless that is empty."""
-        self._is_silent = False
         head = b"id: %b\n" % event_id.encode() if event_id else b""
-        await self.response.write(b"%bdata: %b\n\n" % (head, json_bytes(value)))
+        self.put(head + sse_event(value))
+        await self.wait_for_room()
 
     async def send_named(self, events: Sequence[Mapping[str, object]]) -> None:
         """Send events that have their `type` as a name, too, in one write."""
-        self._is_silent = False
-        await self.response.write(
-            b"".join(
-                b"event: %b\ndata: %b\n\n" % (str(event["type"]).encode(), json_bytes(event))
-                for event in events
-            )
+        lines = (
+            b"event: %b\n%b" % (str(event["type"]).encode(), sse_event(event)) for event in events
         )
+        self.put(b"".join(lines))
+        await self.wait_for_room()
 
     async def send_done(self) -> None:
         """Send the end of OpenAI's streams."""
-        await self.response.write(b"data: [DONE]\n\n")
+        self.put(b"data: [DONE]\n\n")
 
     async def end(self) -> None:
         await self.response.write_eof()
+
+
+def sse_event(value: object) -> bytes:
+    """Return the event of a value; it may follow lines with its id and its name."""
+    return b"data: %b\n\n" % json_bytes(value)

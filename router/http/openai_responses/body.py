@@ -152,6 +152,8 @@ class ResponseBody(Schema):
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(default_factory=dict)]
     user: str = ""
     safety_identifier: str = ""
+    client_metadata: Annotated[dict[str, Any], at_most(MAX_METADATA), Field(default_factory=dict)]
+    """Labels of Codex, without effect."""
     prompt_cache_key: str = ""
 
     # Not OpenAI's, but vLLM's.

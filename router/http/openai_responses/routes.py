@@ -14,9 +14,9 @@ from aiohttp import ClientConnectionResetError, web
 from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputFinished
 from router.access.tenancy import with_precedence
-from router.http.answers.answer import STATUS_WITHIN_S, first_of
 from router.http.answers.objects import Json
 from router.http.answers.sse import SseResponse
+from router.http.answers.streaming import STATUS_WITHIN_S, first_of, rest_of
 from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.errors import REQUEST_ID_HEADER, error_from_finished
@@ -84,14 +84,8 @@ async def _stream(
         if first.done():
             first.result()
         await sse.start()
-        await send_events(sse, call.events(inference), _rest(first, live), time.time)
+        await send_events(sse, call.events(inference), rest_of(first, live), time.time)
     return sse.response
-
-
-async def _rest(first: asyncio.Future[Event], live: LiveRequest) -> AsyncIterator[Event]:
-    yield await first
-    async for event in live:
-        yield event
 
 
 async def send_events(

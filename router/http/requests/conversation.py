@@ -17,8 +17,12 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _SWITCHES = ("enable_thinking", "thinking")
 """Names by which templates are told whether to think."""
 
-
 _NO_TOOLS = ToolFields.model_validate({})
+
+
+def thinking_switch(template: ChatTemplate) -> str | None:
+    """Return the variable that tells a template whether to think; None: it has none."""
+    return next((name for name in _SWITCHES if name in template.variables), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +90,8 @@ class Conversation:
         """
         if self.effort is None:
             return dict(self.template_kwargs)
-        switches = [name for name in _SWITCHES if name in template.variables]
-        if self.effort == "none" and switches:
-            return {switches[0]: False, **self.template_kwargs}
+        if self.effort == "none" and (switch := thinking_switch(template)) is not None:
+            return {switch: False, **self.template_kwargs}
         if self.effort == "none" or "reasoning_effort" not in template.variables:
             raise UnimplementedError(
                 f'reasoning_effort is "{self.effort}"; the model\'s chat template does not know it'

@@ -20,7 +20,7 @@ _NO_PARAMETERS: Mapping[str, Any] = {
     "additionalProperties": False,
 }
 
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 
 
 class Function(Schema):

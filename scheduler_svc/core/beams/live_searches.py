@@ -26,6 +26,7 @@ from contract.step import Result
 from scheduler_svc.core.beams.group import BeamGroup
 from scheduler_svc.core.beams.search import Candidates
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.kv_groups import KvGroups
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.prefix import KvLookup
@@ -43,12 +44,14 @@ class BeamGroups:
     def __init__(
         self,
         config: SchedulerConfig,
+        groups: KvGroups,
         rows: Rows,
         running: RunningSet,
         lookup: KvLookup,
         policy: Policy,
     ) -> None:
         self._block_size = config.block_size
+        self._kv_groups = groups
         self._rows = rows
         self._running = running
         self._lookup = lookup
@@ -78,7 +81,27 @@ class BeamGroups:
         """The most blocks that `advance` may take."""
         if not self._groups:
             return 0
-        return sum(group.num_blocks_due(self._block_size) for group in self)
+        return sum(map(self._num_blocks_due, self))
+
+    def demand(self, group: BeamGroup) -> tuple[int, int]:
+        """Return how many rows a search needs, and how many blocks besides its leader's."""
+        num_rows, num_blocks = group.demand(self._block_size)
+        if self._kv_groups.is_plain or len(group.search.beams) == 1:
+            return num_rows, num_blocks * self._kv_groups.num
+        return num_rows, self._most_blocks_of_others(group)
+
+    def _num_blocks_due(self, group: BeamGroup) -> int:
+        if group.parents is None and group.can_spread and not self._kv_groups.is_plain:
+            return self._most_blocks_of_others(group)
+        return group.num_blocks_due(self._block_size) * self._kv_groups.num
+
+    def _most_blocks_of_others(self, group: BeamGroup) -> int:
+        """Return what the other beams need if they share no block with the best one.
+
+        It may have given back the blocks behind a window that they need.
+        """
+        num_others = len(group.search.beams) - 1
+        return num_others * self._kv_groups.num_needed(group.search.num_tokens)
 
     def on_started(self, seq: Sequence) -> None:
         """Reserve rows for the other beams if the started sequence leads a search."""
@@ -177,8 +200,12 @@ class BeamGroups:
             seq.max_total_tokens = num_tokens + 1
             seq.block_hashes = []
             num_shared = group.num_shared_blocks(index, self._block_size)
-            found = self._lookup.find_beyond(seq, best.block_ids[:num_shared])
-            num_new = num_blocks - len(found.ready) - len(found.loading)
+            shared = best.block_ids[: num_shared * self._kv_groups.num]
+            found = self._lookup.find_beyond(seq, shared)
+            if found.places is None:
+                num_new = num_blocks - len(found.ready) - len(found.loading)
+            else:
+                num_new = len(found.sources) + len(self._running.places_ahead(seq, found))
             self._rows.num_reserved -= 1
             self._running.start(seq, found, num_new)
             self.num_recomputed_tokens += num_tokens - 1 - found.num_tokens

@@ -15,6 +15,7 @@ from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.cache.marked_heap import MarkedHeap
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import Pinned
+from scheduler_svc.core.kv_groups import KvGroups
 from scheduler_svc.core.sequence import RUNNING
 from scheduler_svc.core.sequence import Sequence as Seq
 
@@ -22,7 +23,10 @@ from scheduler_svc.core.sequence import Sequence as Seq
 class Pins:
     """The pinned blocks and when each pin ends. It alone changes the references of pins."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool[DeviceBlockId]) -> None:
+    def __init__(
+        self, config: SchedulerConfig, groups: KvGroups, pool: BlockPool[DeviceBlockId]
+    ) -> None:
+        self._groups = groups
         self._pool = pool
         self._block_size = config.block_size
         self._max_share = config.max_pinned_share
@@ -78,7 +82,7 @@ class Pins:
                 self._loading.append((seq, until))
             else:
                 hashes = seq.block_hashes[: seq.num_prompt_tokens // self._block_size]
-                num_tokens = self._pin(hashes, until) * self._block_size
+                num_tokens = self._pin_prefix(hashes, until) * self._block_size
                 self._pinned += (Pinned(seq.request.source, seq.seq_key, num_tokens),)
 
     def take_pinned(self) -> tuple[Pinned, ...]:
@@ -141,6 +145,23 @@ class Pins:
         end, place = self._ends.pop(src)
         self._by_end.discard(src)
         self._set_end(dst, end, place)
+
+    def _pin_prefix(self, chain: Sequence[BlockHash], until: float) -> int:
+        """Pin the blocks of a prompt; return how many of its block indices are pinned.
+
+        With several KV groups or windows: all blocks that later tokens see, or none.
+        """
+        if self._groups.is_plain:
+            return self._pin(chain, until)
+        places = self._groups.kept(len(chain) * self._block_size)
+        names = self._groups.names(chain, places)
+        num_new = sum(block not in self._ends for block in self._pool.find(names))
+        if len(self._pool.find(names)) < len(names):
+            return 0
+        if len(self._ends) + num_new > self._max_blocks:
+            return 0
+        self._pin(names, until)
+        return len(chain)
 
     def _pin(self, hashes: Sequence[BlockHash], until: float) -> int:
         """Pin the blocks of a prefix of `hashes`, or extend their pins; return how many."""

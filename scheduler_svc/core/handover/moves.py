@@ -306,11 +306,10 @@ class Moves:
         """Publish the full host blocks that arrived with a sequence."""
         if not self._config.enable_prefix_caching:
             return
-        num_full = seq.num_computed_tokens // self._config.block_size
         root = root_hash(seq.request.cache_salt)
         extend_chain(seq.block_hashes, root, seq.token_ids, self._config.block_size)
-        blocks = seq.host_block_ids[:num_full]  # empty if the sequence arrived without KV
-        self._tier.pool.publish(blocks, seq.block_hashes[: len(blocks)])
+        names = self._host_room.names(seq) if seq.host_block_ids else []
+        self._tier.pool.publish(seq.host_block_ids[: len(names)], names)
 
 
 def _moved(seq: Sequence) -> MovedSequence:

@@ -41,6 +41,7 @@ from scheduler_svc.core.cache.pins import Pins
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.handover.identity import identity, swap_root
+from scheduler_svc.core.kv_groups import NULL_BLOCK, KvGroups
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.prefix import FoundKv
 from scheduler_svc.core.queue import WaitingQueue
@@ -63,6 +64,7 @@ class Takeover:
         self,
         config: SchedulerConfig,
         *,
+        groups: KvGroups,
         pool: BlockPool[DeviceBlockId],
         pins: Pins,
         tier: HostTier,
@@ -81,6 +83,7 @@ class Takeover:
         self.expires_at = float("inf")
         """Time from which `expire` must be called."""
         self._config = config
+        self._groups = groups
         self._pool = pool
         self._pins = pins
         self._tier = tier
@@ -106,7 +109,7 @@ class Takeover:
         self.expires_at = now + self._config.claim_s
         self._rows.num_reserved += len(self.unclaimed)
         device, host, disk = holdings.device, holdings.host, holdings.disk
-        tables = [_table(row) for row in self.unclaimed]
+        tables = [self._held(row) for row in self.unclaimed]
         self._tier.pool.restore((), _blocks(host, HostBlockId), host.hashes)
         self._tier.disk.pool.restore((), _blocks(disk, DiskBlockId), disk.hashes)
         if not self._config.enable_prefix_caching:
@@ -123,7 +126,7 @@ class Takeover:
     @property
     def held_device_blocks(self) -> list[DeviceBlockId]:
         """The device blocks that unclaimed rows hold; a block occurs once per reference."""
-        return [block for row in self.unclaimed for block in _table(row)]
+        return [block for row in self.unclaimed for block in self._held(row)]
 
     def expire(self) -> None:
         """Free all unclaimed rows after `claim_s`."""
@@ -258,25 +261,37 @@ class Takeover:
         """
         num_computed = min(row.num_computed_tokens, len(seq.token_ids) - 1)
         num_full, num_in_tail = divmod(num_computed, self._config.block_size)
-        table = _table(row)
-        kept = table[: num_full + bool(num_in_tail)]
+        num_groups, table = self._groups.num, self._table(row)
+        kept = table[: (num_full + bool(num_in_tail)) * num_groups]
+        places = self._groups.kept(num_computed)
+        blocks = [kept[place] for place in places]
+        if not self._groups.is_plain and NULL_BLOCK in blocks:
+            self._free(row)  # the row has tokens that the sequence computes again, behind a window
+            return False
         num_before = max(seq.num_computed_tokens, row.num_computed_tokens)
         self._claim(row)
-        self._pool.drop(table[len(kept) :])
-        copies = bool(num_in_tail) and not self._pool.is_writable(kept[-1])
-        ready = [*kept[:-1]] if copies else [*kept]
+        self._pool.drop(self._groups.held(table[len(kept) :]))
+        last = kept[-num_groups:] if num_in_tail else []
+        copies = not all(map(self._pool.is_writable, last))
+        ready = [*kept[:-num_groups]] if copies else [*kept]
+        found = FoundKv(ready, [], [], num_computed)
         num_new = -(-len(seq.token_ids) // self._config.block_size) - len(ready)
+        if not self._groups.is_plain:
+            places = [place for place in places if place < len(ready)]
+            shared, num_indices = [kept[place] for place in places], len(ready) // num_groups
+            found = FoundKv(shared, [], [], num_computed, places, num_indices)
+            num_new = len(self._running.places_ahead(seq, found))
         if num_new > self._pool.num_available:
             seq.num_computed_tokens = num_before
-            is_swapped = self._swap_out(seq, [*kept], num_computed)
-            self._pool.drop(kept)
+            is_swapped = self._swap_out(seq, blocks, num_computed)
+            self._pool.drop(blocks)
             return is_swapped
         if copies:
-            seq.copy_from = kept[-1]
+            seq.copy_from = tuple(last)
         self.num_recomputed_tokens += num_before - num_computed
         self.num_adopted_tokens += num_computed
-        self._running.start(seq, FoundKv(ready, [], [], num_computed), num_new)
-        self._pool.drop(ready)
+        self._running.start(seq, found, num_new)
+        self._pool.drop(self._groups.held(ready))
         seq.num_published_blocks = 0  # some may be published; publishing again is harmless
         seq.num_charged_tokens = min(num_computed, seq.num_prompt_tokens)
         self._live.record_admitted(seq, 0, seq.arrived)
@@ -293,8 +308,8 @@ class Takeover:
     def _adopt_swapped(self, seq: Sequence) -> bool:
         """Queue a sequence as SWAPPED if host and disk hold its KV; return whether they do."""
         kv = self._find_swapped(seq.request, seq.output_index, seq.block_hashes)
-        if kv is None:
-            return False
+        if kv is None or len(kv.host) + len(kv.disk) > self._tier.pool.num_blocks:
+            return False  # the host could never hold all of it, to swap it in
         self._tier.pool.share(kv.host)
         self._tier.disk.pool.share(kv.disk)
         if not self._config.enable_prefix_caching:  # no other sequence can use these hashes
@@ -336,6 +351,8 @@ class Takeover:
         chain = chain if has_cache else []
         root = swap_root(request, output_index, has_prefix_cache=has_cache)
         extend_chain(chain, root, known, size)
+        if not self._groups.is_plain:
+            return self._find_swapped_places(known, chain, root)
         hashes = chain[: (len(known) - 1) // size]
         host = self._tier.pool.find(hashes)
         disk = self._tier.disk.pool.find(hashes[len(host) :])
@@ -351,6 +368,37 @@ class Takeover:
                 return _SwappedKv([*host, *host_tail], [*disk, *disk_tail], num_tokens)
         return None if has_cache or not num_full else _SwappedKv(host, disk, num_full * size)
 
+    def _find_swapped_places(
+        self, known: Int32Array, chain: list[BlockHash], root: BlockHash
+    ) -> "_SwappedKv | None":
+        """As `_find_swapped`, for several groups or windows."""
+        size = self._config.block_size
+        num_full = (len(known) - 1) // size
+        # A full last block would be shared, but the last known token is computed again.
+        is_full = len(known) == (num_full + 1) * size
+        for end in range(len(known) - is_full, num_full * size, -1):
+            names = chain[:num_full]
+            names.append(tail_hash(chain, root, known, end, size))
+            names = self._groups.names(names, self._groups.kept(end))
+            host = self._tier.pool.find(names)
+            disk = self._tier.disk.pool.find(names[len(host) :])
+            if len(host) + len(disk) == len(names):
+                num_tokens = min(end, len(known) - 1)
+                if len(self._groups.kept(num_tokens)) == len(names):
+                    return _SwappedKv(host, disk, num_tokens)
+        return None
+
+    def _table(self, row: HeldRow) -> list[DeviceBlockId]:
+        """Return the block table of a row; a worker does not know what was given back."""
+        table = [DeviceBlockId(block) for block in row.block_ids.tolist()]
+        if self._groups.is_plain:
+            return table
+        kept = {*self._groups.kept(row.num_computed_tokens)}
+        return [block if place in kept else NULL_BLOCK for place, block in enumerate(table)]
+
+    def _held(self, row: HeldRow) -> list[DeviceBlockId]:
+        return self._groups.held(self._table(row))
+
     def _claim(self, row: HeldRow) -> None:
         """Remove a row from the unclaimed ones; the caller owns its blocks now."""
         rows = self._unclaimed[row.identity]
@@ -361,7 +409,7 @@ class Takeover:
 
     def _free(self, row: HeldRow) -> None:
         self._claim(row)
-        self._pool.drop(_table(row))
+        self._pool.drop(self._held(row))
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,10 +418,6 @@ class _SwappedKv:
     disk: list[DiskBlockId]
     """The blocks that follow those on the host."""
     num_tokens: int
-
-
-def _table(row: HeldRow) -> list[DeviceBlockId]:
-    return [DeviceBlockId(block) for block in row.block_ids.tolist()]
 
 
 def _blocks(held: HeldBlocks, block_id: Callable[[int], BlockIdT]) -> list[BlockIdT]:

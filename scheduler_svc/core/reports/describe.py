@@ -11,7 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.arrays import Int32Array, ints
-from scheduler_svc.core.blocks import BlockIdT, BlockPool
+from scheduler_svc.core.blocks import (
+    BlockIdT,
+    BlockPool,
+    DeviceBlockId,
+    DiskBlockId,
+    HostBlockId,
+)
 from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -173,7 +179,7 @@ def _sequences(
     num_table_blocks = 0
     for seq in seqs:
         if query.with_block_tables:
-            num_blocks = sum(map(len, _tables(seq)))
+            num_blocks = sum(map(len, _tables(core, seq)))
             if num_table_blocks and num_table_blocks + num_blocks > MAX_TABLE_BLOCKS:
                 return
             num_table_blocks += num_blocks
@@ -187,9 +193,10 @@ def _describe_sequence(core: Scheduler, seq: Sequence, *, with_tables: bool) -> 
         num_computed = core.running.num_computed_tokens(seq)
     elif not (seq.host_block_ids or seq.disk_block_ids):
         num_computed = 0
-    device, host, disk = map(ints, _tables(seq) if with_tables else ((), (), ()))
+    device, host, disk = map(ints, _tables(core, seq) if with_tables else ((), (), ()))
     pool, pins = core.pool, core.pins
-    num_shared = sum(pool.ref_count(block) - (block in pins) > 1 for block in seq.block_ids)
+    table = _tables(core, seq)[0]
+    num_shared = sum(pool.ref_count(block) - (block in pins) > 1 for block in table)
     return SequenceDescription(
         seq_id=seq.seq_id,
         request_id=seq.request.request_id,
@@ -199,7 +206,7 @@ def _describe_sequence(core: Scheduler, seq: Sequence, *, with_tables: bool) -> 
         num_prompt_tokens=seq.num_prompt_tokens,
         num_computed_tokens=num_computed,
         num_cached_tokens=seq.num_cached_tokens,
-        num_device_blocks=len(seq.block_ids),
+        num_device_blocks=len(table),
         num_host_blocks=len(seq.host_block_ids),
         num_disk_blocks=len(seq.disk_block_ids),
         num_shared_blocks=num_shared,
@@ -209,5 +216,8 @@ def _describe_sequence(core: Scheduler, seq: Sequence, *, with_tables: bool) -> 
     )
 
 
-def _tables(seq: Sequence) -> tuple[Seq[int], Seq[int], Seq[int]]:
-    return seq.block_ids, seq.host_block_ids, seq.disk_block_ids
+def _tables(
+    core: Scheduler, seq: Sequence
+) -> tuple[Seq[DeviceBlockId], Seq[HostBlockId], Seq[DiskBlockId]]:
+    """Return the blocks that a sequence holds in each tier, without the null block."""
+    return core.groups.held(seq.block_ids), seq.host_block_ids, seq.disk_block_ids

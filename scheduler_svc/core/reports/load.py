@@ -46,7 +46,7 @@ def read_prompts(core: "Scheduler") -> PromptQueue:
             num_short += not is_long
     waiting = core.queue
     if waiting.num_tokens:
-        num_free_slots = core.pool.num_available * core.config.block_size
+        num_free_slots = core.pool.num_available * core.config.block_size // core.groups.num
         share = min(1.0, core.rows.num_free / len(waiting), num_free_slots / waiting.num_tokens)
         num_tokens += int(share * waiting.num_tokens)
         num_short_tokens += int(share * waiting.num_short_tokens)
@@ -107,6 +107,8 @@ def read_space(core: "Scheduler") -> SpaceReport:
     return SpaceReport(
         device=measure(core.pool.usable_ref_counts),
         host=measure(core.tier.pool.ref_counts),
-        num_slots_held=sum(len(seq.block_ids) for seq in running) * core.config.block_size,
+        num_slots_held=sum(len(seq.block_ids) for seq in running)
+        // core.groups.num
+        * core.config.block_size,
         num_slots_written=sum(map(running.num_computed_tokens, running)),
     )

@@ -151,8 +151,7 @@ class Fetching:
         if not seq.disk_block_ids:
             return FetchStatus.READY
         pool, num_kept = self._tier.pool, len(seq.host_block_ids)
-        num_full = seq.num_computed_tokens // self._block_size
-        hashes = seq.block_hashes[:num_full][num_kept:]
+        hashes = self._room.names(seq)[num_kept:]
         on_host: list[HostBlockId | None] = []  # per disk block: its host block, perhaps loading
         for index, source in enumerate(seq.disk_block_ids):
             found = pool.find(hashes[index : index + 1]) if index < len(hashes) else []

@@ -8,8 +8,10 @@ is full, too, swapped sequences lose their KV, again the last in order first.
 from collections.abc import Iterator
 from itertools import chain, repeat
 
+from contract.hashing import BlockHash
 from scheduler_svc.core.blocks import DiskBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.kv_groups import KvGroups
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -23,11 +25,13 @@ class HostRoom:
     def __init__(
         self,
         config: SchedulerConfig,
+        groups: KvGroups,
         tier: HostTier,
         queue: WaitingQueue,
         live: LiveSequences,
     ) -> None:
         self.num_spilled = 0
+        self._groups = groups
         self._block_size = config.block_size
         self._costs = Costs(config)
         self._tier = tier
@@ -95,6 +99,13 @@ class HostRoom:
         self._tier.disk.pool.drop(seq.disk_block_ids)
         seq.host_block_ids, seq.fetched_block_ids, seq.disk_block_ids = (), (), ()
 
+    def names(self, seq: Sequence) -> list[BlockHash]:
+        """Return the hashes of a swapped sequence's full blocks; without a cache there are none."""
+        num_full = min(seq.num_computed_tokens // self._block_size, len(seq.block_hashes))
+        places = self._groups.kept(seq.num_computed_tokens)
+        full = [place for place in places if place < num_full * self._groups.num]
+        return self._groups.names(seq.block_hashes, full)
+
     def _last_first(self, status: SeqStatus, but: Sequence | None = None) -> Iterator[Sequence]:
         seqs = [
             seq
@@ -145,8 +156,7 @@ class HostRoom:
     def _spill(self, seq: Sequence, num_kept: int) -> None:
         """Move the last host blocks of a swapped sequence to the disk with the next plan."""
         spilled: tuple[HostBlockId, ...] = seq.host_block_ids[num_kept:]
-        num_full = seq.num_computed_tokens // self._block_size
-        hashes = seq.block_hashes[:num_full][num_kept:]
+        hashes = self.names(seq)[num_kept:]
         kept = map(self._tier.disk.keep, spilled, chain(hashes, repeat(None)))
         seq.disk_block_ids = (*kept, *seq.disk_block_ids)
         seq.host_block_ids = seq.host_block_ids[:num_kept]

@@ -19,7 +19,9 @@ def parse_up(*argv: str) -> UpSettings:
 
 
 def plan(settings: UpSettings, environment: dict[str, str] | None = None) -> layout.Layout:
-    chosen = layout.Addresses(8000, 50051, 8001, tuple(range(8002, 8002 + settings.workers)))
+    routers = (8000,) if settings.routers == 1 else tuple(range(9000, 9000 + settings.routers))
+    workers = tuple(range(8002, 8002 + settings.workers))
+    chosen = layout.Addresses(8000, 50051, routers, 8001, workers)
     return layout.plan(settings, "/models/m", chosen, Path("/run/quire"), environment or {})
 
 
@@ -113,6 +115,29 @@ def test_processes_are_joined_by_sockets_in_the_private_directory():
 def test_router_stops_first_and_workers_last():
     groups = {spec.name: spec.stop_group for spec in plan(parse_up("--workers", "2")).specs}
     assert groups["router"] < groups["scheduler"] < groups["worker-0"] == groups["worker-1"]
+
+
+def test_several_routers_share_ports_and_have_one_each():
+    planned = plan(parse_up("--routers", "2"))
+    routers = planned.specs[2:]
+    assert [spec.name for spec in routers] == ["router-0", "router-1"]
+    for i, spec in enumerate(routers):
+        assert value_of("--http-port", spec.argv) == str(9000 + i)
+        assert value_of("--shared-http-port", spec.argv) == "8000"
+        assert value_of("--grpc-port", spec.argv) == "50051"
+        assert value_of("--operator-uds", spec.argv) == f"/run/quire/router-{i}.sock"
+        assert spec.http_address == f"127.0.0.1:{9000 + i}"
+    assert planned.service.http_address == "127.0.0.1:8000"
+    assert planned.service.operator_target == "unix:/run/quire/router-0.sock"
+    assert planned.service.other_operator_targets == ("unix:/run/quire/router-1.sock",)
+    assert "--shared-http-port" not in plan(parse_up()).specs[2].argv
+
+
+@pytest.mark.parametrize("flag", ["--uds", "--operator-uds"])
+def test_several_routers_cannot_share_a_socket(flag, capsys):
+    with pytest.raises(SystemExit):
+        parse_up("--routers", "2", flag, "/run/x.sock")
+    assert f"routers cannot share {flag}" in capsys.readouterr().err
 
 
 def test_several_workers_share_the_machine():

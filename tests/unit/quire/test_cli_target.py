@@ -13,7 +13,7 @@ from quire.cli.settings import KvSettings
 from quire.cli.target import (
     DEFAULT_TARGET,
     _find_scheduler,
-    find_operator_target,
+    find_operator_targets,
     find_service,
     find_target,
 )
@@ -58,8 +58,8 @@ def test_http_port_chooses_one_of_several_for_every_kind_of_command(services):
     services("127.0.0.1:1", 8001, scheduler_target="unix:/s1", operator_target="unix:/r1")
     services("127.0.0.1:2", 8002, scheduler_target="unix:/s2", operator_target="unix:/r2")
     assert router(http_port=8002) == "127.0.0.1:2"
-    assert find_operator_target(KvSettings(http_port=8002)) == "unix:/r2"
-    assert find_operator_target(KvSettings(target="b:1", http_port=8002)) == "b:1"
+    assert find_operator_targets(KvSettings(http_port=8002)) == ("unix:/r2",)
+    assert find_operator_targets(KvSettings(target="b:1", http_port=8002)) == ("b:1",)
     assert _find_scheduler(8001, "") == "unix:/s1"
     assert _find_scheduler(8001, "127.0.0.1:50052") == "unix:/s1"
     assert find_service(8001).http_address == "127.0.0.1:8001"

@@ -15,6 +15,7 @@ from quire.v1 import (
     adapters_pb2_grpc,
     common_pb2,
     kv_pb2,
+    kv_pb2_grpc,
     loading_pb2,
     loading_pb2_grpc,
     scheduler_pb2,
@@ -59,6 +60,18 @@ class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
         yield loading_pb2.LoadResponse(worker="w", is_done=True, was_loaded=was_loaded)
 
 
+class FakeKvEvents(kv_pb2_grpc.KvEventServiceServicer):
+    """Sends the messages that a test puts into `messages`."""
+
+    def __init__(self):
+        self.messages = asyncio.Queue()
+
+    async def WatchKv(self, request, context):  # noqa: N802, ARG002
+        while (message := await self.messages.get()) is not None:
+            await context.write(message)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the scheduler has ended")
+
+
 _EPOCHS = itertools.count(1)
 
 
@@ -82,6 +95,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.model_directory = ""
         """The directory of a model that an operator has loaded."""
         self.loading = FakeLoading()
+        self.kv_events = None
+        """A `FakeKvEvents`; None: the scheduler has no such service."""
         self.bad_directory = None
         """A directory without an adapter."""
         self.changes = asyncio.Queue()
@@ -111,6 +126,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)
         loading_pb2_grpc.add_LoadingServiceServicer_to_server(self.loading, self._server)
+        if self.kv_events is not None:
+            kv_pb2_grpc.add_KvEventServiceServicer_to_server(self.kv_events, self._server)
         self._server.add_insecure_port(self.target)
         await self._server.start()
 

@@ -100,6 +100,23 @@ async def test_no_http_request_gets_in_without_a_right_key(router):
             assert (await response.json())["error"]["type"] == "authentication_error"
 
 
+async def test_anthropics_clients_may_send_a_key_in_their_own_header(router):
+    for headers, status in (
+        ({"x-api-key": ALICE}, 200),
+        ({"x-api-key": "wrong"}, 401),
+        ({"x-api-key": ALICE, "Authorization": "Bearer wrong"}, 401),
+    ):
+        async with router.http.get("/v1/models", headers=headers) as response:
+            assert response.status == status
+    async with router.http.post("/v1/messages", headers={"x-api-key": "wrong"}) as response:
+        assert response.status == 401
+        error = (await response.json())["error"]
+        assert (error["type"], error["message"]) == (
+            "authentication_error",
+            "the API key is not known",
+        )
+
+
 async def test_http_probes_need_no_key(router):
     for path in ("/health", "/ready", "/metrics"):
         async with router.http.get(path) as response:

@@ -401,3 +401,76 @@ async def test_draining_refuses_new_requests_and_waits_for_live_ones(router):
     await router.scheduler.step(finished={submit.first_seq_key: LENGTH})
     assert len([event async for event in live]) == 2
     await drain
+
+
+class Room:
+    """Room that a test opens and closes."""
+
+    def __init__(self):
+        self.is_open = asyncio.Event()
+
+    def has_room(self):
+        return self.is_open.is_set()
+
+    async def wait_for_room(self):
+        await self.is_open.wait()
+
+
+async def test_a_sink_gets_each_step_at_once_and_merged_steps_after_a_wait_for_room(router):
+    live, submit = await start(router)
+    key = submit.first_seq_key
+    a, b, c = (router.tokens(letter)[0] for letter in "abc")
+    events, room = [], Room()
+    room.is_open.set()
+    sending = asyncio.create_task(live.send_to(events.append, room))
+    await router.scheduler.step({key: [a]})
+    await settled(router)
+    assert [event.text for event in events] == ["a"]
+    room.is_open.clear()
+    await router.scheduler.step({key: [b]})
+    await router.scheduler.step({key: [c]}, finished={key: LENGTH})
+    await settled(router)
+    assert len(events) == 1
+    room.is_open.set()
+    await sending
+    assert events[1:] == [
+        OutputDelta(0, 1, (b, c), "bc"),
+        OutputFinished(0, FinishReason.LENGTH),
+        Usage(3, 3, 0),
+    ]
+
+
+async def test_a_sink_that_fails_ends_its_own_stream_only(router):
+    live, submit = await start(router)
+    other, other_submit = await start(router)
+
+    def put(_event):
+        raise ConnectionResetError
+
+    sending = asyncio.create_task(live.send_to(put))
+    await asyncio.sleep(0)
+    token = router.tokens("a")[0]
+    await router.scheduler.step(
+        {submit.first_seq_key: [token], other_submit.first_seq_key: [token]}
+    )
+    assert (await anext(other)).text == "a"
+    with pytest.raises(ConnectionResetError):
+        await sending
+    for each in (live, other):
+        await each.aclose()
+
+
+async def test_a_sink_is_told_of_a_refusal_and_of_the_end_by_another_call(router):
+    refused, submit = await start(router)
+    events = []
+    sending = asyncio.create_task(refused.send_to(events.append))
+    await router.scheduler.refuse(submit.first_seq_key, grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+    with pytest.raises(TooBusyError):
+        await sending
+    taken, _ = await start(router)
+    sending = asyncio.create_task(taken.send_to(events.append))
+    await asyncio.sleep(0)
+    taken.take_away(UnavailableError("the router is shutting down"))
+    with pytest.raises(UnavailableError, match="shutting down"):
+        await sending
+    assert events == []

@@ -154,6 +154,14 @@ def test_unset_seed_and_max_tokens_are_settled():
     assert (kept.seed, kept.max_tokens) == (0, 3)
 
 
+def test_max_tokens_may_be_cut_to_the_contexts_room():
+    for max_tokens, settled in ((3, 3), (54, 54), (64, 54)):
+        sampling = complete_sampling(
+            SamplingParams(max_tokens=max_tokens), 10, MODEL, seed=1, cuts_max_tokens=True
+        )
+        assert sampling.max_tokens == settled
+
+
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "sampling", "message"),
     [

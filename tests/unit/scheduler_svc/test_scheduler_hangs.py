@@ -38,7 +38,8 @@ async def test_idle_worker_is_not_lost(folder, worker, connect):
 
 
 async def test_scheduler_says_when_its_worker_hangs_and_when_it_goes_on(folder, worker, connect):
-    async with running_scheduler(folder, [worker.target]) as scheduler:
+    # It is not given up while this test runs.
+    async with running_scheduler(folder, [worker.target], worker_silence_s=60) as scheduler:
         router = await connect(scheduler.target)
         worker.hang()
         await router.submit(1, [1, 2, 3], max_tokens=40)

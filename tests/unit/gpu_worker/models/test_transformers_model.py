@@ -33,20 +33,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FAMILIES = {
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"sliding_window": 20, "layer_types": ALTERNATING},
-    # The head dim of its keys is 24, of its values 12.
-    "deepseek_v3": EXPERTS
-    | {
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 20,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-    },
+    "deepseek_v3": {},  # the head dim of its keys is 24, of its values 12
     "gemma2": GEMMA
     | {
         "attn_logit_softcapping": 0.5,
@@ -70,7 +57,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_and_logits_equal_transformers(model_dirs, family):
     directory = model_dirs.get(family, **FAMILIES[family])
-    source = open_model(directory)
+    source = open_model(directory, "transformers")
     model = source.load(torch.float32, CPU, lambda _: None)
     sequences = [
         Sequence(random_prompt(length, seed=length), start_step=4 * i)
@@ -103,6 +90,7 @@ def test_a_native_family_runs_on_transformers_if_asked(model_dirs):
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu' is supported"),
         ("gpt_neox", {"hidden_act": "mish"}, "hidden_act is 'mish'; supported are gelu"),
+        ("deepseek_v2", {"mlp_bias": True}, "mlp_bias is true; only false is supported"),
     ],
 )
 def test_transformers_runs_what_our_implementation_lacks(model_dirs, family, overrides, reason):
@@ -133,7 +121,7 @@ def test_a_damaged_file_is_named(model_dirs, tmp_path):
 
 
 def test_the_config_is_what_the_model_does(model_dirs):
-    config = open_model(model_dirs.get("deepseek_v3", **FAMILIES["deepseek_v3"])).config
+    config = open_model(model_dirs.get("deepseek_v3"), "transformers").config
     assert (config.num_layers, config.num_kv_heads, config.head_dim) == (2, 4, 24)
     assert (config.vocab_size, config.max_model_len) == (500, 512)
     assert config.eos_token_ids == (1,)

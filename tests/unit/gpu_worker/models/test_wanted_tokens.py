@@ -107,9 +107,7 @@ def step(model, case, *, is_all_wanted):
             hidden = model.forward(batch.token_ids, batch.positions, pool, metadata)
             if is_all_wanted:
                 hidden = batch.metadata.select(hidden)
-    keys = [pool.key_cache(layer) for layer in range(model.config.num_layers)]
-    values = [pool.value_cache(layer) for layer in range(model.config.num_layers)]
-    return hidden, torch.stack(keys + values)
+    return hidden, pool.blocks_as_bytes
 
 
 def assert_same(model, case):
@@ -141,7 +139,12 @@ def test_in_one_native_call_or_op_by_op_in_bfloat16(model_dirs, monkeypatch, fam
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize(
     ("family", "overrides"),
-    [*MODELS.items(), ("mixtral", {}), ("gpt_neox", {"use_parallel_residual": False})],
+    [
+        *MODELS.items(),
+        ("mixtral", {}),
+        ("gpt_neox", {"use_parallel_residual": False}),
+        ("deepseek_v3", {}),
+    ],
 )
 def test_op_by_op_in_float32(model_dirs, monkeypatch, family, overrides, case):
     attend = ops.paged_attention_prefill

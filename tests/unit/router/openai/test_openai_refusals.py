@@ -7,7 +7,7 @@ import json
 import pytest
 from openai_fakes import FakeInference
 
-from contract.errors import AlreadyExistsError, InvalidArgumentError
+from contract.errors import AlreadyExistsError, ContextLengthError, InvalidArgumentError
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -285,3 +285,11 @@ async def test_a_bug_is_500_without_details(http, inference: FakeInference):
     error = await refused(http, COMPLETIONS, {"prompt": "x"}, status=500)
     assert error["message"] == "internal error"
     assert error["type"] == "server_error"
+
+
+async def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(http, inference):
+    inference.refusal = ContextLengthError("prompt", "has 70 tokens")
+    async with http.post(CHAT, json={"messages": HELLO}) as response:
+        assert response.status == 400
+        error = (await response.json())["error"]
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")

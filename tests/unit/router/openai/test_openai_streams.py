@@ -9,7 +9,7 @@ from openai_fakes import delta, spell
 
 from contract.errors import UnavailableError
 from contract.outputs import FinishReason, OutputFinished, Usage
-from router.http.answers import answer, sse
+from router.http.answers import sse, streaming
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -34,6 +34,32 @@ async def test_a_stream_byte_for_byte(http, inference):
         '"finish_reason":"stop","stop_reason":"\\n"}]}\n\n'
         "data: [DONE]\n\n"
     )
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}])
+async def test_chunks_differ_only_in_their_text(http, inference, path, more):
+    text = 'a"\\\n\u2028é🙂\0%b{"text":"x"}'
+    inference.script = spell(text)
+    asked = {"prompt": "x"} if path == "completions" else {"messages": HELLO}
+    body = {**asked, "stream": True, "n": 2, "request_id": "r", **more}
+    async with http.post(f"/v1/{path}", json=body) as response:
+        lines = (await response.text()).split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    for index in range(2):
+        choices = [
+            c["choices"][0]
+            for c in chunks
+            if c["choices"][:1] and c["choices"][0]["index"] == index
+        ]
+        said = [choice.get("text", choice.get("delta", {}).get("content")) for choice in choices]
+        assert said[: len(text)] == list(text)
+        plain = [{**choice, "text": "", "delta": ""} for choice in choices[1 : len(text)]]
+        assert plain == [plain[0]] * (len(text) - 1)
+        assert plain[0]["finish_reason"] is None
+    heads = [{**chunk, "choices": []} for chunk in chunks if chunk["choices"]]
+    assert heads == [heads[0]] * len(heads)
+    assert ("usage" in heads[0]) == bool(more)
 
 
 async def test_usage_is_null_until_the_last_chunk(http):
@@ -108,7 +134,7 @@ async def test_a_stream_whose_first_event_takes_long_has_comments_before_it(
         yield OutputFinished(0, FinishReason.STOP)
         yield Usage(1, 1, 0)
 
-    monkeypatch.setattr(answer, "STATUS_WITHIN_S", 0.01)
+    monkeypatch.setattr(streaming, "STATUS_WITHIN_S", 0.01)
     monkeypatch.setattr(sse, "_HEARTBEAT_S", 0.01)
     inference.script = script
     async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
@@ -131,7 +157,7 @@ async def test_an_error_that_comes_late_instead_of_the_first_event_is_an_event(
         raise UnavailableError("the worker is gone")
         yield
 
-    monkeypatch.setattr(answer, "STATUS_WITHIN_S", 0.01)
+    monkeypatch.setattr(streaming, "STATUS_WITHIN_S", 0.01)
     inference.script = script
     async with http.post("/v1/completions", json={"prompt": "x", "stream": True}) as response:
         assert response.status == 200
@@ -155,7 +181,7 @@ async def test_a_client_that_leaves_before_the_first_event_ends_its_requests(
         finally:
             ended.release()
 
-    monkeypatch.setattr(answer, "STATUS_WITHIN_S", status_within_s)
+    monkeypatch.setattr(streaming, "STATUS_WITHIN_S", status_within_s)
     inference.script = script
     body = json.dumps({"prompt": ["x"] * num_prompts, "stream": True}).encode()
     reader, writer = await asyncio.open_connection(*server)

@@ -142,7 +142,8 @@ class FakeRows:
 def test_a_block_is_published_when_it_is_full_and_no_other_is_on_its_way():
     place = Place()
     (block,) = place.core.pool.allocate(1)
-    publisher = Publisher(place.core.config, place.core.pool, FakeRows())
+    core = place.core
+    publisher = Publisher(core.config, core.groups, core.pool, FakeRows())
     place.seq.row, place.seq.block_ids = 0, [block]
     place.seq.block_hashes.clear()
     place.seq.loading_block_ids = (block,)

@@ -1,0 +1,214 @@
+"""The control plane's cost per token: router and scheduler beside a simulated device.
+
+    python bench/control_plane.py --quick
+
+A simulated worker stands for an H200 with a model of 8 billion parameters. One router and one
+scheduler serve it; every stream is read as it comes, by a process of its own that costs little
+(harness/many_streams.py). Each row is a number of streams by one API:
+
+- The device is slowed down such that each stream gets `--rate` tokens a second (fewer with many
+  streams, at most `--most` tokens/s in all), so that no reader falls behind and each token is an
+  SSE event or message of its own: processor time of router and scheduler per token. "tokens/piece"
+  says how many tokens came in one.
+- The device at full speed: the highest tokens/s, and how many the device could give. All processes,
+  the reader among them, share this machine's cores, so on a small machine this is the machine's
+  limit and not the router's.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from harness.case import (
+    SHIPPED_MODEL,
+    BenchError,
+    Results,
+    Table,
+    arguments,
+    main,
+    numbers,
+    progress,
+)
+from harness.processes import HOST, Process, environment, free_ports, modules
+
+from sim_worker.time_model import TimeModel
+
+_H200 = TimeModel(
+    num_params=8e9, kv_bytes_per_token=131_072, bytes_per_s=4.8e12, operations_per_s=8e14
+)
+_NUM_BLOCKS = 52_000
+"""Of 16 tokens: what 141 GB hold beside the weights."""
+_MODEL = SHIPPED_MODEL.name
+_PROMPT_LEN = 16
+_NUM_WINDOWS = 5
+"""Of each measurement; the median counts, because other programs disturb some."""
+_WARM_UP_S = 2.0
+_START_S = 60.0
+_MAX_MODEL_LEN = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One measurement."""
+
+    router_us: float
+    """Processor time per token."""
+    scheduler_us: float
+    tokens_per_s: float
+    tokens_per_piece: float
+    device_tokens_per_s: float
+    """What the device can give."""
+
+
+async def measure_one(api: str, num_streams: int, rate: float | None, seconds: float) -> Cost:
+    """Measure a number of streams; `rate` is each stream's tokens per second, None: full speed."""
+    steps_per_s = 1 / _H200.step_s(num_streams, num_streams * 256)
+    num_tokens = min(int((_WARM_UP_S + seconds + 10) * (rate or steps_per_s)), _MAX_MODEL_LEN - 64)
+    speedup = 1.0 if rate is None else rate / steps_per_s
+    flags = (
+        *(f"--params-b={_H200.num_params / 1e9}", f"--speedup={speedup}"),
+        f"--bandwidth-gb-s={_H200.bytes_per_s / 1e9}",
+        f"--tflops={_H200.operations_per_s / 1e12}",
+        *(f"--num-blocks={_NUM_BLOCKS}", f"--max-num-seqs={num_streams}"),
+        *("--max-num-batched-tokens=8192", f"--max-model-len={_MAX_MODEL_LEN}"),
+    )
+    with tempfile.TemporaryDirectory(prefix="quire-plane-") as name:
+        (port,) = free_ports(1)
+        model, target = f"--model={SHIPPED_MODEL}", f"unix:{name}/scheduler_svc.sock"
+        module_to_flags = {
+            "sim_worker": (model, *flags),
+            "scheduler_svc": (f"--workers=unix:{name}/sim_worker.sock",),
+            "router": (model, f"--scheduler={target}", f"--grpc-port={port}"),
+        }
+        async with modules(Path(name), module_to_flags) as processes:
+            router, scheduler = processes["router"], processes["scheduler_svc"]
+            http = router.base_url.removeprefix("http://")
+            address = http if api == "http" else f"{HOST}:{port}"
+            async with reader(api, address, num_streams, num_tokens) as reading:
+                await asyncio.sleep(_WARM_UP_S)
+                windows = [
+                    await measure_window(router, scheduler, seconds / _NUM_WINDOWS)
+                    for _ in range(_NUM_WINDOWS)
+                ]
+                num_tokens = await num_generated(router)
+                num_pieces = await reading()
+                in_all = await num_generated(router)
+    router_us, scheduler_us, tokens_per_s = map(median, zip(*windows, strict=True))
+    num_context_tokens = num_streams * _PROMPT_LEN + num_tokens
+    return Cost(
+        router_us=router_us,
+        scheduler_us=scheduler_us,
+        tokens_per_s=tokens_per_s,
+        tokens_per_piece=in_all / num_pieces,
+        device_tokens_per_s=num_streams * speedup / _H200.step_s(num_streams, num_context_tokens),
+    )
+
+
+async def measure_window(
+    router: Process, scheduler: Process, seconds: float
+) -> tuple[float, float, float]:
+    """Return the processor time per token of both, in us, and the tokens per second."""
+    tokens, started_s = await num_generated(router), time.monotonic()
+    router_s, scheduler_s = router.running_s(), scheduler.running_s()
+    await asyncio.sleep(seconds)
+    router_s, scheduler_s = router.running_s() - router_s, scheduler.running_s() - scheduler_s
+    took_s = time.monotonic() - started_s
+    tokens = max(1, await num_generated(router) - tokens)
+    return router_s / tokens * 1e6, scheduler_s / tokens * 1e6, tokens / took_s
+
+
+@contextlib.asynccontextmanager
+async def reader(
+    api: str, address: str, num_streams: int, num_tokens: int
+) -> AsyncIterator[Callable[[], Awaitable[int]]]:
+    """Read streams in a process; begins when each has a token.
+
+    Yields a function that ends the reading, and returns how many pieces have come.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "harness.many_streams", api, address, f"--model={_MODEL}"),
+        *(f"--streams={num_streams}", f"--tokens={num_tokens}"),
+        stdout=asyncio.subprocess.PIPE,
+        env=environment(),
+    )
+    assert process.stdout is not None
+
+    async def report() -> int:
+        assert process.stdout is not None
+        if not (line := await process.stdout.readline()):
+            raise BenchError("the reader has ended; its error is above")
+        num_pieces: int = json.loads(line)["num_pieces"]
+        return num_pieces
+
+    async def end() -> int:
+        process.terminate()
+        return await report()
+
+    try:
+        async with asyncio.timeout(_START_S):
+            await report()
+        yield end
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def num_generated(router: Process) -> int:
+    """Return how many tokens the router has delivered."""
+    found = re.search(
+        r"^quire_generation_tokens_total (\S+)", await router.get("/metrics") or "", re.MULTILINE
+    )
+    if found is None:
+        raise BenchError("the router does not tell its tokens")
+    return int(float(found[1]))
+
+
+async def measure(given: argparse.Namespace) -> Results:
+    results: dict[str, float] = {}
+    seconds = 5.0 if given.quick else given.seconds
+    columns = ("streams:d", "rate/stream:.0f", "tokens/s:,.0f", "device's:,.0f")
+    table = Table(
+        "api:<4", *columns, "tokens/piece:.2f", "router us/token:.1f", "scheduler us/token:.1f"
+    )
+    for num_streams in given.streams:
+        rate = min(given.rate, given.most / num_streams)
+        for api in given.apis:
+            for each_rate in (rate,) if given.paced_only else (rate, None):
+                progress(f"{num_streams} streams by {api} ...")
+                cost = await measure_one(api, num_streams, each_rate, seconds)
+                table.row(
+                    *(api, num_streams, each_rate, cost.tokens_per_s, cost.device_tokens_per_s),
+                    *(cost.tokens_per_piece, cost.router_us, cost.scheduler_us),
+                )
+                name = f"{api}_{num_streams}"
+                if each_rate is None:
+                    results[f"max_tokens_per_s_{name}"] = cost.tokens_per_s
+                    results[f"device_tokens_per_s_{name}"] = cost.device_tokens_per_s
+                    continue
+                results[f"router_us_per_token_{name}"] = cost.router_us
+                results[f"tokens_per_piece_{name}"] = cost.tokens_per_piece
+                results.setdefault(f"scheduler_us_per_token_{num_streams}", cost.scheduler_us)
+    return results
+
+
+if __name__ == "__main__":
+    parser = arguments(__doc__, quick="5 seconds a row, and 256 streams only unless given")
+    parser.add_argument("--streams", type=numbers, help="numbers of streams")
+    parser.add_argument("--apis", type=lambda text: text.split(","), default=["http", "grpc"])
+    parser.add_argument("--rate", type=float, default=40.0, help="tokens/s of a stream")
+    parser.add_argument("--most", type=float, default=10_240.0, help="tokens/s of all streams")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--paced-only", action="store_true", help="leave out full speed")
+    given = parser.parse_args()
+    given.streams = given.streams or ((256,) if given.quick else (64, 256, 1024))
+    main(given, measure)

@@ -1,0 +1,162 @@
+"""What KV events cost: a change, a snapshot of many blocks, and a step that runs meanwhile.
+
+Prints one JSON line. `held_ms` is the CPU time for which one slice of a snapshot holds the event
+loop: what a step of scheduling waits. `step_p99_ms` and `step_max_ms` say how late a task that
+wants to run every millisecond runs, without and with a snapshot in progress; on a busy machine they
+say more about the machine.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from contract.hashing import BlockHash, extend_chain, root_hash
+from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.cache.watch import CacheTier
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.kv_events.feed import KvEvents, WorkerFeed
+
+TICK_S = 0.001
+SEQ_BLOCKS = 64
+REQUEST = SimpleNamespace(cache_salt="")
+
+
+def fill(feed: WorkerFeed, num_blocks: int, block_size: int) -> float:
+    """Name `num_blocks` blocks in chains, as a publisher does; return seconds per block."""
+    index = feed.attach(block_size)
+    table = index.table(CacheTier.DEVICE)
+    took_s = 0.0
+    for first in range(0, num_blocks, SEQ_BLOCKS):
+        tokens = np.arange(first, first + SEQ_BLOCKS * block_size, dtype=np.int32)
+        hashes: list[BlockHash] = []
+        extend_chain(hashes, root_hash(str(first)), tokens, block_size)
+        seq = cast("Sequence", SimpleNamespace(block_hashes=hashes, request=REQUEST))
+        started = time.perf_counter()
+        index.on_named(seq, 0, SEQ_BLOCKS, tokens)
+        for block, name in enumerate(hashes, first):
+            table.setdefault(name, block)
+        feed.flush()
+        took_s += time.perf_counter() - started
+    return took_s / num_blocks
+
+
+def publish_s(num_blocks: int, block_size: int, *, watched: bool) -> float:
+    """Return the seconds per block of publishing to a pool, with or without a watcher."""
+    pool = BlockPool(num_blocks, DeviceBlockId)
+    hashes = [BlockHash(sha256(i.to_bytes(8, "little")).digest()) for i in range(num_blocks)]
+    if watched:
+        index = KvEvents(1).feed("w").attach(block_size)
+        pool.find_in(index.table(CacheTier.DEVICE))
+    blocks = pool.allocate(num_blocks)
+    started = time.perf_counter()
+    pool.publish(blocks, hashes)
+    return (time.perf_counter() - started) / num_blocks
+
+
+async def lateness(until: asyncio.Event) -> list[float]:
+    """Return how late each tick runs, in seconds."""
+    late: list[float] = []
+    while not until.is_set():
+        due = time.perf_counter() + TICK_S
+        await asyncio.sleep(TICK_S)
+        late.append(time.perf_counter() - due)
+    return late
+
+
+async def idle(seconds: float) -> list[float]:
+    until = asyncio.Event()
+    ticks = asyncio.create_task(lateness(until))
+    await asyncio.sleep(seconds)
+    until.set()
+    return await ticks
+
+
+@dataclass
+class Snapshot:
+    """What one snapshot took, and what it did to others."""
+
+    took_s: float = 0.0
+    num_bytes: int = 0
+    held_s: list[float] = field(default_factory=list)
+    """CPU time of each turn of the event loop."""
+    late_s: list[float] = field(default_factory=list)
+    """How late the ticks ran meanwhile."""
+
+
+async def snapshot(events: KvEvents) -> Snapshot:
+    """Read one snapshot, and serialize it as gRPC does."""
+    until, result = asyncio.Event(), Snapshot()
+    ticks = asyncio.create_task(lateness(until))
+    await asyncio.sleep(0.05)
+    started = time.perf_counter()
+    with events.reader() as reader:
+        messages = reader.messages()
+        while True:
+            began = time.thread_time()
+            message = await anext(messages)
+            result.num_bytes += len(message.SerializeToString())
+            result.held_s.append(time.thread_time() - began)
+            if message.events and message.events[-1].HasField("end"):
+                break
+            await asyncio.sleep(0)  # as a stream's write lets others run
+    result.took_s = time.perf_counter() - started
+    until.set()
+    result.late_s = await ticks
+    return result
+
+
+def late_ms(late: list[float], name: str) -> dict[str, float]:
+    p99, most = np.quantile(late, 0.99), max(late)
+    return {f"step_p99_ms_{name}": round(p99 * 1e3, 3), f"step_max_ms_{name}": round(most * 1e3, 3)}
+
+
+async def measure(num_blocks: int, block_size: int, rounds: int) -> dict[str, float]:
+    """Return the best snapshot of some rounds, and what a change costs."""
+    events = KvEvents(1)
+    per_block_s = fill(events.feed("w"), num_blocks, block_size)
+    gc.freeze()  # as a serving process does
+    quiet = await idle(1.0)
+    runs = [await snapshot(events) for _ in range(rounds)]
+    best = min(runs, key=lambda run: run.took_s)
+    few = min(num_blocks, 100_000)
+    return {
+        "num_blocks": num_blocks,
+        "snapshot_s": round(best.took_s, 3),
+        "snapshot_mib": round(best.num_bytes / 2**20, 1),
+        **late_ms(quiet, "idle"),
+        **late_ms(best.late_s, "snapshot"),
+        "held_ms_p99": round(np.quantile(best.held_s, 0.99) * 1e3, 3),
+        "held_ms_max": round(max(best.held_s) * 1e3, 3),
+        "index_us_per_block": round(per_block_s * 1e6, 2),
+        "publish_us_per_block_off": round(publish_s(few, block_size, watched=False) * 1e6, 2),
+        "publish_us_per_block_on": round(publish_s(few, block_size, watched=True) * 1e6, 2),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with suppress(KeyboardInterrupt):
+        result = asyncio.run(measure(options.blocks, options.block_size, options.rounds))
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

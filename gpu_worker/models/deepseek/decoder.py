@@ -1,0 +1,173 @@
+"""The decoder of models with multi-head latent attention, with or without experts.
+
+Symbols: `T` tokens, `N` tokens whose final hidden states are wanted, `S` sequences, `E` hidden
+size, `V` vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.models.decoder_layer import Experts, FeedForward, GatedMlp
+from gpu_worker.models.deepseek.attention import LatentAttention, build_attention
+from gpu_worker.models.deepseek.config import DeepseekConfig, DeepseekExpertsConfig, Routing
+from gpu_worker.models.deepseek.routing import GroupedRoute
+from gpu_worker.models.rope_table import rotary_table
+from gpu_worker.weights.linear import Linear, make_linear
+from gpu_worker.weights.reader import Weights
+from kernels import ops
+from kernels.cpu.linear import PackedLinear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeepseekLayer:
+    """The weights of one layer."""
+
+    input_norm: torch.Tensor
+    """`[E]`, before attention."""
+    attention: LatentAttention
+    mlp_norm: torch.Tensor
+    """`[E]`, before the feed-forward part."""
+    feed_forward: FeedForward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertsAndShared:
+    """Routed experts, and a shared one that computes every token."""
+
+    routed: Experts
+    shared: GatedMlp
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[T, E]` to `[T, E]`."""
+        return self.routed(x) + self.shared(x)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeepseekDecoder:
+    """A language model. Immutable. Callers are in `torch.inference_mode()`."""
+
+    config: DeepseekConfig
+    embedding: torch.Tensor
+    """`[V, E]`."""
+    layers: tuple[DeepseekLayer, ...]
+    final_norm: torch.Tensor
+    """`[E]`."""
+    lm_head: Linear
+    """E to V."""
+    cos_sin: torch.Tensor
+    """float32 `[max_model_len, rotary_dim]`, from `rotary_table`."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: KvPool,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Compute a step's tokens, and store their latents; see `LlamaDecoder.forward`."""
+        eps = self.config.rms_norm_eps
+        residual = functional.embedding(token_ids, self.embedding)
+        if self.config.embedding_scale != 1:
+            residual = residual * self.config.embedding_scale
+        out: torch.Tensor | None = None  # output of a branch; the next norm adds it
+        for index, layer in enumerate(self.layers):
+            if out is None:
+                normed = ops.rms_norm(residual, layer.input_norm, eps)
+            else:
+                normed, residual = ops.add_rms_norm(out, residual, layer.input_norm, eps)
+            query = layer.attention.store(normed, self.cos_sin, positions, pool, index, metadata)
+            if metadata.wanted is not None and index == len(self.layers) - 1:
+                query, residual = metadata.select(query), metadata.select(residual)
+                metadata = metadata.wanted.metadata
+                if not len(query):
+                    return residual
+            out = self._scaled(layer.attention.attend(query, pool, index, metadata))
+            normed, residual = ops.add_rms_norm(out, residual, layer.mlp_norm, eps)
+            out = self._scaled(layer.feed_forward(normed))
+        assert out is not None, "a decoder has at least one layer"
+        return ops.add_rms_norm(out, residual, self.final_norm, eps)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of the next token: final hidden states `[S, E]` to float32 `[S, V]`."""
+        if self.config.logits_scale != 1:
+            hidden = hidden * self.config.logits_scale
+        if isinstance(self.lm_head, PackedLinear):
+            return self.lm_head(hidden, torch.float32)
+        return self.lm_head(hidden).float()
+
+    def _scaled(self, branch: torch.Tensor) -> torch.Tensor:
+        return branch if self.config.residual_scale == 1 else branch * self.config.residual_scale
+
+
+def build_deepseek(config: DeepseekConfig, weights: Weights) -> DeepseekDecoder:
+    """Build the decoder; errors of reading tensors pass through."""
+    vocab_size, hidden = config.vocab_size, config.hidden_size
+    weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
+    # Layers that predict further tokens.
+    weights.ignore(rf"model\.layers\.{config.num_layers}\..*")
+    if config.tie_word_embeddings:
+        weights.ignore(r"lm_head\.weight")  # a copy of the embedding, in some checkpoints
+    embedding = weights.tensor("model.embed_tokens.weight", vocab_size, hidden)
+    layers = tuple(_layer(config, index, weights) for index in range(config.num_layers))
+    head = embedding
+    if not config.tie_word_embeddings:
+        head = weights.tensor("lm_head.weight", vocab_size, hidden)
+    return DeepseekDecoder(
+        config=config,
+        embedding=embedding,
+        layers=layers,
+        final_norm=weights.tensor("model.norm.weight", hidden),
+        lm_head=weights.head(head),
+        cos_sin=rotary_table(config.rope, config.rotary_dim, config.max_model_len).to(
+            weights.device
+        ),
+    )
+
+
+def _layer(config: DeepseekConfig, index: int, weights: Weights) -> DeepseekLayer:
+    hidden, layer = config.hidden_size, f"model.layers.{index}"
+    if config.has_experts[index] and config.experts is not None:
+        feed_forward: FeedForward = _experts(config.experts, hidden, f"{layer}.mlp", weights)
+    else:
+        feed_forward = _gated_mlp(hidden, config.intermediate_size, f"{layer}.mlp", weights)
+    return DeepseekLayer(
+        input_norm=weights.tensor(f"{layer}.input_layernorm.weight", hidden),
+        attention=build_attention(config, f"{layer}.self_attn", weights),
+        mlp_norm=weights.tensor(f"{layer}.post_attention_layernorm.weight", hidden),
+        feed_forward=feed_forward,
+    )
+
+
+def _experts(
+    experts: DeepseekExpertsConfig, hidden: int, module: str, weights: Weights
+) -> ExpertsAndShared:
+    # Never quantized, and in float32: a rounded router would choose other experts.
+    router = weights.tensor(
+        f"{module}.gate.weight", experts.num_experts, hidden, dtype=torch.float32
+    )
+    bias = None
+    if experts.routing is Routing.SIGMOID:
+        name = f"{module}.gate.e_score_correction_bias"
+        bias = weights.tensor(name, experts.num_experts, dtype=torch.float32)
+    size = experts.intermediate_size
+    return ExpertsAndShared(
+        routed=Experts(
+            route=GroupedRoute(experts, make_linear(router, None), bias),
+            experts=tuple(
+                _gated_mlp(hidden, size, f"{module}.experts.{index}", weights)
+                for index in range(experts.num_experts)
+            ),
+        ),
+        shared=_gated_mlp(hidden, experts.num_shared * size, f"{module}.shared_experts", weights),
+    )
+
+
+def _gated_mlp(hidden: int, size: int, module: str, weights: Weights) -> GatedMlp:
+    return GatedMlp(
+        gate_up=weights.linear(hidden, (f"{module}.gate_proj", size), (f"{module}.up_proj", size)),
+        down=weights.linear(size, (f"{module}.down_proj", hidden)),
+    )

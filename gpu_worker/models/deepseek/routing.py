@@ -1,0 +1,45 @@
+"""How DeepSeek's models choose a token's experts: in groups, by softmax or by sigmoid.
+
+Symbols: `T` tokens, `E` hidden size, `X` experts, `G` groups of experts, `N` experts per token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from gpu_worker.models.deepseek.config import DeepseekExpertsConfig, Routing
+from gpu_worker.weights.linear import Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedRoute:
+    """Chooses the best experts of the best groups, in float32."""
+
+    config: DeepseekExpertsConfig
+    router: Linear
+    """E to X, in float32."""
+    bias: torch.Tensor | None
+    """float32[X], added to scores for the choice alone; None: softmax."""
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Route`."""
+        config, logits = self.config, self.router(x.float())
+        if config.routing is Routing.SOFTMAX:
+            scores = logits.softmax(-1)  # [T, X]
+            merits, num_best = scores, 1
+        else:
+            assert self.bias is not None, "sigmoid scores have a bias"
+            # On CPUs the last bits of `torch.sigmoid` depend on a number's place in the tensor.
+            scores = torch.stack((logits, torch.zeros_like(logits)), -1).softmax(-1)[..., 0]
+            merits, num_best = scores + self.bias, 2
+        if config.num_chosen_groups < config.num_groups:
+            by_group = merits.view(len(x), config.num_groups, -1)  # [T, G, X / G]
+            of_groups = by_group.topk(min(num_best, by_group.shape[2]), dim=-1).values.sum(-1)
+            groups = of_groups.topk(config.num_chosen_groups, dim=-1).indices
+            is_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(1, groups, value=False)
+            merits = by_group.masked_fill(is_out.unsqueeze(2), float("-inf")).flatten(1)
+        chosen = merits.topk(config.num_per_token, dim=-1).indices
+        shares = scores.gather(1, chosen)
+        if config.has_shares_of_one:
+            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+        return shares * config.share_factor, chosen

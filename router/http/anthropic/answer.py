@@ -1,0 +1,156 @@
+"""Answers one message: starts its request, and streams or collects the output."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import structlog
+from aiohttp import ClientConnectionResetError, web
+
+from contract.errors import InvalidArgumentError, QuireError
+from contract.outputs import Event, OutputDelta, OutputFinished, Usage
+from contract.request import GenerateRequest
+from router.http.answers.objects import Json
+from router.http.answers.sse import SseResponse
+from router.http.answers.streaming import STATUS_WITHIN_S, first_of, rest_of
+from router.http.anthropic.body import FIELD_TO_JSON, MessagesBody
+from router.http.anthropic.content import ContentEvents, collected, usage_json
+from router.http.anthropic.errors import REQUEST_ID_HEADER, error_json
+from router.http.errors import error_from_finished, error_with_json_names
+from router.http.requests.outputs import OutputPlan
+from router.http.strict_json import json_bytes
+from router.request.inference import Inference
+from router.request.live import LiveRequest
+
+log = structlog.get_logger()
+
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCall:
+    """One call of /v1/messages, and how its output is written and read."""
+
+    request: GenerateRequest
+    """Before its output is planned."""
+    plan: OutputPlan
+    body: MessagesBody
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def named(self, error: QuireError) -> QuireError:
+        """Return the error with its field named as in the client's JSON."""
+        if isinstance(error, InvalidArgumentError):
+            return error_with_json_names({**FIELD_TO_JSON, **self.plan.field_to_json}, error)
+        return error
+
+    def new_content(self) -> ContentEvents:
+        return ContentEvents(
+            self.plan.new_reader, self.plan.stop, shows_thinking=self.body.shows_thinking
+        )
+
+    def end(self, content: ContentEvents, finished: OutputFinished, usage: Usage) -> Json:
+        """Return why the output has ended."""
+        is_context_full = usage.completion_tokens < self.body.max_tokens
+        return content.stop_reason(finished, is_context_full=is_context_full)
+
+    def head(self, live: LiveRequest) -> Json:
+        """Return a message that is empty yet."""
+        num_cached = live.num_cached_tokens or 0
+        return {
+            "id": f"msg_{self.request_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": live.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_json(Usage(len(live.prompt_token_ids), 0, num_cached)),
+        }
+
+
+async def answer_message(
+    http: web.Request, inference: Inference, call: MessageCall
+) -> web.StreamResponse:
+    """Answer the call. When this returns, raises or is cancelled, its request has ended."""
+    try:
+        async with await inference.generate(call.plan.applied_to(call.request)) as live:
+            if call.body.stream:
+                return await _stream(http, call, live)
+            return await _collect(call, live)
+    except InvalidArgumentError as error:
+        raise call.named(error) from error
+
+
+async def _collect(call: MessageCall, live: LiveRequest) -> web.Response:
+    texts: list[str] = []
+    finished, usage = None, None
+    async for event in live:
+        match event:
+            case OutputDelta():
+                texts.append(event.text)
+            case OutputFinished():
+                if error := error_from_finished(event):
+                    raise error
+                finished = event
+            case Usage():
+                usage = event
+    assert finished is not None, "a request ended without finishing its output"
+    assert usage is not None, "a request ended without its usage"
+    content = call.new_content()
+    blocks = collected([*content.push("".join(texts)), *content.finish(finished)])
+    message = call.head(live) | {"content": blocks, "usage": usage_json(usage)}
+    return web.Response(
+        body=json_bytes(message | call.end(content, finished, usage)),
+        content_type="application/json",
+        headers={REQUEST_ID_HEADER: call.request_id},
+    )
+
+
+async def _stream(http: web.Request, call: MessageCall, live: LiveRequest) -> web.StreamResponse:
+    sse = SseResponse(http, {REQUEST_ID_HEADER: call.request_id}, _PING)
+    async with first_of(live) as first:
+        # A refusal comes soon, and the status can say so.
+        await asyncio.wait([first], timeout=STATUS_WITHIN_S)
+        if first.done():
+            first.result()
+        await sse.start()
+        try:
+            with sse.heartbeats():
+                start: Json = {"type": "message_start", "message": call.head(live)}
+                await sse.send_named([start, {"type": "ping"}])
+                await _send_content(sse, call, rest_of(first, live))
+        except ClientConnectionResetError:
+            raise  # the client is gone
+        except QuireError as error:
+            await sse.send_named([error_json(call.named(error), call.request_id)])
+        except Exception:
+            log.exception("stream_failed", request_id=call.request_id)
+            hidden = QuireError("internal error")
+            await sse.send_named([error_json(hidden, call.request_id)])
+    await sse.end()
+    return sse.response
+
+
+async def _send_content(sse: SseResponse, call: MessageCall, events: AsyncIterator[Event]) -> None:
+    content = call.new_content()
+    finished = None
+    async for event in events:
+        match event:
+            case OutputDelta():
+                if new := list(content.push(event.text)):
+                    await sse.send_named(new)
+            case OutputFinished():
+                if error := error_from_finished(event):
+                    raise error
+                finished = event
+            case Usage():
+                assert finished is not None, "the usage follows the end"
+                end: Json = {
+                    "type": "message_delta",
+                    "delta": call.end(content, finished, event),
+                    "usage": usage_json(event),
+                }
+                await sse.send_named([*content.finish(finished), end, {"type": "message_stop"}])

@@ -1,0 +1,51 @@
+"""Settings of glibc's malloc; another C library's stays as it is."""
+
+import asyncio
+import contextlib
+import ctypes
+import resource
+from pathlib import Path
+from typing import Final
+
+M_TRIM_THRESHOLD: Final = -1
+M_MMAP_THRESHOLD: Final = -3
+M_ARENA_MAX: Final = -8
+"""mallopt parameters, as in malloc.h."""
+_FIRST_WAIT_S: Final = 2.0
+_LAST_WAIT_S: Final = 16.0
+_GROWTH: Final = 1.02
+
+
+def set_malloc(parameter: int, value: int) -> None:
+    """Set a parameter for the whole process."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(parameter, value)
+
+
+def trim_malloc() -> None:
+    """Return free memory to the system."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+async def keep_trimmed() -> None:
+    """Trim malloc while the process is larger than it was; until cancelled."""
+    least, wait_s = _resident_bytes(), _FIRST_WAIT_S
+    while True:
+        await asyncio.sleep(wait_s)
+        before = _resident_bytes()
+        if before > _GROWTH * least:
+            await asyncio.to_thread(trim_malloc)
+        after = _resident_bytes()
+        # What is freed later does not show in the resident memory, so try again, but less often.
+        wait_s = _FIRST_WAIT_S if _GROWTH * after < before else min(2 * wait_s, _LAST_WAIT_S)
+        least = min(least, after)
+
+
+def _resident_bytes() -> int:
+    """Return 0 where the system does not tell."""
+    try:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return num_pages * resource.getpagesize()

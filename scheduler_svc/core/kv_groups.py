@@ -1,0 +1,154 @@
+"""The KV groups of a model: which blocks of its table a sequence holds.
+
+A model's layers form groups of equal size; a block holds the KV of `block_size` tokens in the
+layers of one group. A block table has one entry per group for every `block_size` tokens, all groups
+of the first tokens first: entry `index * num + group` is a *place*. The layers of a group see all
+earlier tokens, or a *window* of the last ones. A group with a window holds these blocks::
+
+    [0, first)      no later token sees them: the sequence gave them back
+    [first, end)    held; `end` leaves room for one more chunk while the sequence prefills
+    [end, ..)       not taken yet
+
+A place without a block has the null block, which is block 0: the pool's only holder of it is the
+core, so that it is never allocated, and no token reads it.
+
+All groups allocate from one pool, since their blocks have the same size. A hash names the tokens
+and the group, so pools, tiers and labels need not know groups.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from contract.hashing import BlockHash, group_hash
+from scheduler_svc.core.blocks import DeviceBlockId
+from scheduler_svc.core.config import SchedulerConfig
+
+NULL_BLOCK = DeviceBlockId(0)
+
+
+class KvGroups:
+    """The places of block tables, by the windows of the groups."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.num = len(config.kv_windows)
+        self.is_plain = config.kv_windows == (None,)
+        """Whether there is one group without a window: then no table has a null block."""
+        self._windows = config.kv_windows
+        self._with_window = [(g, w) for g, w in enumerate(self._windows) if w is not None]
+        self.without_window = [g for g, w in enumerate(self._windows) if w is None]
+        """The groups whose tokens see all earlier ones."""
+        self._block_size = size = config.block_size
+        chunk = min(config.max_num_batched_tokens, config.max_prefill_chunk or 2**31)
+        # With drafts, decodes hold blocks for all tokens that the steps in flight may bring.
+        ahead = max(chunk, 3 * (config.num_draft_tokens + 1))
+        self._most = [None if w is None else -(-(w + ahead) // size) + 1 for w in self._windows]
+
+    def num_needed(self, num_tokens: int) -> int:
+        """Return the most blocks that a sequence of `num_tokens` tokens holds at any time."""
+        num_blocks = -(-num_tokens // self._block_size)
+        if self.is_plain:
+            return num_blocks
+        return sum(num_blocks if most is None else min(num_blocks, most) for most in self._most)
+
+    def kept(self, num_computed: int) -> list[int]:
+        """Return the places with KV of the first `num_computed` tokens that later tokens see."""
+        indices = range(-(-num_computed // self._block_size))
+        if self.is_plain:
+            return list(indices)
+        firsts = [self._first(group, num_computed) for group in range(self.num)]
+        return [
+            index * self.num + group
+            for index in indices[min(firsts) :]
+            for group, first in enumerate(firsts)
+            if index >= first
+        ]
+
+    def ahead(self, first: int, num_computed: int, num_blocks: int) -> list[int]:
+        """Return the places from block index `first` on that a sequence takes when it starts.
+
+        Args:
+            first: The number of block indices with KV, or behind a window.
+            num_computed: The number of tokens with KV.
+            num_blocks: The number of block indices of its known tokens.
+        """
+        ends = [self._end(group, num_computed, num_blocks) for group in range(self.num)]
+        return [
+            index * self.num + group
+            for index in range(first, max(ends))
+            for group, end in enumerate(ends)
+            if index < end
+        ]
+
+    def take_passed(self, table: list[DeviceBlockId], num_computed: int) -> list[DeviceBlockId]:
+        """Take the blocks that no token from `num_computed` on sees out of a block table."""
+        passed = []
+        for group, window in self._with_window:
+            place = ((num_computed - window + 1) // self._block_size - 1) * self.num + group
+            while place >= 0 and (block := table[place]) != NULL_BLOCK:
+                table[place] = NULL_BLOCK
+                passed.append(block)
+                place -= self.num
+        passed.reverse()
+        return passed
+
+    def held(self, table: list[DeviceBlockId]) -> list[DeviceBlockId]:
+        """Return the blocks of a block table, which may be the table itself."""
+        return table if self.is_plain else [block for block in table if block != NULL_BLOCK]
+
+    def missing(self, table: Sequence[DeviceBlockId], num_computed: int) -> list[int]:
+        """Return the places that a prefilling sequence needs for its next chunk."""
+        places = []
+        for group, _ in self._with_window:
+            end = self._end(group, num_computed, len(table) // self.num)
+            first = self._first(group, num_computed) * self.num + group
+            place = (end - 1) * self.num + group
+            while place >= first and table[place] == NULL_BLOCK:
+                places.append(place)
+                place -= self.num
+        places.sort()
+        return places
+
+    def names(self, chain: Sequence[BlockHash], places: Iterable[int]) -> list[BlockHash]:
+        """Return the hashes of the blocks at `places`, from the hashes of the tokens."""
+        if self.is_plain:
+            return [chain[place] for place in places]
+        return [group_hash(chain[place // self.num], place % self.num) for place in places]
+
+    def longest_prefix(self, chain: Sequence[BlockHash], has: Callable[[BlockHash], bool]) -> int:
+        """Return how many blocks of `chain` can be reused: all that a later token sees exist.
+
+        Args:
+            chain: The hashes of a sequence's full blocks.
+            has: Whether a block with this hash exists.
+        """
+        end, checked = len(chain), 0
+        group = 0
+        while checked < self.num:  # until all groups in turn agree
+            found = self._longest_of(group, chain[:end], has)
+            checked = checked + 1 if found == end else 1
+            end, group = found, (group + 1) % self.num
+        return end
+
+    def _longest_of(
+        self, group: int, chain: Sequence[BlockHash], has: Callable[[BlockHash], bool]
+    ) -> int:
+        if self._windows[group] is None:
+            for index, name in enumerate(chain):
+                if not has(group_hash(name, group)):
+                    return index
+            return len(chain)
+        end = index = len(chain)
+        while index > self._first(group, end * self._block_size):
+            index -= 1
+            if not has(group_hash(chain[index], group)):
+                end = index
+        return end
+
+    def _first(self, group: int, num_computed: int) -> int:
+        window = self._windows[group]
+        return 0 if window is None else max(0, num_computed - window + 1) // self._block_size
+
+    def _end(self, group: int, num_computed: int, num_blocks: int) -> int:
+        most = self._most[group]
+        if most is None:
+            return num_blocks
+        return min(num_blocks, self._first(group, num_computed) + most)

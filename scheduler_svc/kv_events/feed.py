@@ -1,0 +1,221 @@
+"""The streams of KV events: a snapshot of each worker, then its changes.
+
+A snapshot is made in slices, between which the event loop, and so the workers' steps, run. The
+cache changes meanwhile. Its changes are sent in order among the slices: what a slice says of a
+block is what the changes before it said, so the reader knows the exact state at the end.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Final
+
+from contract.errors import NotFoundError
+from contract.info import WorkerInfo
+from quire.v1 import kv_pb2
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.kv_events.index import KvBlock, KvIndex
+from scheduler_svc.kv_events.wire import blocks_to_proto, changes_to_proto
+
+MAX_UNREAD_CHANGES: Final = 65_536
+"""Most changes that wait for one reader; a reader further behind gets a snapshot instead."""
+_SLICE_BLOCKS: Final = 1024
+"""Blocks of a slice: about half a millisecond of the event loop (`bench/kv_events.py`)."""
+
+OpenCore = Callable[[WorkerInfo], AbstractContextManager[Scheduler]]
+
+
+class KvEvents:
+    """The feeds of all workers, and their readers."""
+
+    def __init__(self, epoch: int, max_unread_changes: int = MAX_UNREAD_CHANGES) -> None:
+        self.epoch = epoch
+        self._max_unread = max_unread_changes
+        self._feeds: dict[str, WorkerFeed] = {}
+        self._readers: set[KvReader] = set()
+
+    def feed(self, worker: str) -> "WorkerFeed":
+        """Return the feed of a worker, which is made at the first call."""
+        if worker not in self._feeds:
+            self._feeds[worker] = WorkerFeed(worker, self.epoch, self._readers)
+            for reader in self._readers:
+                reader.on_worker(self._feeds[worker])
+        return self._feeds[worker]
+
+    def watched(self, worker: str, open_core: OpenCore) -> OpenCore:
+        """Return an `open_core` whose cores report the blocks of `worker` here."""
+        feed = self.feed(worker)
+
+        @contextmanager
+        def opened(info: WorkerInfo) -> Iterator[Scheduler]:
+            with open_core(info) as core:
+                core.watch_cache(feed.attach(core.config.block_size))
+                try:
+                    yield core
+                finally:
+                    feed.detach()
+
+        return opened
+
+    @contextmanager
+    def reader(self, worker: str = "") -> Iterator["KvReader"]:
+        """Make a reader of one worker's events, or of all workers'; it reads from now on.
+
+        Raises:
+            NotFoundError: There has been no such worker.
+        """
+        if worker and worker not in self._feeds:
+            raise NotFoundError(f"worker {worker!r} is not known")
+        reader = KvReader(worker, self._max_unread)
+        for feed in self._feeds.values():
+            reader.on_worker(feed)
+        self._readers.add(reader)
+        try:
+            yield reader
+        finally:
+            self._readers.discard(reader)
+
+
+class WorkerFeed:
+    """The events of one worker: numbers the batches of changes, and hands them to the readers."""
+
+    def __init__(self, worker: str, epoch: int, readers: "set[KvReader]") -> None:
+        self.worker = worker
+        self.index: KvIndex | None = None
+        """None: the worker is not attached."""
+        self.sequence = 0
+        self._epoch = epoch
+        self._readers = readers
+
+    def attach(self, block_size: int) -> KvIndex:
+        """Begin with an empty cache."""
+        self.index = KvIndex(block_size, self._flush_soon)
+        self._publish([kv_pb2.KvEvent(cleared=kv_pb2.KvCacheCleared())], 1)
+        return self.index
+
+    def detach(self) -> None:
+        """The worker is lost."""
+        self.index = None
+        self._publish([kv_pb2.KvEvent(cleared=kv_pb2.KvCacheCleared())], 1)
+
+    def flush(self) -> None:
+        """Hand the changes so far to the readers; otherwise this happens in the loop's next turn.
+
+        So the changes of a whole step are one batch.
+        """
+        if self.index is not None and (changes := self.index.take_changes()):
+            self._publish(list(changes_to_proto(changes)), len(changes))
+
+    def message(self, events: Sequence[kv_pb2.KvEvent], sequence: int) -> kv_pb2.WatchKvResponse:
+        """Make a message of this worker."""
+        return kv_pb2.WatchKvResponse(
+            worker=self.worker,
+            epoch=self._epoch,
+            sequence=sequence,
+            block_size=0 if self.index is None else self.index.block_size,
+            events=events,
+        )
+
+    def _flush_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self.flush)
+
+    def _publish(self, events: Sequence[kv_pb2.KvEvent], num_changes: int) -> None:
+        self.sequence += 1
+        if self._readers:
+            message = self.message(events, self.sequence)
+            for reader in self._readers:
+                reader.push(message, num_changes)
+
+
+class KvReader:
+    """One reader's messages that are not read yet, up to a limit."""
+
+    def __init__(self, worker: str, max_unread_changes: int) -> None:
+        self._worker = worker
+        self._max_unread = max_unread_changes
+        self._unread: deque[tuple[kv_pb2.WatchKvResponse, int]] = deque()
+        self._num_unread = 0
+        self._feeds: dict[str, WorkerFeed] = {}
+        self._lacks: dict[str, kv_pb2.KvSnapshotReason] = {}
+        """Workers that need a snapshot, by name, and why. Their changes are not kept."""
+        self._sent: dict[str, int] = {}
+        """By worker: the sequence number of the last batch that was taken."""
+        self._wake = asyncio.Event()
+
+    def on_worker(self, feed: WorkerFeed) -> None:
+        """Begin to read a worker, unless it is another one or is read already."""
+        if self._worker in ("", feed.worker) and feed.worker not in self._feeds:
+            self._feeds[feed.worker] = feed
+            self._lacks[feed.worker] = kv_pb2.KV_SNAPSHOT_REASON_FIRST
+            self._wake.set()
+
+    def push(self, message: kv_pb2.WatchKvResponse, num_changes: int) -> None:
+        """Add a batch of changes, unless a snapshot will replace it."""
+        if message.worker not in self._feeds or message.worker in self._lacks:
+            return
+        self._unread.append((message, num_changes))
+        self._num_unread += num_changes
+        if self._num_unread > self._max_unread:
+            self._unread.clear()
+            self._num_unread = 0
+            self._lacks |= dict.fromkeys(self._feeds, kv_pb2.KV_SNAPSHOT_REASON_FELL_BEHIND)
+        self._wake.set()
+
+    async def messages(self) -> AsyncIterator[kv_pb2.WatchKvResponse]:
+        """Yield snapshots and changes, for ever."""
+        while True:
+            for message in self._take_unread():
+                yield message
+            if self._lacks:
+                async for message in self._snapshot(next(iter(self._lacks))):
+                    yield message
+            elif not self._unread:
+                await self._wake.wait()
+            self._wake.clear()
+
+    def _take_unread(self) -> Iterator[kv_pb2.WatchKvResponse]:
+        """Yield what is unread now; what comes while it is sent waits for its turn."""
+        for _ in range(len(self._unread)):
+            if not self._unread:
+                return  # the reader has fallen behind
+            message, num_changes = self._unread.popleft()
+            self._num_unread -= num_changes
+            self._sent[message.worker] = message.sequence
+            yield message
+
+    async def _snapshot(self, worker: str) -> AsyncIterator[kv_pb2.WatchKvResponse]:
+        feed, index = self._feeds[worker], self._feeds[worker].index
+        feed.flush()  # the slices have these changes
+        self._sent[worker] = feed.sequence
+        reason = self._lacks.pop(worker)
+        begin = kv_pb2.KvEvent(begin=kv_pb2.KvSnapshotBegin(reason=reason))
+        yield feed.message([begin], self._sent[worker])
+        for blocks in () if index is None else _slices(index):
+            if worker in self._lacks or feed.index is not index:
+                break
+            live = [block for block in blocks if block.tiers]
+            yield feed.message(list(blocks_to_proto(live)), self._sent[worker])
+            await asyncio.sleep(0)
+            feed.flush()
+            for message in self._take_unread():
+                yield message
+        # The slices may be ahead of the changes that were sent: send these up to now.
+        feed.flush()
+        num_blocks = 0 if feed.index is None else len(feed.index)
+        for message in self._take_unread():
+            yield message
+        if worker not in self._lacks:
+            end = kv_pb2.KvEvent(end=kv_pb2.KvSnapshotEnd(num_blocks=num_blocks))
+            yield feed.message([end], self._sent[worker])
+
+
+def _slices(index: KvIndex) -> Iterator[list[KvBlock]]:
+    """Yield the blocks in slices that are worth a message; see `KvIndex.drawers`."""
+    blocks: list[KvBlock] = []
+    for drawer in index.drawers():
+        blocks += drawer
+        if len(blocks) >= _SLICE_BLOCKS:
+            yield blocks
+            blocks = []
+    yield blocks

@@ -1,0 +1,170 @@
+"""The blocks that one worker's prefix cache has, by tier, with their tokens; and the changes.
+
+`KvIndex` is the `CacheWatch` of one attachment of a worker. It has an entry for each hash that some
+tier finds. Entries are filed in the order in which they came, in *drawers* of bounded size, so that
+a snapshot can be made drawer by drawer while entries come and go, parents before children.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+from contract.arrays import Int32Array
+from contract.hashing import BlockHash
+from scheduler_svc.core.cache.watch import CacheTier
+from scheduler_svc.core.sequence import Sequence
+
+_DRAWER_SIZE: Final = 256
+
+
+class KvBlock:
+    """A block of the prefix cache, in one tier or several."""
+
+    __slots__ = ("block_hash", "drawer", "parent", "salt", "tiers", "token_bytes")
+
+    def __init__(
+        self, block_hash: BlockHash, drawer: int, parent: BlockHash | None, salt: str, tokens: bytes
+    ) -> None:
+        self.block_hash = block_hash
+        self.drawer = drawer
+        self.parent = parent
+        """None: it is the first block of its prompts, or this is not known."""
+        self.salt = salt
+        """The cache salt of its requests, as in the core."""
+        self.token_bytes = tokens
+        """Its tokens, little-endian int32; empty: not known, since an earlier scheduler named it.
+        """
+        self.tiers: tuple[CacheTier, ...] = ()
+        """Where it is; empty: nowhere any more."""
+
+
+class Change(NamedTuple):
+    """A tier has got or lost a block."""
+
+    block: KvBlock
+    tier: CacheTier
+    is_stored: bool
+
+
+class KvIndex:
+    """The blocks of one attachment of a worker; a `CacheWatch`."""
+
+    def __init__(self, block_size: int, on_change: Callable[[], None]) -> None:
+        """`on_change` is called at the first change after `take_changes`."""
+        self.block_size = block_size
+        self._on_change = on_change
+        self._blocks: dict[BlockHash, KvBlock] = {}
+        self._drawers: dict[int, dict[BlockHash, KvBlock]] = {0: {}}
+        self._last_drawer = 0
+        self._named: dict[BlockHash, tuple[BlockHash | None, str, bytes]] = {}
+        """Parent, salt and tokens of blocks that are being published."""
+        self._changes: list[Change] = []
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    # --- for the core (CacheWatch) --------------------------------------------------------------
+
+    def table(self, tier: CacheTier) -> dict[BlockHash, Any]:
+        """Return the table of a pool, which reports its changes here."""
+        return _Table(self, tier)
+
+    def on_named(self, seq: Sequence, first: int, end: int, token_ids: Int32Array) -> None:
+        """Note the tokens of blocks that are about to be published.
+
+        If an earlier scheduler named the blocks before them, report these again, with their tokens.
+        """
+        hashes, salt = seq.block_hashes, seq.request.cache_salt
+        begin = first
+        while begin and (known := self._blocks.get(hashes[begin - 1])) and not known.token_bytes:
+            begin -= 1
+        size = self.block_size
+        data = token_ids[begin * size : end * size].astype("<i4", copy=False).tobytes()
+        for index in range(begin, end):
+            start = 4 * size * (index - begin)
+            parent = hashes[index - 1] if index else None
+            content = parent, salt, data[start : start + 4 * size]
+            if index >= first:
+                self._named[hashes[index]] = content
+            else:
+                block = self._blocks[hashes[index]]
+                block.parent, block.salt, block.token_bytes = content
+                for tier in block.tiers:
+                    self._add_change(Change(block, tier, is_stored=True))
+
+    def stored(self, block_hash: BlockHash, tier: CacheTier) -> None:
+        block = self._blocks.get(block_hash)
+        if block is None:
+            block = self._file(block_hash)
+        block.tiers += (tier,)
+        self._add_change(Change(block, tier, is_stored=True))
+
+    def removed(self, block_hash: BlockHash, tier: CacheTier) -> None:
+        block = self._blocks[block_hash]
+        block.tiers = tuple(each for each in block.tiers if each is not tier)
+        if not block.tiers:
+            del self._blocks[block_hash]
+            drawer = self._drawers[block.drawer]
+            del drawer[block_hash]
+            if not drawer and block.drawer != self._last_drawer:
+                del self._drawers[block.drawer]
+        self._add_change(Change(block, tier, is_stored=False))
+
+    # --- for the feed ---------------------------------------------------------------------------
+
+    def take_changes(self) -> list[Change]:
+        """Return the changes since the last call, in order."""
+        changes, self._changes = self._changes, []
+        self._named.clear()
+        return changes
+
+    def drawers(self) -> Iterator[list[KvBlock]]:
+        """Yield all blocks, drawer by drawer; the index may change between two drawers.
+
+        Then blocks that come after the call may be missing; changes report these.
+        """
+        for number in list(self._drawers):
+            if (drawer := self._drawers.get(number)) is not None:
+                yield list(drawer.values())
+
+    def _file(self, block_hash: BlockHash) -> KvBlock:
+        drawer = self._drawers[self._last_drawer]
+        if len(drawer) >= _DRAWER_SIZE:
+            self._last_drawer += 1
+            drawer = self._drawers[self._last_drawer] = {}
+        content = self._named.pop(block_hash, (None, "", b""))
+        block = KvBlock(block_hash, self._last_drawer, *content)
+        drawer[block_hash] = self._blocks[block_hash] = block
+        return block
+
+    def _add_change(self, change: Change) -> None:
+        if not self._changes:
+            self._on_change()
+        self._changes.append(change)
+
+
+class _Table(dict[BlockHash, Any]):
+    """The table of one pool, with the methods that `BlockPool` uses."""
+
+    def __init__(self, index: KvIndex, tier: CacheTier) -> None:
+        super().__init__()
+        self._index = index
+        self._tier = tier
+
+    def __setitem__(self, block_hash: BlockHash, block: Any) -> None:
+        if block_hash not in self:
+            self._index.stored(block_hash, self._tier)
+        super().__setitem__(block_hash, block)
+
+    def setdefault(self, block_hash: BlockHash, block: Any = None) -> Any:
+        if block_hash not in self:
+            self._index.stored(block_hash, self._tier)
+        return super().setdefault(block_hash, block)
+
+    def __delitem__(self, block_hash: BlockHash) -> None:
+        super().__delitem__(block_hash)
+        self._index.removed(block_hash, self._tier)
+
+    def pop(self, block_hash: BlockHash) -> Any:  # type: ignore[override]
+        block = super().pop(block_hash)
+        self._index.removed(block_hash, self._tier)
+        return block

@@ -1,0 +1,65 @@
+"""Converts changes and blocks of the prefix cache to protobuf events."""
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Final
+
+from contract.hashing import HASH_BYTES
+from quire.v1 import kv_pb2
+from scheduler_svc.core.cache.watch import CacheTier
+from scheduler_svc.domain import ADAPTERS_SALT
+from scheduler_svc.kv_events.index import Change, KvBlock
+
+_NO_HASH: Final = bytes(HASH_BYTES)
+_DIGEST_CHARS: Final = 64
+
+
+def changes_to_proto(changes: Iterable[Change]) -> Iterator[kv_pb2.KvEvent]:
+    """Make an event of each run of changes that fit into one, in order."""
+    for (tier, is_stored, salt, is_known), run in groupby(changes, _kind):
+        blocks = [change.block for change in run]
+        if is_stored:
+            yield stored_to_proto(tier, salt, blocks, is_known=is_known)
+        else:
+            hashes = b"".join([block.block_hash for block in blocks])
+            removed = kv_pb2.KvBlocksRemoved(tier=f"KV_TIER_{tier.name}", block_hashes=hashes)
+            yield kv_pb2.KvEvent(removed=removed)
+
+
+def _kind(change: Change) -> tuple[CacheTier, bool, str, bool]:
+    block, tier, is_stored = change
+    if not is_stored:
+        return tier, False, "", False
+    return tier, True, block.salt, bool(block.token_bytes)
+
+
+def blocks_to_proto(blocks: Iterable[KvBlock]) -> Iterator[kv_pb2.KvEvent]:
+    """Make `stored` events of blocks, wherever they are."""
+    alike: dict[tuple[CacheTier, str, bool], list[KvBlock]] = {}
+    for block in blocks:
+        for tier in block.tiers:
+            alike.setdefault((tier, block.salt, bool(block.token_bytes)), []).append(block)
+    for (tier, salt, is_known), some in alike.items():
+        yield stored_to_proto(tier, salt, some, is_known=is_known)
+
+
+def stored_to_proto(
+    tier: CacheTier, salt: str, blocks: list[KvBlock], *, is_known: bool
+) -> kv_pb2.KvEvent:
+    """Make an event of blocks with one salt whose tokens are all known, or all unknown."""
+    stored = kv_pb2.KvBlocksStored(
+        tier=f"KV_TIER_{tier.name}", block_hashes=b"".join([block.block_hash for block in blocks])
+    )
+    if is_known:
+        stored.parent_hashes = b"".join([block.parent or _NO_HASH for block in blocks])
+        stored.token_ids = b"".join([block.token_bytes for block in blocks])
+        stored.adapter, stored.cache_salt = split_salt(salt)
+    return kv_pb2.KvEvent(stored=stored)
+
+
+def split_salt(salt: str) -> tuple[str, str]:
+    """Return the adapter's name and the client's salt of a request's cache salt in the core."""
+    if not salt.startswith(ADAPTERS_SALT):
+        return "", salt
+    name, _, rest = salt[len(ADAPTERS_SALT) + _DIGEST_CHARS :].partition(ADAPTERS_SALT)
+    return name, rest

@@ -1,0 +1,23 @@
+"""Metrics of the router that are more than prometheus_client's."""
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from router.metrics import BatchedHistogram
+
+
+def test_a_batched_histogram_counts_what_a_histogram_counts():
+    values = [0.0, 0.5, 0.75, 1.0, 3.0, 100.0] * 1000
+    samples = []
+    for kind in (BatchedHistogram, Histogram):
+        registry = CollectorRegistry()
+        histogram = kind("quire_test", "", buckets=(0.5, 1.0, 4.0), registry=registry)
+        for value in values[:5]:
+            histogram.observe(value)
+        list(registry.collect())
+        for value in values[5:]:
+            histogram.observe(value)
+        (family,) = registry.collect()
+        samples.append(
+            [(s.name, s.labels, s.value) for s in family.samples if not s.name.endswith("_created")]
+        )
+    assert samples[0] == samples[1]
