@@ -19,12 +19,13 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
+from contract.outputs import Event
 from contract.request import GenerateRequest, Model, ResumeRequest, StopOptions
 from contract.sampling import BeamSearch, SamplingParams
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
 from router import metrics
-from router.access.api_keys import ApiKeys, current_caller
+from router.access.api_keys import ApiKeys, current_caller, enter_as
 from router.access.quotas import Lease, Quotas
 from router.access.tenancy import check_operator, claim, tenant_of_caller
 from router.request import span as request_span
@@ -256,6 +257,43 @@ class Inference:
             await live.aclose()
             raise
         return live
+
+    def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
+        """Submit a request again that another process had accepted, with its events so far.
+
+        It reads from its first token on. Raises the errors of `generate`.
+        """
+        record = found.record
+        adapter = record.sampling.adapter
+        model = self.model.info("" if adapter is None else adapter.name)
+        admitted = self._admission.admit(record.tenant, record.request_id)
+        try:
+            lease = self._quotas.begin(record.tenant, asyncio.get_running_loop().time())
+        except BaseException:
+            self._admission.release(admitted.tenant, admitted.request_id)
+            raise
+        try:
+            record = replace(
+                record,
+                first_seq_key=self._schedulers.reserve_seq_keys(found.n),
+                traceparent=telemetry.inject(trace.set_span_in_context(admitted.span)),
+                resume_record=None,
+            )
+            live = self._start(record, found.n, found.stop_options, model, lease)
+        except BaseException:
+            lease.end(0)
+            self._admission.release(admitted.tenant, admitted.request_id)
+            raise
+        live.replay(events)
+        if live.live_seq_keys:
+            live.num_submits = 1  # it was accepted once
+            self._schedulers.submit(live)
+        return live
+
+    def act_for(self, tenant: str) -> None:
+        """Let the present task make calls for a tenant whose key was checked before."""
+        if self._has_api_keys:
+            enter_as(tenant)
 
     async def cancel(self, request_id: str, tenant: str) -> None:
         """Cancel a resumable request that any call may be reading; raises as `resume`."""
