@@ -4,11 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-<<<<<<< HEAD
-from collections.abc import Iterable, Iterator, Sequence
-=======
-from collections.abc import AsyncGenerator, Iterator, Sequence
->>>>>>> main
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 

@@ -13,13 +13,8 @@ from aiohttp import ClientConnectionResetError, web
 
 from contract.errors import InvalidArgumentError, QuireError, UnimplementedError
 from contract.outputs import Event, OutputFinished
-<<<<<<< HEAD
 from router.access.api_keys import tenant_of_call
 from router.access.tenancy import TENANT_KEY, with_precedence
-from router.http.answers.answer import STATUS_WITHIN_S, first_of, rest_of
-=======
-from router.access.tenancy import with_precedence
->>>>>>> main
 from router.http.answers.objects import Json
 from router.http.answers.sse import SseResponse
 from router.http.answers.streaming import STATUS_WITHIN_S, first_of, rest_of
