@@ -114,9 +114,8 @@ def choose_ports(settings: UpSettings) -> Addresses:
         choose("--worker-http-port", first + i if first else first, http + 2 + i)
         for i in range(1 if settings.simulate is not None else settings.workers)
     )
-    routers = (http,)
-    if settings.routers > 1:
-        routers = tuple(choose("--http-port", 0) for _ in range(settings.routers))
+    num_own = settings.routers if settings.routers > 1 else 0  # a single one has the service's
+    routers = tuple(choose("--http-port", 0) for _ in range(num_own)) or (http,)
     return Addresses(http, grpc, routers, scheduler, workers)
 
 
@@ -191,7 +190,7 @@ def plan(
         *_flags(settings, SCHEDULER_FLAGS),
         group=1,
     )
-    listen = ("--grpc-port", str(chosen.grpc_port))
+    listen: tuple[str, ...] = ("--grpc-port", str(chosen.grpc_port))
     if settings.uds is not None:
         listen = ("--uds", str(settings.uds.absolute()))
     router_names = ["router"]
