@@ -311,7 +311,7 @@ class Inference:
 
         Their calls end with ABORTED.
         """
-        tenant, wanted = self._tenant_of_caller(""), {*request_ids}
+        tenant, wanted = self.tenant_of(""), {*request_ids}
         for each in self._admission.admitted:
             if each.tenant == tenant and each.request_id in wanted:
                 each.end(AbortedError(f"request {each.request_id!r} was aborted"))
