@@ -56,7 +56,7 @@ class HttpStream:
         if num_pieces := text.count(_EVENT):
             self._counts.num_pieces += num_pieces
             self._counts.started.add(self)
-        elif not text.startswith(b"HTTP/1.1 200") and self not in self._counts.started:
+        elif text.startswith(b"HTTP/1.1 ") and not text.startswith(b"HTTP/1.1 200"):
             sys.exit(f"refused: {text[:300]!r}")
         # the next piece may complete an event that is cut in two
         self._rest = text[max(text.rfind(_EVENT) + len(_EVENT), len(text) - len(_EVENT) + 1) :]

@@ -98,7 +98,7 @@ def test_ids_that_the_tokenizer_does_not_know_add_nothing():
     assert pieces(BYTE_LEVEL, [10**6]) == ["", ""]
 
 
-@pytest.mark.parametrize("decoder", [None, decoders.CTC(), decoders.WordPiece()])
+@pytest.mark.parametrize("decoder", [None, decoders.CTC()])
 def test_a_decoder_that_is_not_understood_is_refused_by_name(decoder):
     tokenizer = tokenizers.Tokenizer(models.BPE())
     if decoder is not None:
