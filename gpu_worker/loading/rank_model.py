@@ -120,9 +120,9 @@ def _load_rank_model(
     config, local_config = source.config, source.local_config
     abilities = read_abilities(directory, config, place.num_ranks)
     dtype = pick_dtype(settings.dtype, config, device)
-    dtypes = _kv_dtypes(settings, config, dtype, place)
-    bytes_per_block = block_bytes(local_config, settings.block_size, dtypes)
     has_kv = config.num_layers > 0
+    dtypes: KvDtypes = _kv_dtypes(settings, config, dtype, place) if has_kv else ()
+    bytes_per_block = block_bytes(local_config, settings.block_size, dtypes)
     if has_kv:
         kv_memory.check_size(settings, bytes_per_block, device)
     else:
