@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import os
 import socket
+import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -27,7 +29,11 @@ from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.settings import RouterSettings
 from router.text.tokenizer import Tokenizers, load_tokenizer
+from router.turns.database import open_database
+from router.turns.store import TurnStore
+from router.turns.turns import Turns
 from router.ui.api import Ui
+from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.malloc import M_ARENA_MAX, keep_trimmed, set_malloc
 from rpc.peers.discovery import Discovery
@@ -35,6 +41,7 @@ from rpc.security.operators import operators
 from rpc.server import Addresses, serve
 
 _MIB = 1024 * 1024
+_DAY_S = 86400
 
 
 async def run_router(
@@ -86,6 +93,7 @@ async def run_router(
     gateway_metrics = GatewayMetrics(inference)
     health.before_scrape(gateway_metrics.refresh)
     ui = Ui(inference) if settings.ui else None
+    turns = _turns(settings, inference)
     open_paths = frozenset() if ui is None else ui.open_paths
     access = (
         _page_middleware(settings) if api_keys is None else key_middleware(api_keys, open_paths)
@@ -100,23 +108,36 @@ async def run_router(
             operations,
             max_body_bytes=settings.max_body_mb * _MIB,
             may_be_compressed=settings.accept_compressed,
+            turns=turns,
         )
     )
     if ui is not None:
         http.add_routes(ui.routes())
+    writer = None if turns is None else asyncio.create_task(turns.run(), name="turns")
+    if writer is not None:
+        writer.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
+    services = [
+        inference_service(inference),
+        kserve_service(inference, lambda: health.ready),
+        *operator_services(operations, LiveRequests(inference, obeyed), inference),
+    ]
+    if settings.vllm_engine:
+        services.append(_vllm_engine(inference, health, settings, directory))
     client = asyncio.create_task(schedulers.run(), name="schedulers")
     client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     trimming = asyncio.create_task(keep_trimmed(), name="malloc")
     REGISTRY.register(gateway_metrics)
+
+    async def drain() -> None:
+        if turns is not None:
+            await turns.drain()
+        await inference.drain()
+
     try:
         await serve(
             settings,
             health=health,
-            services=[
-                inference_service(inference),
-                kserve_service(inference, lambda: health.ready),
-                *operator_services(operations, LiveRequests(inference, obeyed), inference),
-            ],
+            services=services,
             http=http,
             interceptors=[
                 *([] if api_keys is None else [KeyInterceptor(api_keys)]),
@@ -125,19 +146,48 @@ async def run_router(
             # Higher than the limits of methods, whose errors name the limit.
             max_received_mb=min(settings.max_message_mb, 4 * settings.max_body_mb),
             on_started=on_started,
-            on_drain=inference.drain,
+            on_drain=drain,
             num_live=lambda: inference.num_live,
             check_operator=check,
             stop=stop,
             shared_http_port=settings.shared_http_port,
         )
     finally:
+        if turns is not None and writer is not None:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+            await turns.close()
         REGISTRY.unregister(gateway_metrics)
         inference.close()
         trimming.cancel()
         client.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await client
+        if writer is not None and not writer.cancelled():
+            writer.result()
+
+
+def _turns(settings: RouterSettings, inference: Inference) -> Turns | None:
+    if not settings.turn_store:
+        return None
+    store = TurnStore(open_database(settings.turn_store), f"{socket.gethostname()}:{uuid.uuid4()}")
+    return Turns(store, inference, retention_s=settings.turn_retention_days * _DAY_S)
+
+
+def _vllm_engine(
+    inference: Inference, health: Health, settings: RouterSettings, of_flags: Path
+) -> Service:
+    # Only what is used is loaded.
+    from router.vllm_engine.api import vllm_engine_service  # noqa: PLC0415
+
+    async def find_directory(directory: str) -> Path:
+        if not directory:
+            return of_flags
+        return await asyncio.to_thread(
+            find_model, directory, settings.cache_dir, with_weights=False
+        )
+
+    return vllm_engine_service(inference, health, find_directory)
 
 
 def _page_middleware(settings: RouterSettings) -> Middleware:

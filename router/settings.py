@@ -40,6 +40,9 @@ class RouterSettings(ProcessSettings):
     """Port of HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
+    vllm_engine: bool = False
+    """Whether gRPC has `vllm.grpc.engine.VllmEngine`, the engine contract of the Shepherd Model
+    Gateway (docs/fleet.md)."""
     shared_http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """A further port of HTTP, which several routers of one machine share, as they then share
     --grpc-port: each gets some of the connections. Each has an --http-port of its own."""
@@ -79,6 +82,12 @@ class RouterSettings(ProcessSettings):
     """TOML file of keys with their tenants, and of the tenants' quotas (docs/security.md)."""
     ui: bool = True
     """Whether to serve a web page at /ui: what the service is doing, and a playground."""
+    turn_store: str = ""
+    """Where responses are kept (docs/failure.md): a file for SQLite, or postgresql://… for several
+    routers (quire[postgres]); empty: nothing is kept. Put a password in PGPASSWORD or ~/.pgpass,
+    since other users can see a command line."""
+    turn_retention_days: Annotated[float, Field(gt=0, le=36500)] = 30.0
+    """How long what is kept stays after its end."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of requests to trace (--otlp-traces-endpoint), among those without a traceparent from
     their client."""

@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "generate": "continue a prompt, streaming",
     "embed": "turn texts into vectors",
     "chat": "chat with the model, streaming",
+    "batch": "answer a file of requests",
     "defragment": "move the held KV blocks of each worker together",
     "bench": "measure a service, and show where its time goes",
     "replay": "replay a scheduler's recording, and explain its preemptions",

@@ -101,6 +101,36 @@ class ChatSettings(ClientSettings):
     """The system message at the start of the conversation."""
 
 
+class BatchSettings(RouterClientSettings):
+    """Answer a file of requests: one JSON object a line, with custom_id, url and body.
+
+    Answers are written as they come, so that the same command goes on where it was interrupted:
+    lines that the output answers are skipped. The requests have the lowest priority. Without
+    --url, a service is started for --model, or else the only one of this machine is used.
+    """
+
+    model_config = SettingsConfigDict(cli_shortcuts={"output": "o"})
+
+    file: CliPositionalArg[Path]
+    """The file, in the form of OpenAI's batches."""
+    output: Path
+    """Where to write the answers, in the same form."""
+    url: str = ""
+    """A running service, such as http://10.0.0.1:8000."""
+    http_port: ServicePort | None = None
+    """Which service of this machine, by its router's HTTP port; default: the only one."""
+    model: str = ""
+    """Start a service for this model, and stop it afterwards."""
+    concurrency: PositiveInt = 64
+    """Most requests at once."""
+
+    @model_validator(mode="after")
+    def _there_is_one_service(self) -> Self:
+        if self.url and self.model:
+            raise ValueError("--model: a service is started; leave out --url")
+        return self
+
+
 class BenchSettings(RouterClientSettings):
     """Measure a service with streams of random tokens.
 

@@ -24,6 +24,7 @@ from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize
 from router.http.strict_json import excerpt
 from router.operators.adapters_and_models import Operations
 from router.request.inference import Inference
+from router.turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
 """Routes that change the service for all its users."""
@@ -37,8 +38,11 @@ def routes(
     *,
     max_body_bytes: int,
     may_be_compressed: bool = False,
+    turns: Turns | None = None,
 ) -> list[web.AbstractRouteDef]:
     """Return the routes below /v1, and those that vLLM has beside them.
+
+    Without `turns` nothing is kept.
 
     The runner needs `handler_cancellation=True`, so that a client that disconnects cancels its
     handler and its requests, even while it waits for a whole answer.
@@ -125,7 +129,7 @@ def routes(
         web.get("/version", endpoint(get_version)),
         web.get("/load", endpoint(get_load)),
     ]
-    served += responses_routes(inference, bodies)
+    served += responses_routes(inference, bodies, turns)
     served += messages_routes(inference, bodies)
     served += embedding_routes(inference, bodies)
     paths = {route.path for route in served}

@@ -3,7 +3,7 @@
 import functools
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -53,8 +53,8 @@ def endpoint(handler: CallHandler) -> HttpHandler:
     return handle
 
 
-def json_response(value: object) -> web.Response:
-    return web.Response(body=json_bytes(value), content_type="application/json")
+def json_response(value: object, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=json_bytes(value), content_type="application/json", headers=headers)
 
 
 def _check_request_id(request_id: str) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -19,12 +19,13 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
+from contract.outputs import Event
 from contract.request import GenerateRequest, Model, ResumeRequest, StopOptions
 from contract.sampling import BeamSearch, SamplingParams
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
 from router import metrics
-from router.access.api_keys import ApiKeys, current_caller
+from router.access.api_keys import ApiKeys, current_caller, enter_as
 from router.access.quotas import Lease, Quotas
 from router.access.tenancy import check_operator, claim, tenant_of_caller
 from router.request import span as request_span
@@ -248,7 +249,7 @@ class Inference:
         if the client claims more than was produced; `FailedPreconditionError` for lost
         log-probabilities; `TooBusyError` and `UnavailableError` as `generate`.
         """
-        tenant = self._tenant_of_caller(request.tenant)
+        tenant = self.tenant_of(request.tenant)
         live = await self._take_over(request.request_id, tenant, request.deadline)
         try:
             live.skip(request.received, has_prompt_scores=request.has_prompt_scores)
@@ -257,9 +258,46 @@ class Inference:
             raise
         return live
 
+    def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
+        """Submit a request again that another process had accepted, with its events so far.
+
+        It reads from its first token on. Raises the errors of `generate`.
+        """
+        record = found.record
+        adapter = record.sampling.adapter
+        model = self.model.info("" if adapter is None else adapter.name)
+        admitted = self._admission.admit(record.tenant, record.request_id)
+        try:
+            lease = self._quotas.begin(record.tenant, asyncio.get_running_loop().time())
+        except BaseException:
+            self._admission.release(admitted.tenant, admitted.request_id)
+            raise
+        try:
+            record = replace(
+                record,
+                first_seq_key=self._schedulers.reserve_seq_keys(found.n),
+                traceparent=telemetry.inject(trace.set_span_in_context(admitted.span)),
+                resume_record=None,
+            )
+            live = self._start(record, found.n, found.stop_options, model, lease)
+        except BaseException:
+            lease.end(0)
+            self._admission.release(admitted.tenant, admitted.request_id)
+            raise
+        live.replay(events)
+        if live.live_seq_keys:
+            live.num_submits = 1  # it was accepted once
+            self._schedulers.submit(live)
+        return live
+
+    def act_for(self, tenant: str) -> None:
+        """Let the present task make calls for a tenant whose key was checked before."""
+        if self._has_api_keys:
+            enter_as(tenant)
+
     async def cancel(self, request_id: str, tenant: str) -> None:
         """Cancel a resumable request that any call may be reading; raises as `resume`."""
-        await self.cancel_of(self._tenant_of_caller(tenant), request_id)
+        await self.cancel_of(self.tenant_of(tenant), request_id)
 
     async def cancel_of(self, tenant: str, request_id: str) -> None:
         """Cancel a tenant's resumable request for any caller, who must be allowed to.
@@ -268,12 +306,23 @@ class Inference:
         """
         (await self._take_over(request_id, tenant, None, is_free=True)).cancel()
 
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End live requests of the caller's tenant at this router; ignore unknown ids.
+
+        Their calls end with ABORTED.
+        """
+        tenant, wanted = self.tenant_of(""), {*request_ids}
+        for each in self._admission.admitted:
+            if each.tenant == tenant and each.request_id in wanted:
+                each.end(AbortedError(f"request {each.request_id!r} was aborted"))
+
     @property
     def admitted(self) -> Sequence[Admitted]:
         """The requests of this router that have not been read to the end or left, oldest first."""
         return self._admission.admitted
 
-    def _tenant_of_caller(self, claimed: str) -> str:
+    def tenant_of(self, claimed: str) -> str:
+        """Return the tenant of a call that claims one; raises as `tenant_of_caller`."""
         return tenant_of_caller(claimed) if self._has_api_keys else claimed
 
     async def _take_over(

@@ -3,8 +3,9 @@
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -12,6 +13,7 @@ from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import (
     Event,
     FinishReason,
+    OutputDelta,
     OutputError,
     OutputFinished,
     PromptScores,
@@ -190,6 +192,29 @@ class LiveRequest:
             return False
         self._observe_end(output)
         return True
+
+    def replay(self, events: Iterable[Event]) -> None:
+        """Take over what another process has computed of this request.
+
+        An output that a token or its length ends has ended, even if that process did not say so.
+        """
+        first, now = self.record.first_seq_key, asyncio.get_running_loop().time()
+        for event in events:
+            match event:
+                case OutputDelta():
+                    for token_id, logprob in zip_longest(event.token_ids, event.logprobs):
+                        self.push_token(
+                            first + event.output_index, token_id, logprob, now, is_new=False
+                        )
+                case OutputFinished() if self.outputs[event.output_index].finished is None:
+                    seq_key = first + event.output_index
+                    self.finish(seq_key, event.finish_reason, event.stop_token_id, event.error)
+        for seq_key in self.live_seq_keys:
+            output = self.outputs[seq_key - first]
+            if output.has_end_token:
+                self.finish(seq_key, FinishReason.STOP, output.token_ids[-1])
+            elif len(output.token_ids) == self.record.sampling.max_tokens:
+                self.finish(seq_key, FinishReason.LENGTH)
 
     def score_prompt(self, position: int, logprobs: Sequence[TokenLogprob]) -> None:
         """Add log-probabilities of the prompt from `position` on; some may be known already."""

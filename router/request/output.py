@@ -44,6 +44,11 @@ class LiveOutput:
         self.skipped: OutputDelta | None = None
         """The part that `skip` has left out, with the known log-probabilities."""
 
+    @property
+    def has_end_token(self) -> bool:
+        """Whether the last token ends the output."""
+        return bool(self.token_ids) and self.token_ids[-1] in self._end_token_ids
+
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Add the next token; end the output if it completes a stop string."""
         self.token_ids.append(token_id)

@@ -13,7 +13,7 @@ from contract.codec.outputs import (
     finish_reason_from_proto,
     logprob_from_proto,
 )
-from contract.codec.request import stop_options_from_bytes
+from contract.codec.request import stop_options_from_bytes, stop_options_to_bytes
 from contract.codec.sampling import (
     adapter_from_proto,
     beam_from_proto,
@@ -35,7 +35,7 @@ from contract.errors import (
 )
 from contract.outputs import FinishReason, OutputError, OutputFinished
 from contract.packing import pack_int32, unpack_int32, unpack_uint64
-from contract.request import MAX_N
+from contract.request import MAX_N, GenerateRequest
 from quire.v1 import scheduler_pb2
 from router.request.live import LiveRequest, ReplayRecord
 from router.schedulers.messages import (
@@ -101,6 +101,23 @@ def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectReque
             is_again=live.num_submits > 1,
         )
     )
+
+
+def record_to_bytes(live: LiveRequest, request: GenerateRequest) -> bytes:
+    """Serialize a request without its outputs, to be submitted again in another process."""
+    message = submit_to_proto(live, 0.0).submit
+    message.ClearField("outputs")
+    message.resume_record = stop_options_to_bytes(request)
+    return message.SerializeToString()
+
+
+def record_from_bytes(record: bytes) -> Resumption:
+    """Parse what `record_to_bytes` has made; raises InvalidArgumentError."""
+    try:
+        submit = scheduler_pb2.Submit.FromString(record)
+    except DecodeError as error:
+        raise InvalidArgumentError("record", f"cannot be parsed: {error}") from error
+    return _resumption_from_proto(scheduler_pb2.Resumed(submit=submit))
 
 
 def _resumption_from_proto(message: scheduler_pb2.Resumed) -> Resumption:

@@ -14,10 +14,15 @@ from router.http.openai_responses.items import Item, MessageItem
 from router.http.requests.outputs import OutputPlan
 from router.request.inference import Inference
 from router.request.stop_strings import StopMatcher
+from router.schedulers.wire import record_from_bytes
+from router.turns.turn import Turn
 
 _SHARE_FOR_OUTPUT = 8
 """With `truncation: "auto"` and no `max_output_tokens`, the output may have this part of the
 context, at least."""
+
+_PROMPT_END = 64
+"""So many tokens at a prompt's end show whether the output begins within thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,18 @@ async def prepare(
     else:
         prompt, plan = await body.conversation(earlier).prepare(inference)
     return ResponseCall(head, body.request(prompt, str(head["id"])), plan, body)
+
+
+async def restored(inference: Inference, turn: Turn) -> ResponseCall:
+    """Return the call of a turn that was prepared before, so that its events are made again."""
+    body = ResponseBody.model_validate_json(turn.body)
+    head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
+    prompt = ""
+    if turn.record is not None:
+        token_ids = record_from_bytes(turn.record).record.prompt_token_ids[-_PROMPT_END:]
+        prompt = b"".join(map(inference.text.token_bytes, token_ids)).decode(errors="replace")
+    plan = await body.conversation().output_plan(inference, prompt)
+    return ResponseCall(head, body.request(prompt, turn.id), plan, body)
 
 
 async def _truncated(

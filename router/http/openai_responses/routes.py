@@ -11,9 +11,9 @@ from typing import cast
 import structlog
 from aiohttp import ClientConnectionResetError, web
 
-from contract.errors import InvalidArgumentError, QuireError
+from contract.errors import InvalidArgumentError, QuireError, UnimplementedError
 from contract.outputs import Event, OutputFinished
-from router.access.tenancy import with_precedence
+from router.access.tenancy import TENANT_KEY, with_precedence
 from router.http.answers.objects import Json
 from router.http.answers.sse import SseResponse
 from router.http.answers.streaming import STATUS_WITHIN_S, first_of, rest_of
@@ -21,30 +21,171 @@ from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.errors import REQUEST_ID_HEADER, error_from_finished
 from router.http.openai_responses.body import ResponseBody
-from router.http.openai_responses.call import ResponseCall, head_of, prepare, told
+from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored, told
 from router.http.openai_responses.events import ResponseEvents
+from router.http.openai_responses.items import Item
+from router.http.openai_responses.kept import KIND, MAX_LISTED, KeptResponses, input_of
+from router.http.strict_json import excerpt
 from router.request.inference import Inference
 from router.request.live import LiveRequest
+from router.turns.running import Seen
+from router.turns.turn import Turn
+from router.turns.turns import Turns
 
 log = structlog.get_logger()
 
+_MAX_NUMBER_DIGITS = 9
 
-def responses_routes(inference: Inference, bodies: BodyReader) -> list[web.RouteDef]:
-    """Return the routes."""
+
+def responses_routes(
+    inference: Inference, bodies: BodyReader, turns: Turns | None
+) -> list[web.RouteDef]:
+    """Return the routes; without `turns` nothing is kept."""
+    kept = None if turns is None else KeptResponses(inference, turns)
+    if turns is not None and kept is not None:
+        turns.serve(KIND, kept)
 
     async def create_response(request: web.Request, call_id: CallId) -> web.StreamResponse:
-        """Answer a conversation, as OpenAI's Responses do; streamed on request."""
+        """Answer a conversation, as OpenAI's Responses; streamed, or in the background."""
         body = await bodies.read(request, ResponseBody, generates=True)
         body.check()
         inference.check_room(body.model)  # before the template is rendered
         call_id.value = f"resp_{uuid.uuid4().hex}"
+        if kept is None:
+            _check_without_store(body)
+        elif body.store is not False:
+            return await _answer_kept(request, kept, body, call_id.value)
         model = inference.model.info(body.model).id
         head = head_of(body, call_id.value, time.time(), model, store=False)
-        call = await prepare(inference, body, head)
+        earlier: Sequence[Item] = ()
+        if kept is not None:
+            earlier = await kept.earlier(tenant_of(request), body.previous_response_id)
+        call = await prepare(inference, body, head, earlier)
         call = replace(call, request=with_precedence(call.request, request.headers))
         return await _answer(request, inference, call)
 
-    return [web.post("/v1/responses", endpoint(create_response))]
+    async def get_response(request: web.Request, _: CallId) -> web.StreamResponse:
+        """Return a response that is kept, or stream it from an event on."""
+        found = await find(request)
+        query = request.query
+        if query.get("stream", "false").lower() != "true":
+            return json_response(await kept_here().shown(found))
+        after = _number(query.get("starting_after"), "starting_after", least=-1)
+        return await _follow(request, kept_here(), found, starting_after=after)
+
+    async def cancel_response(request: web.Request, _: CallId) -> web.StreamResponse:
+        """Cancel a response; one that has ended stays as it is."""
+        cancelled = await kept_here().turns.cancel(await find(request))
+        return json_response(await kept_here().shown(cancelled))
+
+    async def delete_response(request: web.Request, _: CallId) -> web.StreamResponse:
+        """Cancel and delete a response."""
+        found = await find(request)
+        await kept_here().turns.delete(found)
+        return json_response({"id": found.id, "object": "response", "deleted": True})
+
+    async def list_input_items(request: web.Request, _: CallId) -> web.StreamResponse:
+        """List the input items of a response, without those of earlier ones."""
+        return json_response(_page(input_of(await find(request)), request))
+
+    def tenant_of(request: web.Request) -> str:
+        return inference.tenant_of(request.headers.get(TENANT_KEY, ""))
+
+    def kept_here() -> KeptResponses:
+        if kept is None:
+            raise UnimplementedError("responses are not kept by this service (--turn-store)")
+        return kept
+
+    async def find(request: web.Request) -> Turn:
+        return await kept_here().find(tenant_of(request), request.match_info["id"])
+
+    return [
+        web.post("/v1/responses", endpoint(create_response)),
+        web.get("/v1/responses/{id}", endpoint(get_response)),
+        web.delete("/v1/responses/{id}", endpoint(delete_response)),
+        web.post("/v1/responses/{id}/cancel", endpoint(cancel_response)),
+        web.get("/v1/responses/{id}/input_items", endpoint(list_input_items)),
+    ]
+
+
+def _check_without_store(body: ResponseBody) -> None:
+    for name, value in (
+        ("store", body.store or None),
+        ("background", body.background or None),
+        ("previous_response_id", body.previous_response_id),
+    ):
+        if value is not None:
+            raise UnimplementedError(
+                f"{name} is {excerpt(value)}; this service keeps no responses (--turn-store)"
+            )
+
+
+def _page(items: list[Json], request: web.Request) -> Json:
+    """Return a page of items as OpenAI lists them; the newest come first by default."""
+    query = request.query
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidArgumentError("order", f"is {excerpt(order)}; it must be asc or desc")
+    limit = _number(query.get("limit", "20"), "limit", least=1, most=MAX_LISTED)
+    listed = items if order == "asc" else items[::-1]
+    if (after := query.get("after")) is not None:
+        ids = [item["id"] for item in listed]
+        if after not in ids:
+            raise InvalidArgumentError("after", f"is {excerpt(after)}; no item has that id")
+        listed = listed[ids.index(after) + 1 :]
+    page = listed[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(listed) > limit,
+    }
+
+
+def _number(text: str | None, field: str, *, least: int, most: int = 10**9) -> int:
+    if text is None:
+        return least
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_NUMBER_DIGITS):
+        raise InvalidArgumentError(field, f"is {excerpt(text)}; it must be an integer")
+    if not least <= int(text) <= most:
+        raise InvalidArgumentError(field, f"is {text}; it must be in [{least}, {most}]")
+    return int(text)
+
+
+async def _answer_kept(
+    http: web.Request, kept: KeptResponses, body: ResponseBody, response_id: str
+) -> web.StreamResponse:
+    """Answer a call that is kept: it goes on without its client."""
+    turn, call = await kept.accept(
+        body, response_id, kept.inference.tenant_of(http.headers.get(TENANT_KEY, "")), http.headers
+    )
+    if body.stream:
+        return await _follow(http, kept, turn, call)
+    headers = {REQUEST_ID_HEADER: turn.id}
+    if body.background:
+        return json_response(await kept.shown(turn), headers)
+    response = await kept.whole(turn, call)
+    return json_response(response, headers)
+
+
+async def _follow(
+    http: web.Request,
+    kept: KeptResponses,
+    turn: Turn,
+    call: ResponseCall | None = None,
+    *,
+    starting_after: int = -1,
+) -> web.StreamResponse:
+    call = call or await restored(kept.inference, turn)
+    sse = SseResponse(http, {REQUEST_ID_HEADER: turn.id})
+    seen = Seen()
+    async with aclosing(kept.read(turn, seen)) as events:
+        await sse.start()
+        made = call.events(kept.inference)
+        await send_events(sse, made, events, lambda: seen.ended_at or time.time(), starting_after)
+    return sse.response
 
 
 async def _answer(

@@ -1,0 +1,173 @@
+"""Responses that are kept: how each becomes a turn, and what is read of it later."""
+
+import hashlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from pydantic_core import from_json
+
+from contract.errors import InvalidArgumentError, NotFoundError
+from contract.outputs import Event
+from contract.request import GenerateRequest
+from router.access.tenancy import with_precedence
+from router.http.answers.objects import Json
+from router.http.openai_responses.body import ResponseBody
+from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored, told
+from router.http.openai_responses.items import Item, parse_items, with_id
+from router.http.strict_json import excerpt, json_bytes
+from router.request.inference import Inference
+from router.turns.running import Seen
+from router.turns.turn import Turn, TurnStatus
+from router.turns.turns import Turns
+
+KIND: Final = "response"
+MAX_KEY_CHARS: Final = 255
+MAX_LISTED: Final = 100
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponses:
+    """The responses of all tenants; a `TurnKind`."""
+
+    inference: Inference
+    turns: Turns
+
+    # --- TurnKind -------------------------------------------------------------------------------
+
+    async def request(self, turn: Turn) -> GenerateRequest:
+        """Return the request of a turn that was queued."""
+        body = ResponseBody.model_validate_json(turn.body)
+        head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
+        earlier = await self.earlier(turn.tenant, turn.previous_id)
+        call = await prepare(self.inference, body, head, earlier)
+        return replace(call.planned, tenant=turn.tenant, priority=turn.priority)
+
+    async def result(
+        self, turn: Turn, status: TurnStatus, events: Sequence[Event], at: float
+    ) -> bytes:
+        """Return the response's JSON."""
+        del status  # the events say it
+        made = (await restored(self.inference, turn)).events(self.inference)
+        async for _ in told(_each(events), made, lambda: at):
+            pass
+        return json_bytes(made.response)
+
+    # --- for the routes -------------------------------------------------------------------------
+
+    async def accept(
+        self, body: ResponseBody, response_id: str, tenant: str, headers: Mapping[str, str]
+    ) -> tuple[Turn, ResponseCall]:
+        """Keep a new response and begin it; returns an older one that has its key.
+
+        Raises QuireError.
+        """
+        created_at = time.time()
+        kept = json_bytes(
+            {
+                **body.model_dump(mode="json", by_alias=True, exclude_unset=True),
+                "input": [with_id(item) for item in body.items],
+            }
+        )
+        model = self.inference.model.info(body.model).id
+        head = head_of(body, response_id, created_at, model, store=True)
+        earlier = await self.earlier(tenant, body.previous_response_id)
+        call = await prepare(self.inference, body, head, earlier)
+        call = replace(call, request=with_precedence(call.request, headers))
+        turn = Turn(
+            id=response_id,
+            tenant=tenant,
+            kind=KIND,
+            body=kept,
+            created_at=created_at,
+            previous_id=body.previous_response_id,
+            idempotency_key=_key(headers),
+            fingerprint=hashlib.sha256(body.model_dump_json().encode()).digest(),
+        )
+        try:
+            accepted = await self.turns.accept(turn, call.planned)
+        except InvalidArgumentError as error:
+            raise call.named(error) from error
+        if accepted.id != response_id:
+            call = await restored(self.inference, accepted)
+        return accepted, call
+
+    async def earlier(self, tenant: str, previous_id: str | None) -> list[Item]:
+        """Return the items of the turns that a new one continues; raises NotFoundError."""
+        if previous_id is None:
+            return []
+        turns = await self.turns.store.conversation(tenant, previous_id)
+        if not turns:
+            raise NotFoundError(
+                f"previous_response_id is {excerpt(previous_id)}; it, or a response before it, is"
+                " not kept or has been deleted"
+            )
+        items: list[Item] = []
+        for turn in turns:
+            if turn.kind != KIND or turn.result is None:
+                raise InvalidArgumentError(
+                    "previous_response_id", f"names {turn.id}, which has not ended"
+                )
+            items += parse_items(input_of(turn))
+            if output := from_json(turn.result)["output"]:
+                items += parse_items(output)
+        return items
+
+    async def find(self, tenant: str, response_id: str) -> Turn:
+        return await self.turns.find(tenant, response_id, KIND)
+
+    def read(self, turn: Turn, seen: Seen) -> AsyncGenerator[Event, None]:
+        return self.turns.read(turn, seen)
+
+    async def whole(self, turn: Turn, call: ResponseCall) -> Json:
+        """Wait for a response's end, and return it."""
+        made, seen = call.events(self.inference), Seen()
+        async with aclosing(self.read(turn, seen)) as events:
+            async for _ in told(events, made, lambda: seen.ended_at or time.time()):
+                pass
+        return made.response
+
+    async def shown(self, turn: Turn) -> Json:
+        """Return a response as it is now; its output only once it has ended."""
+        if turn.result is not None:
+            result: Json = from_json(turn.result)
+            return result
+        body = ResponseBody.model_validate_json(turn.body)
+        head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
+        status = "queued" if turn.status is TurnStatus.QUEUED else "in_progress"
+        return unfinished(head, status)
+
+
+def unfinished(head: Json, status: str) -> Json:
+    """Return a response without its output."""
+    return {
+        **head,
+        "object": "response",
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+    }
+
+
+def input_of(turn: Turn) -> list[dict[str, Any]]:
+    """Return a response's input items, as they are listed."""
+    items: list[dict[str, Any]] = from_json(turn.body)["input"]
+    return items
+
+
+async def _each(events: Sequence[Event]) -> AsyncIterator[Event]:
+    for event in events:
+        yield event
+
+
+def _key(headers: Mapping[str, str]) -> str | None:
+    key = headers.get("Idempotency-Key")
+    if key is not None and not 1 <= len(key) <= MAX_KEY_CHARS:
+        raise InvalidArgumentError(
+            "Idempotency-Key", f"has {len(key)} characters; it must have 1 to {MAX_KEY_CHARS}"
+        )
+    return key

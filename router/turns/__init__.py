@@ -1,0 +1,1 @@
+"""Turns that are kept: accepted once, computed to the end whatever dies."""

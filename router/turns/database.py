@@ -1,0 +1,207 @@
+"""The databases that keep turns: one interface, SQLite, and the versions of the schema."""
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+import structlog
+
+from router.turns.turn import StoreError
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+class Cursor(Protocol):
+    """What both databases' cursors do. Statements have `?` for their parameters."""
+
+    @property
+    def rowcount(self) -> int: ...
+
+    def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> object: ...
+
+    def fetchone(self) -> Any: ...
+
+    def fetchall(self) -> list[Any]: ...
+
+
+class Connection(Protocol):
+    """One connection; its methods run in the database's thread."""
+
+    skips_locked: str
+    """What a SELECT ends with that leaves out the rows of other transactions."""
+
+    def transaction(self, work: Callable[[Cursor], T]) -> T:
+        """Run `work` in one transaction, durable when this returns; raises StoreError."""
+
+    def now(self, cursor: Cursor) -> float:
+        """Return the Unix time, the same for all routers of one store."""
+
+    def close(self) -> None: ...
+
+
+class Database:
+    """Runs work in transactions, one after another, in a thread; connects when it is needed."""
+
+    def __init__(self, connect: Callable[[], Connection]) -> None:
+        """`connect` opens the database and raises StoreError if it cannot."""
+        self._connect = connect
+        self._connection: Connection | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="turns")
+
+    async def run(self, work: Callable[[Cursor, Connection], T]) -> T:
+        """Return the result of `work`, which is committed.
+
+        Raises:
+            StoreError: The database cannot be read or written. Nothing has changed, unless the
+                connection was lost during the commit.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, work)
+
+    def _run(self, work: Callable[[Cursor, Connection], T]) -> T:
+        if self._connection is None:
+            connection = self._connect()
+            try:
+                migrate(connection)
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
+        connection = self._connection
+        try:
+            return connection.transaction(lambda cursor: work(cursor, connection))
+        except StoreError:
+            self._connection = None  # the next call connects again
+            connection.close()
+            raise
+
+    async def close(self) -> None:
+        """Close the connection after the work that was given before."""
+        connection = self._connection
+        if connection is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, connection.close)
+        self._thread.shutdown(wait=False)
+
+
+class SqliteConnection:
+    """A file on this machine, which several processes may use."""
+
+    skips_locked = ""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, or make it; raises StoreError."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(
+                path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+            )
+            path.chmod(0o600)  # it holds prompts and outputs
+            for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+                self._connection.execute(f"PRAGMA {pragma}")
+        except (OSError, sqlite3.Error) as error:
+            raise StoreError(f"turns cannot be kept in {path}: {error}") from error
+
+    def transaction(self, work: Callable[[Cursor], T]) -> T:
+        """Run `work`; a second process waits for it."""
+        try:
+            cursor = self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                result = work(cursor)
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise StoreError(f"turns cannot be kept now: {error}") from error
+        return result
+
+    def now(self, _cursor: Cursor) -> float:
+        """Return the machine's time."""
+        return time.time()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+_BUSY_S: Final = 5.0
+"""How long a transaction waits for another process's."""
+
+
+def migrate(connection: Connection) -> None:
+    """Bring the schema to this version; several processes may do so at once.
+
+    Raises:
+        StoreError: It is of a newer version, or cannot be written.
+    """
+
+    def work(cursor: Cursor) -> None:
+        cursor.execute("CREATE TABLE IF NOT EXISTS turn_schema (version INTEGER NOT NULL)")
+        cursor.execute("SELECT max(version) FROM turn_schema")
+        (version,) = cursor.fetchone()
+        version = version or 0
+        if version > len(MIGRATIONS):
+            raise StoreError(
+                f"the store of turns has version {version} of its schema; this router knows"
+                f" {len(MIGRATIONS)}"
+            )
+        for number, statements in enumerate(MIGRATIONS[version:], version + 1):
+            for statement in statements:
+                cursor.execute(statement)
+            cursor.execute("INSERT INTO turn_schema VALUES (?)", (number,))
+            log.info("turn store migrated", version=number)
+
+    connection.transaction(work)
+
+
+MIGRATIONS: Final[Sequence[Sequence[str]]] = (
+    (
+        """CREATE TABLE turns (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            kind TEXT NOT NULL,
+            body BYTEA NOT NULL,
+            created_at DOUBLE PRECISION NOT NULL,
+            model TEXT NOT NULL,
+            previous_id TEXT,
+            group_id TEXT NOT NULL,
+            position INTEGER NOT NULL,
+            priority INTEGER NOT NULL,
+            idempotency_key TEXT,
+            fingerprint BYTEA NOT NULL,
+            status TEXT NOT NULL,
+            record BYTEA,
+            result BYTEA,
+            ended_at DOUBLE PRECISION,
+            owner TEXT NOT NULL,
+            lease_until DOUBLE PRECISION NOT NULL,
+            UNIQUE (tenant, idempotency_key))""",
+        # What is looked for again and again: turns that nobody computes, and those that are old.
+        "CREATE INDEX turns_live ON turns (status, lease_until) WHERE ended_at IS NULL",
+        "CREATE INDEX turns_ended ON turns (ended_at) WHERE ended_at IS NOT NULL",
+        "CREATE INDEX turns_group ON turns (group_id, position) WHERE group_id <> ''",
+        """CREATE TABLE turn_events (
+            turn_id TEXT NOT NULL REFERENCES turns (id) ON DELETE CASCADE,
+            number INTEGER NOT NULL,
+            event BYTEA NOT NULL,
+            PRIMARY KEY (turn_id, number))""",
+    ),
+)
+"""What makes each version of the schema out of the one before; never changed once released.
+
+Both databases read it: SQLite takes any type, and keeps bytes as they are.
+"""
+
+
+def open_database(place: str) -> Database:
+    """Return the database of `--turn-store`; it is opened when it is needed."""
+    if place.startswith(("postgresql://", "postgres://")):
+        from router.turns.postgres import PostgresConnection  # noqa: PLC0415 - an extra
+
+        return Database(lambda: PostgresConnection(place))
+    return Database(lambda: SqliteConnection(Path(place)))

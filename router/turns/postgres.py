@@ -1,0 +1,82 @@
+"""PostgreSQL keeps the turns of several routers; `quire[postgres]` brings its driver."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+from router.turns.database import Cursor
+from router.turns.turn import StoreError
+
+T = TypeVar("T")
+
+_CONNECT_S: Final = 5
+_STATEMENT_MS: Final = 10_000
+_MIGRATION_LOCK: Final = 0x71756972  # "quir"
+
+
+class PostgresConnection:
+    """One connection to a server."""
+
+    skips_locked = " FOR UPDATE SKIP LOCKED"
+
+    def __init__(self, url: str) -> None:
+        """Connect; raises StoreError."""
+        try:
+            import psycopg  # noqa: PLC0415 - an extra of the package
+        except ImportError as error:
+            raise StoreError(
+                "turns cannot be kept in PostgreSQL: psycopg is not installed (quire[postgres])"
+            ) from error
+        self._error = psycopg.Error
+        try:
+            self._connection = psycopg.connect(
+                url,
+                connect_timeout=_CONNECT_S,
+                options=f"-c statement_timeout={_STATEMENT_MS}",
+                application_name="quire-router",
+                # A server that falls silent is noticed.
+                keepalives_idle=2,
+                keepalives_interval=1,
+                keepalives_count=3,
+                tcp_user_timeout=5000,
+            )
+        except psycopg.Error as error:  # its text names host and user, and no password
+            raise StoreError(f"the store of turns cannot be reached: {error}") from None
+
+    def transaction(self, work: Callable[[Cursor], T]) -> T:
+        """Run `work` in one transaction."""
+        try:
+            with self._connection.transaction(), self._connection.cursor() as cursor:
+                return work(_Statements(cursor))
+        except self._error as error:
+            raise StoreError(f"turns cannot be kept now: {error}") from error
+
+    def now(self, cursor: Cursor) -> float:
+        """Return the server's time."""
+        cursor.execute("SELECT extract(epoch FROM clock_timestamp())::double precision")
+        (now,) = cursor.fetchone()
+        return float(now)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class _Statements:
+    """A cursor that takes `?` for parameters, as SQLite's."""
+
+    def __init__(self, cursor: Any) -> None:
+        self._cursor = cursor
+
+    @property
+    def rowcount(self) -> int:
+        count: int = self._cursor.rowcount
+        return count
+
+    def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> None:
+        self._cursor.execute(statement.replace("?", "%s"), parameters)
+
+    def fetchone(self) -> Any:
+        return self._cursor.fetchone()
+
+    def fetchall(self) -> list[Any]:
+        rows: list[Any] = self._cursor.fetchall()
+        return rows

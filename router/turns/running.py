@@ -1,0 +1,218 @@
+"""A turn that this router computes: its output so far, for its readers and for the store."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from contract.errors import QuireError
+from contract.outputs import (
+    Event,
+    FinishReason,
+    OutputDelta,
+    OutputError,
+    OutputFinished,
+    TokenLogprob,
+    Usage,
+)
+from router.schedulers.wire import record_from_bytes
+from router.turns.store import Progress
+from router.turns.turn import Turn, TurnEnd, TurnStatus
+
+
+class MovedError(QuireError):
+    """Another router goes on with the turn."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """How much of a turn a reader has."""
+
+    tokens: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    """By output."""
+    ended_at: float | None = None
+    """When the turn ended, once the reader has its end."""
+
+    def new_of(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yield what the reader lacks; from then on it has it."""
+        for event in events:
+            if not isinstance(event, OutputDelta):
+                yield event
+                continue
+            num_seen = self.tokens[event.output_index] - event.token_offset
+            if num_seen < len(event.token_ids):
+                self.tokens[event.output_index] = event.token_offset + len(event.token_ids)
+                yield event if num_seen <= 0 else _without(event, num_seen)
+
+
+def _without(delta: OutputDelta, num: int) -> OutputDelta:
+    return OutputDelta(
+        delta.output_index,
+        delta.token_offset + num,
+        delta.token_ids[num:],
+        "",
+        delta.logprobs[num:],
+    )
+
+
+@dataclass(slots=True)
+class _Tokens:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def since(self, output_index: int, start: int) -> OutputDelta:
+        return OutputDelta(
+            output_index,
+            start,
+            tuple(self.token_ids[start:]),
+            "",
+            tuple(self.logprobs[start:]),
+        )
+
+
+class RunningTurn:
+    """Collects a turn's events. Readers get the end only when it is kept."""
+
+    def __init__(self, turn: Turn, kept: Iterable[Event] = ()) -> None:
+        """`kept` are the events that the store has."""
+        self.turn = turn
+        self.record = turn.record
+        self.task: asyncio.Task[None] | None = None
+        self.is_cancelled = False
+        self.num_readers = 0
+        self.done = asyncio.Event()
+        """Set when the end is kept."""
+        self._outputs: defaultdict[int, _Tokens] = defaultdict(_Tokens)
+        self._last: list[Event] = []
+        """The ends and the usage."""
+        self._end: TurnEnd | None = None
+        self._is_published = False
+        self._is_moved = False
+        self._news = asyncio.Event()
+        self._num_events_kept = 0
+        self._kept = Seen()
+        self._is_record_kept = turn.record is not None
+        for event in kept:
+            self.add(event)
+            self._num_events_kept += 1
+        list(self._kept.new_of(self._deltas()))
+
+    def add(self, event: Event) -> None:
+        """Add the next event."""
+        match event:
+            case OutputDelta():
+                output = self._outputs[event.output_index]
+                # A request that was submitted again begins with its first token.
+                num_known = len(output.token_ids) - event.token_offset
+                output.token_ids += event.token_ids[num_known:]
+                output.logprobs += event.logprobs[num_known:]
+                self._tell()
+            case OutputFinished() | Usage():
+                self._last.append(event)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self._outputs.values())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more comes."""
+        return any(isinstance(event, Usage) for event in self._last)
+
+    @property
+    def events(self) -> list[Event]:
+        """All so far."""
+        return [*self._deltas(), *self._last]
+
+    def stop(self, reason: FinishReason, error: QuireError | None = None) -> None:
+        """End all outputs that have not ended."""
+        ended = {e.output_index for e in self._last if isinstance(e, OutputFinished)}
+        failure = None
+        if error is not None:
+            failure = OutputError(error.code.value[0], str(error), error.retryable)
+        for index in sorted({0, *self._outputs} - ended):
+            self._last.append(OutputFinished(index, reason, error=failure))
+        num_prompt_tokens = 0
+        if self.record is not None:
+            num_prompt_tokens = len(record_from_bytes(self.record).record.prompt_token_ids)
+        self._last.append(Usage(num_prompt_tokens, self.num_tokens, 0))
+
+    @property
+    def status(self) -> TurnStatus:
+        """The status that the ends make."""
+        reasons = {e.finish_reason for e in self._last if isinstance(e, OutputFinished)}
+        if FinishReason.CANCELLED in reasons:
+            return TurnStatus.CANCELLED
+        if reasons & {FinishReason.ERROR, FinishReason.DEADLINE}:
+            return TurnStatus.FAILED
+        return TurnStatus.COMPLETED
+
+    def end(self, end: TurnEnd) -> None:
+        """Set what is to be kept of the end."""
+        self._end = end
+
+    # --- for the store --------------------------------------------------------------------------
+
+    def progress(self) -> tuple[Progress, Seen]:
+        """Return what the store lacks, and what it has once that is written."""
+        after = Seen(self._kept.tokens.copy(), None if self._end is None else self._end.at)
+        events = list(after.new_of(self._deltas()))
+        if self._end is not None:
+            events += self._last
+        record = None if self._is_record_kept else self.record
+        return Progress(self.turn.id, self._num_events_kept, events, record, self._end), after
+
+    def kept(self, progress: Progress, seen: Seen) -> None:
+        """Note that this was written."""
+        self._kept = seen
+        self._num_events_kept += len(progress.events)
+        self._is_record_kept = self._is_record_kept or progress.record is not None
+
+    @property
+    def needs_writing(self) -> bool:
+        """Whether its end is not kept yet."""
+        return self._end is not None and self._kept.ended_at is None
+
+    # --- for readers ----------------------------------------------------------------------------
+
+    def publish(self) -> None:
+        """Let readers have the end."""
+        self._is_published = True
+        self._tell()
+
+    def move(self) -> None:
+        """Tell readers that another router goes on with it."""
+        self._is_moved = True
+        self._tell()
+
+    async def read(self, seen: Seen) -> AsyncGenerator[Event, None]:
+        """Yield what a reader lacks, to the end; raises MovedError."""
+        self.num_readers += 1
+        try:
+            while True:
+                news = self._news
+                for event in seen.new_of(self._deltas(seen)):
+                    yield event
+                if self._is_published:
+                    seen.ended_at = None if self._end is None else self._end.at
+                    for event in [*seen.new_of(self._deltas(seen)), *self._last]:
+                        yield event
+                    return
+                if self._is_moved:
+                    raise MovedError("another router goes on with the turn")
+                await news.wait()
+        finally:
+            self.num_readers -= 1
+
+    def _deltas(self, seen: Seen | None = None) -> list[Event]:
+        """Return one delta for each output that has tokens which `seen` lacks."""
+        starts = {} if seen is None else seen.tokens
+        return [
+            output.since(index, start)
+            for index, output in sorted(self._outputs.items())
+            if (start := starts.get(index, 0)) < len(output.token_ids)
+        ]
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

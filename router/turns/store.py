@@ -1,0 +1,281 @@
+"""Keeps turns and their events in a database. All calls raise `StoreError` while it fails."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from contract.codec.outputs import event_from_proto, event_to_proto
+from contract.outputs import Event
+from quire.v1 import inference_pb2
+from router.turns.database import Connection, Cursor, Database
+from router.turns.turn import Turn, TurnEnd, TurnStatus
+
+LEASE_S: Final = 5.0
+"""How long a turn is a router's after it last wrote; then any other may take it up."""
+
+_FIELDS: Final = tuple(field.name for field in fields(Turn))
+_COLUMNS: Final = ", ".join("group_id" if name == "group" else name for name in _FIELDS)
+_PLACES: Final = ", ".join("?" * (len(_FIELDS) + 2))
+_MAX_CHAIN: Final = 4096
+"""Most turns of one conversation."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What is new of a running turn."""
+
+    turn_id: str
+    first_number: int
+    """Of `events`: how many were kept before."""
+    events: Sequence[Event] = ()
+    record: bytes | None = None
+    """Set when the turn was submitted for the first time since it was kept."""
+    end: TurnEnd | None = None
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one transaction writes."""
+
+    accepted: list[Turn] = field(default_factory=list)
+    """Turns that this router computes from now on."""
+    queued: list[Turn] = field(default_factory=list)
+    """Turns that any router may start."""
+    progress: list[Progress] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    """Turns that another router is to go on with."""
+
+
+class TurnStore:
+    """The turns of all tenants. A turn belongs to one router at a time, its owner."""
+
+    def __init__(self, database: Database, owner: str) -> None:
+        """`owner` names this router; no other process, before or after it, has the same name."""
+        self.database = database
+        self._owner = owner
+
+    # --- the owner's ----------------------------------------------------------------------------
+
+    async def write(self, batch: Batch) -> set[str]:
+        """Write all of it or nothing; renew the leases of this router's turns.
+
+        Returns the ids of this router's turns, those of the batch included. Nothing is written of
+        others in `batch.accepted` and `batch.progress`: their key was taken, or another router has
+        them, or they were deleted.
+        """
+        return await self.database.run(lambda cursor, db: self._write(cursor, db, batch))
+
+    def _write(self, cursor: Cursor, db: Connection, batch: Batch) -> set[str]:
+        lease_until = db.now(cursor) + LEASE_S
+        cursor.execute(
+            "UPDATE turns SET lease_until = ? WHERE owner = ? AND ended_at IS NULL RETURNING id",
+            (lease_until, self._owner),
+        )
+        own = {turn_id for (turn_id,) in cursor.fetchall()}
+        own |= {
+            turn.id for turn in batch.accepted if _insert(cursor, turn, self._owner, lease_until)
+        }
+        for turn in batch.queued:
+            _insert(cursor, turn, "", 0.0)
+        for progress in batch.progress:
+            if progress.turn_id in own:
+                _write_progress(cursor, progress)
+        for turn_id in batch.released:
+            cursor.execute(
+                "UPDATE turns SET owner = '', lease_until = 0 WHERE id = ? AND owner = ?",
+                (turn_id, self._owner),
+            )
+        return own
+
+    async def claim(self, limit: int) -> Sequence[Turn]:
+        """Become the owner of turns that have none, the most urgent and the oldest first."""
+
+        def work(cursor: Cursor, db: Connection) -> list[Turn]:
+            now = db.now(cursor)
+            cursor.execute(
+                f"SELECT {_COLUMNS} FROM turns WHERE status IN ('queued', 'running')"  # noqa: S608 - constants
+                " AND ended_at IS NULL AND lease_until < ?"
+                f" ORDER BY priority DESC, created_at, position LIMIT ?{db.skips_locked}",
+                (now, limit),
+            )
+            turns = [_turn(row) for row in cursor.fetchall()]
+            for turn in turns:
+                cursor.execute(
+                    "UPDATE turns SET owner = ?, lease_until = ? WHERE id = ?",
+                    (self._owner, now + LEASE_S, turn.id),
+                )
+            return turns
+
+        return await self.database.run(work)
+
+    async def sweep(self, retention_s: float, limit: int = 1000) -> int:
+        """Delete turns that ended longer ago; return how many, at most `limit`."""
+
+        def work(cursor: Cursor, db: Connection) -> int:
+            cursor.execute(
+                "DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE ended_at < ? LIMIT ?)",
+                (db.now(cursor) - retention_s, limit),
+            )
+            return cursor.rowcount
+
+        return await self.database.run(work)
+
+    # --- a tenant's -----------------------------------------------------------------------------
+
+    async def find(self, tenant: str, turn_id: str) -> Turn | None:
+        """Return a turn of this tenant."""
+        return await self._one("id = ?", tenant, turn_id)
+
+    async def find_by_key(self, tenant: str, idempotency_key: str) -> Turn | None:
+        """Return the tenant's turn with this key."""
+        return await self._one("idempotency_key = ?", tenant, idempotency_key)
+
+    async def _one(self, condition: str, tenant: str, value: str) -> Turn | None:
+        def work(cursor: Cursor, _: Connection) -> Turn | None:
+            cursor.execute(
+                f"SELECT {_COLUMNS} FROM turns WHERE tenant = ? AND {condition}",  # noqa: S608 - constants
+                (tenant, value),
+            )
+            row = cursor.fetchone()
+            return None if row is None else _turn(row)
+
+        return await self.database.run(work)
+
+    async def conversation(self, tenant: str, turn_id: str) -> Sequence[Turn]:
+        """Return a turn and those that it continues, oldest first; empty if one is missing."""
+
+        def work(cursor: Cursor, _: Connection) -> list[Turn]:
+            turns: list[Turn] = []
+            wanted: str | None = turn_id
+            while wanted is not None and len(turns) < _MAX_CHAIN:
+                cursor.execute(
+                    f"SELECT {_COLUMNS} FROM turns WHERE tenant = ? AND id = ?",  # noqa: S608 - constants
+                    (tenant, wanted),
+                )
+                row = cursor.fetchone()
+                if row is None:
+                    return []
+                turns.append(_turn(row))
+                wanted = turns[-1].previous_id
+            return turns[::-1]
+
+        return await self.database.run(work)
+
+    async def events(self, turn_id: str, first_number: int = 0) -> Sequence[Event]:
+        """Return a turn's events from a number on."""
+
+        def work(cursor: Cursor, _: Connection) -> list[Event]:
+            cursor.execute(
+                "SELECT event FROM turn_events WHERE turn_id = ? AND number >= ? ORDER BY number",
+                (turn_id, first_number),
+            )
+            return [_event(event) for (event,) in cursor.fetchall()]
+
+        return await self.database.run(work)
+
+    async def end(self, tenant: str, turn_id: str, end: TurnEnd, events: Sequence[Event]) -> bool:
+        """End a live turn, whoever owns it, after the events that are kept; whether it was live."""
+
+        def work(cursor: Cursor, _: Connection) -> bool:
+            cursor.execute(
+                "UPDATE turns SET status = ?, result = ?, ended_at = ?, owner = ''"
+                " WHERE tenant = ? AND id = ? AND ended_at IS NULL",
+                (end.status.value, end.result, end.at, tenant, turn_id),
+            )
+            if not cursor.rowcount:
+                return False
+            cursor.execute("SELECT count(*) FROM turn_events WHERE turn_id = ?", (turn_id,))
+            (first,) = cursor.fetchone()
+            _write_events(cursor, turn_id, first, events)
+            return True
+
+        return await self.database.run(work)
+
+    async def delete(self, tenant: str, turn_id: str) -> bool:
+        """Delete a turn; whether there was one. Its owner notices within a second or two."""
+
+        def work(cursor: Cursor, _: Connection) -> bool:
+            cursor.execute("DELETE FROM turns WHERE tenant = ? AND id = ?", (tenant, turn_id))
+            return cursor.rowcount > 0
+
+        return await self.database.run(work)
+
+    # --- a group's ------------------------------------------------------------------------------
+
+    async def count_group(self, tenant: str, group: str) -> Mapping[TurnStatus, int]:
+        """Return how many turns of a group have each status."""
+
+        def work(cursor: Cursor, _: Connection) -> dict[TurnStatus, int]:
+            cursor.execute(
+                "SELECT status, count(*) FROM turns WHERE tenant = ? AND group_id = ?"
+                " GROUP BY status",
+                (tenant, group),
+            )
+            return {TurnStatus(status): num for status, num in cursor.fetchall()}
+
+        return await self.database.run(work)
+
+    async def list_group(
+        self, tenant: str, group: str, *, first_position: int = 0, limit: int = 1000
+    ) -> Sequence[Turn]:
+        """Return turns of a group in their order."""
+
+        def work(cursor: Cursor, _: Connection) -> list[Turn]:
+            cursor.execute(
+                f"SELECT {_COLUMNS} FROM turns WHERE tenant = ? AND group_id = ?"  # noqa: S608 - constants
+                " AND position >= ? ORDER BY position LIMIT ?",
+                (tenant, group, first_position, limit),
+            )
+            return [_turn(row) for row in cursor.fetchall()]
+
+        return await self.database.run(work)
+
+
+def _insert(cursor: Cursor, turn: Turn, owner: str, lease_until: float) -> bool:
+    """Insert a turn; whether its key was free."""
+    cursor.execute(
+        f"INSERT INTO turns ({_COLUMNS}, owner, lease_until) VALUES ({_PLACES})"  # noqa: S608 - constants
+        " ON CONFLICT (tenant, idempotency_key) DO NOTHING",
+        (*_values(turn), owner, lease_until),
+    )
+    return cursor.rowcount > 0
+
+
+def _write_progress(cursor: Cursor, progress: Progress) -> None:
+    _write_events(cursor, progress.turn_id, progress.first_number, progress.events)
+    if progress.record is not None:
+        cursor.execute(
+            "UPDATE turns SET status = 'running', record = ? WHERE id = ?",
+            (progress.record, progress.turn_id),
+        )
+    if (end := progress.end) is not None:
+        cursor.execute(
+            "UPDATE turns SET status = ?, result = ?, ended_at = ?, owner = '' WHERE id = ?",
+            (end.status.value, end.result, end.at, progress.turn_id),
+        )
+
+
+def _write_events(cursor: Cursor, turn_id: str, first: int, events: Sequence[Event]) -> None:
+    for number, event in enumerate(events, first):
+        cursor.execute(
+            "INSERT INTO turn_events VALUES (?, ?, ?)",
+            (turn_id, number, event_to_proto("", event).SerializeToString()),
+        )
+
+
+def _event(event: bytes) -> Event:
+    return event_from_proto(inference_pb2.GenerateResponse.FromString(bytes(event)))
+
+
+def _values(turn: Turn) -> Iterator[Any]:
+    for name in _FIELDS:
+        value = getattr(turn, name)
+        yield value.value if isinstance(value, TurnStatus) else value
+
+
+def _turn(row: Sequence[Any]) -> Turn:
+    values = dict(zip(_FIELDS, row, strict=True))
+    for name in ("body", "fingerprint", "record", "result"):
+        if values[name] is not None:
+            values[name] = bytes(values[name])
+    return Turn(**values | {"status": TurnStatus(values["status"])})

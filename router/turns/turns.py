@@ -1,0 +1,409 @@
+"""Accepts turns, computes them to the end, and lets clients follow them."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import Final, Protocol
+
+import structlog
+
+from contract.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+    UnavailableError,
+)
+from contract.outputs import (
+    Event,
+    FinishReason,
+    OutputDelta,
+    OutputError,
+    OutputFinished,
+    Usage,
+)
+from contract.request import GenerateRequest
+from router.request.inference import Inference
+from router.request.live import LiveRequest
+from router.schedulers.wire import record_from_bytes, record_to_bytes
+from router.turns.running import MovedError, RunningTurn, Seen
+from router.turns.store import Batch, TurnStore
+from router.turns.turn import StoreError, Turn, TurnEnd, TurnStatus
+
+log = structlog.get_logger()
+
+TICK_S: Final = 1.0
+"""How often tokens are written and leases renewed."""
+_SWEEP_S: Final = 60.0
+_POLL_S: Final = 0.5
+"""How often a turn that another router computes is looked at."""
+_MAX_RUNNING: Final = 256
+"""A router takes up turns that were left while it has fewer than these."""
+_MAX_FAILURES: Final = 3
+"""A turn that fails so often without a new token is given up."""
+_MIN_BACKOFF_S: Final = 0.1
+_MAX_BACKOFF_S: Final = 5.0
+_CANCEL_S: Final = 5.0
+"""How long a call waits until a cancelled turn's end is kept."""
+
+
+class TurnKind(Protocol):
+    """What one API knows of its turns."""
+
+    async def request(self, turn: Turn) -> GenerateRequest:
+        """Return the request of a turn that was queued; raises QuireError if it is wrong."""
+
+    async def result(
+        self, turn: Turn, status: TurnStatus, events: Sequence[Event], at: float
+    ) -> bytes:
+        """Return the answer that is kept, as JSON, of all events of a turn that ended at `at`."""
+
+
+class Turns:
+    """The turns of one router. Each has a task that computes it, and one task writes for all."""
+
+    def __init__(
+        self,
+        store: TurnStore,
+        inference: Inference,
+        *,
+        retention_s: float,
+        tick_s: float = TICK_S,
+    ) -> None:
+        """`run` does the work. Turns that have ended are deleted after `retention_s`."""
+        self.store = store
+        self._inference = inference
+        self._retention_s = retention_s
+        self._tick_s = tick_s
+        self._kinds: dict[str, TurnKind] = {}
+        self._running: dict[str, RunningTurn] = {}
+        self._accepted: list[tuple[Turn, asyncio.Future[bool]]] = []
+        self._queued: list[tuple[Turn, asyncio.Future[bool]]] = []
+        self._released: set[str] = set()
+        self._is_urgent = asyncio.Event()
+        self._is_draining = False
+        self._is_failing = False
+
+    def serve(self, name: str, kind: TurnKind) -> None:
+        """Compute turns of this kind."""
+        self._kinds[name] = kind
+
+    # --- for the APIs ---------------------------------------------------------------------------
+
+    async def accept(self, turn: Turn, request: GenerateRequest) -> Turn:
+        """Submit a turn's request, and keep it; once this returns, it is computed to the end.
+
+        Returns the turn, or the one that has its idempotency key.
+
+        Raises:
+            AlreadyExistsError: Another request has the idempotency key.
+            StoreError: It cannot be kept; then it is not computed either.
+            QuireError: As `Inference.generate` raises.
+        """
+        if (known := await self._with_key(turn)) is not None:
+            return known
+        # A client that leaves now does not undo half of it.
+        accepting = asyncio.create_task(self._accept(turn, request))
+        return await asyncio.shield(accepting)
+
+    async def _accept(self, turn: Turn, request: GenerateRequest) -> Turn:
+        live = await self._inference.generate(request)
+        turn = replace(
+            turn,
+            model=live.model,
+            status=TurnStatus.RUNNING,
+            record=record_to_bytes(live, request),
+            priority=request.priority,
+        )
+        try:
+            if await self._keep(self._accepted, turn):
+                self._start(RunningTurn(turn), live)
+                return turn
+        except BaseException:
+            await live.aclose()
+            raise
+        await live.aclose()
+        known = await self._with_key(turn)
+        if known is None:
+            raise StoreError("the turn was deleted while it was accepted")
+        return known
+
+    async def enqueue(self, turns: Sequence[Turn]) -> None:
+        """Keep turns that some router starts when there is room; raises StoreError."""
+        await asyncio.gather(*(self._keep(self._queued, turn) for turn in turns))
+
+    async def _keep(self, waiting: list[tuple[Turn, asyncio.Future[bool]]], turn: Turn) -> bool:
+        kept: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        waiting.append((turn, kept))
+        self._is_urgent.set()
+        return await kept
+
+    async def _with_key(self, turn: Turn) -> Turn | None:
+        if turn.idempotency_key is None:
+            return None
+        known = await self.store.find_by_key(turn.tenant, turn.idempotency_key)
+        if known is not None and known.fingerprint != turn.fingerprint:
+            raise AlreadyExistsError(
+                f"Idempotency-Key {turn.idempotency_key!r} belongs to another request"
+            )
+        return known
+
+    async def find(self, tenant: str, turn_id: str, kind: str) -> Turn:
+        """Return a turn; raises NotFoundError, StoreError."""
+        turn = await self.store.find(tenant, turn_id)
+        if turn is None or turn.kind != kind:
+            raise NotFoundError(f"{kind} {turn_id[:128]!r} is not kept, or has been deleted")
+        return turn
+
+    async def read(self, turn: Turn, seen: Seen) -> AsyncGenerator[Event, None]:
+        """Yield what a reader lacks of a turn, to its end, whichever router computes it."""
+        number = 0
+        while True:
+            if (running := self._running.get(turn.id)) is not None:
+                try:
+                    async with contextlib.aclosing(running.read(seen)) as events:
+                        async for event in events:
+                            yield event
+                except MovedError:
+                    continue
+                return
+            # The status first: if the turn has ended, the events are all there.
+            now = await self.store.find(turn.tenant, turn.id)
+            if now is None:
+                raise NotFoundError(f"{turn.kind} {turn.id!r} has been deleted")
+            kept = await self.store.events(turn.id, number)
+            number += sum(isinstance(event, OutputDelta) for event in kept)
+            if now.status.has_ended:
+                seen.ended_at = now.ended_at
+            for event in seen.new_of(kept):
+                if now.status.has_ended or isinstance(event, OutputDelta):
+                    yield event
+            if now.status.has_ended:
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def cancel(self, turn: Turn) -> Turn:
+        """Cancel a turn that has not ended; return it as it is then."""
+        running = self._running.get(turn.id)
+        if running is not None:
+            await self._cancel(running)
+        elif not turn.status.has_ended:
+            events = [*await self.store.events(turn.id)]
+            left = RunningTurn(turn, events)
+            left.stop(FinishReason.CANCELLED)
+            end = await self._end_of(left)
+            await self.store.end(turn.tenant, turn.id, end, left.events[len(events) :])
+        return await self.find(turn.tenant, turn.id, turn.kind)
+
+    async def delete(self, turn: Turn) -> bool:
+        """Cancel and delete a turn; whether it was there."""
+        if (running := self._running.get(turn.id)) is not None:
+            await self._cancel(running)
+        return await self.store.delete(turn.tenant, turn.id)
+
+    async def _cancel(self, running: RunningTurn) -> None:
+        running.is_cancelled = True
+        task = running.task
+        assert task is not None, "a running turn has a task"
+        if not running.has_ended:
+            task.cancel()
+        await asyncio.wait([task], timeout=_CANCEL_S)  # the store may fail
+
+    # --- computing ------------------------------------------------------------------------------
+
+    def _start(self, running: RunningTurn, live: LiveRequest | None) -> None:
+        self._running[running.turn.id] = running
+        running.task = asyncio.create_task(
+            self._compute(running, live), name=f"turn {running.turn.id}"
+        )
+
+    async def _compute(self, running: RunningTurn, live: LiveRequest | None) -> None:
+        try:
+            try:
+                await self._read_to_the_end(running, live)
+            except asyncio.CancelledError:
+                if not running.is_cancelled:
+                    raise
+                running.stop(FinishReason.CANCELLED)
+            except QuireError as error:
+                running.stop(FinishReason.ERROR, error)
+            except Exception:
+                log.exception("turn failed", turn=running.turn.id)
+                running.stop(FinishReason.ERROR, QuireError("internal error"))
+            running.end(await self._end_of(running))
+            self._is_urgent.set()
+            await running.done.wait()
+        finally:
+            self._running.pop(running.turn.id, None)
+
+    async def _read_to_the_end(self, running: RunningTurn, live: LiveRequest | None) -> None:
+        self._inference.act_for(running.turn.tenant)
+        backoff_s, num_failures, num_tokens = _MIN_BACKOFF_S, 0, running.num_tokens
+        while True:
+            try:
+                live = live or await self._submit(running)
+                async with live:
+                    failure = await _take(running, live)
+                if failure is None:
+                    return
+                num_failures += 1
+                if num_failures == _MAX_FAILURES:
+                    raise QuireError(failure.message)
+                log.warning("turn is submitted again", turn=running.turn.id, why=failure.message)
+            except (TooBusyError, UnavailableError) as error:
+                log.debug("turn waits", turn=running.turn.id, why=str(error))
+            live = None
+            if running.num_tokens > num_tokens:
+                backoff_s, num_failures, num_tokens = _MIN_BACKOFF_S, 0, running.num_tokens
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _submit(self, running: RunningTurn) -> LiveRequest:
+        if running.record is not None:
+            return self._inference.restart(record_from_bytes(running.record), running.events)
+        turn = running.turn
+        request = await self._kinds[turn.kind].request(turn)
+        live = await self._inference.generate(request)
+        running.record = record_to_bytes(live, request)
+        return live
+
+    async def _end_of(self, running: RunningTurn) -> TurnEnd:
+        turn, at = running.turn, time.time()
+        result = await self._kinds[turn.kind].result(turn, running.status, running.events, at)
+        return TurnEnd(running.status, result, at)
+
+    # --- the store ------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Write what is new, take up what other routers have left, delete what is old."""
+        loop = asyncio.get_running_loop()
+        next_tick, next_sweep = loop.time(), loop.time() + _SWEEP_S
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(next_tick):
+                    await self._is_urgent.wait()
+            self._is_urgent.clear()
+            is_tick = loop.time() >= next_tick
+            try:
+                await self._write(has_tokens=is_tick)
+                if is_tick:
+                    next_tick = loop.time() + self._tick_s
+                    await self._take_up()
+                if loop.time() >= next_sweep:
+                    next_sweep = loop.time() + _SWEEP_S
+                    await self.store.sweep(self._retention_s)
+                if self._is_failing:
+                    log.info("turns are kept again")
+                self._is_failing = False
+            except StoreError as error:
+                next_tick = loop.time() + self._tick_s
+                if not self._is_failing:
+                    log.warning("turns cannot be kept", error=str(error))
+                self._is_failing = True
+
+    async def _write(self, *, has_tokens: bool) -> None:
+        accepted, self._accepted = self._accepted, []
+        queued, self._queued = self._queued, []
+        written = {
+            running: running.progress()
+            for running in self._running.values()
+            if has_tokens or running.needs_writing
+        }
+        if not (accepted or queued or written):
+            return
+        batch = Batch(
+            [turn for turn, _ in accepted],
+            [turn for turn, _ in queued],
+            [progress for progress, _ in written.values()],
+            released=list(self._released),
+        )
+        try:
+            own = await self.store.write(batch)
+        except StoreError as error:
+            for _, kept in [*accepted, *queued]:
+                if not kept.done():
+                    kept.set_exception(error)
+            for running, (progress, _) in written.items():
+                if progress.end is not None:
+                    running.publish()  # its readers need not wait for the store
+            raise
+        self._released = own - {*self._running, *(turn.id for turn in batch.accepted)}
+        for turn, kept in accepted:
+            if not kept.done():
+                kept.set_result(turn.id in own)
+        for _, kept in queued:
+            if not kept.done():
+                kept.set_result(True)
+        for running, (progress, seen) in written.items():
+            if running.turn.id not in own:
+                self._lose(running)
+                continue
+            running.kept(progress, seen)
+            if progress.end is not None:
+                running.publish()
+                running.done.set()
+
+    def _lose(self, running: RunningTurn) -> None:
+        """Leave a turn to the router that has taken it up, or that has deleted it."""
+        log.info("turn is another router's", turn=running.turn.id)
+        self._running.pop(running.turn.id, None)
+        running.move()
+        if running.task is not None:
+            running.task.cancel()
+
+    async def _take_up(self) -> None:
+        room = _MAX_RUNNING - len(self._running)
+        if self._is_draining or room <= 0 or not self._inference.model.infos():
+            return
+        for turn in await self.store.claim(room):
+            if turn.kind not in self._kinds or turn.id in self._running:
+                continue
+            running = RunningTurn(turn, await self.store.events(turn.id))
+            log.info("turn goes on", turn=turn.id, num_tokens=running.num_tokens)
+            self._start(running, None)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Leave the turns that no client of this router reads to other routers, at once."""
+        self._is_draining = True
+        await self._release([each for each in self._running.values() if not each.num_readers])
+
+    async def close(self) -> None:
+        """Leave all turns to other routers, or to the next start; after `run` has ended."""
+        self._is_draining = True
+        await self._release(list(self._running.values()))
+        await self.store.database.close()
+
+    async def _release(self, leaving: Sequence[RunningTurn]) -> None:
+        tasks = [each.task for each in leaving if each.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        progress = [each.progress()[0] for each in leaving]
+        for each in leaving:
+            each.move()
+        with contextlib.suppress(StoreError):  # then their leases end
+            await self.store.write(
+                Batch(progress=progress, released=[each.turn.id for each in leaving])
+            )
+
+
+async def _take(running: RunningTurn, live: LiveRequest) -> OutputError | None:
+    """Read a request to its end; returns why it is to be submitted again, if it is."""
+    failure: OutputError | None = None
+    last: list[Event] = []
+    async for event in live:
+        match event:
+            case OutputDelta():
+                running.add(event)
+            case OutputFinished(error=OutputError(retryable=True) as error):
+                failure = error
+            case OutputFinished() | Usage():
+                last.append(event)
+    if failure is None:
+        for event in last:
+            running.add(event)
+    return failure

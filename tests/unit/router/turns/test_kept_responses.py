@@ -1,0 +1,368 @@
+"""Responses that are kept: their turns go on without client, connection and router."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import grpc
+import openai
+import pytest
+from aiohttp import web
+from router_fake_scheduler import LENGTH
+
+from router.http.api import routes
+from router.turns.store import Batch
+from router.turns.turn import StoreError, TurnStatus
+from router.turns.turns import Turns
+
+pytestmark = pytest.mark.timeout(60)
+
+ASK = {"model": "tiny", "input": "Say", "max_output_tokens": 9}
+
+
+@asynccontextmanager
+async def serving(router, store, **options):
+    """Serves the API over a store, as one start of a router does."""
+    turns = Turns(store, router.inference, retention_s=60, tick_s=0.02, **options)
+    app = web.Application()
+    app.add_routes(routes(router.inference, None, max_body_bytes=2**20, turns=turns))
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    writer = asyncio.create_task(turns.run())
+    url = f"http://{host}:{port}/v1"
+    try:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            client.turns = turns
+            yield client
+    finally:
+        await runner.cleanup()
+        writer.cancel()
+        await asyncio.gather(writer, return_exceptions=True)
+        await turns.close()
+
+
+async def killed(client):
+    """Ends the turns' tasks as a killed process does: nothing more is written."""
+    turns = client.turns
+    tasks = [running.task for running in turns._running.values()]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def answered(router, submit, text, *, end=True):
+    """Lets the scheduler answer a request with a text."""
+    key = submit.first_seq_key
+    tokens = router.tokens(text)
+    await router.scheduler.step({key: tokens}, finished={key: LENGTH} if end else {})
+    return tokens
+
+
+async def wait_until(is_so):
+    """Looks again and again; each look is a call of the store or of the service."""
+    while not await is_so():
+        pass
+
+
+async def test_a_response_is_kept_and_read_again(router, new_store):
+    async with serving(router, new_store()) as client:
+        asking = asyncio.create_task(client.responses.create(**ASK, metadata={"a": "b"}))
+        await answered(router, await router.scheduler.submits.get(), "one two")
+        response = await asking
+        assert response.output_text == "one two"
+        assert response.model_extra["store"] is True
+        again = await client.responses.retrieve(response.id)
+        assert again == response
+        items = await client.responses.input_items.list(response.id)
+        assert [item.content[0].text for item in items.data] == ["Say"]
+        await client.responses.delete(response.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(response.id)
+
+
+async def test_store_false_keeps_nothing(router, new_store):
+    async with serving(router, new_store()) as client:
+        asking = asyncio.create_task(client.responses.create(**ASK, store=False))
+        await answered(router, await router.scheduler.submits.get(), "one")
+        response = await asking
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(response.id)
+
+
+async def test_what_needs_a_store_is_refused_without_one(router):
+    app = web.Application()
+    app.add_routes(routes(router.inference, None, max_body_bytes=2**20))
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    url = f"http://{host}:{port}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        for field in ({"store": True}, {"background": True}, {"previous_response_id": "resp_1"}):
+            with pytest.raises(openai.BadRequestError, match=r"keeps no responses"):
+                await client.responses.create(**ASK, **field)
+        with pytest.raises(openai.BadRequestError, match="--turn-store"):
+            await client.responses.retrieve("resp_1")
+    await runner.cleanup()
+
+
+async def test_a_response_in_the_background_is_told_before_it_is_computed(router, new_store):
+    async with serving(router, new_store()) as client:
+        response = await client.responses.create(**ASK, background=True)
+        assert response.status == "in_progress"
+        stored = await client.turns.store.find("", response.id)
+        assert stored.status is TurnStatus.RUNNING
+        submit = await router.scheduler.submits.get()
+        assert (await client.responses.retrieve(response.id)).status == "in_progress"
+        await answered(router, submit, "one two")
+
+        async def has_ended():
+            return (await client.responses.retrieve(response.id)).status == "incomplete"
+
+        await wait_until(has_ended)
+        assert (await client.responses.retrieve(response.id)).output_text == "one two"
+
+
+async def test_a_response_goes_on_when_its_client_leaves(router, new_store):
+    async with serving(router, new_store()) as client:
+        stream = await client.responses.create(**ASK, stream=True)
+        created = await anext(stream)
+        submit = await router.scheduler.submits.get()
+        await stream.close()
+        await answered(router, submit, "one two")
+        events = await client.responses.retrieve(created.response.id, stream=True)
+        texts = [e.delta async for e in events if e.type == "response.output_text.delta"]
+        assert "".join(texts) == "one two"
+        assert router.scheduler.cancels.empty()
+
+
+async def test_a_stream_continues_after_an_event_without_loss_or_repeat(router, new_store):
+    async with serving(router, new_store()) as client:
+        stream = await client.responses.create(**ASK, stream=True)
+        submit = await router.scheduler.submits.get()
+        await answered(router, submit, "one two three", end=False)
+        first = [await anext(stream) for _ in range(6)]
+        await stream.close()
+        await router.scheduler.step(finished={submit.first_seq_key: LENGTH})
+        response_id = first[0].response.id
+        whole = [e async for e in await client.responses.retrieve(response_id, stream=True)]
+        for position in range(len(whole)):
+            rest = await client.responses.retrieve(
+                response_id, stream=True, starting_after=position
+            )
+            assert [e async for e in rest] == whole[position + 1 :]
+        assert first == whole[:6]
+
+
+async def test_a_turn_goes_on_after_its_router_was_killed(router, new_store):
+    async with serving(router, new_store()) as client:
+        response = await client.responses.create(**ASK, background=True, temperature=0.9)
+        submit = await router.scheduler.submits.get()
+        tokens = await answered(router, submit, "one two", end=False)
+
+        async def has_tokens():
+            return bool(await client.turns.store.events(response.id))
+
+        await wait_until(has_tokens)
+        await killed(client)
+        await client.turns.store.database.run(
+            lambda cursor, _: cursor.execute("UPDATE turns SET lease_until = 0") and None
+        )
+    async with serving(router, new_store()) as client:
+        again = await router.scheduler.submits.get()
+        (so_far,) = again.outputs
+        assert list(memoryview(so_far.token_ids).cast("i")) == list(tokens)
+        assert again.sampling.seed == submit.sampling.seed
+        assert again.prompt_token_ids == submit.prompt_token_ids
+        whole = await client.responses.retrieve(response.id, stream=True)
+        await answered(router, again, " three")
+        texts = [e.delta async for e in whole if e.type == "response.output_text.delta"]
+        assert "".join(texts) == "one two three"
+        assert (await client.responses.retrieve(response.id)).usage.output_tokens == len(
+            router.tokens("one two") + router.tokens(" three")
+        )
+
+
+async def test_a_turn_whose_last_token_was_kept_has_ended(router, new_store):
+    async with serving(router, new_store()) as client:
+        response = await client.responses.create(**ASK | {"max_output_tokens": 2}, background=True)
+        submit = await router.scheduler.submits.get()
+        await router.scheduler.step({submit.first_seq_key: router.tokens("one two")[:2]})
+
+        async def has_tokens():
+            return bool(await client.turns.store.events(response.id))
+
+        await wait_until(has_tokens)
+        await killed(client)
+        await client.turns.store.write(Batch(released=[response.id]))
+    async with serving(router, new_store()) as client:
+        stream = await client.responses.retrieve(response.id, stream=True)
+        events = [event async for event in stream]
+        assert events[-1].type == "response.incomplete"
+        assert router.scheduler.submits.empty()
+
+
+async def test_a_drain_leaves_what_no_client_reads_to_the_next_start(router, new_store):
+    async with serving(router, new_store()) as client:
+        response = await client.responses.create(**ASK, background=True)
+        await router.scheduler.submits.get()
+        await client.turns.drain()
+    async with serving(router, new_store()) as client:
+        await answered(router, await router.scheduler.submits.get(), "one")  # without any wait
+        events = [e async for e in await client.responses.retrieve(response.id, stream=True)]
+        assert events[-1].response.output_text == "one"
+
+
+async def test_a_conversation_goes_on_from_the_response_before(router, new_store):
+    async with serving(router, new_store()) as client:
+        previous = None
+        prompts = []
+        for said, answer in (("A", "one"), ("B", "two"), ("C", "three")):
+            asking = asyncio.create_task(
+                client.responses.create(model="tiny", input=said, previous_response_id=previous)
+            )
+            submit = await router.scheduler.submits.get()
+            prompts.append(list(memoryview(submit.prompt_token_ids).cast("i")))
+            await answered(router, submit, answer)
+            previous = (await asking).id
+        text = "".join(map(router.inference.text.token_text, prompts[-1]))
+        assert text.endswith(
+            "user: A\nassistant: one\nuser: B\nassistant: two\nuser: C\nassistant:"
+        )
+        with pytest.raises(openai.NotFoundError, match="previous_response_id"):
+            await client.responses.create(**ASK, previous_response_id="resp_unknown")
+
+
+async def test_a_response_is_cancelled_and_keeps_what_it_had(router, new_store):
+    async with serving(router, new_store()) as client:
+        response = await client.responses.create(**ASK, background=True)
+        submit = await router.scheduler.submits.get()
+        stream = await client.responses.retrieve(response.id, stream=True)
+        await answered(router, submit, "one two", end=False)
+        while (await anext(stream)).type != "response.output_text.delta":
+            pass
+        cancelled = await client.responses.cancel(response.id)
+        assert (cancelled.status, cancelled.output_text) == ("cancelled", "one two")
+        assert await router.scheduler.cancels.get() == [submit.first_seq_key]
+        assert await client.responses.cancel(response.id) == cancelled
+        assert [event async for event in stream][-1].response.status == "cancelled"
+
+
+async def test_another_router_cancels_a_turn_and_its_owner_stops(router, new_store):
+    async with serving(router, new_store()) as owner:
+        response = await owner.responses.create(**ASK, background=True)
+        submit = await router.scheduler.submits.get()
+        async with serving(router, new_store()) as other:
+            cancelled = await other.responses.cancel(response.id)
+            assert cancelled.status == "cancelled"
+            assert await router.scheduler.cancels.get() == [submit.first_seq_key]
+            assert (await owner.responses.retrieve(response.id)).status == "cancelled"
+
+
+async def test_another_router_streams_a_turn(router, new_store, monkeypatch):
+    monkeypatch.setattr("router.turns.turns._POLL_S", 0.01)
+    async with serving(router, new_store()) as owner, serving(router, new_store()) as other:
+        response = await owner.responses.create(**ASK, background=True)
+        submit = await router.scheduler.submits.get()
+        stream = await other.responses.retrieve(response.id, stream=True)
+        await answered(router, submit, "one two", end=False)
+        while (await anext(stream)).type != "response.output_text.delta":
+            pass
+        await router.scheduler.step(finished={submit.first_seq_key: LENGTH})
+        elsewhere = [event async for event in stream]
+        whole = [e async for e in await owner.responses.retrieve(response.id, stream=True)]
+        assert elsewhere == whole[-len(elsewhere) :]
+
+
+async def test_an_idempotency_key_is_one_turn(router, new_store):
+    async with serving(router, new_store()) as client:
+        options = {"extra_headers": {"Idempotency-Key": "k"}, "background": True}
+        first = await client.responses.create(**ASK, **options)
+        assert (await client.responses.create(**ASK, **options)).id == first.id
+        with pytest.raises(openai.ConflictError, match="belongs to another request"):
+            await client.responses.create(**ASK | {"input": "Else"}, **options)
+        assert router.scheduler.submits.qsize() == 1
+        racing = [
+            client.responses.create(
+                **ASK, background=True, extra_headers={"Idempotency-Key": "race"}
+            )
+            for _ in range(2)
+        ]
+        one, two = await asyncio.gather(*racing)
+        assert one.id == two.id
+
+
+async def test_a_store_that_fails_refuses_what_is_kept_and_nothing_else(
+    router, new_store, monkeypatch
+):
+    store = new_store()
+    async with serving(router, store) as client:
+
+        async def fail(_):
+            raise StoreError("turns cannot be kept now: database or disk is full")
+
+        monkeypatch.setattr(store, "write", fail)
+        with pytest.raises(openai.InternalServerError, match="disk is full") as refused:
+            await client.responses.create(**ASK)
+        assert refused.value.status_code == 503
+        submit = await router.scheduler.submits.get()
+        assert await router.scheduler.cancels.get() == [submit.first_seq_key]
+        asking = asyncio.create_task(client.responses.create(**ASK, store=False))
+        await answered(router, await router.scheduler.submits.get(), "one")
+        assert (await asking).output_text == "one"
+        monkeypatch.undo()
+        asking = asyncio.create_task(client.responses.create(**ASK))
+        await answered(router, await router.scheduler.submits.get(), "two")
+        assert (await asking).output_text == "two"
+
+
+async def test_a_reader_gets_the_end_even_if_it_cannot_be_kept_yet(router, new_store, monkeypatch):
+    store = new_store()
+    async with serving(router, store) as client:
+        stream = await client.responses.create(**ASK, stream=True)
+        await anext(stream)
+        submit = await router.scheduler.submits.get()
+
+        async def fail(_):
+            raise StoreError("turns cannot be kept now")
+
+        monkeypatch.setattr(store, "write", fail)
+        await answered(router, submit, "one")
+        events = [event async for event in stream]
+        assert events[-1].type == "response.incomplete"
+        monkeypatch.undo()
+
+        async def is_kept():
+            return (await store.find("", events[-1].response.id)).status.has_ended
+
+        await wait_until(is_kept)
+
+
+async def test_a_failure_that_may_pass_does_not_end_a_turn(router, new_store):
+    async with serving(router, new_store()) as client:
+        response = await client.responses.create(**ASK, background=True)
+        submit = await router.scheduler.submits.get()
+        await router.scheduler.refuse(
+            submit.first_seq_key, grpc.StatusCode.UNAVAILABLE, "draining", 0.0
+        )
+        again = await router.scheduler.submits.get()
+        await answered(router, again, "one")
+        events = [e async for e in await client.responses.retrieve(response.id, stream=True)]
+        assert events[-1].response.output_text == "one"
+
+
+async def test_a_tenant_finds_its_own_responses_only(router, new_store):
+    async with serving(router, new_store()) as client:
+        mine = {"X-Quire-Tenant": "me"}
+        response = await client.responses.create(**ASK, background=True, extra_headers=mine)
+        assert (await router.scheduler.submits.get()).tenant == "me"
+        assert (await client.responses.retrieve(response.id, extra_headers=mine)).id == response.id
+        for call in (
+            client.responses.retrieve(response.id),
+            client.responses.cancel(response.id),
+            client.responses.delete(response.id),
+            client.responses.create(**ASK, previous_response_id=response.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call

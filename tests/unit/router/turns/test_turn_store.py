@@ -1,0 +1,142 @@
+"""The store of turns: what is written together, who owns a turn, whose it is."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob, Usage
+from router.turns import store as store_module
+from router.turns.store import Batch, Progress
+from router.turns.turn import Turn, TurnEnd, TurnStatus
+
+TURN = Turn(
+    id="resp_1", tenant="t", kind="response", body=b"{}", created_at=1.0, status=TurnStatus.RUNNING
+)
+END = TurnEnd(TurnStatus.COMPLETED, b'{"a": 1}', 9.0)
+EVENTS = (
+    OutputDelta(0, 0, (1, 2), "", (TokenLogprob(-0.5, ((3, -0.5),)), TokenLogprob(-1.5, ()))),
+    OutputFinished(0, FinishReason.STOP, stop_string="x"),
+    Usage(3, 2, 1),
+)
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request, path):
+    """Both databases do the same."""
+    if request.param == "sqlite":
+        return str(path)
+    return request.getfixturevalue("postgres").new_database()
+
+
+async def test_a_turn_is_read_as_it_was_written(new_store):
+    store = new_store()
+    turn = replace(TURN, record=b"\x00r", idempotency_key="k", previous_id="p", group="g")
+    assert await store.write(Batch([turn])) == {turn.id}
+    assert await store.find("t", turn.id) == turn
+    assert await store.find_by_key("t", "k") == turn
+    own = await store.write(Batch(progress=[Progress(turn.id, 0, EVENTS, end=END)]))
+    assert own == {turn.id}
+    ended = replace(turn, status=TurnStatus.COMPLETED, result=END.result, ended_at=END.at)
+    assert await store.find("t", turn.id) == ended
+    assert tuple(await store.events(turn.id)) == EVENTS
+    assert tuple(await store.events(turn.id, 1)) == EVENTS[1:]
+
+
+async def test_a_tenant_sees_its_own_turns_only(new_store):
+    store = new_store()
+    await store.write(Batch([replace(TURN, idempotency_key="k")]))
+    assert await store.find("other", TURN.id) is None
+    assert await store.find_by_key("other", "k") is None
+    assert not await store.conversation("other", TURN.id)
+    assert not await store.delete("other", TURN.id)
+    assert not await store.end("other", TURN.id, END, ())
+    assert await store.delete("t", TURN.id)
+    assert await store.find("t", TURN.id) is None
+
+
+async def test_a_key_is_taken_once(new_store):
+    store = new_store()
+    first = replace(TURN, idempotency_key="k")
+    second = replace(first, id="resp_2")
+    assert await store.write(Batch([first, second])) == {first.id}
+    assert await store.find("t", second.id) is None
+    elsewhere = replace(second, tenant="u")
+    assert await store.write(Batch([elsewhere])) == {first.id, second.id}
+
+
+async def test_a_turn_that_is_not_renewed_goes_to_another_router(new_store, monkeypatch):
+    first, second = new_store(), new_store()
+    await first.write(Batch([TURN]))
+    assert not await second.claim(9)
+    monkeypatch.setattr(store_module, "LEASE_S", -1.0)
+    await first.write(Batch())
+    monkeypatch.setattr(store_module, "LEASE_S", 60.0)
+    assert await second.claim(9) == [TURN]
+    # What the first still has is not written any more.
+    delta = OutputDelta(0, 0, (1,), "")
+    assert await first.write(Batch(progress=[Progress(TURN.id, 0, (delta,), end=END)])) == set()
+    assert not await second.events(TURN.id)
+    assert (await second.find("t", TURN.id)).status is TurnStatus.RUNNING
+
+
+async def test_a_released_turn_is_free_at_once(new_store):
+    first, second = new_store(), new_store()
+    await first.write(Batch([TURN]))
+    await first.write(Batch(released=[TURN.id]))
+    assert await second.claim(9) == [TURN]
+
+
+async def test_queued_turns_are_taken_up_in_their_order(new_store):
+    store = new_store()
+    queued = replace(TURN, status=TurnStatus.QUEUED, group="g")
+    turns = [
+        replace(queued, id=f"t{i}", priority=priority, position=i)
+        for i, priority in enumerate((0, -1, 1, 0))
+    ]
+    await store.write(Batch(queued=turns))
+    assert await store.count_group("t", "g") == {TurnStatus.QUEUED: 4}
+    assert await store.list_group("t", "g", first_position=2) == turns[2:]
+    assert [turn.id for turn in await store.claim(3)] == ["t2", "t0", "t3"]
+    assert [turn.id for turn in await store.claim(3)] == ["t1"]
+
+
+async def test_a_conversation_is_whole_or_missing(new_store):
+    store = new_store()
+    turns = [replace(TURN, id=f"t{i}", previous_id=f"t{i - 1}" if i else None) for i in range(3)]
+    await store.write(Batch(turns))
+    assert await store.conversation("t", "t2") == turns
+    await store.delete("t", "t1")
+    assert not await store.conversation("t", "t2")
+
+
+async def test_old_turns_are_swept_with_their_events(new_store):
+    store = new_store()
+    await store.write(Batch([TURN, replace(TURN, id="live")]))
+    await store.write(Batch(progress=[Progress(TURN.id, 0, EVENTS, end=END)]))
+    assert await store.sweep(retention_s=10**12) == 0
+    assert await store.sweep(retention_s=1.0) == 1
+    assert not await store.events(TURN.id)
+    assert await store.find("t", TURN.id) is None
+    assert await store.find("t", "live") is not None
+
+
+async def test_an_ended_turn_is_not_ended_again(new_store):
+    store = new_store()
+    await store.write(Batch([TURN]))
+    assert await store.end("t", TURN.id, replace(END, status=TurnStatus.CANCELLED), EVENTS)
+    assert not await store.end("t", TURN.id, END, EVENTS)
+    assert (await store.find("t", TURN.id)).status is TurnStatus.CANCELLED
+    assert await store.write(Batch(progress=[Progress(TURN.id, 3, (), end=END)])) == set()
+
+
+async def test_routers_that_claim_at_once_share_the_turns(new_store):
+    stores = [new_store() for _ in range(3)]
+    turns = [
+        replace(TURN, id=f"t{i}", status=TurnStatus.QUEUED, position=i, group="g")
+        for i in range(60)
+    ]
+    await stores[0].write(Batch(queued=turns))
+    claimed = await asyncio.gather(*(store.claim(30) for store in stores))
+    ids = [turn.id for share in claimed for turn in share]
+    assert len(ids) == len(set(ids)) == 60
