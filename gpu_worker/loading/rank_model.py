@@ -122,12 +122,12 @@ def _load_rank_model(
     abilities = read_abilities(directory, config, place.num_ranks)
     dtype = pick_dtype(settings.dtype, config, device)
     limits = _limits(settings, config, device)
-    dtypes = _kv_dtypes(settings, config, dtype, place)
-    groups = _layer_groups(settings, config, limits, place, dtypes)
+    has_kv = config.num_layers > 0
+    dtypes = _kv_dtypes(settings, config, dtype, place) if has_kv else ()
+    groups = _layer_groups(settings, config, limits, place, dtypes) if has_kv else one_group(0)
     block_config = replace(local_config, num_layers=groups.layers_per_block)
     block_dtypes = dtypes[: groups.layers_per_block]
     bytes_per_block = block_bytes(block_config, settings.block_size, block_dtypes)
-    has_kv = config.num_layers > 0
     if has_kv:
         kv_memory.check_size(settings, bytes_per_block, device)
     else:

@@ -39,8 +39,7 @@ def read_abilities(directory: Path, config: ModelConfig, num_ranks: int) -> Abil
     size = next((fields.positive_int(name) for name in _SIZE_FIELDS if fields.has(name)), 0)
     if config.num_layers == 0:  # an encoder
         if config.architecture.endswith("ForSequenceClassification"):
-            scores = Pooling(PoolingKind.SCORE)
-            return Abilities((Task.SCORE,), 1, scores, takes_whole_prompts=True)
+            return Abilities((Task.SCORE,), takes_whole_prompts=True)
         pooling = _read_pooling(directory, Pooling(PoolingKind.MEAN, normalize=True))
         return Abilities((Task.EMBED,), size, pooling, takes_whole_prompts=True)
     if num_ranks > 1 or not size:

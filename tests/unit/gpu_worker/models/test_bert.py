@@ -86,6 +86,7 @@ def test_what_it_can_do(tmp_path):
     config = open_model(scorer).config
     assert config.max_model_len == LONGEST, "the first two positions are for padding"
     assert read_abilities(scorer, config, 1).tasks == (Task.SCORE,)
+    assert read_abilities(scorer, config, 1).pooling is None, "Embed would take scores for vectors"
 
 
 def write_modules(directory, names, **modes):
