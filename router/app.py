@@ -119,7 +119,7 @@ async def run_router(
     services = [
         inference_service(inference),
         kserve_service(inference, lambda: health.ready),
-        *operator_services(operations, LiveRequests(inference, obeyed), inference),
+        *operator_services(operations, LiveRequests(inference, obeyed), inference, obeyed),
     ]
     if settings.vllm_engine:
         services.append(_vllm_engine(inference, health, settings, directory))

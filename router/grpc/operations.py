@@ -17,6 +17,7 @@ from router.operators.adapters_and_models import Operations
 from router.operators.live_requests import LiveRequests
 from router.request.inference import Inference
 from rpc.grpc_server import Service, service_of
+from rpc.security.operators import Operators
 from rpc.worker_fields import refuse_epoch
 
 
@@ -72,12 +73,14 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
 class KvEventServicer(kv_pb2_grpc.KvEventServiceServicer):
     """The server's interceptor turns what is raised into a status."""
 
-    def __init__(self, inference: Inference) -> None:
+    def __init__(self, inference: Inference, operators: Operators) -> None:
         self._inference = inference
+        self._operators = operators
 
     async def WatchKv(  # noqa: N802
         self, request: kv_pb2.WatchKvRequest, context: CallContext
     ) -> None:
+        self._operators.check(context.peer(), "shows the tokens of prompts")
         async with aclosing(self._inference.watch_kv(request.worker)) as messages:
             async for message in messages:
                 await context.write(message)
@@ -103,11 +106,11 @@ class RequestServicer(requests_pb2_grpc.RequestServiceServicer):
 
 
 def operator_services(
-    operations: Operations, requests: LiveRequests, inference: Inference
+    operations: Operations, requests: LiveRequests, inference: Inference, operators: Operators
 ) -> list[Service]:
     """Make the entries for `rpc.server.serve`."""
     return [
-        service_of(kv_pb2, kv_pb2_grpc, "KvEventService", KvEventServicer(inference)),
+        service_of(kv_pb2, kv_pb2_grpc, "KvEventService", KvEventServicer(inference, operators)),
         service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", AdapterServicer(operations)),
         service_of(loading_pb2, loading_pb2_grpc, "LoadingService", LoadingServicer(operations)),
         service_of(requests_pb2, requests_pb2_grpc, "RequestService", RequestServicer(requests)),

@@ -121,7 +121,8 @@ def test_all_that_is_installed_is_locked_but_torch_and_our_own_code():
     installs = re.findall(r"pip install .*", makefile + dockerfile)
     assert len(installs) >= 8
     own = re.compile(
-        r"--no-deps --no-build-isolation|TORCH|\(PUBLIC_CLIENTS\)|litellm|--target \$@ triton=="
+        r"--no-deps --no-build-isolation|TORCH|\(PUBLIC_CLIENTS\)|litellm|'smg>="
+        r"|--target \$@ triton=="
     )
     for install in installs:
         for command in re.findall(r"pip install [^&]*", install):

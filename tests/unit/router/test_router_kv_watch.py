@@ -3,11 +3,14 @@
 import asyncio
 from contextlib import aclosing
 
+import grpc
 import pytest
+from keyed_router import ALICE, OPERATOR, bearer, failure, keyed_settings, running
 from router_fake_scheduler import FakeKvEvents
 
 from contract.errors import UnimplementedError
-from quire.v1 import kv_pb2
+from quire.v1 import kv_pb2, kv_pb2_grpc
+from quire.vllm_engine import smg_common_pb2, vllm_engine_pb2_grpc
 
 
 def message(worker, epoch, sequence, **event):
@@ -48,3 +51,18 @@ async def test_a_scheduler_without_events_is_named(router):
     async with aclosing(router.inference.watch_kv()) as watch:
         with pytest.raises(UnimplementedError, match=r"s was started without --kv-events"):
             await anext(watch)
+
+
+async def test_only_operators_see_the_tokens_of_prompts(model_dir, tmp_path):
+    settings = keyed_settings(model_dir, tmp_path).model_copy(update={"vllm_engine": True})
+    async with running(settings, tmp_path) as router:
+        watch = kv_pb2_grpc.KvEventServiceStub(router.channel).WatchKv
+        subscribe = vllm_engine_pb2_grpc.VllmEngineStub(router.channel).SubscribeKvEvents
+        for method, request in (
+            (watch, kv_pb2.WatchKvRequest()),
+            (subscribe, smg_common_pb2.SubscribeKvEventsRequest()),
+        ):
+            refused = await failure(method(request, metadata=bearer(ALICE)))
+            assert refused.code() is grpc.StatusCode.PERMISSION_DENIED
+            passed = await failure(method(request, metadata=bearer(OPERATOR)))
+            assert passed.code() is grpc.StatusCode.UNIMPLEMENTED

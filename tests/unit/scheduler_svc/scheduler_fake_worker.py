@@ -10,6 +10,7 @@ import numpy as np
 
 from contract.arrays import ints
 from contract.codec.info import worker_info_from_proto
+from contract.codec.sampling import sampling_from_proto
 from contract.codec.step import plan_from_proto, result_to_proto
 from contract.lora import LoraAdapter
 from contract.packing import pack_int32
@@ -315,8 +316,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         assert new.sampling.HasField("seed")
         if new.sampling.HasField("adapter"):
             wanted = new.sampling.adapter
-            return new.sampling, limits.adapters[LoraAdapter(wanted.name, wanted.digest)]
-        return new.sampling, 0
+            adapter = limits.adapters[LoraAdapter(wanted.name, wanted.digest)]
+            return sampling_from_proto(new.sampling), adapter
+        return sampling_from_proto(new.sampling), 0
 
     def _admit(self, new):
         assert new.row not in self.rows
@@ -328,7 +330,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             max_total=new.max_total_tokens,
             model_state=read_tokens(17 + new.output_index, token_ids),
             stop_token_ids=frozenset(new.sampling.stop_token_ids),
-            with_logprobs=new.sampling.HasField("logprobs"),
+            with_logprobs=new.sampling.logprobs is not None,
             identity=new.identity,
         )
         self.num_computed_before.append(new.num_computed_tokens)
