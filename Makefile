@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 UNPACKED := build/debian
 export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
-.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test ui-test observe-test lint lock sbom protos docs bench chaos
+.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test smg-test ui-test observe-test lint lock sbom protos docs bench chaos
 
 setup: $(VENV)/.installed
 
@@ -82,6 +82,14 @@ public-clients-test: setup
 	! command -v npm || npm install --silent --prefix $(PUBLIC_CLIENTS) @anthropic-ai/claude-code @openai/codex
 	PUBLIC_CLIENTS_PYTHON=$(PUBLIC_CLIENTS)/bin/python PATH="$(CURDIR)/$(PUBLIC_CLIENTS)/node_modules/.bin:$$PATH" \
 		$(BIN)/pytest -rs -m public_clients tests/e2e tests/unit/router
+
+# The Shepherd Model Gateway, from the package index, in front of two cells; skipped by name if it cannot
+# be had. KILLS=30 kills more processes behind it.
+SMG := build/smg
+KILLS ?= 6
+smg-test: setup
+	test -x $(SMG)/bin/smg || { $(PYTHON) -m venv $(SMG) && $(SMG)/bin/pip install -qq 'smg>=1.13,<2'; } || true
+	SMG=$(SMG)/bin/smg KILLS=$(KILLS) $(BIN)/pytest -m smg -rs tests/smg
 
 # The web page in a browser; skipped by name if there is no Chromium and none can be installed.
 ui-test: setup

@@ -26,7 +26,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from harness.case import (
     SHIPPED_MODEL,
@@ -39,6 +38,7 @@ from harness.case import (
     progress,
 )
 from harness.processes import HOST, Process, environment, free_ports, modules
+from harness.turns import Spread
 
 from sim_worker.time_model import TimeModel
 
@@ -50,7 +50,8 @@ _NUM_BLOCKS = 52_000
 _MODEL = SHIPPED_MODEL.name
 _PROMPT_LEN = 16
 _NUM_WINDOWS = 5
-"""Of each measurement; the median counts, because other programs disturb some."""
+"""Of each measurement; the median counts, because other programs disturb some. The least shows how
+much they did."""
 _WARM_UP_S = 2.0
 _START_S = 60.0
 _MAX_MODEL_LEN = 32_768
@@ -60,9 +61,9 @@ _MAX_MODEL_LEN = 32_768
 class Cost:
     """One measurement."""
 
-    router_us: float
+    router_us: Spread
     """Processor time per token."""
-    scheduler_us: float
+    scheduler_us: Spread
     tokens_per_s: float
     tokens_per_piece: float
     device_tokens_per_s: float
@@ -102,12 +103,12 @@ async def measure_one(api: str, num_streams: int, rate: float | None, seconds: f
                 num_tokens = await num_generated(router)
                 num_pieces = await reading()
                 in_all = await num_generated(router)
-    router_us, scheduler_us, tokens_per_s = map(median, zip(*windows, strict=True))
+    router_us, scheduler_us, tokens_per_s = map(Spread.of, zip(*windows, strict=True))
     num_context_tokens = num_streams * _PROMPT_LEN + num_tokens
     return Cost(
         router_us=router_us,
         scheduler_us=scheduler_us,
-        tokens_per_s=tokens_per_s,
+        tokens_per_s=tokens_per_s.median,
         tokens_per_piece=in_all / num_pieces,
         device_tokens_per_s=num_streams * speedup / _H200.step_s(num_streams, num_context_tokens),
     )
@@ -178,7 +179,8 @@ async def measure(given: argparse.Namespace) -> Results:
     seconds = 5.0 if given.quick else given.seconds
     columns = ("streams:d", "rate/stream:.0f", "tokens/s:,.0f", "device's:,.0f")
     table = Table(
-        "api:<4", *columns, "tokens/piece:.2f", "router us/token:.1f", "scheduler us/token:.1f"
+        *("api:<4", *columns, "tokens/piece:.2f"),
+        *("router us/token:.1f", "least:.1f", "scheduler us/token:.1f", "least:.1f"),
     )
     for num_streams in given.streams:
         rate = min(given.rate, given.most / num_streams)
@@ -188,16 +190,19 @@ async def measure(given: argparse.Namespace) -> Results:
                 cost = await measure_one(api, num_streams, each_rate, seconds)
                 table.row(
                     *(api, num_streams, each_rate, cost.tokens_per_s, cost.device_tokens_per_s),
-                    *(cost.tokens_per_piece, cost.router_us, cost.scheduler_us),
+                    *(cost.tokens_per_piece, cost.router_us.median, cost.router_us.least),
+                    *(cost.scheduler_us.median, cost.scheduler_us.least),
                 )
                 name = f"{api}_{num_streams}"
                 if each_rate is None:
                     results[f"max_tokens_per_s_{name}"] = cost.tokens_per_s
                     results[f"device_tokens_per_s_{name}"] = cost.device_tokens_per_s
                     continue
-                results[f"router_us_per_token_{name}"] = cost.router_us
+                results[f"router_us_per_token_{name}"] = cost.router_us.median
                 results[f"tokens_per_piece_{name}"] = cost.tokens_per_piece
-                results.setdefault(f"scheduler_us_per_token_{num_streams}", cost.scheduler_us)
+                results.setdefault(
+                    f"scheduler_us_per_token_{num_streams}", cost.scheduler_us.median
+                )
     return results
 
 

@@ -159,7 +159,9 @@ async def service(directory: Path, max_model_len: int) -> AsyncIterator[Process]
     """Start a watched router, a scheduler and a simulated worker; they end with the block."""
     model = f"--model={SHIPPED_MODEL}"
     module_to_flags = {
-        "sim_worker": [model, f"--max-model-len={max_model_len}", "--speedup=100"],
+        "sim_worker": [
+            model, f"--max-model-len={max_model_len}", "--speedup=100", "--structured-output",
+        ],
         "scheduler_svc": [f"--workers=unix:{directory}/sim_worker.sock"],
         "engines.watched_router": [
             model, f"--scheduler=unix:{directory}/scheduler_svc.sock", "--local-drain",

@@ -9,7 +9,7 @@ BEAT_S = 0.25
 """Longest time between two messages of a healthy peer."""
 TICK_S = 0.1
 """How often a listener checks."""
-SILENT_AFTER_S = 1.5
+SILENT_AFTER_S = 1.0
 """A peer that is silent for this long hangs."""
 LOST_AFTER_S = 5.0
 """A peer that is silent for this long is given up, if no setting says otherwise: its requests

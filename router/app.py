@@ -6,6 +6,7 @@ import os
 import socket
 import uuid
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -33,6 +34,7 @@ from router.turns.database import open_database
 from router.turns.store import TurnStore
 from router.turns.turns import Turns
 from router.ui.api import Ui
+from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.malloc import M_ARENA_MAX, keep_trimmed, set_malloc
 from rpc.peers.discovery import Discovery
@@ -122,6 +124,13 @@ async def run_router(
         keeper.add_done_callback(lambda _: stop.set())
     if writer is not None:
         writer.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
+    services = [
+        inference_service(inference),
+        kserve_service(inference, lambda: health.ready),
+        *operator_services(operations, LiveRequests(inference, obeyed), inference),
+    ]
+    if settings.vllm_engine:
+        services.append(_vllm_engine(inference, health, settings, directory))
     client = asyncio.create_task(schedulers.run(), name="schedulers")
     client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     trimming = asyncio.create_task(keep_trimmed(), name="malloc")
@@ -136,11 +145,7 @@ async def run_router(
         await serve(
             settings,
             health=health,
-            services=[
-                inference_service(inference),
-                kserve_service(inference, lambda: health.ready),
-                *operator_services(operations, LiveRequests(inference, obeyed), inference),
-            ],
+            services=services,
             http=http,
             interceptors=[
                 *([] if api_keys is None else [KeyInterceptor(api_keys)]),
@@ -156,7 +161,6 @@ async def run_router(
             shared_http_port=settings.shared_http_port,
         )
     finally:
-        REGISTRY.unregister(gateway_metrics)
         if keeper is not None:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
@@ -164,6 +168,7 @@ async def run_router(
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
             await turns.close()
+        REGISTRY.unregister(gateway_metrics)
         inference.close()
         trimming.cancel()
         client.cancel()
@@ -178,6 +183,22 @@ def _turns(settings: RouterSettings, inference: Inference) -> Turns | None:
         return None
     store = TurnStore(open_database(settings.turn_store), f"{socket.gethostname()}:{uuid.uuid4()}")
     return Turns(store, inference, retention_s=settings.turn_retention_days * _DAY_S)
+
+
+def _vllm_engine(
+    inference: Inference, health: Health, settings: RouterSettings, of_flags: Path
+) -> Service:
+    # Only what is used is loaded.
+    from router.vllm_engine.api import vllm_engine_service  # noqa: PLC0415
+
+    async def find_directory(directory: str) -> Path:
+        if not directory:
+            return of_flags
+        return await asyncio.to_thread(
+            find_model, directory, settings.cache_dir, with_weights=False
+        )
+
+    return vllm_engine_service(inference, health, find_directory)
 
 
 def _page_middleware(settings: RouterSettings) -> Middleware:

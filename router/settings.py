@@ -40,6 +40,9 @@ class RouterSettings(ProcessSettings):
     """Port of HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
     """Port of gRPC; 0 picks a free one."""
+    vllm_engine: bool = False
+    """Whether gRPC has `vllm.grpc.engine.VllmEngine`, the engine contract of the Shepherd Model
+    Gateway (docs/fleet.md)."""
     shared_http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """A further port of HTTP, which several routers of one machine share, as they then share
     --grpc-port: each gets some of the connections. Each has an --http-port of its own."""

@@ -86,7 +86,6 @@ async def serve(
 
     Raises CannotListenError if an address is not available, and what `on_started` raises.
     """
-    shares_ports = shared_http_port is not None
     stopping = stop if stop is not None else asyncio.Event()
     grace_s = settings.drain_s if on_drain is None else _FLUSH_S
     health_servicer = HealthServicer(health, [service.name for service in services])
@@ -101,13 +100,14 @@ async def serve(
         services,
         interceptors,
         max_received_mb=max_received_mb,
-        shares_port=shares_ports,
+        shares_port=shared_http_port is not None,
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, server)  # type: ignore[no-untyped-call]
     _add_health_and_reflection(server, settings, services, health_servicer)
     runner = make_http_runner(
         settings, web.Application() if http is None else http, health, grace_s
     )
+    shared_site: web.BaseSite | None = None
     leaving: list[Awaitable[None]] = []
     with _signals_set(stopping):
         try:
@@ -116,7 +116,7 @@ async def serve(
                 http=await start_http_server(runner, settings),
             )
             if shared_http_port is not None:
-                shared = await start_shared_site(runner, settings, shared_http_port)
+                shared_site = await start_shared_site(runner, settings, shared_http_port)
             log.info("listening", grpc=addresses.grpc, http=addresses.http)
             if on_started is not None:
                 await _unless(stopping, on_started(addresses))
@@ -125,8 +125,8 @@ async def serve(
                     await stopping.wait()
                 log.info("draining", drain_s=settings.drain_s)
                 health.set_draining()
-                if shares_ports:
-                    await shared.stop()
+                if shared_site is not None:
+                    await shared_site.stop()
                     # Clients are told to connect again; calls that are live go on.
                     leaving.append(asyncio.ensure_future(server.stop(settings.drain_s + _FLUSH_S)))
                 if on_drain is not None:

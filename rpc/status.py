@@ -216,7 +216,11 @@ def _wrap(behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[
             except grpc.aio.AbortError:
                 raise
             except Exception as error:  # noqa: BLE001 - no caller handles it
-                await context.abort(*error_to_status(blamed(error)))
+                status = error_to_status(blamed(error))
+            else:
+                return
+            del request  # see below
+            await context.abort(*status)
 
         return generate
 
@@ -227,7 +231,11 @@ def _wrap(behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - no caller handles it
-            await context.abort(*error_to_status(blamed(error)))
+            status = error_to_status(blamed(error))
+        # gRPC's context keeps what `abort` raises, with this frame and the error that is handled,
+        # until a full garbage collection: they must not hold a large request.
+        del request
+        return await context.abort(*status)
 
     return call
 

@@ -137,7 +137,7 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
         limits=limits,
         eos_token_ids=vocabulary.eos_token_ids,
         block_bytes=settings.block_bytes,
-        structured_output=False,
+        structured_output=settings.structured_output,
         dtype="bfloat16",
         swap_bytes_per_s=time_model.swap_bytes_per_s if limits.num_host_blocks else 0.0,
         prefill_tokens_per_s=_prefill_tokens_per_s(time_model) if limits.num_host_blocks else 0.0,

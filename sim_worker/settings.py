@@ -50,6 +50,8 @@ class SimWorkerSettings(ProcessSettings):
     """The end tokens, such as 1,2; unset: as in the model."""
     max_model_len: PositiveInt | None = None
     """Most tokens of a sequence, prompt and output; unset: as in the model, or 8192."""
+    structured_output: bool = False
+    """Whether requests may ask for a form; the tokens, which are random, do not have it."""
     max_num_seqs: PositiveInt = 256
     """Most sequences that run at once."""
     max_num_batched_tokens: PositiveInt = 2048

@@ -23,6 +23,8 @@ _GENERATING: Final = frozenset(
         "/quire.v1.InferenceService/Generate",
         "/quire.v1.InferenceService/GenerateOnce",
         "/quire.v1.InferenceService/Embed",
+        "/vllm.grpc.engine.VllmEngine/Generate",
+        "/vllm.grpc.engine.VllmEngine/Embed",
         "/inference.GRPCInferenceService/ModelInfer",
         "/inference.GRPCInferenceService/ModelStreamInfer",
     )

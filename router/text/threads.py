@@ -51,7 +51,10 @@ class TextThreads:
         # The task counts until its thread is done, even if the caller stops waiting before that.
         future.add_done_callback(self._end)
         self._threads.submit(self._run_next)
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future, tasks, work  # an error has this frame; they must not hold each other
 
     def close(self) -> None:
         """End the threads after their current tasks."""
@@ -69,6 +72,8 @@ class TextThreads:
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised again in the caller
             future.set_exception(error)
+        finally:
+            del future, tasks, work  # as in `run`
 
     def _end(self, _: "Future[Any]") -> None:
         with self._lock:

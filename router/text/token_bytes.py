@@ -5,7 +5,8 @@ models work token by token, except for a space at the very beginning. So the who
 converted to bytes once:
 
 * byte-level (GPT-2, Llama 3, Qwen): each character of the token stands for one byte;
-* SentencePiece-like (Llama 2, Mistral, Gemma): "▁" stands for a space, `<0xE2>` for one byte.
+* SentencePiece-like (Llama 2, Mistral, Gemma): "▁" stands for a space, `<0xE2>` for one byte;
+* WordPiece (BERT): a token follows a space, unless "##" is before it.
 """
 
 import json
@@ -17,6 +18,11 @@ from typing import Any
 
 import tokenizers
 
+_CLEANED = {
+    **{f" {end}": end for end in (".", "?", "!", ",", "n't", "'m", "'s", "'ve", "'re")},
+    " ' ": "'",
+    " do not": " don't",
+}
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
@@ -74,7 +80,7 @@ def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if decoder["type"] == "Sequence":
         return [step for part in decoder["decoders"] for step in _flatten(part)]
     supported = (
-        decoder["type"] in {"ByteLevel", "ByteFallback", "Fuse", "Metaspace"}
+        decoder["type"] in {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "WordPiece"}
         or (decoder["type"] == "Replace" and "String" in decoder["pattern"])
         or (
             decoder["type"] == "Strip"
@@ -84,14 +90,15 @@ def _flatten(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if not supported:
         raise ValueError(
             f"the tokenizer's decoder has the step {dict(decoder)}; supported are ByteLevel, "
-            "ByteFallback, Fuse, Metaspace, Replace of a string, and Strip of one leading space"
+            "ByteFallback, Fuse, Metaspace, WordPiece, Replace of a string, and Strip of one "
+            "leading space"
         )
     return [decoder]
 
 
 def _leading_space(steps: list[Mapping[str, Any]]) -> LeadingSpace:
     for step in steps:
-        if step["type"] == "Strip" and step["start"] == 1:
+        if step["type"] == "WordPiece" or (step["type"] == "Strip" and step["start"] == 1):
             return LeadingSpace.STRIP_ONE
         if step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never":
             return LeadingSpace.STRIP_FIRST_TOKEN
@@ -107,9 +114,19 @@ def _piece(token: str, steps: list[Mapping[str, Any]]) -> bytes:
                 token = token.replace(step["replacement"], " ")
             case "ByteFallback" if byte := _BYTE_TOKEN.fullmatch(token):
                 return bytes.fromhex(byte[1])
+            case "WordPiece":
+                token = _word_piece(token, step["prefix"], is_cleaned=step["cleanup"])
             case "ByteLevel":
                 return _byte_level_piece(token)
     return token.encode()
+
+
+def _word_piece(token: str, prefix: str, *, is_cleaned: bool) -> str:
+    token = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
+    if is_cleaned:  # as the package does it, token by token
+        for dirty, clean in _CLEANED.items():
+            token = token.replace(dirty, clean)
+    return token
 
 
 def _byte_level_piece(token: str) -> bytes:

@@ -19,7 +19,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from contract.heartbeat import SILENT_AFTER_S
 from contract.step import Plan
 from scheduler_svc.core.config import SchedulerConfig
 
@@ -80,9 +79,9 @@ sending at once: time to the first token 0.98 at 8 streams and 0.90 at 32, throu
 The two values themselves were chosen."""
 _LEAD_PART = 4
 """The lead is at least 1 / 4 of the expected time, because long steps are harder to predict."""
-_LATE_FACTOR = 10
-"""A step is late after this multiple of its expected time. Chosen, not measured: a busy
-machine or a very long prompt does not make a step take so long."""
+_LATE_FACTOR, _LEAST_LATE_S = 10, 1.5
+"""A step is late after this multiple of its expected time, and this time. Chosen, not measured: a
+busy machine or a very long prompt does not make a step take so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +202,7 @@ class StepPacer:
         if not any(plan.num_scheduled_tokens for plan in self._in_flight):
             return None
         expected_s = self._expected_s()
-        return None if expected_s is None else max(SILENT_AFTER_S, _LATE_FACTOR * expected_s)
+        return None if expected_s is None else max(_LEAST_LATE_S, _LATE_FACTOR * expected_s)
 
     @property
     def next_due_s(self) -> float:

@@ -37,6 +37,7 @@ _NOT_OF_THE_SERVICE: Final = {
         "uds",
     ),  # what finds the service
     "api_key",  # a secret
+    "turn_store",  # may have a password
 }
 """Flags that `ServiceInfo.flags` leaves out."""
 
@@ -113,9 +114,8 @@ def choose_ports(settings: UpSettings) -> Addresses:
         choose("--worker-http-port", first + i if first else first, http + 2 + i)
         for i in range(1 if settings.simulate is not None else settings.workers)
     )
-    routers = (http,)
-    if settings.routers > 1:
-        routers = tuple(choose("--http-port", 0) for _ in range(settings.routers))
+    num_own = settings.routers if settings.routers > 1 else 0  # a single one has the service's
+    routers = tuple(choose("--http-port", 0) for _ in range(num_own)) or (http,)
     return Addresses(http, grpc, routers, scheduler, workers)
 
 
@@ -190,7 +190,7 @@ def plan(
         *_flags(settings, SCHEDULER_FLAGS),
         group=1,
     )
-    listen = ("--grpc-port", str(chosen.grpc_port))
+    listen: tuple[str, ...] = ("--grpc-port", str(chosen.grpc_port))
     if settings.uds is not None:
         listen = ("--uds", str(settings.uds.absolute()))
     router_names = ["router"]
@@ -216,6 +216,7 @@ def plan(
             *(("--local-drain",) if settings.local_drain else ()),
             group=0,
             **_secrets(settings),
+            **_turn_store(settings, f"{model_name}-{chosen.http_port}", environment),
         )
 
     service = ServiceInfo(
@@ -267,6 +268,15 @@ def _secrets(settings: UpSettings) -> dict[str, str]:
     """Pass API keys in the environment: other users can read a command line."""
     keys = ",".join(key.get_secret_value() for key in settings.api_key)
     return {f"{ENV_PREFIX}API_KEY": keys} if keys else {}
+
+
+def _turn_store(settings: UpSettings, name: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Pass it in the environment, too. The default is a file that the next start finds again."""
+    place = settings.turn_store
+    if not place and settings.http_port and not settings.attached:
+        data = environment.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+        place = str(Path(data, "quire", "turns", name.replace("/", "-") + ".sqlite"))
+    return {f"{ENV_PREFIX}TURN_STORE": place} if place not in ("", "none") else {}
 
 
 def _without_our_own(environment: Mapping[str, str]) -> dict[str, str]:

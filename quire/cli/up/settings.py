@@ -30,6 +30,7 @@ ROUTER_FLAGS: Final = (
     "cache_dir",
     "api_keys_file",
     "trace_sample_ratio",
+    "turn_retention_days",
     "tool_parser",
     "reasoning_parser",
 )
@@ -197,6 +198,12 @@ class UpSettings(ProcessSettings):
     variable, since other users can see a command line."""
     api_keys_file: Path | None = None
     """TOML file with API keys, their tenants, and the tenants' quotas (docs/security.md)."""
+    turn_store: str = ""
+    """Where responses are kept, so that they outlive all processes (docs/failure.md): a file for
+    SQLite, postgresql://…, or none; empty: MODEL-PORT.sqlite in ~/.local/share/quire/turns, unless
+    --http-port is 0 or with --attached."""
+    turn_retention_days: Annotated[float, Field(gt=0)] | None = None
+    """How long what is kept stays after its end; default: the router's, 30."""
     ui: bool = True
     """Whether the router serves the web page /ui: live figures of the service, and a playground."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -32,8 +32,10 @@ class SseResponse:
         self._is_silent = False
         self._timer: asyncio.TimerHandle
         self._is_started = asyncio.Event()
-        self.first_event: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        """The first event, which may come before `start`."""
+        self.first_event: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when there is an event, which may come before `start`."""
+        self._early = b""
+        """Events that came before `start`; there is room for one, and for a stream's end."""
         self.response = web.StreamResponse(
             headers={
                 **headers,
@@ -64,7 +66,7 @@ class SseResponse:
         self._is_silent = True
 
     async def start(self) -> None:
-        """Send status 200, the headers and the first event, if it has come.
+        """Send status 200, the headers and the events that have come.
 
         From here on an error can only be an event.
         """
@@ -76,8 +78,8 @@ class SseResponse:
         self._is_chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
         self._transport, self._drain = transport, writer.drain
         self._is_started.set()
-        if self.first_event.done():
-            self.put(self.first_event.result())
+        if self._early:
+            self.put(self._early)
 
     def has_room(self) -> bool:
         if self._transport is None:
@@ -97,7 +99,9 @@ class SseResponse:
         """Send one event: its lines, and an empty one."""
         self._is_silent = False
         if (transport := self._transport) is None:
-            self.first_event.set_result(event)
+            self._early += event
+            if not self.first_event.done():
+                self.first_event.set_result(None)
             return
         if transport.is_closing():
             raise ClientConnectionResetError("the client is gone")

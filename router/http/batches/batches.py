@@ -209,20 +209,24 @@ def _read_lines(
     for number, text in enumerate(content.splitlines(), 1):
         if not text.strip():
             continue
+        if len(errors) == MAX_SHOWN_ERRORS or len(turns) > MAX_LINES:
+            break
         try:
             custom_id = _checked(text, endpoint, seen)
         except InvalidArgumentError as error:
-            problem: Json = {"code": "invalid_line", "message": str(error), "param": error.field}
-            errors.append({**problem, "line": number})
+            errors.append(_problem("invalid_line", str(error), number, error.field))
             continue
         seen.add(custom_id)
         turns.append(turn_of_line(batch_id, tenant, number, text, created_at))
-        if len(turns) > MAX_LINES or len(errors) >= MAX_SHOWN_ERRORS:
-            break
-    if len(turns) > MAX_LINES or not (turns or errors):
-        problem = f"has no lines or more than {MAX_LINES}"
-        errors.append({"code": "invalid_file", "line": None, "message": problem, "param": None})
+    if len(turns) > MAX_LINES:
+        errors.append(_problem("too_many_lines", f"the file has more lines than {MAX_LINES}"))
+    if not turns and not errors:
+        errors.append(_problem("empty_file", "the file has no lines"))
     return turns, errors
+
+
+def _problem(code: str, message: str, line: int | None = None, param: str | None = None) -> Json:
+    return {"code": code, "line": line, "message": message, "param": param}
 
 
 def _checked(text: bytes, endpoint: str, seen: Container[str]) -> str:

@@ -214,3 +214,11 @@ def _has(package):
     except ImportError:
         return False
     return True
+
+
+def test_a_model_of_sentence_transformers_comes_with_its_pooling(hub, find):
+    files = {"modules.json": b"[]", "1_Pooling/config.json": b"{}", "2_Dense/config.json": b"{}"}
+    hub.repositories["org/vectors"] = TINY | files
+    found, _ = find("org/vectors")
+    assert names_in(found) == SMALL | SHARDS | {"modules.json", "1_Pooling"}
+    assert (Path(found) / "1_Pooling" / "config.json").read_bytes() == b"{}"

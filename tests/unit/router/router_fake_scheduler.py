@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import grpc
 import grpc.aio
+import numpy as np
 
 from contract.heartbeat import BEAT_S
 from contract.packing import pack_int32, pack_uint64
@@ -76,6 +77,9 @@ _EPOCHS = itertools.count(1)
 
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Records the router's messages, and sends the messages that a test asks for."""
+
+    model_fields: Mapping[str, object] = {}
+    """More fields of its `ModelInfo`."""
 
     def __init__(self, path):
         self.target = f"unix:{path}"
@@ -187,6 +191,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             eos_token_ids=[EOS],
             adapters=map(adapter, self.adapters),
             directory=self.model_directory,
+            **self.model_fields,
         )
         self.epoch = next(_EPOCHS)
         welcome = scheduler_pb2.SchedulerWelcome(
@@ -209,6 +214,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         pinned: Mapping[int, int] | None = None,
         logprobs: Sequence[common_pb2.TokenLogprob] = (),
         cumulative_logprob: float | None = None,
+        vectors: Mapping[int, Sequence[float]] | None = None,
     ):
         """Sends the events of one step: new tokens, ends and cached tokens, by sequence key."""
         pairs = [(key, token) for key, ids in (tokens or {}).items() for token in ids]
@@ -223,6 +229,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             admitted=[
                 scheduler_pb2.SequenceAdmitted(seq_key=key, num_cached_tokens=cached)
                 for key, cached in (admitted or {}).items()
+            ],
+            pooled=[
+                scheduler_pb2.SequencePooled(seq_key=key, vector=np.array(v, "<f4").tobytes())
+                for key, v in (vectors or {}).items()
             ],
             pinned=[
                 scheduler_pb2.SequencePinned(seq_key=key, num_pinned_tokens=count)

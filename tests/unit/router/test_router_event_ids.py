@@ -133,6 +133,19 @@ async def test_a_client_that_lacks_only_the_end_of_the_stream_gets_it(router, ht
         ended=True,
     )
     assert [data for _, data in again] == ["[DONE]"]
+    again = await go_on(
+        router,
+        http,
+        "/v1/completions",
+        {**body, "stream_options": {"include_usage": True}},
+        events[0][0],
+        submit,
+        tokens,
+        num_known=len(tokens),
+        ended=True,
+    )
+    (_, usage), (_, done) = again
+    assert (usage["usage"]["completion_tokens"], done) == (len(tokens), "[DONE]")
 
 
 async def test_events_of_what_cannot_be_resumed_have_no_ids(router, http):

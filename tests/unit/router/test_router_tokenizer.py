@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers
 
 from contract.errors import InvalidArgumentError
 from router.text.chat_template import ChatTemplate
@@ -27,6 +28,43 @@ def test_encode_adds_special_tokens_by_default(model_dir):
     assert tokenizer.encode("hello") == [0, *plain]
     assert tokenizer.decode([0, *plain, 1]) == "hello"
     assert tokenizer.decode([0, *plain], skip_special_tokens=False) == "<s>hello"
+
+
+@pytest.fixture
+def word_pieces(tmp_path):
+    """The tokenizer of a BERT, and what reads it here."""
+    words = ["[UNK]", "[CLS]", "[SEP]", *"abc", *("##a", "##b"), ".", "'", "s", "a#"]
+    vocab = {word: i for i, word in enumerate(words)}
+    given = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    given.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    given.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    given.decoder = tokenizers.decoders.WordPiece()
+    return given, write(tmp_path, given, {})
+
+
+def test_word_pieces_decode_as_the_package_decodes_them(word_pieces):
+    given, tokenizer = word_pieces
+    for text in ("ab a. b", "a's c", "b", "c aba.", "a ' b"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == given.decode(ids)
+
+
+def test_a_pair_says_where_its_second_text_begins(word_pieces):
+    given, tokenizer = word_pieces
+    pair = given.encode("a b", "c c c")
+    ids, num_first = tokenizer.encode_whole("a b", "c c c", None, add_special_tokens=True)
+    assert (ids, num_first) == (pair.ids, pair.type_ids.index(1)) == (pair.ids, 4)
+    assert tokenizer.encode_whole("a b", None, None, add_special_tokens=True) == ([1, 3, 4, 2], 0)
+
+
+def test_a_cut_keeps_special_tokens_and_the_first_text(word_pieces):
+    _, tokenizer = word_pieces
+    cut = tokenizer.encode_whole("a b", "c c c", 6, add_special_tokens=True)
+    assert cut == ([1, 3, 4, 2, 5, 2], 4)
+    assert tokenizer.encode_whole("a b c", None, 4, add_special_tokens=True) == ([1, 3, 4, 2], 0)
+    assert tokenizer.encode_whole("a b c", None, 2, add_special_tokens=False) == ([3, 4], 0)
+    with pytest.raises(InvalidArgumentError, match="truncate_prompt_tokens is 5; 1 more"):
+        tokenizer.encode_whole("a b", "c c c", 5, add_special_tokens=True)
 
 
 def test_truncation_and_padding_left_over_from_training_are_off(tmp_path, bpe):

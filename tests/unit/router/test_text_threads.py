@@ -1,8 +1,10 @@
 """Threads for text: tenants with API keys take turns, and pending work is bounded."""
 
 import asyncio
+import gc
 import hashlib
 import threading
+import weakref
 
 import pytest
 
@@ -69,3 +71,22 @@ async def test_an_error_is_the_callers_and_too_much_is_refused(threads):
         await threads.run(lambda: None)
     go_on.set()
     await asyncio.gather(*calls)
+
+
+class Large:
+    def refuse(self):
+        raise ValueError("too large")
+
+
+async def test_what_refused_work_holds_is_free_at_once(threads):
+    large = Large()
+    is_alive = weakref.ref(large)
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="too large") as caught:
+            await threads.run(large.refuse)
+        del large, caught
+        await threads.run(int)  # the thread has forgotten the work before
+        assert is_alive() is None
+    finally:
+        gc.enable()

@@ -1,6 +1,7 @@
 """The error table both ways, through a real server, for all four kinds of call."""
 
 import asyncio
+import weakref
 
 import grpc
 import grpc.aio
@@ -11,7 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from contract import errors
 from rpc.grpc_server import Service
 from rpc.peers.channel import open_channel
-from rpc.status import DETAILS_KEY, calling, error_to_status, status_to_error
+from rpc.status import DETAILS_KEY, ErrorInterceptor, calling, error_to_status, status_to_error
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
@@ -318,3 +319,44 @@ async def test_a_task_that_is_cancelled_while_it_calls_is_cancelled(endless_call
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
+
+
+class KeepingContext:
+    """Keeps what `abort` raises, as gRPC's does."""
+
+    async def abort(self, *_):
+        self.kept = grpc.aio.AbortError("aborted")
+        raise self.kept
+
+
+class Large:
+    pass
+
+
+@pytest.mark.parametrize("kind", ["unary_unary", "unary_stream"])
+async def test_a_refused_request_is_free_at_once(kind):
+    async def fault(request):
+        raise errors.InvalidArgumentError("request", f"is {request}")
+
+    async def unary_unary(request, _context):
+        await fault(request)
+
+    async def unary_stream(request, _context):
+        await fault(request)
+        yield
+
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    handler = make({"unary_unary": unary_unary, "unary_stream": unary_stream}[kind])
+
+    async def continuation(_details):
+        return handler
+
+    wrapped = getattr(await ErrorInterceptor().intercept_service(continuation, None), kind)
+    request, context = Large(), KeepingContext()
+    is_alive = weakref.ref(request)
+    call = wrapped(request, context)
+    with pytest.raises(grpc.aio.AbortError):
+        await (call if kind == "unary_unary" else anext(call))
+    del request, call
+    assert context.kept is not None
+    assert is_alive() is None

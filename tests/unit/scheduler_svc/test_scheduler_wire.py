@@ -5,17 +5,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from contract.errors import InvalidArgumentError, NotFoundError, TooBusyError
+from contract.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+    TooBusyError,
+    UnimplementedError,
+)
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
+from contract.pooling import Task
 from contract.sampling import EarlyStopping
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.events import Admitted, Finished, Pinned, StepEvents
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.wire.request import request_from_proto
-from scheduler_svc.wire.router import events_to_proto, merge_step_outputs, refused_to_proto
+from scheduler_svc.wire.router import (
+    events_to_proto,
+    merge_step_outputs,
+    refused_to_proto,
+    vectors_of,
+)
 
 MODEL = ModelInfo(id="m", max_model_len=64, vocab_size=100, eos_token_ids=(1,))
 
@@ -250,6 +262,72 @@ def test_a_searchs_outputs_are_sent_with_their_ends():
     (output,) = events_to_proto(1, news, ()).values()
     assert decode(output) == ([9, 1, 1, 2, 2, 2], [90, 7, 8, 7, 6, 5])
     assert [end.cumulative_logprob for end in output.finished] == [-0.5, -0.75]
+
+
+def test_vectors_go_to_their_sequences_with_the_other_events():
+    rows = {3: (1, 30), 4: (2, 40)}
+    pooled = [worker_pb2.PooledRow(row=row, vector=b"%04d" % row) for row in (3, 5, 4)]
+    vectors = vectors_of(pooled, rows.get)  # the sequence of row 5 is gone
+    outputs = events_to_proto(9, make_news([(1, 30, 0, 0)]), (), vectors)
+    assert {
+        source: [(each.seq_key, each.vector) for each in output.pooled]
+        for source, output in outputs.items()
+    } == {1: [(30, b"0003")], 2: [(40, b"0004")]}
+    merged = merge_step_outputs([outputs[1], outputs[2]])
+    assert [each.seq_key for each in merged.pooled] == [30, 40]
+
+
+EMBEDS = replace(MODEL, tasks=(Task.GENERATE, Task.EMBED), embedding_size=8)
+
+
+def to_pool(kind, model=EMBEDS, max_tokens=1, **fields):
+    sampling = common_pb2.SamplingParams(seed=1, max_tokens=max_tokens)
+    sampling.pooling.CopyFrom(common_pb2.Pooling(kind=kind, dimensions=fields.pop("dimensions", 0)))
+    message = scheduler_pb2.Submit(
+        n=1, prompt_token_ids=pack_int32([7]), sampling=sampling, **fields
+    )
+    return request_from_proto(message, source=3, model=model, now=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads"),
+    [
+        (common_pb2.POOLING_KIND_LAST, True),
+        (common_pb2.POOLING_KIND_MEAN, False),
+        (common_pb2.POOLING_KIND_CLS, False),
+    ],
+)
+def test_only_the_last_state_may_follow_cached_tokens(kind, reads):
+    request = to_pool(kind)
+    assert request.pools
+    assert request.reads_prefix_cache is reads
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"kind": common_pb2.POOLING_KIND_SCORE}, "model 'm' cannot score; it can generate, embed"),
+        ({"kind": 99}, "pooling.kind is 99"),
+        ({"dimensions": 9}, r"dimensions is 9; it must be in \[1, 8\]"),
+        ({"model": MODEL}, "model 'm' cannot embed; it can generate"),
+        ({"max_tokens": 2}, "is set with n = 1 and max_tokens = 2; both must be 1"),
+        ({"resume_record": b"x"}, "with resume_record or beam it must not be"),
+    ],
+)
+def test_what_cannot_be_pooled_is_refused(fields, problem):
+    with pytest.raises(QuireError, match=problem):
+        to_pool(**{"kind": common_pb2.POOLING_KIND_LAST} | fields)
+
+
+def test_a_model_that_only_embeds_generates_nothing():
+    model = replace(MODEL, tasks=(Task.EMBED,))
+    message = scheduler_pb2.Submit(
+        n=1,
+        prompt_token_ids=pack_int32([7]),
+        sampling=common_pb2.SamplingParams(seed=1, max_tokens=1),
+    )
+    with pytest.raises(UnimplementedError, match="cannot generate; it can embed"):
+        request_from_proto(message, source=3, model=model, now=0)
 
 
 def test_keys_past_64_bits_are_refused():

@@ -1,16 +1,15 @@
-"""A router that keeps turns, with a scheduler that the tests play."""
+"""Stores of turns: SQLite files, and databases of a PostgreSQL server."""
 
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from router.turns.database import Database, SqliteConnection
+from router.turns.database import open_database
 from router.turns.store import TurnStore
-
-TICK_S = 0.02
+from tests.postgres_server import PostgresServer, postgres_server
 
 
 @pytest.fixture
@@ -18,14 +17,26 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "turns.sqlite"
 
 
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    with postgres_server() as server:
+        yield server
+
+
 @pytest.fixture
-async def new_store(path: Path) -> AsyncIterator[Callable[[], TurnStore]]:
-    """Makes stores of one file, each another router's."""
+def place(path: Path) -> str:
+    """What `--turn-store` says; a test file may choose another one."""
+    return str(path)
+
+
+@pytest.fixture
+async def new_store(place: str) -> AsyncIterator[Callable[[], TurnStore]]:
+    """Makes stores in one place, each another router's."""
     databases = []
     names = itertools.count()
 
     def make() -> TurnStore:
-        databases.append(Database(lambda: SqliteConnection(path)))
+        databases.append(open_database(place))
         return TurnStore(databases[-1], f"router-{next(names)}")
 
     yield make

@@ -156,6 +156,8 @@ async def test_a_wrong_file_fails_its_batch(router, new_store):
             (3, "custom_id"),
             (4, "url"),
         ]
+        empty = await created(client, "")
+        assert [error.code for error in empty.errors.data] == ["empty_file"]
         with pytest.raises(openai.NotFoundError, match="file"):
             await client.batches.create(
                 input_file_id="file-1", endpoint=CHAT, completion_window="24h"

@@ -1,15 +1,14 @@
 """The store of turns: what is written together, who owns a turn, whose it is."""
 
-import sqlite3
+import asyncio
 from dataclasses import replace
 
 import pytest
 
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob, Usage
 from router.turns import store as store_module
-from router.turns.database import MIGRATIONS, SqliteConnection, migrate
 from router.turns.store import Batch, Progress
-from router.turns.turn import StoreError, Turn, TurnEnd, TurnStatus
+from router.turns.turn import Turn, TurnEnd, TurnStatus
 
 TURN = Turn(
     id="resp_1", tenant="t", kind="response", body=b"{}", created_at=1.0, status=TurnStatus.RUNNING
@@ -20,6 +19,14 @@ EVENTS = (
     OutputFinished(0, FinishReason.STOP, stop_string="x"),
     Usage(3, 2, 1),
 )
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request, path):
+    """Both databases do the same."""
+    if request.param == "sqlite":
+        return str(path)
+    return request.getfixturevalue("postgres").new_database()
 
 
 async def test_a_turn_is_read_as_it_was_written(new_store):
@@ -104,15 +111,15 @@ async def test_a_conversation_is_whole_or_missing(new_store):
     assert not await store.conversation("t", "t2")
 
 
-async def test_old_turns_are_swept_with_their_events(new_store, path):
+async def test_old_turns_are_swept_with_their_events(new_store):
     store = new_store()
     await store.write(Batch([TURN, replace(TURN, id="live")]))
     await store.write(Batch(progress=[Progress(TURN.id, 0, EVENTS, end=END)]))
     assert await store.sweep(retention_s=10**12) == 0
     assert await store.sweep(retention_s=1.0) == 1
-    with sqlite3.connect(path) as file:
-        assert file.execute("SELECT count(*) FROM turn_events").fetchone() == (0,)
-        assert file.execute("SELECT id FROM turns").fetchall() == [("live",)]
+    assert not await store.events(TURN.id)
+    assert await store.find("t", TURN.id) is None
+    assert await store.find("t", "live") is not None
 
 
 async def test_an_ended_turn_is_not_ended_again(new_store):
@@ -124,33 +131,13 @@ async def test_an_ended_turn_is_not_ended_again(new_store):
     assert await store.write(Batch(progress=[Progress(TURN.id, 3, (), end=END)])) == set()
 
 
-async def test_a_full_disk_is_an_error_that_says_so_and_loses_nothing(new_store, path):
-    store = new_store()
-    await store.write(Batch([TURN]))
-    await store.database.run(lambda cursor, _: cursor.execute("PRAGMA max_page_count = 1") and None)
-    big = replace(TURN, id="big", body=b"x" * 1_000_000)
-    with pytest.raises(StoreError, match="turns cannot be kept now: database or disk is full"):
-        await store.write(Batch([big]))
-    # The connection is opened again, and the limit with it is gone.
-    assert await store.find("t", big.id) is None
-    assert await store.write(Batch([big])) == {TURN.id, big.id}
-    assert path.stat().st_mode & 0o077 == 0
-
-
-async def test_a_schema_of_a_newer_version_is_refused(new_store, path):
-    connection = SqliteConnection(path)
-    migrate(connection)
-    migrate(connection)  # a second time changes nothing
-    version = len(MIGRATIONS) + 1
-    connection.transaction(
-        lambda cursor: cursor.execute("INSERT INTO turn_schema VALUES (?)", (version,)) and None
-    )
-    connection.close()
-    with pytest.raises(StoreError, match=f"has version {version} of its schema"):
-        await new_store().find("t", "x")
-
-
-async def test_a_place_that_cannot_be_written_is_an_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="turns cannot be kept in"):
-        SqliteConnection(tmp_path / "file" / "turns.sqlite")
+async def test_routers_that_claim_at_once_share_the_turns(new_store):
+    stores = [new_store() for _ in range(3)]
+    turns = [
+        replace(TURN, id=f"t{i}", status=TurnStatus.QUEUED, position=i, group="g")
+        for i in range(60)
+    ]
+    await stores[0].write(Batch(queued=turns))
+    claimed = await asyncio.gather(*(store.claim(0, 30) for store in stores))
+    ids = [turn.id for share in claimed for turn in share]
+    assert len(ids) == len(set(ids)) == 60

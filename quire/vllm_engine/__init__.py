@@ -1,0 +1,1 @@
+"""Stubs of SMG's engine contract, generated from protos/quire/vllm_engine by `make protos`."""

@@ -1,0 +1,1 @@
+"""The engine contract of the Shepherd Model Gateway, `vllm.grpc.engine.VllmEngine`."""

@@ -1,0 +1,236 @@
+"""The servicer of `vllm.grpc.engine.VllmEngine`."""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from contract.errors import InvalidArgumentError
+from contract.outputs import OutputDelta, OutputFinished, PromptScores, TokenLogprob
+from contract.pooling import Task
+from contract.request import GenerateRequest, Model
+from quire.vllm_engine import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
+from quire.vllm_engine import vllm_engine_pb2 as pb
+from router.access.tenancy import with_precedence
+from router.grpc.call import CallContext, deadline_of, metadata_of
+from router.request.inference import Inference
+from router.request.live import LiveRequest
+from router.request.vectors import make_vectors, pooling_of
+from router.schedulers.wire import failure_of
+from router.vllm_engine.kv_events import batches
+from router.vllm_engine.tokenizer_files import chunks_to_proto, read_tokenizer_files
+from router.vllm_engine.wire import (
+    complete_to_proto,
+    input_logprobs_to_proto,
+    output_logprobs_to_proto,
+    request_from_proto,
+)
+from rpc.grpc_server import Service, service_of
+from rpc.health import Health
+
+FindDirectory = Callable[[str], Awaitable[Path]]
+"""Returns the directory of a model, by `ServedModel.directory`."""
+
+
+class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
+    """Answers the calls of `vllm.grpc.engine.VllmEngine`; an interceptor converts errors."""
+
+    def __init__(self, inference: Inference, health: Health, find_directory: FindDirectory) -> None:
+        self._inference = inference
+        self._health = health
+        self._find_directory = find_directory
+        self._started_s = time.monotonic()
+
+    async def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: CallContext
+    ) -> None:
+        """Stream the deltas and ends; it writes to the context as `InferenceService` does."""
+        parsed = replace(request_from_proto(request), deadline=deadline_of(context))
+        parsed = with_precedence(parsed, metadata_of(context))
+        async with await self._inference.generate(parsed) as live:
+            answer = _Answer(live, is_streamed=request.stream)
+            async for event in live:
+                match event:
+                    case PromptScores():
+                        answer.prompt_scores = event
+                    case OutputDelta():
+                        if (chunk := answer.add(event)) is not None:
+                            await context.write(pb.GenerateResponse(chunk=chunk))
+                    case OutputFinished():
+                        if (failure := failure_of(event)) is not None:
+                            raise failure
+                        await context.write(pb.GenerateResponse(complete=answer.end(event)))
+
+    async def Embed(  # noqa: N802
+        self, request: pb.EmbedRequest, context: CallContext
+    ) -> pb.EmbedResponse:
+        model = self._inference.model.info()
+        prompt = GenerateRequest(
+            prompt=tuple(request.tokenized.input_ids), deadline=deadline_of(context)
+        )
+        (vector,) = await make_vectors(
+            self._inference, [prompt], pooling_of(model), lambda _: "tokenized.input_ids"
+        )
+        return pb.EmbedResponse(
+            embedding=vector.values,
+            prompt_tokens=vector.num_tokens,
+            embedding_dim=len(vector.values),
+        )
+
+    async def HealthCheck(  # noqa: N802
+        self, _request: pb.HealthCheckRequest, _: CallContext
+    ) -> pb.HealthCheckResponse:
+        return pb.HealthCheckResponse(healthy=self._health.ready, message=self._health.status)
+
+    async def Abort(  # noqa: N802
+        self, request: pb.AbortRequest, _: CallContext
+    ) -> pb.AbortResponse:
+        self._inference.abort(request.request_ids)
+        return pb.AbortResponse()
+
+    async def GetModelInfo(  # noqa: N802
+        self, _request: pb.GetModelInfoRequest, _: CallContext
+    ) -> pb.GetModelInfoResponse:
+        model = self._inference.model.info()
+        directory = await self._find_directory(self._inference.model.directory)
+        return _model_to_proto(model, directory, await asyncio.to_thread(_read_config, directory))
+
+    async def GetServerInfo(  # noqa: N802
+        self, _request: pb.GetServerInfoRequest, _: CallContext
+    ) -> pb.GetServerInfoResponse:
+        load = await self._inference.load()
+        return pb.GetServerInfoResponse(
+            active_requests=self._inference.num_live,
+            uptime_seconds=time.monotonic() - self._started_s,
+            server_type="quire",
+            data_parallel_size=1,
+            block_size=load.block_size,
+            max_num_seqs=load.max_num_seqs,
+            constrained_decoding_start="first_token",
+        )
+
+    async def GetLoads(  # noqa: N802
+        self, request: pb.GetLoadsRequest, _: CallContext
+    ) -> pb.GetLoadsResponse:
+        if request.dp_rank:
+            raise InvalidArgumentError("dp_rank", f"is {request.dp_rank}; a cell is one rank, 0")
+        load = await self._inference.load()
+        running, waiting = load.num_requests_running, load.num_requests_waiting
+        num_held = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
+        return pb.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=version("quire"),
+            dp_rank_count=1,
+            loads=[
+                pb.SchedulerLoad(
+                    num_running_reqs=running,
+                    num_waiting_reqs=waiting,
+                    num_total_reqs=running + waiting,
+                    num_used_tokens=num_held * load.block_size,
+                    max_total_num_tokens=load.num_blocks * load.block_size,
+                    token_usage=num_held / max(1, load.num_blocks),
+                    cache_hit_rate=load.num_prefix_cache_hits
+                    / max(1, load.num_prefix_cache_queries),
+                    utilization=running / max(1, load.max_num_seqs),
+                    max_running_requests=load.max_num_seqs,
+                )
+            ],
+        )
+
+    async def GetTokenizer(  # noqa: N802
+        self, _request: smg_common_pb2.GetTokenizerRequest, context: CallContext
+    ) -> None:
+        directory = await self._find_directory(self._inference.model.directory)
+        archive = await asyncio.to_thread(read_tokenizer_files, directory)
+        for chunk in chunks_to_proto(archive):
+            await context.write(chunk)
+
+    async def SubscribeKvEvents(  # noqa: N802
+        self, _request: smg_common_pb2.SubscribeKvEventsRequest, context: CallContext
+    ) -> None:
+        async with aclosing(batches(self._inference.watch_kv())) as found:
+            async for batch in found:
+                await context.write(batch)
+
+
+def vllm_engine_service(
+    inference: Inference, health: Health, find_directory: FindDirectory
+) -> Service:
+    """Make the entry for `rpc.server.serve`."""
+    servicer = VllmEngineServicer(inference, health, find_directory)
+    return service_of(vllm_engine_pb2, vllm_engine_pb2_grpc, "VllmEngine", servicer)
+
+
+class _Answer:
+    """The messages of one request's answer."""
+
+    def __init__(self, live: LiveRequest, *, is_streamed: bool) -> None:
+        self._live = live
+        self._is_streamed = is_streamed
+        self.prompt_scores: PromptScores | None = None
+        self._parts: list[list[OutputDelta]] = [[] for _ in live.outputs]
+        self._has_begun = [False] * len(live.outputs)
+
+    def add(self, delta: OutputDelta) -> pb.GenerateStreamChunk | None:
+        """Return the message of a delta; None: the end of the output will have it."""
+        if not self._is_streamed:
+            self._parts[delta.output_index].append(delta)
+            return None
+        return self._chunk(delta.output_index, delta.token_ids, delta.logprobs)
+
+    def end(self, finished: OutputFinished) -> pb.GenerateComplete:
+        """Return the message of an output's end."""
+        parts = self._parts[finished.output_index]
+        token_ids = tuple(token_id for part in parts for token_id in part.token_ids)
+        logprobs = tuple(each for part in parts for each in part.logprobs)
+        return complete_to_proto(finished, self._chunk(finished.output_index, token_ids, logprobs))
+
+    def _chunk(
+        self, index: int, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+    ) -> pb.GenerateStreamChunk:
+        prompt = self._live.prompt_token_ids
+        chunk = pb.GenerateStreamChunk(
+            token_ids=token_ids,
+            prompt_tokens=len(prompt),
+            completion_tokens=len(token_ids),
+            cached_tokens=self._live.num_cached_tokens or 0,
+            output_logprobs=output_logprobs_to_proto(token_ids, logprobs),
+            index=index,
+        )
+        if self.prompt_scores is not None and not self._has_begun[index]:
+            chunk.input_logprobs.CopyFrom(
+                input_logprobs_to_proto(prompt, self.prompt_scores.logprobs)
+            )
+        self._has_begun[index] = True
+        return chunk
+
+
+def _read_config(directory: Path) -> dict[str, object]:
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _model_to_proto(
+    model: Model, directory: Path, config: dict[str, object]
+) -> pb.GetModelInfoResponse:
+    architectures = config.get("architectures")
+    return pb.GetModelInfoResponse(
+        model_path=model.id,
+        is_generation=Task.GENERATE in model.tasks,
+        max_context_length=model.max_model_len,
+        vocab_size=model.vocab_size,
+        served_model_name=model.id,
+        tokenizer_path=str(directory),
+        model_type=str(config.get("model_type", "")),
+        architectures=map(str, architectures) if isinstance(architectures, list) else (),
+        eos_token_ids=model.eos_token_ids,
+        max_req_input_len=model.max_prompt_len,
+    )

@@ -1,0 +1,74 @@
+"""A PostgreSQL server of the tests, where Debian's postgresql is installed."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+
+_USER = "quire"
+
+
+class PostgresServer:
+    """A server on a Unix socket of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._names = itertools.count()
+
+    def url(self, database: str = "postgres") -> str:
+        return f"postgresql:///{database}?host={self._directory}&user={_USER}"
+
+    def new_database(self) -> str:
+        """Makes an empty database; returns its URL."""
+        name = f"t{next(self._names)}"
+        with psycopg.connect(self.url(), autocommit=True) as connection:
+            connection.execute(f"CREATE DATABASE {name}")
+        return self.url(name)
+
+
+@contextmanager
+def postgres_server() -> Iterator[PostgresServer]:
+    """Starts a server; skips the test by name without PostgreSQL."""
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    path = f"{programs[-1]}:" if programs else ""
+    path += os.environ["PATH"]
+    initdb, postgres = shutil.which("initdb", path=path), shutil.which("postgres", path=path)
+    if initdb is None or postgres is None:
+        pytest.skip("PostgreSQL is not installed")
+    user = "postgres" if os.getuid() == 0 else None  # it does not run as root
+    directory = Path(tempfile.mkdtemp(prefix="quire-pg-"))
+    data = directory / "data"
+    try:
+        if user is not None:
+            shutil.chown(directory, user)
+        command = [initdb, "-D", str(data), "-U", _USER, "-A", "trust", "-N", "-E", "UTF8"]
+        subprocess.run(command, user=user, check=True, stdout=subprocess.DEVNULL, cwd=directory)
+        options = ("fsync=off", "listen_addresses=", f"unix_socket_directories={directory}")
+        server = subprocess.Popen(
+            [postgres, "-D", str(data), *(part for each in options for part in ("-c", each))],
+            user=user,
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert server.stderr is not None
+            for line in server.stderr:
+                if "ready to accept connections" in line:
+                    break
+            else:
+                pytest.fail("PostgreSQL did not start")
+            yield PostgresServer(directory)
+        finally:
+            server.terminate()
+            server.communicate()
+    finally:
+        shutil.rmtree(directory)
