@@ -20,6 +20,7 @@ from router.grpc.api import inference_service
 from router.grpc.bounds import RequestBounds
 from router.grpc.operations import operator_services
 from router.http import api as openai_api
+from router.http.batches.batches import Batches
 from router.http.web_pages import PageGuard, is_loopback
 from router.kserve.api import kserve_service
 from router.operators.adapters_and_models import Operations
@@ -94,6 +95,9 @@ async def run_router(
     health.before_scrape(gateway_metrics.refresh)
     ui = Ui(inference) if settings.ui else None
     turns = _turns(settings, inference)
+    batches = (
+        None if turns is None else Batches(inference, turns, settings.turn_retention_days * _DAY_S)
+    )
     open_paths = frozenset() if ui is None else ui.open_paths
     access = (
         _page_middleware(settings) if api_keys is None else key_middleware(api_keys, open_paths)
@@ -109,11 +113,15 @@ async def run_router(
             max_body_bytes=settings.max_body_mb * _MIB,
             may_be_compressed=settings.accept_compressed,
             turns=turns,
+            batches=batches,
         )
     )
     if ui is not None:
         http.add_routes(ui.routes())
     writer = None if turns is None else asyncio.create_task(turns.run(), name="turns")
+    keeper = None if batches is None else asyncio.create_task(batches.run(), name="batches")
+    if keeper is not None:
+        keeper.add_done_callback(lambda _: stop.set())
     if writer is not None:
         writer.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     services = [
@@ -153,6 +161,9 @@ async def run_router(
             shared_http_port=settings.shared_http_port,
         )
     finally:
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
         if turns is not None and writer is not None:
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)

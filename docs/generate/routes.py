@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 from aiohttp import web
@@ -11,6 +12,7 @@ from aiohttp import web
 import rpc.health
 from router.http.anthropic.body import CountBody, MessagesBody
 from router.http.api import routes as openai_routes
+from router.http.batches.routes import BatchBody
 from router.http.embeddings import EmbeddingsBody, RerankBody, ScoreBody
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody
 from router.http.openai_responses.body import ResponseBody
@@ -68,6 +70,7 @@ _BODIES: dict[str, type[Schema]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/responses": ResponseBody,
     "/v1/messages": MessagesBody,
+    "/v1/batches": BatchBody,
     "/v1/messages/count_tokens": CountBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
@@ -127,7 +130,10 @@ def probe_paths() -> dict[str, str]:
 def router_routes() -> list[tuple[str, str, str]]:
     """Return method, path and the first line of the handler's docstring."""
     app = web.Application()
-    app.add_routes(openai_routes(cast(Any, None), cast(Any, None), max_body_bytes=0))
+    batches = cast(Any, SimpleNamespace(store=None))
+    app.add_routes(
+        openai_routes(cast(Any, None), cast(Any, None), max_body_bytes=0, batches=batches)
+    )
     app.add_routes(Ui(cast(Any, None)).routes())
     found = []
     for route in app.router.routes():

@@ -12,6 +12,8 @@ from router.http.answers.answer import Call, answer
 from router.http.answers.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
 from router.http.answers.objects import model_json
 from router.http.anthropic.routes import messages_routes
+from router.http.batches.batches import Batches
+from router.http.batches.routes import FILES, batch_routes
 from router.http.body import BodyReader
 from router.http.embeddings import embedding_routes
 from router.http.endpoint import CallId, endpoint, json_response
@@ -26,8 +28,8 @@ from router.operators.adapters_and_models import Operations
 from router.request.inference import Inference
 from router.turns.turns import Turns
 
-OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"))
-"""Routes that change the service for all its users."""
+OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", FILES))
+"""Routes that change the service for all its users, and the one that web pages may call unasked."""
 
 _RESUMABLE_HEADER = "X-Quire-Resumable"
 
@@ -39,6 +41,7 @@ def routes(
     max_body_bytes: int,
     may_be_compressed: bool = False,
     turns: Turns | None = None,
+    batches: Batches | None = None,
 ) -> list[web.AbstractRouteDef]:
     """Return the routes below /v1, and those that vLLM has beside them.
 
@@ -131,6 +134,8 @@ def routes(
     ]
     served += responses_routes(inference, bodies, turns)
     served += messages_routes(inference, bodies)
+    if batches is not None:
+        served += batch_routes(batches, bodies)
     served += embedding_routes(inference, bodies)
     paths = {route.path for route in served}
     return [

@@ -191,6 +191,24 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
             event BYTEA NOT NULL,
             PRIMARY KEY (turn_id, number))""",
     ),
+    (
+        """CREATE TABLE files (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            purpose TEXT NOT NULL,
+            name TEXT NOT NULL,
+            num_bytes INTEGER NOT NULL,
+            created_at DOUBLE PRECISION NOT NULL,
+            content BYTEA NOT NULL)""",
+        """CREATE TABLE batches (
+            id TEXT PRIMARY KEY,
+            tenant TEXT NOT NULL,
+            created_at DOUBLE PRECISION NOT NULL,
+            is_live BOOLEAN NOT NULL,
+            shown BYTEA NOT NULL)""",
+        "CREATE INDEX files_tenant ON files (tenant, created_at)",
+        "CREATE INDEX batches_tenant ON batches (tenant, created_at)",
+    ),
 )
 """What makes each version of the schema out of the one before; never changed once released.
 

@@ -73,10 +73,12 @@ class TurnStore:
         )
         own = {turn_id for (turn_id,) in cursor.fetchall()}
         own |= {
-            turn.id for turn in batch.accepted if _insert(cursor, turn, self._owner, lease_until)
+            turn.id
+            for turn in batch.accepted
+            if insert_turn(cursor, turn, self._owner, lease_until)
         }
         for turn in batch.queued:
-            _insert(cursor, turn, "", 0.0)
+            insert_turn(cursor, turn, "", 0.0)
         for progress in batch.progress:
             if progress.turn_id in own:
                 _write_progress(cursor, progress)
@@ -87,18 +89,23 @@ class TurnStore:
             )
         return own
 
-    async def claim(self, limit: int) -> Sequence[Turn]:
-        """Become the owner of turns that have none, the most urgent and the oldest first."""
+    async def claim(self, limit: int, group_limit: int = 0) -> Sequence[Turn]:
+        """Become the owner of turns that have none, the most urgent and the oldest first.
+
+        At most `limit` that are in no group, and `group_limit` that are.
+        """
 
         def work(cursor: Cursor, db: Connection) -> list[Turn]:
             now = db.now(cursor)
-            cursor.execute(
-                f"SELECT {_COLUMNS} FROM turns WHERE status IN ('queued', 'running')"  # noqa: S608 - constants
-                " AND ended_at IS NULL AND lease_until < ?"
-                f" ORDER BY priority DESC, created_at, position LIMIT ?{db.skips_locked}",
-                (now, limit),
-            )
-            turns = [_turn(row) for row in cursor.fetchall()]
+            turns: list[Turn] = []
+            for condition, most in (("= ''", limit), ("<> ''", group_limit)):
+                cursor.execute(
+                    f"SELECT {_COLUMNS} FROM turns WHERE status IN ('queued', 'running')"  # noqa: S608 - constants
+                    f" AND ended_at IS NULL AND lease_until < ? AND group_id {condition}"
+                    f" ORDER BY priority DESC, created_at, position LIMIT ?{db.skips_locked}",
+                    (now, most),
+                )
+                turns += [_turn(row) for row in cursor.fetchall()]
             for turn in turns:
                 cursor.execute(
                     "UPDATE turns SET owner = ?, lease_until = ? WHERE id = ?",
@@ -231,7 +238,7 @@ class TurnStore:
         return await self.database.run(work)
 
 
-def _insert(cursor: Cursor, turn: Turn, owner: str, lease_until: float) -> bool:
+def insert_turn(cursor: Cursor, turn: Turn, owner: str, lease_until: float) -> bool:
     """Insert a turn; whether its key was free."""
     cursor.execute(
         f"INSERT INTO turns ({_COLUMNS}, owner, lease_until) VALUES ({_PLACES})"  # noqa: S608 - constants

@@ -41,6 +41,8 @@ _POLL_S: Final = 0.5
 """How often a turn that another router computes is looked at."""
 _MAX_RUNNING: Final = 256
 """A router takes up turns that were left while it has fewer than these."""
+_MAX_GROUPED: Final = 32
+"""And turns of groups, such as lines of batches: few, so that clients who wait do not suffer."""
 _MAX_FAILURES: Final = 3
 """A turn that fails so often without a new token is given up."""
 _MIN_BACKOFF_S: Final = 0.1
@@ -85,6 +87,8 @@ class Turns:
         self._is_urgent = asyncio.Event()
         self._is_draining = False
         self._is_failing = False
+        self._has_ended_grouped = False
+        """Whether a turn of a group has ended since the last were taken up."""
 
     def serve(self, name: str, kind: TurnKind) -> None:
         """Compute turns of this kind."""
@@ -290,6 +294,8 @@ class Turns:
                 await self._write(has_tokens=is_tick)
                 if is_tick:
                     next_tick = loop.time() + self._tick_s
+                if is_tick or self._has_ended_grouped:
+                    self._has_ended_grouped = False
                     await self._take_up()
                 if loop.time() >= next_sweep:
                     next_sweep = loop.time() + _SWEEP_S
@@ -344,6 +350,8 @@ class Turns:
             if progress.end is not None:
                 running.publish()
                 running.done.set()
+                self._running.pop(running.turn.id, None)
+                self._has_ended_grouped |= bool(running.turn.group)
 
     def _lose(self, running: RunningTurn) -> None:
         """Leave a turn to the router that has taken it up, or that has deleted it."""
@@ -354,10 +362,12 @@ class Turns:
             running.task.cancel()
 
     async def _take_up(self) -> None:
-        room = _MAX_RUNNING - len(self._running)
-        if self._is_draining or room <= 0 or not self._inference.model.infos():
+        num_grouped = sum(1 for running in self._running.values() if running.turn.group)
+        room = max(0, _MAX_RUNNING - len(self._running) + num_grouped)
+        group_room = max(0, _MAX_GROUPED - num_grouped)
+        if self._is_draining or not (room or group_room) or not self._inference.model.infos():
             return
-        for turn in await self.store.claim(room):
+        for turn in await self.store.claim(room, group_room):
             if turn.kind not in self._kinds or turn.id in self._running:
                 continue
             running = RunningTurn(turn, await self.store.events(turn.id))

@@ -145,17 +145,36 @@ async def _collect(call: Call, lives: Sequence[LiveRequest]) -> web.Response:
                 usages.append(event)
 
     await _read_all(lives, put)
-    choices = []
-    for index, output in enumerate(outputs):
-        assert output.finished is not None, "a request ended without finishing each output"
-        choices.append(call.shape.whole(index, output, output.finished))
-    body = _head(call, lives[0], call.shape.object_name)
-    body |= {"choices": choices, **call.shape.once(), "usage": usage_json(call.shown(usages))}
+    body = whole_json(call, outputs, usages, created=int(lives[0].created), model=lives[0].model)
     return web.Response(
         body=json_bytes(body),
         content_type="application/json",
         headers={REQUEST_ID_HEADER: call.request_id},
     )
+
+
+def whole_json(
+    call: Call,
+    outputs: Sequence[CollectedOutput],
+    usages: Sequence[Usage],
+    *,
+    created: int,
+    model: str,
+) -> Json:
+    """Return the whole answer to a call."""
+    choices = []
+    for index, output in enumerate(outputs):
+        assert output.finished is not None, "a request ended without finishing each output"
+        choices.append(call.shape.whole(index, output, output.finished))
+    return {
+        "id": call.shape.id_prefix + call.request_id,
+        "object": call.shape.object_name,
+        "created": created,
+        "model": model,
+        "choices": choices,
+        **call.shape.once(),
+        "usage": usage_json(call.shown(usages)),
+    }
 
 
 async def _stream(

@@ -97,8 +97,9 @@ async def test_queued_turns_are_taken_up_in_their_order(new_store):
     await store.write(Batch(queued=turns))
     assert await store.count_group("t", "g") == {TurnStatus.QUEUED: 4}
     assert await store.list_group("t", "g", first_position=2) == turns[2:]
-    assert [turn.id for turn in await store.claim(3)] == ["t2", "t0", "t3"]
-    assert [turn.id for turn in await store.claim(3)] == ["t1"]
+    assert not await store.claim(3)  # they are a group's
+    assert [turn.id for turn in await store.claim(0, 3)] == ["t2", "t0", "t3"]
+    assert [turn.id for turn in await store.claim(0, 3)] == ["t1"]
 
 
 async def test_a_conversation_is_whole_or_missing(new_store):
@@ -137,6 +138,6 @@ async def test_routers_that_claim_at_once_share_the_turns(new_store):
         for i in range(60)
     ]
     await stores[0].write(Batch(queued=turns))
-    claimed = await asyncio.gather(*(store.claim(30) for store in stores))
+    claimed = await asyncio.gather(*(store.claim(0, 30) for store in stores))
     ids = [turn.id for share in claimed for turn in share]
     assert len(ids) == len(set(ids)) == 60

@@ -1,0 +1,201 @@
+"""The lines of a batch: each is a turn, and its result the line of an output or error file."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import grpc
+from pydantic import ValidationError
+
+from contract.errors import InvalidArgumentError, QuireError
+from contract.outputs import Event, OutputDelta, OutputFinished, Usage
+from contract.request import MAX_PRIORITY, GenerateRequest
+from router.http.answers.answer import Call, whole_json
+from router.http.answers.objects import CollectedOutput, Json
+from router.http.errors import error_from_finished, error_from_validation, error_json
+from router.http.openai_responses.body import ResponseBody
+from router.http.openai_responses.call import ResponseCall, head_of, prepare, told
+from router.http.openai_responses.events import OutputText
+from router.http.requests.chat import ChatBody, chat_call
+from router.http.requests.completions import CompletionBody, completion_call
+from router.http.strict_json import Schema, json_bytes, parse_json
+from router.request.inference import Inference
+from router.request.stop_strings import StopMatcher
+from router.turns.turn import Turn, TurnStatus
+
+KIND: Final = "batch line"
+
+ENDPOINTS: Final[Mapping[str, type[Schema]]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponseBody,
+}
+
+_UNSUPPORTED: Final = (
+    "stream",
+    "background",
+    "previous_response_id",
+    "echo",
+    "prompt_logprobs",
+    "return_token_ids",
+)
+"""Fields that make no sense in a file, or that a kept turn has not the data for."""
+
+_CLIENTS_FAULT: Final = (
+    grpc.StatusCode.INVALID_ARGUMENT.value[0],
+    grpc.StatusCode.UNIMPLEMENTED.value[0],
+)
+_OK: Final = 200
+_BAD_REQUEST: Final = 400
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLines:
+    """Computes lines; a `TurnKind`."""
+
+    inference: Inference
+
+    async def request(self, turn: Turn) -> GenerateRequest:
+        """Return the request of a line; raises QuireError if its body is wrong."""
+        call = await self._call(turn)
+        if isinstance(call, Call):
+            if len(call.requests) > 1:
+                raise InvalidArgumentError("prompt", "has several; in a batch it must have one")
+            request = call.requests[0]
+        else:
+            request = call.planned
+        return replace(
+            request,
+            tenant=turn.tenant,
+            priority=turn.priority,
+            deadline=_deadline(turn),
+        )
+
+    async def result(
+        self, turn: Turn, status: TurnStatus, events: Sequence[Event], at: float
+    ) -> bytes:
+        """Return the line of the output file, or of the error file."""
+        if status is TurnStatus.COMPLETED:
+            return line(turn, status_code=_OK, body=await self._answer(turn, events, at))
+        code, error = _failure(events)
+        return line(turn, status_code=code, body=error_json(error))
+
+    async def _call(self, turn: Turn) -> Call | ResponseCall:
+        asked = parse_line(turn.body)
+        schema = ENDPOINTS[asked["url"]]
+        for field in _UNSUPPORTED:
+            if asked["body"].get(field):
+                raise InvalidArgumentError(field, "is set; in a batch it must not be")
+        try:
+            body = schema.model_validate(asked["body"])
+        except ValidationError as error:
+            raise error_from_validation(error) from error
+        if isinstance(body, ChatBody):
+            return await chat_call(self.inference, body, turn.id)
+        if isinstance(body, CompletionBody):
+            return completion_call(self.inference, body, turn.id)
+        assert isinstance(body, ResponseBody), "there are no other endpoints"
+        body.check()
+        model = self.inference.model.info(body.model).id
+        head = head_of(body, f"resp_{turn.id}", turn.created_at, model, store=False)
+        return await prepare(self.inference, body, head)
+
+    async def _answer(self, turn: Turn, events: Sequence[Event], at: float) -> Json:
+        call = await self._call(turn)
+        if isinstance(call, ResponseCall):
+            made = call.events(self.inference)
+            async for _ in told(_each(events), made, lambda: at):
+                pass
+            return made.response
+        (request,) = call.requests
+        model = self.inference.model.info(request.model)
+        outputs, usages = [CollectedOutput() for _ in range(call.n)], []
+        texts = [self._text_of(request) for _ in range(call.n)]
+        for event in events:
+            match event:
+                case OutputDelta(output_index=index):  # tokens are kept, their text is not
+                    text = "".join(map(texts[index].push, event.token_ids))
+                    outputs[index].add(replace(event, text=text))
+                case OutputFinished(output_index=index):
+                    outputs[index].texts.append(texts[index].flush())
+                    outputs[index].finished = event
+                case Usage():
+                    usages.append(event)
+        return whole_json(call, outputs, usages, created=int(turn.created_at), model=model.id)
+
+    def _text_of(self, request: GenerateRequest) -> OutputText:
+        text, model = self.inference.text, self.inference.model.info(request.model)
+        ends = frozenset() if request.sampling.ignore_eos else frozenset(model.eos_token_ids)
+        return OutputText(
+            text.detokenizer(skip_special_tokens=request.skip_special_tokens),
+            StopMatcher(request.stop, include_in_output=request.include_stop_str_in_output),
+            ends | frozenset(request.sampling.stop_token_ids),
+        )
+
+
+def parse_line(text: bytes) -> dict[str, Any]:
+    """Return a line's custom_id, method, url and body; raises InvalidArgumentError."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise InvalidArgumentError("line", "is no object")
+    for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
+        if not isinstance(value.get(name), kind):
+            raise InvalidArgumentError(name, "is missing or has another type")
+    if value["method"] != "POST":
+        raise InvalidArgumentError("method", f'is {value["method"]!r}; it must be "POST"')
+    return value
+
+
+def turn_of_line(batch_id: str, tenant: str, number: int, text: bytes, created_at: float) -> Turn:
+    return Turn(
+        id=f"{batch_id}_{number}",
+        tenant=tenant,
+        kind=KIND,
+        body=text,
+        created_at=created_at,
+        group=batch_id,
+        position=number,
+        priority=-MAX_PRIORITY,
+    )
+
+
+def line(turn: Turn, *, status_code: int, body: Json) -> bytes:
+    """Return a line of a file: a response."""
+    response = {"status_code": status_code, "request_id": turn.id, "body": body}
+    return _line(turn, response, None)
+
+
+def unanswered_line(turn: Turn, code: str, message: str) -> bytes:
+    """Return a line of an error file: there was no response."""
+    return _line(turn, None, {"code": code, "message": message})
+
+
+def _line(turn: Turn, response: Json | None, error: Json | None) -> bytes:
+    custom_id = parse_line(turn.body)["custom_id"]
+    told = {"id": f"batch_req_{turn.id}", "custom_id": custom_id}
+    return json_bytes({**told, "response": response, "error": error})
+
+
+def _failure(events: Sequence[Event]) -> tuple[int, QuireError]:
+    for event in events:
+        if isinstance(event, OutputFinished) and (error := error_from_finished(event)) is not None:
+            is_clients = event.error is not None and event.error.code in _CLIENTS_FAULT
+            return (_BAD_REQUEST if is_clients else error.http_status), error
+    return QuireError.http_status, QuireError("the request failed")
+
+
+def _deadline(turn: Turn) -> float:
+    """Return the end of the batch's window on the event loop's clock."""
+    left_s = turn.created_at + WINDOW_S - time.time()
+    return asyncio.get_running_loop().time() + max(0.0, left_s)
+
+
+WINDOW_S: Final = 86400.0
+"""OpenAI's `completion_window`, which is always "24h"."""
+
+
+async def _each(events: Sequence[Event]) -> AsyncIterator[Event]:
+    for event in events:
+        yield event

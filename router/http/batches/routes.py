@@ -1,0 +1,176 @@
+"""The routes of /v1/files and /v1/batches."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+from aiohttp import BodyPartReader, web
+from pydantic import Field
+
+from contract.errors import InvalidArgumentError
+from router.access.api_keys import tenant_of_call
+from router.access.tenancy import TENANT_KEY
+from router.http.answers.objects import Json
+from router.http.batches.batches import Batches
+from router.http.batches.store import File
+from router.http.body import BodyReader
+from router.http.endpoint import CallId, endpoint, json_response
+from router.http.errors import BodyTooLargeError, UnsupportedMediaTypeError
+from router.http.requests.schema import MAX_METADATA
+from router.http.strict_json import Schema, at_most, excerpt
+
+FILES: Final = "/v1/files"
+MAX_FILE_BYTES: Final = 64 * 1024 * 1024
+_MAX_PURPOSE_BYTES: Final = 64
+_PURPOSE: Final = "batch"
+
+
+class BatchBody(Schema):
+    """POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    completion_window: Literal["24h"]
+    metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(default_factory=dict)]
+
+
+def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
+    """Return the routes."""
+    store = batches.store
+
+    async def upload_file(request: web.Request, _: CallId) -> web.StreamResponse:
+        """Upload a file of requests, of at most 64 MiB."""
+        name, content = await _uploaded(request)
+        file = File(
+            f"file-{uuid.uuid4().hex}", _tenant(request), _PURPOSE, name, len(content), time.time()
+        )
+        await store.add_file(file, content)
+        return json_response(_file_json(file))
+
+    async def list_files(request: web.Request, _: CallId) -> web.StreamResponse:
+        """List the files that are kept, newest first."""
+        purpose = request.query.get("purpose")
+        files = await store.files(_tenant(request))
+        shown = [_file_json(file) for file in files if purpose in (None, file.purpose)]
+        return json_response(_page(shown, request))
+
+    async def get_file(request: web.Request, _: CallId) -> web.StreamResponse:
+        """Describe a file."""
+        file = await batches.file(_tenant(request), request.match_info["id"])
+        return json_response(_file_json(file))
+
+    async def get_content(request: web.Request, _: CallId) -> web.StreamResponse:
+        """Return what a file holds."""
+        content = await batches.content(_tenant(request), request.match_info["id"])
+        return web.Response(body=content, content_type="application/octet-stream")
+
+    async def delete_file(request: web.Request, _: CallId) -> web.StreamResponse:
+        """Delete a file; a batch that was made of it goes on."""
+        file = await batches.file(_tenant(request), request.match_info["id"])
+        await store.delete_file(file.tenant, file.id)
+        return json_response({"id": file.id, "object": "file", "deleted": True})
+
+    async def create_batch(request: web.Request, _: CallId) -> web.StreamResponse:
+        """Answer the requests of a file, at the lowest priority, within a day."""
+        body = await bodies.read(request, BatchBody)
+        created = await batches.create(
+            _tenant(request), body.input_file_id, body.endpoint, body.metadata
+        )
+        return json_response(created)
+
+    async def list_batches(request: web.Request, _: CallId) -> web.StreamResponse:
+        """List the batches that are kept, newest first."""
+        found = await store.batches(tenant=_tenant(request))
+        page = _page([batch.shown for batch in found], request)
+        id_to_batch = {batch.id: batch for batch in found}
+        page["data"] = [await batches.shown(id_to_batch[each["id"]]) for each in page["data"]]
+        return json_response(page)
+
+    async def get_batch(request: web.Request, _: CallId) -> web.StreamResponse:
+        """Describe a batch, and how far it is."""
+        batch = await batches.find(_tenant(request), request.match_info["id"])
+        return json_response(await batches.shown(batch))
+
+    async def cancel_batch(request: web.Request, _: CallId) -> web.StreamResponse:
+        """Cancel a batch; the lines that are answered stay so."""
+        batch = await batches.find(_tenant(request), request.match_info["id"])
+        return json_response(await batches.cancel(batch))
+
+    return [
+        web.post(FILES, endpoint(upload_file)),
+        web.get(FILES, endpoint(list_files)),
+        web.get(FILES + "/{id}", endpoint(get_file)),
+        web.get(FILES + "/{id}/content", endpoint(get_content)),
+        web.delete(FILES + "/{id}", endpoint(delete_file)),
+        web.post("/v1/batches", endpoint(create_batch)),
+        web.get("/v1/batches", endpoint(list_batches)),
+        web.get("/v1/batches/{id}", endpoint(get_batch)),
+        web.post("/v1/batches/{id}/cancel", endpoint(cancel_batch)),
+    ]
+
+
+def _tenant(request: web.Request) -> str:
+    return tenant_of_call() or request.headers.get(TENANT_KEY, "")
+
+
+async def _uploaded(request: web.Request) -> tuple[str, bytes]:
+    if request.content_type != "multipart/form-data":
+        raise UnsupportedMediaTypeError(
+            f"Content-Type is {excerpt(request.content_type)}; it must be multipart/form-data"
+        )
+    name, content, purpose = "", None, None
+    async for part in await request.multipart():
+        if not isinstance(part, BodyPartReader):
+            raise InvalidArgumentError("body", "has parts in parts")
+        if part.name == "purpose":
+            purpose = (await _read(part, _MAX_PURPOSE_BYTES)).decode(errors="replace")
+        elif part.name == "file":
+            name, content = part.filename or "", await _read(part, MAX_FILE_BYTES)
+        else:
+            raise InvalidArgumentError(str(part.name), "is set; there is no such field")
+    if purpose != _PURPOSE:
+        raise InvalidArgumentError("purpose", f'is {excerpt(purpose)}; it must be "{_PURPOSE}"')
+    if content is None:
+        raise InvalidArgumentError("file", "is missing")
+    return name, content
+
+
+async def _read(part: BodyPartReader, most: int) -> bytes:
+    content = bytearray()
+    while chunk := await part.read_chunk(65536):
+        content += chunk
+        if len(content) > most:
+            raise BodyTooLargeError(f"{part.name} has more bytes than {most}, which are the most")
+    return bytes(content)
+
+
+def _file_json(file: File) -> Json:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": int(file.created_at),
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+    }
+
+
+def _page(items: Sequence[Json], request: web.Request) -> dict[str, Any]:
+    """Return the part of a list that is asked for."""
+    after, limit = request.query.get("after"), request.query.get("limit", "20")
+    if not (limit.isdecimal() and 1 <= int(limit[:9]) <= 10_000):  # noqa: PLR2004 - OpenAI's
+        raise InvalidArgumentError("limit", f"is {excerpt(limit)}; it must be in [1, 10000]")
+    first = 0
+    if after is not None:
+        ids = [item["id"] for item in items]
+        first = ids.index(after) + 1 if after in ids else len(ids)
+    shown = list(items[first : first + int(limit)])
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": first + len(shown) < len(items),
+    }

@@ -1,0 +1,206 @@
+"""Keeps files and batches in the database of the turns."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic_core import from_json
+
+from router.http.answers.objects import Json
+from router.http.strict_json import json_bytes
+from router.turns.database import Connection, Cursor, Database
+from router.turns.store import insert_turn
+from router.turns.turn import Turn
+
+_FILE: Final = "id, tenant, purpose, name, num_bytes, created_at"
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file without its contents."""
+
+    id: str
+    tenant: str
+    purpose: str
+    name: str
+    num_bytes: int
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch as it was kept."""
+
+    id: str
+    tenant: str
+    created_at: float
+    is_live: bool
+    shown: Json
+    """What its client is told, without the counts."""
+
+
+class BatchStore:
+    """The files and batches of all tenants; all calls raise StoreError."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    # --- files ----------------------------------------------------------------------------------
+
+    async def add_file(self, file: File, content: bytes) -> None:
+        await self._database.run(lambda cursor, _: _insert_file(cursor, file, content))
+
+    async def files(self, tenant: str) -> Sequence[File]:
+        """Return the tenant's files, newest first."""
+
+        def work(cursor: Cursor, _: Connection) -> list[File]:
+            cursor.execute(
+                f"SELECT {_FILE} FROM files WHERE tenant = ? ORDER BY created_at DESC, id",  # noqa: S608 - constants
+                (tenant,),
+            )
+            return [File(*row) for row in cursor.fetchall()]
+
+        return await self._database.run(work)
+
+    async def file(self, tenant: str, file_id: str) -> File | None:
+        def work(cursor: Cursor, _: Connection) -> File | None:
+            cursor.execute(
+                f"SELECT {_FILE} FROM files WHERE tenant = ? AND id = ?",  # noqa: S608 - constants
+                (tenant, file_id),
+            )
+            row = cursor.fetchone()
+            return None if row is None else File(*row)
+
+        return await self._database.run(work)
+
+    async def content(self, tenant: str, file_id: str) -> bytes | None:
+        def work(cursor: Cursor, _: Connection) -> bytes | None:
+            cursor.execute(
+                "SELECT content FROM files WHERE tenant = ? AND id = ?", (tenant, file_id)
+            )
+            row = cursor.fetchone()
+            return None if row is None else bytes(row[0])
+
+        return await self._database.run(work)
+
+    async def delete_file(self, tenant: str, file_id: str) -> bool:
+        def work(cursor: Cursor, _: Connection) -> bool:
+            cursor.execute("DELETE FROM files WHERE tenant = ? AND id = ?", (tenant, file_id))
+            return cursor.rowcount > 0
+
+        return await self._database.run(work)
+
+    # --- batches --------------------------------------------------------------------------------
+
+    async def create(self, batch: Batch, turns: Sequence[Turn]) -> None:
+        """Keep a batch and all of its turns, or nothing."""
+
+        def work(cursor: Cursor, _: Connection) -> None:
+            cursor.execute(
+                "INSERT INTO batches VALUES (?, ?, ?, ?, ?)",
+                (batch.id, batch.tenant, batch.created_at, batch.is_live, json_bytes(batch.shown)),
+            )
+            for turn in turns:
+                insert_turn(cursor, turn, "", 0.0)
+
+        await self._database.run(work)
+
+    async def batches(self, *, tenant: str | None = None, is_live: bool = False) -> Sequence[Batch]:
+        """Return batches, newest first: of a tenant, or those that have not ended."""
+
+        def work(cursor: Cursor, _: Connection) -> list[Batch]:
+            condition = "is_live = ?" if tenant is None else "tenant = ?"
+            cursor.execute(
+                f"SELECT * FROM batches WHERE {condition} ORDER BY created_at DESC, id",  # noqa: S608 - constants
+                (is_live if tenant is None else tenant,),
+            )
+            return [_batch(row) for row in cursor.fetchall()]
+
+        return await self._database.run(work)
+
+    async def batch(self, tenant: str, batch_id: str) -> Batch | None:
+        def work(cursor: Cursor, _: Connection) -> Batch | None:
+            return _find(cursor, tenant, batch_id)
+
+        return await self._database.run(work)
+
+    async def change(self, batch: Batch, change: Callable[[Json], Json]) -> None:
+        """Change a batch that has not ended."""
+
+        def work(cursor: Cursor, _: Connection) -> None:
+            now = _find(cursor, batch.tenant, batch.id)
+            if now is not None and now.is_live:
+                cursor.execute(
+                    "UPDATE batches SET shown = ? WHERE id = ?",
+                    (json_bytes(change(now.shown)), batch.id),
+                )
+
+        await self._database.run(work)
+
+    async def end_queued(self, batch: Batch) -> None:
+        """End the turns of a batch that no router has begun."""
+
+        def work(cursor: Cursor, db: Connection) -> None:
+            now = db.now(cursor)
+            cursor.execute(
+                "UPDATE turns SET status = 'cancelled', ended_at = ? WHERE tenant = ?"
+                " AND group_id = ? AND ended_at IS NULL AND record IS NULL AND lease_until < ?",
+                (now, batch.tenant, batch.id, now),
+            )
+
+        await self._database.run(work)
+
+    async def end(self, batch: Batch, shown: Json, files: Sequence[tuple[File, bytes]]) -> None:
+        """End a batch, keep its files, and delete its turns; nothing if another router has."""
+
+        def work(cursor: Cursor, _: Connection) -> None:
+            cursor.execute(
+                "UPDATE batches SET shown = ?, is_live = ? WHERE id = ? AND is_live = ?",
+                (json_bytes(shown), False, batch.id, True),
+            )
+            if cursor.rowcount:
+                for file, content in files:
+                    _insert_file(cursor, file, content)
+                cursor.execute(
+                    "DELETE FROM turns WHERE tenant = ? AND group_id = ?", (batch.tenant, batch.id)
+                )
+
+        await self._database.run(work)
+
+    async def sweep(self, retention_s: float) -> None:
+        """Delete files and ended batches that are older."""
+
+        def work(cursor: Cursor, db: Connection) -> None:
+            before = db.now(cursor) - retention_s
+            cursor.execute("DELETE FROM files WHERE created_at < ?", (before,))
+            cursor.execute(
+                "DELETE FROM batches WHERE created_at < ? AND is_live = ?", (before, False)
+            )
+
+        await self._database.run(work)
+
+
+def _insert_file(cursor: Cursor, file: File, content: bytes) -> None:
+    cursor.execute(
+        f"INSERT INTO files ({_FILE}, content) VALUES (?, ?, ?, ?, ?, ?, ?)",  # noqa: S608 - constants
+        (
+            file.id,
+            file.tenant,
+            file.purpose,
+            file.name,
+            file.num_bytes,
+            file.created_at,
+            content,
+        ),
+    )
+
+
+def _find(cursor: Cursor, tenant: str, batch_id: str) -> Batch | None:
+    cursor.execute("SELECT * FROM batches WHERE tenant = ? AND id = ?", (tenant, batch_id))
+    row = cursor.fetchone()
+    return None if row is None else _batch(row)
+
+
+def _batch(row: Sequence[Any]) -> Batch:
+    batch_id, tenant, created_at, is_live, shown = row
+    return Batch(batch_id, tenant, created_at, bool(is_live), from_json(bytes(shown)))
