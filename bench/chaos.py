@@ -2,6 +2,7 @@
 
     python bench/chaos.py --kills 60
     python bench/chaos.py --soak 3600 --every 15 --standby
+    python bench/chaos.py --turns 500
 
 A service of two routers, a scheduler and two workers serves 64 streams of every kind, through
 clients that resume. Again and again a process is killed with SIGKILL, or stopped for some seconds,
@@ -16,6 +17,13 @@ before anything failed.
   router having read the end: less than a block of each (docs/failure.md). With --cramped the number
   is shown and not judged, since preempted sequences may be recomputed.
 - `blocks_exact`: whether at the end no block is held, and free + cached = total at each worker.
+
+With --turns, clients send responses to be kept (/v1/responses) instead, while a process is killed
+every few seconds, and twice all of them at the same time. Each is read to its end, as a stream or
+not, and its text compared with what it was alone:
+
+- `turns_lost`: accepted, and not there or failed; `turns_doubled`: computed as two, or an event
+  that came twice or was missing; `turns_contradicted`: with another text.
 
 Ends with 1 if any of these is not as it should be.
 """
@@ -35,6 +43,7 @@ from pathlib import Path
 import numpy as np
 from faults.service import ChaosService, Fault, What, chaos_service
 from faults.streams import Stall, Streams, make_cases, stalls
+from faults.turns import TurnClient
 from harness.case import SHIPPED_MODEL, Results, Table, arguments, main
 
 from quire.client import AsyncClient
@@ -197,6 +206,48 @@ async def run_chaos(given: argparse.Namespace) -> Results:
     }
 
 
+async def run_turns(given: argparse.Namespace) -> Results:
+    """Let processes die while turns are computed, and return what became of the turns."""
+    chance = random.Random(given.seed)
+    num_kills = 0
+    with tempfile.TemporaryDirectory(prefix="quire-chaos-") as name:
+        async with chaos_service(
+            Path(name), given.model, _NUM_BLOCKS, has_standby=False, keeps_turns=True
+        ) as service:
+            client = TurnClient(service.urls, chance)
+            await client.prepare(6 if given.quick else 24, max_tokens=120)
+            asking = asyncio.create_task(client.keep_asking(given.turns, given.streams))
+            names = ["scheduler", *service.routers, "worker-0", "worker-1"]
+            alone = iter(())
+            while not asking.done():
+                await asyncio.wait([asking], timeout=given.turn_kills_every)
+                if asking.done():
+                    break
+                num_kills += 1
+                name_of_next = next(alone, None)
+                if name_of_next is None:  # all at once, and then each alone
+                    print(f"  {num_kills:4} {time.strftime('%H:%M:%S')} all killed", flush=True)
+                    await service.kill_all()
+                    alone = iter(chance.sample(names, len(names)))
+                else:
+                    print(f"  {num_kills:4} {time.strftime('%H:%M:%S')} {name_of_next} killed")
+                    await service.befall(Fault(What.KILLED, name_of_next))
+                await service.wait_until_ready()
+            await asking
+            if given.logs is not None:
+                service.save_logs(given.logs)
+    verdict = client.verdict
+    for problem in (*verdict.lost, *verdict.doubled, *verdict.contradicted):
+        print(f"  wrong: {problem}")
+    return {
+        "kills": num_kills,
+        "turns": verdict.num,
+        "turns_lost": len(verdict.lost),
+        "turns_doubled": len(verdict.doubled),
+        "turns_contradicted": len(verdict.contradicted),
+    }
+
+
 def _parse() -> argparse.Namespace:
     parser = arguments(__doc__, quick="stops and silences of 3 s instead of 10, fewer references")
     add = parser.add_argument
@@ -205,6 +256,8 @@ def _parse() -> argparse.Namespace:
     add("--soak", type=float, metavar="SECONDS", help="instead of --kills: how long to do harm")
     add("--every", type=float, default=15.0, metavar="S", help="seconds between faults of --soak")
     kinds = [f"{kind} {what}" for kind in ("router", "scheduler", "worker") for what in What]
+    add("--turns", type=int, metavar="N", help="instead of streams: so many kept responses")
+    add("--turn-kills-every", type=float, default=5.0, metavar="S", help="seconds between kills")
     add("--only", choices=kinds, action="append", default=[], help="faults of these kinds alone")
     add("--streams", type=int, default=64, help="live streams")
     add("--seed", type=int, default=0, help="seed of faults and requests")
@@ -217,9 +270,11 @@ def _parse() -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = _parse()
-    results = main(given, run_chaos)
+    results = main(given, run_chaos if given.turns is None else run_turns)
     for name, value in results.items():
         print(f"  {name:>32}  {value}")
+    if given.turns is not None:
+        sys.exit(any(value for name, value in results.items() if name.startswith("turns_")))
     must_be_zero = ("lost", "duplicated", "contradicted", "wrong_streams")
     is_exact = results["blocks_exact"]
     if not given.cramped:

@@ -164,6 +164,8 @@ async def _run_scheduler(
         side_tasks.run(fleet.watch(), "hanging workers")
         side_tasks.run(servicer.send_heartbeats(), "heartbeats")
         side_tasks.run(queue_room.run(), "room in the queues")
+        if kv_events is not None and settings.kv_events_zmq:
+            side_tasks.run(_publish_kv_events(kv_events, settings), "KV events over ZeroMQ")
         if settings.rebalance and (len(settings.workers) > 1 or not workers.is_static):
             side_tasks.run(migrator.rebalance(), "rebalancing")
         side_tasks.run(drainer.run(), "draining workers")
@@ -227,6 +229,15 @@ def _open_kv_events(epoch: int) -> "tuple[KvEvents, Service]":
 
     events = KvEvents(epoch)
     return events, kv_event_service(events)
+
+
+async def _publish_kv_events(events: "KvEvents", settings: SchedulerSettings) -> None:
+    from scheduler_svc.kv_events.zmq_outlet import ZmqOutlet  # noqa: PLC0415 - an extra
+
+    outlet = ZmqOutlet(
+        events, settings.kv_events_zmq, settings.kv_events_replay, settings.kv_events_topic
+    )
+    await outlet.run()
 
 
 def _open_core(

@@ -1,5 +1,6 @@
 """The scheduler's flags and environment variables."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -57,6 +58,14 @@ class SchedulerSettings(ProcessSettings):
     kv_events: bool = False
     """Whether to keep what streams of KV events need: which blocks the prefix caches have, with
     their tokens (docs/fleet.md). It takes about 500 bytes of memory per block."""
+    kv_events_zmq: str = ""
+    """Endpoint at which KV events are published over ZeroMQ as vLLM publishes them, such as
+    tcp://*:5557; empty: they are not. Needs --kv-events and the extra kv-events."""
+    kv_events_replay: str = ""
+    """Endpoint at which subscribers ask for events that they have missed, such as tcp://*:5558;
+    empty: they cannot."""
+    kv_events_topic: str = "kv-events"
+    """Topic of the events; llm-d expects kv@POD@MODEL."""
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of the blocks that admission leaves free, so that running sequences can grow."""
     eviction: Literal["lru", "lfu", "fifo"] = "lru"
@@ -159,4 +168,14 @@ class SchedulerSettings(ProcessSettings):
             make_policy(self.policy, args)
         except ValueError as error:
             raise ValueError(f"--policy, --policy-arg: {error}") from error
+        return self
+
+    @model_validator(mode="after")
+    def _kv_events_are_kept(self) -> Self:
+        if self.kv_events_zmq and not self.kv_events:
+            raise ValueError("--kv-events-zmq needs --kv-events")
+        if self.kv_events_replay and not self.kv_events_zmq:
+            raise ValueError("--kv-events-replay needs --kv-events-zmq")
+        if self.kv_events_zmq and not (find_spec("zmq") and find_spec("msgspec")):
+            raise ValueError("--kv-events-zmq needs the packages of quire[kv-events]")
         return self

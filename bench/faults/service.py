@@ -67,8 +67,9 @@ class ChaosService:
         *,
         has_standby: bool,
         worker_flags: Sequence[str],
+        keeps_turns: bool,
     ) -> None:
-        """`directory` is for sockets and logs; each device pool has `num_blocks`."""
+        """`directory` is for sockets, logs and turns; each device pool has `num_blocks`."""
         self._directory = directory
         self._processes: dict[str, Process] = {}
         self._links: dict[str, Link] = {}
@@ -89,7 +90,10 @@ class ChaosService:
             )
         schedulers = self._targets(self._schedulers)
         for router in self.routers:
-            self._add(router, "router", f"--model={model}", f"--scheduler={schedulers}")
+            self._add(
+                *(router, "router", f"--model={model}", f"--scheduler={schedulers}"),
+                *((f"--turn-store={directory}/turns.sqlite",) if keeps_turns else ()),
+            )
 
     @property
     def targets(self) -> list[str]:
@@ -149,6 +153,19 @@ class ChaosService:
                 link.cut()
             case What.SILENT:
                 await link.silence(fault.seconds)
+
+    async def kill_all(self) -> None:
+        """Kill all processes at the same time, and start them again."""
+        for process in self._processes.values():
+            process.signal(signal.SIGKILL)
+        for process in self._processes.values():
+            await process.kill()
+            process.start()
+
+    @property
+    def urls(self) -> list[str]:
+        """Where clients find the routers' HTTP."""
+        return [self._processes[router].base_url for router in self.routers]
 
     async def metrics(self, name: str) -> Mapping[str, float]:
         """Each metric's name to the sum of its samples."""
@@ -232,10 +249,16 @@ async def chaos_service(
     *,
     has_standby: bool = False,
     worker_flags: Sequence[str] = ("--dtype=float32", "--host-kv-memory-gb=0.1"),
+    keeps_turns: bool = False,
 ) -> AsyncIterator[ChaosService]:
     """Start the service and wait until it is ready; it ends with the block, or with us."""
     service = ChaosService(
-        directory, model, num_blocks, has_standby=has_standby, worker_flags=worker_flags
+        directory,
+        model,
+        num_blocks,
+        has_standby=has_standby,
+        worker_flags=worker_flags,
+        keeps_turns=keeps_turns,
     )
     try:
         await service.start()

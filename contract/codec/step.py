@@ -260,6 +260,12 @@ def _new_sequence_from_proto(
     most_bytes = _NOTE_BYTES_PER_TOKEN * limits.max_model_len + _NOTE_BYTES_BESIDES
     check_size("new_sequences.note", new.note, most_bytes)
     sampling, adapter = read_sampling(new, limits)
+    if sampling.pooling is not None and new.max_total_tokens != num_tokens + 1:
+        raise InvalidArgumentError(
+            "new_sequences.max_total_tokens",
+            f"is {new.max_total_tokens}; with sampling.pooling it must be one more than the prompt,"
+            f" {num_tokens + 1}",
+        )
     return NewSequence(
         **dict(zip(_SEQUENCE_FIELDS, _sequence_fields(new), strict=True)),
         token_ids=token_ids,

@@ -11,6 +11,7 @@ from aiohttp import web
 import rpc.health
 from router.http.anthropic.body import CountBody, MessagesBody
 from router.http.api import routes as openai_routes
+from router.http.embeddings import EmbeddingsBody, RerankBody, ScoreBody
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody
 from router.http.openai_responses.body import ResponseBody
 from router.http.requests.chat import ChatBody
@@ -70,6 +71,9 @@ _BODIES: dict[str, type[Schema]] = {
     "/v1/messages/count_tokens": CountBody,
     "/v1/load_lora_adapter": LoadAdapterBody,
     "/v1/unload_lora_adapter": UnloadAdapterBody,
+    "/v1/embeddings": EmbeddingsBody,
+    "/rerank": RerankBody,
+    "/score": ScoreBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }

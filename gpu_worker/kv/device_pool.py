@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_worker.kv.layer_groups import LayerGroups, one_group
 from gpu_worker.kv.layout import KvDtypes, Side, block_layout
 from gpu_worker.memory.elastic import ElasticMemory
 from gpu_worker.models.config import ModelConfig
@@ -42,6 +43,7 @@ class KvPool:
         dtypes: KvDtypes,
         device: torch.device,
         memory: ElasticMemory | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
         """Allocate zeroed memory: an unwritten slot may be read and multiplied by 0.
 
@@ -52,7 +54,10 @@ class KvPool:
             dtypes: The dtypes in which K and V are stored.
             device: Where the memory is.
             memory: Elastic memory for `num_blocks` blocks, on that device; None: the size is fixed.
+            groups: The KV groups of the model's layers; None: one. Then `config` is that of one
+                group: `num_layers` is the layers of a block.
         """
+        self.groups = groups or one_group(config.num_layers)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
@@ -78,23 +83,26 @@ class KvPool:
             )
 
     def key_cache(self, layer: int) -> torch.Tensor:
-        """Keys of one layer: a strided view `[B, P, HKV, D]`."""
-        return self._keys[layer].numbers
+        """Keys of one layer: a strided view `[B, P, HKV, D]`.
+
+        Layers of several KV groups share a view, but have different blocks.
+        """
+        return self._keys[self.groups.place_of[layer]].numbers
 
     def value_cache(self, layer: int) -> torch.Tensor:
         """Values of one layer: a strided view `[B, P, HKV, D]`.
 
         With a latent it is a part of the keys, `[B, P, HKV, latent_dim]`.
         """
-        return self._values[layer].numbers
+        return self._values[self.groups.place_of[layer]].numbers
 
     def key_scales(self, layer: int) -> torch.Tensor | None:
         """Scales of one layer's keys: a strided view `[B, P, HKV]`; None if not quantized."""
-        return self._keys[layer].scales
+        return self._keys[self.groups.place_of[layer]].scales
 
     def value_scales(self, layer: int) -> torch.Tensor | None:
         """Scales of one layer's values: see `key_scales`."""
-        return self._values[layer].scales
+        return self._values[self.groups.place_of[layer]].scales
 
     @property
     def stores_values(self) -> bool:

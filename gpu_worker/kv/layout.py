@@ -28,7 +28,7 @@ _ALIGNMENT: Final = 16
 
 def kv_dtypes(
     kv_cache_dtype: str, skip_layers: AbstractSet[int], dtype: torch.dtype, num_layers: int
-) -> KvDtypes:
+) -> tuple[torch.dtype, ...]:
     """The storage dtype of each layer of a model that computes in `dtype`.
 
     `kv_cache_dtype` is "auto", "int8" or "fp8"; the layers in `skip_layers` store `dtype`.

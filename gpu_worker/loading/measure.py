@@ -119,7 +119,9 @@ def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> 
 
 def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
     """Tokens per second when computing one prompt. All rows are free before and after."""
-    room = min(limits.max_num_batched_tokens, limits.num_blocks * limits.block_size)
+    num_groups = len(limits.kv_windows)
+    num_slots = limits.num_blocks // num_groups * limits.block_size
+    room = min(limits.max_num_batched_tokens, num_slots)
     length = min(room, limits.max_model_len - 1, _MAX_PREFILL_TOKENS)
     row = NewSequence(
         seq_id=0,
@@ -127,7 +129,7 @@ def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
         token_ids=np.zeros(length, np.int32),
         num_prompt_tokens=length,
         num_computed_tokens=0,
-        block_ids=np.arange(-(-length // limits.block_size), dtype=np.int32),
+        block_ids=np.arange(-(-length // limits.block_size) * num_groups, dtype=np.int32),
         sampling=SamplingParams(seed=0),
         max_total_tokens=length + 1,
     )

@@ -12,6 +12,7 @@ import torch
 
 from contract.limits import Limits
 from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.layer_groups import LayerGroups, group_layers, one_group
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.loading import kv_memory
 from gpu_worker.loading.device import pick_device, pick_dtype, set_num_threads
@@ -120,8 +121,12 @@ def _load_rank_model(
     config, local_config = source.config, source.local_config
     abilities = read_abilities(directory, config, place.num_ranks)
     dtype = pick_dtype(settings.dtype, config, device)
+    limits = _limits(settings, config, device)
     dtypes = _kv_dtypes(settings, config, dtype, place)
-    bytes_per_block = block_bytes(local_config, settings.block_size, dtypes)
+    groups = _layer_groups(settings, config, limits, place, dtypes)
+    block_config = replace(local_config, num_layers=groups.layers_per_block)
+    block_dtypes = dtypes[: groups.layers_per_block]
+    bytes_per_block = block_bytes(block_config, settings.block_size, block_dtypes)
     has_kv = config.num_layers > 0
     if has_kv:
         kv_memory.check_size(settings, bytes_per_block, device)
@@ -130,7 +135,7 @@ def _load_rank_model(
     load_one = partial(load_adapter, model=config, dtype=dtype, device=device)
     adapters = dict(enumerate((load_one(*each) for each in settings.adapter_directories), start=1))
     limits = replace(
-        _limits(settings, config, device),
+        limits,
         adapters={adapter.id: number for number, adapter in adapters.items()},
     )
     ranks = meet(place, device)
@@ -142,23 +147,34 @@ def _load_rank_model(
         draft_directory = find_model(settings.draft_model, settings.cache_dir, report)
         draft_model = load_draft_model(draft_directory, directory, limits, dtype, device)
     num_blocks = _num_blocks(
-        settings, model, local_config, limits, dtypes, device, ranks, draft_model
+        settings,
+        model,
+        local_config,
+        limits,
+        dtypes,
+        device,
+        ranks,
+        draft_model,
+        bytes_per_block,
     )
     if ranks is not None:
         num_blocks = int(ranks.least(num_blocks)[0])
     pool_memory = None
     if has_kv:
         pool_memory = open_pool_memory(settings, num_blocks, bytes_per_block, device)
-    pool = KvPool(local_config, num_blocks, settings.block_size, dtypes, device, pool_memory)
+    pool = KvPool(
+        block_config, num_blocks, settings.block_size, block_dtypes, device, pool_memory, groups
+    )
     undo.callback(pool.close)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
-    tiers = open_lower_tiers(settings, pool, local_config) if has_kv else LowerTiers()
+    tiers = open_lower_tiers(settings, pool, block_config) if has_kv else LowerTiers()
     num_host_blocks = tiers.num_host_blocks
     if ranks is not None:
         num_host_blocks = int(ranks.least(num_host_blocks)[0])
     limits = replace(
         limits,
         num_blocks=num_blocks,
+        kv_windows=groups.windows,
         num_host_blocks=num_host_blocks,
         num_disk_blocks=tiers.num_disk_blocks,
     )
@@ -284,7 +300,7 @@ def _capture_graphs(
 
 def _kv_dtypes(
     settings: WorkerSettings, config: ModelConfig, dtype: torch.dtype, place: Place
-) -> KvDtypes:
+) -> tuple[torch.dtype, ...]:
     """Storage dtypes of KV, for each of this rank's layers."""
     skip_layers = settings.kv_skip_layers
     if skip_layers and max(skip_layers) >= config.num_layers:
@@ -295,6 +311,29 @@ def _kv_dtypes(
     layers = place.layers(config.num_layers)
     local = {layer - layers.start for layer in skip_layers if layer in layers}
     return kv_dtypes(settings.kv_cache_dtype, local, dtype, len(layers))
+
+
+def _layer_groups(
+    settings: WorkerSettings,
+    config: ModelConfig,
+    limits: Limits,
+    place: Place,
+    dtypes: tuple[torch.dtype, ...],
+) -> LayerGroups:
+    """The KV groups of the model's layers.
+
+    All layers are in one group without a window if a draft model uses the same block numbers, if
+    layers are on several devices, or if they store different dtypes.
+    """
+    is_alike = len(set(dtypes)) <= 1
+    num_layers = len(place.layers(config.num_layers))
+    is_whole = num_layers == config.num_layers
+    if not config.windows or settings.draft_model is not None or not (is_alike and is_whole):
+        return one_group(num_layers)
+    groups = group_layers(config.windows, limits.max_model_len)
+    if groups.windows != (None,):
+        _log.info("KV groups", windows=groups.windows, layers_per_block=groups.layers_per_block)
+    return groups
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
@@ -350,6 +389,7 @@ def _num_blocks(
     device: torch.device,
     ranks: Ranks | None,
     draft_model: DraftModel | None,
+    bytes_per_block: int,
 ) -> int:
     if settings.num_blocks is not None:
         return settings.num_blocks
@@ -370,7 +410,6 @@ def _num_blocks(
         )
     else:
         num_bytes = kv_memory.free_cpu_kv_bytes()
-    bytes_per_block = block_bytes(config, settings.block_size, dtypes)
     if draft_model is not None:
         bytes_per_block += draft_model.block_bytes(settings.block_size)
     return kv_memory.blocks_in(num_bytes, bytes_per_block)

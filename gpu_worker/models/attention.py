@@ -17,7 +17,9 @@ from kernels import ops
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """Where a step's tokens are stored, and what they attend to; the same for every layer.
+    """Where a step's tokens are stored, and what they attend to.
+
+    It is the same for every layer, unless the model has several KV groups: see `in_layer`.
 
     The first `num_decodes` sequences have exactly one token each in this step, the rest are chunks
     of any length. So the first `num_decodes` tokens belong to the decodes.
@@ -26,7 +28,8 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     """int64[T]: `block * block_size + offset` of each token's K and V, or `kernels.PAD_SLOT`."""
     block_tables: torch.Tensor
-    """int32[S, M]: each sequence's blocks in order; entries past its `seq_len` are not read."""
+    """int32[S, M]: each sequence's blocks in order; entries past its `seq_len`, or behind the
+    layer's window, are not read."""
     seq_lens: torch.Tensor
     """int32[S]: tokens of each sequence, including this step's."""
     query_start_loc: torch.Tensor
@@ -41,6 +44,13 @@ class AttentionMetadata:
     """LoRA adapters of the tokens; None if no token has one."""
     token_types: torch.Tensor | None = None
     """int64[T]: 1 for tokens of the second text of a pair; None: there are none."""
+    by_group: tuple["AttentionMetadata", ...] = ()
+    """With several KV groups: the metadata of each, which differ in slots and block tables. The
+    first group's are also in this object. Empty: there is one group."""
+
+    def in_layer(self, pool: KvPool, layer: int) -> "AttentionMetadata":
+        """The metadata with the slots and block tables of a layer."""
+        return self.by_group[pool.groups.group_of[layer]] if self.by_group else self
 
     @property
     def num_wanted(self) -> int:
@@ -116,7 +126,7 @@ def paged_attention(
         query: `[T, H, D]`, rotated.
         key: `[T, HKV, D]`, rotated.
         value: `[T, HKV, D]`.
-        pool: Written at `metadata.slot_mapping`; holds earlier tokens' K and V.
+        pool: Written at the layer's slots; holds earlier tokens' K and V.
         layer: Layer of the pool.
         metadata: The batch.
         scale: Multiplies the scores, usually `D ** -0.5`.
@@ -142,6 +152,7 @@ def store_kv(
 
     `value` is None if the pool does not store values (`KvPool.stores_values`).
     """
+    metadata = metadata.in_layer(pool, layer)
     ops.store_kv(
         key,
         value,
@@ -165,6 +176,7 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend: the second half of `paged_attention`, after `store_kv`."""
+    metadata = metadata.in_layer(pool, layer)
     key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
     key_scales, value_scales = pool.key_scales(layer), pool.value_scales(layer)
     num_decodes, prefill = metadata.num_decodes, metadata.prefill

@@ -29,6 +29,8 @@ class ModelConfig:
     latent attention); None: they are stored."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json; may be empty."""
+    windows: tuple[int | None, ...] = ()
+    """By layer: how many tokens a token sees, itself included; None: all. Empty: all in each."""
     dtype: str
     """The checkpoint's dtype, one of `DTYPES`; float32 if config.json has none."""
 

@@ -77,7 +77,13 @@ class LlamaDecoder:
             residual = functional.embedding(token_ids, self.embedding)
         adapters = metadata.adapters
         native = None
-        if self._native is not None and (adapters is None or adapters.native is not None):
+        # Native code has the same slots and block tables in each layer.
+        is_one_group = not metadata.by_group
+        if (
+            is_one_group
+            and self._native is not None
+            and (adapters is None or adapters.native is not None)
+        ):
             native = self._native.over(pool)
         if native is not None:
             return native.forward(
@@ -171,7 +177,7 @@ class LlamaDecoder:
             positions,
             pool.key_cache(index),
             pool.value_cache(index),
-            metadata.slot_mapping,
+            metadata.in_layer(pool, index).slot_mapping,
             key_scales=pool.key_scales(index),
             value_scales=pool.value_scales(index),
         )

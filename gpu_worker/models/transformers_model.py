@@ -198,6 +198,7 @@ class TransformersSource:
             num_layers=len(calls),
             num_kv_heads=calls[0].num_kv_heads,
             head_dim=calls[0].head_dim,
+            windows=tuple(call.window for call in calls),
             eos_token_ids=read_eos_token_ids(fields),
             dtype=read_dtype(fields),
         )

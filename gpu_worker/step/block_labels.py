@@ -241,15 +241,16 @@ class BlockLabels:
     def _write(self, rows: Rows, scheduled: ScheduledRows) -> None:
         """Remove the labels of blocks that scheduled tokens are written to."""
         firsts, offsets = np.divmod(scheduled.starts, self._block_size)  # [S]
-        blocks = rows.block_tables[scheduled.rows, firsts]  # [S]
+        blocks = rows.blocks_of(scheduled.rows, firsts)  # [S * G]
         self.device.remove(blocks)
-        self._is_void[blocks[offsets == 0]] = False
+        self._is_void[blocks[np.repeat(offsets == 0, rows.num_groups)]] = False
         if scheduled.num_decodes == len(scheduled.rows):  # one token each, and one block
             return
         lasts = (scheduled.starts + scheduled.lens - 1) // self._block_size
         for index in np.flatnonzero(lasts > firsts).tolist():
-            row = scheduled.rows[index]
-            blocks = rows.block_tables[row, firsts[index] + 1 : lasts[index] + 1]
+            row, groups = scheduled.rows[index], rows.num_groups
+            first, end = (firsts[index] + 1) * groups, (lasts[index] + 1) * groups
+            blocks = rows.block_tables[row, first:end]
             self.device.remove(blocks)
             self._is_void[blocks] = False
 

@@ -20,6 +20,7 @@ import torch
 from contract.limits import Limits
 from gpu_worker.memory.transfer import packed_bytes, upload_into
 from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.step.input_batch import with_groups
 from gpu_worker.step.rows import Rows, ScheduledRows
 from kernels import PAD_SLOT
 
@@ -87,11 +88,14 @@ class DecodeGraphs:
         self._last_token_ids = last_token_ids
         self._sizes = graph_sizes(limits.max_num_seqs)
         self._replays: dict[int, Callable[[], object]] = {}
-        num_rows, width = limits.max_num_seqs, limits.max_blocks_per_row
+        num_rows, width = limits.max_num_seqs, limits.max_table_len
+        self._num_groups = len(limits.kv_windows)
         device = last_token_ids.device
-        most = [*_padding(num_rows), np.empty((num_rows, width), np.int32)]
+        most = [*self._padding(num_rows), np.empty((num_rows, width), np.int32)]
         self._inputs = torch.zeros(packed_bytes(most), dtype=torch.uint8, device=device)
-        self._block_tables = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        self._block_tables = torch.zeros(  # [G, max_num_seqs, M]
+            self._num_groups, num_rows, limits.max_blocks_per_row, dtype=torch.int32, device=device
+        )
         self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
         self._hidden: torch.Tensor | None = None  # [max_num_seqs, E], after the first run
 
@@ -126,33 +130,39 @@ class DecodeGraphs:
         num_seqs = len(scheduled.rows)
         size = self._sizes[bisect_left(self._sizes, num_seqs)]
         positions = scheduled.starts  # [N]: a decode's only token
-        blocks = rows.block_tables[scheduled.rows, positions // self._block_size].astype(np.int64)
+        blocks = rows.blocks_of(scheduled.rows, positions // self._block_size).astype(np.int64)
         width = int(positions.max()) // self._block_size + 1
-        row_numbers, places, slot_mapping, seq_lens = inputs = _padding(size)
+        row_numbers, places, seq_lens, *slot_mappings = inputs = self._padding(size)
         row_numbers[:num_seqs] = scheduled.rows
         places[:num_seqs] = positions
-        slot_mapping[:num_seqs] = blocks * self._block_size + positions % self._block_size
         seq_lens[:num_seqs] = positions + 1
-        tables = rows.block_tables[scheduled.rows, :width]  # [N, width]
+        offsets = positions % self._block_size
+        for group, slot_mapping in enumerate(slot_mappings):
+            of_group = blocks[group :: self._num_groups]
+            slot_mapping[:num_seqs] = of_group * self._block_size + offsets
+        tables = rows.block_tables[scheduled.rows, : width * self._num_groups]  # [N, width * G]
         on_device = upload_into(self._inputs, [*inputs, tables])
         # The step's tables are narrower than the graphs': columns beyond `width` are stale, and
         # never read.
-        self._block_tables[:num_seqs, :width].copy_(on_device[-1])
+        of_groups = on_device[-1].view(num_seqs, width, self._num_groups).permute(2, 0, 1)
+        self._block_tables[:, :num_seqs, :width].copy_(of_groups)
         self._replays[size]()
         assert self._hidden is not None, "a graph was captured"
         return self._hidden[:num_seqs], on_device[0][:num_seqs]
 
     def _computation(self, size: int) -> Callable[[], None]:
         """The computation of a graph of S = `size`, from the inputs to the hidden states."""
-        rows, positions, slot_mapping, seq_lens = upload_into(self._inputs, _padding(size))
+        rows, positions, seq_lens, *slots = upload_into(self._inputs, self._padding(size))
+        tables = [of_group[:size] for of_group in self._block_tables]
         metadata = AttentionMetadata(
-            slot_mapping=slot_mapping,
-            block_tables=self._block_tables[:size],
+            slot_mapping=slots[0],
+            block_tables=tables[0],
             seq_lens=seq_lens,
             query_start_loc=self._query_start_loc[: size + 1],
             max_query_len=1,
             num_decodes=size,
         )
+        metadata = with_groups(metadata, slots, tables)
 
         def compute() -> None:
             token_ids = self._last_token_ids.index_select(0, rows)
@@ -163,15 +173,14 @@ class DecodeGraphs:
 
         return compute
 
-
-def _padding(size: int) -> list[np.ndarray[Any, np.dtype[Any]]]:
-    """Inputs of padding rows: rows, positions, slots int64[S]; sequence lengths int32[S]."""
-    return [
-        np.zeros(size, np.int64),
-        np.zeros(size, np.int64),
-        np.full(size, PAD_SLOT, np.int64),
-        np.zeros(size, np.int32),
-    ]
+    def _padding(self, size: int) -> list[np.ndarray[Any, np.dtype[Any]]]:
+        """Inputs of padding rows: rows, positions int64[S], lengths int32[S], slots int64[S]..."""
+        return [
+            np.zeros(size, np.int64),
+            np.zeros(size, np.int64),
+            np.zeros(size, np.int32),
+            *(np.full(size, PAD_SLOT, np.int64) for _ in range(self._num_groups)),
+        ]
 
 
 class CudaGraphs:

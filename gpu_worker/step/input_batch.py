@@ -3,7 +3,7 @@
 Symbols: `T` tokens, `S` sequences, `N` tokens that sample, `M` blocks of the longest block table.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -67,18 +67,23 @@ def build_input_batch(
         row_of_token = np.repeat(scheduled.rows, lens)
         positions = np.arange(starts[-1]) + np.repeat(scheduled.starts - starts[:-1], lens)
     places, offsets = np.divmod(positions, block_size)  # [T]: in block table, in block
-    blocks = rows.block_tables[row_of_token, places].astype(np.int64)  # [T]
-    max_num_blocks = -(-int(seq_lens.max()) // block_size)
-    slots = blocks * block_size + offsets  # [T]
+    num_groups = rows.num_groups
+    width = -(-int(seq_lens.max()) // block_size) * num_groups
+    slots: list[Int64Array] = []  # by KV group, [T]
+    tables: list[Int32Array] = []  # by KV group, [S, M]
+    for group in range(num_groups):
+        blocks = rows.block_tables[row_of_token, places * num_groups + group].astype(np.int64)
+        slots.append(blocks * block_size + offsets)
+        tables.append(rows.block_tables[scheduled.rows, group:width:num_groups])
     arrays: list[npt.NDArray[Any]] = [
         positions,
-        slots,
         _token_ids(rows, row_of_token[num_on_device:], positions[num_on_device:]),
         scheduled.rows[:num_on_device],
         scheduled.rows[scheduled.sampling],
-        rows.block_tables[scheduled.rows, :max_num_blocks],
         seq_lens.astype(np.int32),
         starts,
+        *slots,
+        *tables,
     ]
     numbers = rows.adapter[row_of_token] if adapters else _NONE  # [T]
     of_all = step_adapters(numbers, adapters, last_token_ids.device)
@@ -88,27 +93,28 @@ def build_input_batch(
         places, wanted_starts = _places_before_sampled(scheduled, starts)
         if of_all is not None:
             of_wanted_ones = step_adapters(numbers[places], adapters, last_token_ids.device)
-        arrays += [places, slots[places], wanted_starts]
+        arrays += [places, wanted_starts, *(of_group[places] for of_group in slots)]
     (
         positions_t,
-        slot_mapping,
         chunk_token_ids,
         decode_rows,
         sampling_rows,
-        block_tables,
         seq_lens_t,
         query_start_loc,
-        *of_wanted,
+        *by_group,
     ) = upload(arrays, last_token_ids.device)
+    slots_t, tables_t = by_group[:num_groups], by_group[num_groups : 2 * num_groups]
+    of_wanted = by_group[2 * num_groups :]
     metadata = AttentionMetadata(
-        slot_mapping=slot_mapping,
-        block_tables=block_tables,
+        slot_mapping=slots_t[0],
+        block_tables=tables_t[0],
         seq_lens=seq_lens_t,
         query_start_loc=query_start_loc,
         max_query_len=max_query_len,
         num_decodes=num_decodes,
         adapters=of_all,
     )
+    metadata = with_groups(metadata, slots_t, tables_t)
     if wanted_starts is not None:
         wanted_lens = np.diff(wanted_starts)
         wanted = _wanted(metadata, wanted_lens, of_wanted_ones, *of_wanted)
@@ -124,6 +130,19 @@ def build_input_batch(
     )
 
 
+def with_groups(
+    metadata: AttentionMetadata, slots: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
+) -> AttentionMetadata:
+    """Add the slots and block tables of each KV group, if there are several groups."""
+    if len(slots) == 1:
+        return metadata
+    by_group = tuple(
+        replace(metadata, slot_mapping=of_group, block_tables=table)
+        for of_group, table in zip(slots, tables, strict=True)
+    )
+    return replace(metadata, by_group=by_group)
+
+
 def _token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> Int64Array:
     """int64[len(positions)]: tokens whose values the rows have."""
     if not len(positions):
@@ -136,18 +155,20 @@ def _wanted(
     lens: Int32Array,  # [S]: wanted tokens of each sequence
     adapters: StepAdapters | None,
     places: torch.Tensor,
-    slot_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
+    *slots: torch.Tensor,  # by KV group
 ) -> WantedTokens:
     alone = replace(
         metadata,
-        slot_mapping=slot_mapping,
+        slot_mapping=slots[0],
+        by_group=(),
         query_start_loc=query_start_loc,
         max_query_len=int(lens.max()),
         num_decodes=int(np.logical_and.accumulate(lens == 1).sum()),
         adapters=adapters,
     )
-    return WantedTokens(places, alone)
+    tables = [each.block_tables for each in metadata.by_group]
+    return WantedTokens(places, with_groups(alone, slots, tables))
 
 
 def _places_before_sampled(

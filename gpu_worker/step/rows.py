@@ -71,9 +71,12 @@ class Rows:
         self._limits = limits
         self.token_ids = np.zeros((num_rows, limits.max_model_len), np.int32)
         """int32[R, max_model_len]: known tokens whose values have arrived."""
-        self.block_tables = np.zeros((num_rows, limits.max_blocks_per_row), np.int32)
+        self.num_groups = len(limits.kv_windows)
+        self.block_tables = np.zeros((num_rows, limits.max_table_len), np.int32)
+        """int32[R, M * G]: for every `block_size` tokens an entry of each KV group. Entries behind
+        a group's window are stale: the scheduler has given their blocks to others."""
         self.num_blocks = np.zeros(num_rows, np.int64)
-        """Valid entries of each block table; tables only grow."""
+        """Valid entries of each block table in each group; tables only grow."""
         self.num_prompt = np.zeros(num_rows, np.int64)
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_computed = np.zeros(num_rows, np.int64)
@@ -116,6 +119,8 @@ class Rows:
             self._add(new_row)
         if len(plan.appended_rows):
             self._append_blocks(plan.appended_rows, plan.appended_block_ids)
+        if len(plan.placements):
+            self._place_blocks(plan.placements)
         self._rename_blocks(plan.renamed_src_block_ids, plan.renamed_dst_block_ids)
         return self._schedule(plan)
 
@@ -178,9 +183,24 @@ class Rows:
         ended: BoolArray = self.ended_incarnation[rows] == incarnations
         return ended
 
-    def block_table(self, row: int) -> Int32Array:
-        """int32[N]: a copy of the row's block table."""
-        return self.block_tables[row, : self.num_blocks[row]].copy()
+    def block_table(self, row: int, num_computed: int | None = None) -> Int32Array:
+        """int32[N * G]: a copy of the row's block table; entries behind a window are 0.
+
+        `num_computed` is the number of tokens with KV; None: by the row's state.
+        """
+        table = self.block_tables[row, : self.num_blocks[row] * self.num_groups].copy()
+        if self._limits.kv_windows != (None,):
+            computed = self.num_computed[row] if num_computed is None else num_computed
+            table[self._is_behind(np.array([computed]))[0, : len(table)]] = 0
+        return table
+
+    def blocks_of(self, rows: Int64Array, indices: Int64Array) -> Int32Array:
+        """int32[N * G]: the blocks of all groups for N indices of int64[N] rows."""
+        if self.num_groups == 1:
+            return self.block_tables[rows, indices]
+        entries = indices[:, None] * self.num_groups + np.arange(self.num_groups)
+        blocks: Int32Array = self.block_tables[rows[:, None], entries].ravel()
+        return blocks
 
     def held(self, is_broken: Callable[[Int32Array], bool]) -> tuple[HeldRow, ...]:
         """Describe the sequences that have an identity. All results must have arrived.
@@ -190,18 +210,20 @@ class Rows:
         """
         held = []
         for row in np.flatnonzero(self.is_used).tolist():
-            new, blocks = self._new[row], self.block_table(row)
+            new = self._new[row]
             assert new is not None, "a used row was announced"
-            if not new.identity or is_broken(blocks):
-                continue
             num_tokens, has_stopped = int(self.num_tokens[row]), False
             if self.ended_incarnation[row] == self.incarnation[row]:
                 num_tokens, has_stopped = int(self._ended_len[row]), bool(self._has_stopped[row])
+            num_computed = min(int(self.num_computed[row]), num_tokens - 1)
+            blocks = self.block_table(row, num_computed)
+            if not new.identity or is_broken(blocks):
+                continue
             held.append(
                 HeldRow(
                     identity=new.identity,
                     token_ids=self.token_ids[row, :num_tokens].copy(),
-                    num_computed_tokens=min(int(self.num_computed[row]), num_tokens - 1),
+                    num_computed_tokens=num_computed,
                     block_ids=blocks,
                     has_stopped=has_stopped,
                     had_logprobs=new.params.logprobs is not None,
@@ -217,7 +239,10 @@ class Rows:
 
     def first_with_block_from(self, block: int) -> int | None:
         """The first row that uses block number `block` or a higher one; None if there is none."""
-        is_own = np.arange(self.block_tables.shape[1]) < self.num_blocks[:, None]
+        num_entries = self.num_blocks[:, None] * self.num_groups
+        is_own = np.arange(self.block_tables.shape[1]) < num_entries
+        if self._limits.kv_windows != (None,):
+            is_own &= ~self._is_behind(self.num_computed)
         is_beyond = is_own & (self.block_tables >= block) & self.is_used[:, None]
         (rows,) = np.nonzero(is_beyond.any(axis=1))
         return int(rows[0]) if len(rows) else None
@@ -233,12 +258,12 @@ class Rows:
         self.is_decoding[rows] = False
 
     def _add(self, new: NewSequence) -> None:
-        row, num_tokens, num_blocks = new.row, len(new.token_ids), len(new.block_ids)
+        row, num_tokens, num_entries = new.row, len(new.token_ids), len(new.block_ids)
         if self.is_used[row]:
             raise InvalidArgumentError("new_sequences.row", f"is {row}, which is in use")
         self.token_ids[row, :num_tokens] = new.token_ids
-        self.block_tables[row, :num_blocks] = new.block_ids
-        self.num_blocks[row] = num_blocks
+        self.block_tables[row, :num_entries] = new.block_ids
+        self.num_blocks[row] = num_entries // self.num_groups
         self.num_prompt[row] = new.num_prompt_tokens
         self.num_tokens[row] = num_tokens
         self.num_computed[row] = new.num_computed_tokens
@@ -251,15 +276,38 @@ class Rows:
 
     def _append_blocks(self, rows: Int32Array, block_ids: Int32Array) -> None:
         _require(self.is_used[rows], "appended_rows", rows, "which is free")
-        has_room = self.num_blocks[rows] < self.block_tables.shape[1]
+        firsts = self.num_blocks[rows] * self.num_groups
+        has_room = firsts < self.block_tables.shape[1]
         _require(has_room, "appended_rows", rows, "whose block table is full")
-        self.block_tables[rows, self.num_blocks[rows]] = block_ids
+        if self.num_groups == 1:
+            self.block_tables[rows, firsts] = block_ids
+        else:
+            entries = firsts[:, None] + np.arange(self.num_groups)
+            self.block_tables[rows[:, None], entries] = block_ids.reshape(entries.shape)
         self.num_blocks[rows] += 1
+
+    def _place_blocks(self, placements: Int32Array) -> None:
+        rows, entries, block_ids = placements.reshape(-1, 3).T
+        _require(self.is_used[rows], "placements", rows, "which is free")
+        is_own = entries < self.num_blocks[rows] * self.num_groups
+        _require(is_own, "placements", entries, "beyond the end of the row's block table")
+        self.block_tables[rows, entries] = block_ids
+
+    def _is_behind(self, num_computed: Int64Array) -> BoolArray:
+        """bool[N, M * G]: whether no token from int64[N] `num_computed` on sees an entry."""
+        groups, size = self.num_groups, self._limits.block_size
+        firsts = np.zeros((len(num_computed), groups), np.int64)
+        for group, window in enumerate(self._limits.kv_windows):
+            if window is not None:
+                firsts[:, group] = np.maximum(num_computed - window + 1, 0) // size
+        entries = np.arange(self.block_tables.shape[1])
+        is_behind: BoolArray = entries // groups < firsts[:, entries % groups]
+        return is_behind
 
     def _rename_blocks(self, src: Int32Array, dst: Int32Array) -> None:
         if len(src):
             (used,) = np.nonzero(self.is_used)
-            width = self.num_blocks[used].max(initial=0)
+            width = self.num_blocks[used].max(initial=0) * self.num_groups
             tables = self.block_tables[used, :width]  # entries past a row's table are stale
             names = np.arange(1 + max(tables.max(initial=0), src.max()), dtype=np.int32)
             names[src] = dst

@@ -123,7 +123,7 @@ def _new(
     most_tokens: int,
 ) -> NewSequence:
     """A sequence whose blocks it may share with others: what they hold does not matter."""
-    num_blocks = -(-most_tokens // limits.block_size)
+    num_blocks = -(-most_tokens // limits.block_size) * len(limits.kv_windows)
     return NewSequence(
         seq_id=row,
         row=row,

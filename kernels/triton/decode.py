@@ -1,7 +1,8 @@
 """Paged attention for one new token per sequence, split along the KV length.
 
 Symbols: `S` sequences, `H` query heads, `HKV` kv heads, `G` query heads of one kv head, `D` head
-dim, `B` blocks, `P` block size, `M` max blocks per sequence, `N` splits of the longest sequence.
+dim of values, `REST` further numbers of keys (`tile.py`), `B` blocks, `P` block size, `M` max
+blocks per sequence, `N` splits of the longest sequence.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
@@ -14,12 +15,14 @@ import triton.language as tl
 
 from kernels.checks import check_options, check_paged
 from kernels.triton.quantized import as_bits
-from kernels.triton.tile import LOG2_E, attend_positions, scale_strides
+from kernels.triton.tile import LOG2_E, attend_positions, group_heads, scale_strides
 from kernels.tuning.configs import DecodeConfig, config_of, num_processors, shape_of
 
 _MIN_SEQS: Final = (
     256  # sequences are rounded up to multiples of this, so that few variants are compiled
 )
+_MOST_ROWS: Final = 16
+"""Query heads of a program over latents. Not measured."""
 
 
 @triton.jit
@@ -43,9 +46,9 @@ def _splits_of(
     do_not_specialize_on_alignment=["block_tables", "seq_lens"],
 )
 def _attend_splits_kernel(
-    query,  # [S, H, D]
-    key_cache,  # [B, P, HKV, D]
-    value_cache,  # [B, P, HKV, D]
+    query,  # [S, H, D + REST]
+    key_cache,  # [B, P, HKV, D + REST]
+    value_cache,  # [B, P, HKV, D]; None: the keys' first numbers
     key_scales,  # bf16 [B, P, HKV], or None: not quantized
     value_scales,  # as key_scales
     block_tables,  # int32[S, M]
@@ -69,8 +72,10 @@ def _attend_splits_kernel(
     value_stride_h,
     key_scale_stride_b,
     key_scale_stride_p,
+    key_scale_stride_h,
     value_scale_stride_b,
     value_scale_stride_p,
+    value_scale_stride_h,
     table_stride,
     H: tl.constexpr,
     HKV: tl.constexpr,
@@ -79,6 +84,8 @@ def _attend_splits_kernel(
     SEQS: tl.constexpr,  # power of two, at least S
     ROWS: tl.constexpr,  # power of two, at least H / HKV and 16
     DIMS: tl.constexpr,  # power of two, at least D and 16
+    REST: tl.constexpr,  # numbers of a key that are not of its value
+    REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
     POSITIONS: tl.constexpr,  # kv positions of a tile
     SPLIT: tl.constexpr,  # kv positions of a split, at least
     MAX_SPLITS: tl.constexpr,  # of one sequence; longer ones have longer splits
@@ -116,6 +123,13 @@ def _attend_splits_kernel(
         head = (kv_head * G + row).to(tl.int64)
         q_ptr = query + seq * query_stride_s + head[:, None] * query_stride_h + dim[None, :]
         q = tl.load(q_ptr, mask=row_mask, other=0.0)
+        q_rest = None
+        if REST > 0:
+            rest = tl.arange(0, REST_DIMS)
+            q_row = query + seq * query_stride_s + head * query_stride_h
+            rest_ptr = q_row[:, None] + D + rest[None, :]
+            rest_mask = (row < G)[:, None] & (rest < REST)[None, :]
+            q_rest = tl.load(rest_ptr, mask=rest_mask, other=0.0)
         row_max = tl.full([ROWS], -1e30, tl.float32)
         row_sum = tl.zeros([ROWS], tl.float32)
         row_position = tl.zeros([ROWS], tl.int32) + (seq_len - 1)
@@ -128,6 +142,7 @@ def _attend_splits_kernel(
             masked_from = start + (end - start) // POSITIONS * POSITIONS
         acc, row_max, row_sum = attend_positions(
             q,
+            q_rest,
             row_max,
             row_sum,
             row_position,
@@ -152,12 +167,16 @@ def _attend_splits_kernel(
             value_stride_h,
             key_scale_stride_b,
             key_scale_stride_p,
+            key_scale_stride_h,
             value_scale_stride_b,
             value_scale_stride_p,
+            value_scale_stride_h,
             P,
             D,
             ROWS,
             DIMS,
+            REST,
+            REST_DIMS,
             POSITIONS,
             NUM_STAGES,
         )
@@ -251,10 +270,11 @@ def paged_attention_decode(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, D].
+    """Attend with `query` [S, H, D + REST] to each sequence's first `seq_lens` slots; [S, H, D].
 
-    The caches are [B, P, HKV, D] views, `block_tables` int32[S, M], `seq_lens` int32[S], each at
-    most M * P; the host never reads lengths, so it cannot check them. A sequence of length 0 is a
+    The caches are [B, P, HKV, D + REST] and [B, P, HKV, D] views, the second a part of the first if
+    REST is not 0, `block_tables` int32[S, M], `seq_lens` int32[S], each at most M * P; the host
+    never reads lengths, so it cannot check them. A sequence of length 0 is a
     padding row and gives zeros. Not a bit of a row depends on other rows of the batch, or on S or
     M: splits have a fixed size, which grows only for a sequence that would need too many of them.
     Needs fp32 scratch of S * N * H * (D + 1), where N is the number of splits of a sequence of M *
@@ -273,11 +293,13 @@ def paged_attention_decode(
     """
     check_paged(query, key_cache, value_cache, block_tables, seq_lens, key_scales, value_scales)
     check_options(query, window, softcap, sinks)
-    num_seqs, num_heads, head_dim = query.shape
+    num_seqs, num_heads, query_dim = query.shape
+    head_dim = value_cache.shape[3]
     if block_tables.shape[0] != num_seqs:
         raise ValueError(f"block_tables has {block_tables.shape[0]} rows, required are {num_seqs}")
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    config = config_of(DecodeConfig, query.device, shape_of(query, key_cache))
+    config = config_of(DecodeConfig, query.device, shape_of(query, value_cache))
+    heads = group_heads(num_heads, _MOST_ROWS, key_cache, value_cache, key_scales, value_scales)
+    block_size, num_kv_heads = heads.key_cache.shape[1:3]
     max_splits = triton.cdiv(config.max_pieces, num_kv_heads)
     most_visible = block_tables.shape[1] * block_size
     if window is not None:
@@ -285,7 +307,7 @@ def paged_attention_decode(
     num_splits = max(1, min(max_splits, triton.cdiv(most_visible, config.split)))
     partial_out = query.new_empty((num_seqs, num_splits, num_heads, head_dim), dtype=torch.float32)
     partial_lse = query.new_empty((num_seqs, num_splits, num_heads), dtype=torch.float32)
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out = query.new_empty((num_seqs, num_heads, head_dim))
     num_programs = num_processors(query.device) * config.programs_per_processor
     dims = max(16, triton.next_power_of_2(head_dim))
     splits = {
@@ -295,10 +317,10 @@ def paged_attention_decode(
     }
     _attend_splits_kernel[(min(num_programs, num_seqs * num_splits * num_kv_heads),)](
         query,
-        as_bits(key_cache),
-        as_bits(value_cache),
-        key_scales,
-        value_scales,
+        as_bits(heads.key_cache),
+        None if heads.value_cache is None else as_bits(heads.value_cache),
+        heads.key_scales,
+        heads.value_scales,
         block_tables,
         seq_lens,
         sinks,
@@ -311,18 +333,20 @@ def paged_attention_decode(
         None if softcap is None else softcap * LOG2_E,
         window,
         *query.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *scale_strides(key_scales),
-        *scale_strides(value_scales),
+        *heads.key_cache.stride()[:3],
+        *(heads.value_cache if heads.value_cache is not None else heads.key_cache).stride()[:3],
+        *scale_strides(heads.key_scales),
+        *scale_strides(heads.value_scales),
         block_tables.stride(0),
         H=num_heads,
         HKV=num_kv_heads,
         D=head_dim,
         P=block_size,
         SEQS=max(_MIN_SEQS, triton.next_power_of_2(num_seqs)),
-        ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        ROWS=max(16, triton.next_power_of_2(heads.group)),
         DIMS=dims,
+        REST=query_dim - head_dim,
+        REST_DIMS=max(16, triton.next_power_of_2(query_dim - head_dim)),
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -1,7 +1,8 @@
 """Causal paged attention for chunks of many tokens, of variable length.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `G` query heads of one kv
-head, `D` head dim, `B` blocks, `P` block size, `M` max blocks per sequence.
+head, `D` head dim of values, `REST` further numbers of keys (`tile.py`), `B` blocks, `P` block
+size, `M` max blocks per sequence.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from kernels.checks import check_options, check_paged, check_tensor
 from kernels.triton.quantized import as_bits
-from kernels.triton.tile import LOG2_E, attend_positions, scale_strides
+from kernels.triton.tile import LOG2_E, attend_positions, group_heads, scale_strides
 from kernels.tuning.configs import PrefillConfig, config_of, shape_of
 
 
@@ -39,9 +40,9 @@ def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
     do_not_specialize_on_alignment=["block_tables", "seq_lens", "query_start_loc"],
 )
 def _attend_chunks_kernel(
-    query,  # [T, H, D]
-    key_cache,  # [B, P, HKV, D]
-    value_cache,  # [B, P, HKV, D]
+    query,  # [T, H, D + REST]
+    key_cache,  # [B, P, HKV, D + REST]
+    value_cache,  # [B, P, HKV, D]; None: the keys' first numbers
     key_scales,  # bf16 [B, P, HKV], or None: not quantized
     value_scales,  # as key_scales
     block_tables,  # int32[S, M]
@@ -63,8 +64,10 @@ def _attend_chunks_kernel(
     value_stride_h,
     key_scale_stride_b,
     key_scale_stride_p,
+    key_scale_stride_h,
     value_scale_stride_b,
     value_scale_stride_p,
+    value_scale_stride_h,
     table_stride,
     H: tl.constexpr,
     G: tl.constexpr,
@@ -73,6 +76,8 @@ def _attend_chunks_kernel(
     ROWS: tl.constexpr,  # power of two, at least TOKENS * G and 16
     TOKENS: tl.constexpr,  # query tokens of a tile
     DIMS: tl.constexpr,  # power of two, at least D and 16
+    REST: tl.constexpr,  # numbers of a key that are not of its value
+    REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
     POSITIONS: tl.constexpr,  # kv positions of a tile
     NUM_STAGES: tl.constexpr,  # tiles in flight
 ):
@@ -102,6 +107,11 @@ def _attend_chunks_kernel(
     head = (kv_head * G + row % G).to(tl.int64)
     q_row = query + token * query_stride_t + head * query_stride_h
     q = tl.load(q_row[:, None] + dim[None, :], mask=row_mask, other=0.0)
+    q_rest = None
+    if REST > 0:
+        rest = tl.arange(0, REST_DIMS)
+        rest_mask = ((row < TOKENS * G) & (index < query_len))[:, None] & (rest < REST)[None, :]
+        q_rest = tl.load(q_row[:, None] + D + rest[None, :], mask=rest_mask, other=0.0)
 
     end = tl.minimum(seq_len - query_len + first + TOKENS, seq_len)
     # Rows past the chunk see the same as its last token, because a row that sees nothing divides by
@@ -123,6 +133,7 @@ def _attend_chunks_kernel(
         masked_from = begin // POSITIONS * POSITIONS
     acc, row_max, row_sum = attend_positions(
         q,
+        q_rest,
         row_max,
         row_sum,
         row_position,
@@ -147,12 +158,16 @@ def _attend_chunks_kernel(
         value_stride_h,
         key_scale_stride_b,
         key_scale_stride_p,
+        key_scale_stride_h,
         value_scale_stride_b,
         value_scale_stride_p,
+        value_scale_stride_h,
         P,
         D,
         ROWS,
         DIMS,
+        REST,
+        REST_DIMS,
         POSITIONS,
         NUM_STAGES,
     )
@@ -180,10 +195,11 @@ def paged_attention_prefill(
 ) -> torch.Tensor:
     """Attend with each query token to its sequence's slots up to its own position; [T, H, D].
 
-    Sequence s owns the rows [query_start_loc[s], query_start_loc[s + 1]) of `query` [T, H, D], its
-    last query_len tokens: row i has position seq_len - query_len + i. The keys and values of these
-    tokens are already in the caches, [B, P, HKV, D] views. `block_tables` is int32[S, M],
-    `seq_lens` int32[S], `query_start_loc` int32[S + 1], from 0; the host does not read them.
+    Sequence s owns the rows [query_start_loc[s], query_start_loc[s + 1]) of `query`, [T, H, D +
+    REST], its last query_len tokens: row i has position seq_len - query_len + i. The keys and
+    values of these tokens are already in the caches, as in `paged_attention_decode`. `block_tables`
+    is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1], from 0; the host does not
+    read them.
     Rows that belong to no sequence, or to one of length 0, give zeros. A row does not depend on
     other sequences of the batch.
 
@@ -196,24 +212,25 @@ def paged_attention_prefill(
     """
     check_paged(query, key_cache, value_cache, block_tables, seq_lens, key_scales, value_scales)
     check_options(query, window, softcap, sinks)
-    num_tokens, num_heads, head_dim = query.shape
+    num_tokens, num_heads, query_dim = query.shape
+    head_dim = value_cache.shape[3]
     num_seqs = seq_lens.shape[0]
     check_tensor("query_start_loc", query_start_loc, (num_seqs + 1,), torch.int32, query)
     if max_query_len > num_tokens:
         raise ValueError(f"max_query_len is {max_query_len}, required is at most {num_tokens}")
-    block_size, num_kv_heads = key_cache.shape[1:3]
-    group = num_heads // num_kv_heads
-    config = config_of(PrefillConfig, query.device, shape_of(query, key_cache))
-    rows = max(config.rows, triton.next_power_of_2(group))
-    tokens = rows // group
+    config = config_of(PrefillConfig, query.device, shape_of(query, value_cache))
+    heads = group_heads(num_heads, config.rows, key_cache, value_cache, key_scales, value_scales)
+    block_size, num_kv_heads = heads.key_cache.shape[1:3]
+    rows = max(config.rows, triton.next_power_of_2(heads.group))
+    tokens = rows // heads.group
     dims = max(16, triton.next_power_of_2(head_dim))
-    out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    out = query.new_zeros((num_tokens, num_heads, head_dim))
     _attend_chunks_kernel[(num_tokens // tokens + num_seqs, num_kv_heads)](
         query,
-        as_bits(key_cache),
-        as_bits(value_cache),
-        key_scales,
-        value_scales,
+        as_bits(heads.key_cache),
+        None if heads.value_cache is None else as_bits(heads.value_cache),
+        heads.key_scales,
+        heads.value_scales,
         block_tables,
         seq_lens,
         query_start_loc,
@@ -224,18 +241,20 @@ def paged_attention_prefill(
         None if softcap is None else softcap * LOG2_E,
         window,
         *query.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *scale_strides(key_scales),
-        *scale_strides(value_scales),
+        *heads.key_cache.stride()[:3],
+        *(heads.value_cache if heads.value_cache is not None else heads.key_cache).stride()[:3],
+        *scale_strides(heads.key_scales),
+        *scale_strides(heads.value_scales),
         block_tables.stride(0),
         H=num_heads,
-        G=group,
+        G=heads.group,
         D=head_dim,
         P=block_size,
         ROWS=rows,
         TOKENS=tokens,
         DIMS=dims,
+        REST=query_dim - head_dim,
+        REST_DIMS=max(16, triton.next_power_of_2(query_dim - head_dim)),
         POSITIONS=config.positions,
         NUM_STAGES=config.num_stages,
         num_warps=config.num_warps,

@@ -151,7 +151,7 @@ def store_kv(
                 slot_mapping,
                 *new.stride()[:2],
                 *cache.stride()[:3],
-                *scale_strides(scales),
+                *scale_strides(scales)[:2],
                 D=head_dim,
                 P=block_size,
                 DIMS=triton.next_power_of_2(head_dim),

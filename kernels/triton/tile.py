@@ -1,10 +1,15 @@
 """The loop of paged attention: online softmax over a range of positions, tile by tile.
 
-Symbols: `R` query rows of a tile, `C` kv positions of a tile, `D` head dim, `P` block size.
+Symbols: `R` query rows of a tile, `C` kv positions of a tile, `D` head dim of values, `P` block
+size.
+
+Keys are as wide as values; or, in multi-head latent attention, wider by `REST` numbers, and values
+are their first D.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
 
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -19,12 +24,13 @@ LOG2_E: Final = 1.4426950408889634  # scores are scaled by it, so that exp2 is t
 @triton.jit
 def attend_positions(
     q,  # [R, DIMS], zero past D
+    q_rest,  # [R, REST_DIMS], zero past REST; None if REST is 0
     row_max,  # fp32 [R], finite
     row_sum,  # fp32 [R]
     row_position,  # int32[R]: each row sees the positions up to its own
     kv_head,  # index
-    key_cache,  # [B, P, HKV, D]
-    value_cache,  # as key_cache
+    key_cache,  # [B, P, HKV, D + REST]
+    value_cache,  # [B, P, HKV, D]; None: the keys' first numbers
     key_scales,  # bf16 [B, P, HKV], or None: not quantized
     value_scales,  # as key_scales
     block_table,  # points to this sequence's row, int32[M]
@@ -43,12 +49,16 @@ def attend_positions(
     value_stride_h,
     key_scale_stride_b,
     key_scale_stride_p,
+    key_scale_stride_h,
     value_scale_stride_b,
     value_scale_stride_p,
+    value_scale_stride_h,
     P: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,  # R
     DIMS: tl.constexpr,  # power of two, at least D and 16
+    REST: tl.constexpr,
+    REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
     POSITIONS: tl.constexpr,  # C
     NUM_STAGES: tl.constexpr,
 ):
@@ -60,12 +70,17 @@ def attend_positions(
     """
     acc = tl.zeros([ROWS, DIMS], tl.float32)
     key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
-    value_head = value_cache + kv_head.to(tl.int64) * value_stride_h
-    key_head_scales = None if key_scales is None else key_scales + kv_head
-    value_head_scales = None if value_scales is None else value_scales + kv_head
+    value_head = None
+    if value_cache is not None:
+        value_head = value_cache + kv_head.to(tl.int64) * value_stride_h
+    key_head_scales = None if key_scales is None else key_scales + kv_head * key_scale_stride_h
+    value_head_scales = None
+    if value_scales is not None:
+        value_head_scales = value_scales + kv_head * value_scale_stride_h
     if window is None:
         acc, row_max, row_sum = _attend_range(
             q,
+            q_rest,
             acc,
             row_max,
             row_sum,
@@ -93,12 +108,15 @@ def attend_positions(
             P,
             D,
             DIMS,
+            REST,
+            REST_DIMS,
             POSITIONS,
             IS_MASKED=False,
             NUM_STAGES=NUM_STAGES,
         )
     acc, row_max, row_sum = _attend_range(
         q,
+        q_rest,
         acc,
         row_max,
         row_sum,
@@ -126,6 +144,8 @@ def attend_positions(
         P,
         D,
         DIMS,
+        REST,
+        REST_DIMS,
         POSITIONS,
         IS_MASKED=True,
         NUM_STAGES=NUM_STAGES,
@@ -136,12 +156,13 @@ def attend_positions(
 @triton.jit
 def _attend_range(
     q,  # [R, DIMS], zero past D
+    q_rest,  # [R, REST_DIMS], zero past REST; None if REST is 0
     acc,  # fp32 [R, DIMS]
     row_max,  # fp32 [R], finite
     row_sum,  # fp32 [R]
     row_position,  # int32[R]: each row sees the positions up to its own
-    key_head,  # points to this kv head in the key cache [B, P, HKV, D]
-    value_head,  # as key_head
+    key_head,  # points to this kv head in the key cache [B, P, HKV, D + REST]
+    value_head,  # as key_head; None: values are the keys' first numbers
     block_table,  # points to this sequence's row, int32[M]
     low,  # the range is [low, high): multiples of C
     high,
@@ -163,6 +184,8 @@ def _attend_range(
     P: tl.constexpr,
     D: tl.constexpr,
     DIMS: tl.constexpr,  # power of two, at least D and 16
+    REST: tl.constexpr,
+    REST_DIMS: tl.constexpr,  # power of two, at least REST and 16
     POSITIONS: tl.constexpr,  # C
     IS_MASKED: tl.constexpr,  # otherwise each row sees all of the range, which ends before `end`
     NUM_STAGES: tl.constexpr,
@@ -177,6 +200,7 @@ def _attend_range(
     """
     dim = tl.arange(0, DIMS)
     dim_mask = dim < D
+    rest = tl.arange(0, REST_DIMS)
     for start in tl.range(low, high, POSITIONS, num_stages=NUM_STAGES):
         position = start + tl.arange(0, POSITIONS)
         inside = position < end
@@ -192,9 +216,15 @@ def _attend_range(
             block = tl.load(block_table + position // P).to(tl.int64)
             offset = (position % P).to(tl.int64)
 
-        key_ptr = key_head + (block * key_stride_b + offset * key_stride_p)[None, :] + dim[:, None]
-        k = _load(key_ptr, inside[None, :], dim_mask[:, None], IS_MASKED, D == DIMS)
-        scores = tl.dot(q, plain_numbers(k, q.dtype), input_precision="ieee") * scale_log2
+        key_row = key_head + (block * key_stride_b + offset * key_stride_p)[None, :]
+        k = _load(key_row + dim[:, None], inside[None, :], dim_mask[:, None], IS_MASKED, D == DIMS)
+        keys = plain_numbers(k, q.dtype)
+        scores = tl.dot(q, keys, input_precision="ieee")
+        if q_rest is not None:
+            rest_ptr, rest_mask = key_row + D + rest[:, None], (rest < REST)[:, None]
+            k_rest = _load(rest_ptr, inside[None, :], rest_mask, IS_MASKED, REST == REST_DIMS)
+            scores += tl.dot(q_rest, plain_numbers(k_rest, q.dtype), input_precision="ieee")
+        scores *= scale_log2
         if key_scales is not None:
             key_scale_ptr = key_scales + block * key_scale_stride_b + offset * key_scale_stride_p
             key_scale = tl.load(key_scale_ptr, mask=inside, other=0.0).to(tl.float32)
@@ -214,14 +244,17 @@ def _attend_range(
         row_sum = row_sum * correction + tl.sum(weights, axis=1)
         row_max = new_max
 
-        value_slot = block * value_stride_b + offset * value_stride_p
-        value_ptr = value_head + value_slot[:, None] + dim[None, :]
-        v = _load(value_ptr, inside[:, None], dim_mask[None, :], IS_MASKED, D == DIMS)
+        if value_head is None:
+            v, numbers = k, tl.trans(keys)
+        else:
+            value_slot = block * value_stride_b + offset * value_stride_p
+            value_ptr = value_head + value_slot[:, None] + dim[None, :]
+            v = _load(value_ptr, inside[:, None], dim_mask[None, :], IS_MASKED, D == DIMS)
+            numbers = plain_numbers(v, q.dtype)
         if value_scales is not None:
             value_scale_slot = block * value_scale_stride_b + offset * value_scale_stride_p
             value_scale = tl.load(value_scales + value_scale_slot, mask=inside, other=0.0)
             weights *= (value_scale.to(tl.float32) * unit_of(v))[None, :]
-        numbers = plain_numbers(v, q.dtype)
         acc *= correction[:, None]
         acc += tl.dot(weights.to(numbers.dtype), numbers, input_precision="ieee")
     return acc, row_max, row_sum
@@ -241,6 +274,53 @@ def _load(pointer, inside, dim_mask, IS_MASKED: tl.constexpr, IS_WHOLE: tl.const
     return tile
 
 
-def scale_strides(scales: torch.Tensor | None) -> tuple[int, int]:
-    """Return the strides of [B, P, HKV] over blocks and slots; zeros without scales."""
-    return (0, 0) if scales is None else (scales.stride(0), scales.stride(1))
+def scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the strides of [B, P, HKV]; zeros without scales."""
+    return (0, 0, 0) if scales is None else scales.stride()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Heads:
+    """The heads that one program attends with, and the caches as it sees them."""
+
+    group: int
+    """Query heads of a kv head."""
+    key_cache: torch.Tensor
+    """[B, P, HKV, D + REST]"""
+    value_cache: torch.Tensor | None
+    """[B, P, HKV, D]; None: the keys' first numbers."""
+    key_scales: torch.Tensor | None
+    """[B, P, HKV]"""
+    value_scales: torch.Tensor | None
+
+
+def group_heads(
+    num_heads: int,
+    most: int,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+) -> Heads:
+    """Return the caches as they are, or those of latent attention with as many heads as needed.
+
+    The sums of all query heads over a wide latent do not fit a program's registers, so the one kv
+    head is repeated, without a copy, until each repetition has at most `most` query heads.
+
+    Raises:
+        ValueError: values are narrower than keys, and not a part of them.
+    """
+    group = num_heads // key_cache.shape[2]
+    if value_cache.shape[3] == key_cache.shape[3]:
+        return Heads(group, key_cache, value_cache, key_scales, value_scales)
+    if value_cache.data_ptr() != key_cache.data_ptr() or value_cache.stride() != key_cache.stride():
+        raise ValueError(
+            f"value_cache has head dim {value_cache.shape[3]}, required is {key_cache.shape[3]}, or"
+            " the first numbers of key_cache"
+        )
+    if key_cache.shape[2] != 1:
+        raise ValueError(f"key_cache has {key_cache.shape[2]} heads, required is 1 with latents")
+    repeated = next(count for count in range(min(group, most), 0, -1) if group % count == 0)
+    num_kv_heads = group // repeated
+    scales = None if key_scales is None else key_scales.expand(-1, -1, num_kv_heads)
+    return Heads(repeated, key_cache.expand(-1, -1, num_kv_heads, -1), None, scales, scales)

@@ -181,7 +181,7 @@ def _main() -> None:
     }
     shape = shape_of(
         torch.empty(1, model.num_heads, model.head_dim, dtype=model.dtype),
-        torch.empty(1, 1, model.num_kv_heads, 1, dtype=model.stored or model.dtype),
+        torch.empty(1, 1, model.num_kv_heads, model.head_dim, dtype=model.stored or model.dtype),
     )
     tuned = [
         best_of(

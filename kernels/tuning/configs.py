@@ -33,7 +33,7 @@ class Shape:
     stored: str
     """Dtype of the caches: that of the queries, or "int8" or "float8_e4m3fn"."""
     dims: int
-    """The head dim, rounded up to a power of two and at least 16."""
+    """The head dim of values, rounded up to a power of two and at least 16."""
     group: int
     """Query heads of a kv head."""
 
@@ -91,14 +91,14 @@ def forced(config: DecodeConfig | PrefillConfig) -> Iterator[None]:
         del _forced[type(config)]
 
 
-def shape_of(query: torch.Tensor, key_cache: torch.Tensor) -> Shape:
-    """Return the shape of a launch with `query` [T, H, D] and `key_cache` [B, P, HKV, D]."""
-    _, num_heads, head_dim = query.shape
+def shape_of(query: torch.Tensor, value_cache: torch.Tensor) -> Shape:
+    """Return the shape of a launch with `query` [T, H, ...] and `value_cache` [B, P, HKV, D]."""
+    num_heads, head_dim = query.shape[1], value_cache.shape[3]
     return Shape(
         dtype=str(query.dtype).removeprefix("torch."),
-        stored=str(key_cache.dtype).removeprefix("torch."),
+        stored=str(value_cache.dtype).removeprefix("torch."),
         dims=max(16, 1 << (head_dim - 1).bit_length()),
-        group=num_heads // key_cache.shape[2],
+        group=num_heads // value_cache.shape[2],
     )
 
 

@@ -3,7 +3,6 @@
 import base64
 import time
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 from aiohttp import web
@@ -17,7 +16,6 @@ from router.http.answers.objects import Json
 from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.requests.completions import Prompts, parse_prompts
-from router.http.requests.schema import UNIMPLEMENTED
 from router.http.strict_json import Listed, Schema, at_most, json_bytes
 from router.request.inference import Inference
 from router.request.vectors import (
@@ -62,8 +60,6 @@ def embedding_routes(inference: Inference, bodies: BodyReader) -> list[web.Route
 
 
 class _Body(Schema):
-    unimplemented = MappingProxyType({**UNIMPLEMENTED})
-
     model: str = ""
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None

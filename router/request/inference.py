@@ -249,7 +249,7 @@ class Inference:
         if the client claims more than was produced; `FailedPreconditionError` for lost
         log-probabilities; `TooBusyError` and `UnavailableError` as `generate`.
         """
-        tenant = self._tenant_of_caller(request.tenant)
+        tenant = self.tenant_of(request.tenant)
         live = await self._take_over(request.request_id, tenant, request.deadline)
         try:
             live.skip(request.received, has_prompt_scores=request.has_prompt_scores)
@@ -297,7 +297,7 @@ class Inference:
 
     async def cancel(self, request_id: str, tenant: str) -> None:
         """Cancel a resumable request that any call may be reading; raises as `resume`."""
-        await self.cancel_of(self._tenant_of_caller(tenant), request_id)
+        await self.cancel_of(self.tenant_of(tenant), request_id)
 
     async def cancel_of(self, tenant: str, request_id: str) -> None:
         """Cancel a tenant's resumable request for any caller, who must be allowed to.
@@ -311,7 +311,7 @@ class Inference:
 
         Their calls end with ABORTED.
         """
-        tenant, wanted = self._tenant_of_caller(""), {*request_ids}
+        tenant, wanted = self.tenant_of(""), {*request_ids}
         for each in self._admission.admitted:
             if each.tenant == tenant and each.request_id in wanted:
                 each.end(AbortedError(f"request {each.request_id!r} was aborted"))
@@ -321,7 +321,8 @@ class Inference:
         """The requests of this router that have not been read to the end or left, oldest first."""
         return self._admission.admitted
 
-    def _tenant_of_caller(self, claimed: str) -> str:
+    def tenant_of(self, claimed: str) -> str:
+        """Return the tenant of a call that claims one; raises as `tenant_of_caller`."""
         return tenant_of_caller(claimed) if self._has_api_keys else claimed
 
     async def _take_over(

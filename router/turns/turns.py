@@ -45,6 +45,8 @@ _MAX_FAILURES: Final = 3
 """A turn that fails so often without a new token is given up."""
 _MIN_BACKOFF_S: Final = 0.1
 _MAX_BACKOFF_S: Final = 5.0
+_CANCEL_S: Final = 5.0
+"""How long a call waits until a cancelled turn's end is kept."""
 
 
 class TurnKind(Protocol):
@@ -157,6 +159,7 @@ class Turns:
 
     async def read(self, turn: Turn, seen: Seen) -> AsyncGenerator[Event, None]:
         """Yield what a reader lacks of a turn, to its end, whichever router computes it."""
+        number = 0
         while True:
             if (running := self._running.get(turn.id)) is not None:
                 try:
@@ -170,7 +173,8 @@ class Turns:
             now = await self.store.find(turn.tenant, turn.id)
             if now is None:
                 raise NotFoundError(f"{turn.kind} {turn.id!r} has been deleted")
-            kept = await self.store.events(turn.id)
+            kept = await self.store.events(turn.id, number)
+            number += sum(isinstance(event, OutputDelta) for event in kept)
             if now.status.has_ended:
                 seen.ended_at = now.ended_at
             for event in seen.new_of(kept):
@@ -205,7 +209,7 @@ class Turns:
         assert task is not None, "a running turn has a task"
         if not running.has_ended:
             task.cancel()
-        await asyncio.wait([task])
+        await asyncio.wait([task], timeout=_CANCEL_S)  # the store may fail
 
     # --- computing ------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ class TokenBudget:
         grant from what the others do not use."""
         self._pressure = pressure
         self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._max_chunk = None if config.takes_whole_prompts else config.max_prefill_chunk
+        self._max_chunk = config.max_chunk
         self._longest_prompt = config.max_model_len - 1
         self._max_long_prefills = config.max_long_prefills
 

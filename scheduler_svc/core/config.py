@@ -105,6 +105,19 @@ class SchedulerConfig:
         """Number of tokens in a step that keep the device busy."""
         return self.num_saturating_tokens or self.max_num_batched_tokens
 
+    @property
+    def max_chunk(self) -> int | None:
+        """Most known tokens of one sequence in one step; None: the token budget.
+
+        Behind a window a sequence holds blocks for a chunk. So there it computes no more at a time
+        than keep the device busy.
+        """
+        if self.takes_whole_prompts:
+            return None
+        if self.kv_windows == (None,):
+            return self.max_prefill_chunk
+        return min(self.busy_step_tokens, self.max_prefill_chunk or self.max_num_batched_tokens)
+
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(

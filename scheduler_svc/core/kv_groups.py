@@ -9,8 +9,8 @@ earlier tokens, or a *window* of the last ones. A group with a window holds thes
     [first, end)    held; `end` leaves room for one more chunk while the sequence prefills
     [end, ..)       not taken yet
 
-A place without a block has the null block, which is block 0: the pool's only holder of it is the
-core, so that it is never allocated, and no token reads it.
+A place without a block has the null block, which is block 0. The core holds it forever, so it is
+never allocated; and no token reads it.
 
 All groups allocate from one pool, since their blocks have the same size. A hash names the tokens
 and the group, so pools, tiers and labels need not know groups.
@@ -37,7 +37,7 @@ class KvGroups:
         self.without_window = [g for g, w in enumerate(self._windows) if w is None]
         """The groups whose tokens see all earlier ones."""
         self._block_size = size = config.block_size
-        chunk = min(config.max_num_batched_tokens, config.max_prefill_chunk or 2**31)
+        chunk = config.max_chunk or config.max_num_batched_tokens
         # With drafts, decodes hold blocks for all tokens that the steps in flight may bring.
         ahead = max(chunk, 3 * (config.num_draft_tokens + 1))
         self._most = [None if w is None else -(-(w + ahead) // size) + 1 for w in self._windows]

@@ -7,7 +7,7 @@ block is what the changes before it said, so the reader knows the exact state at
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
@@ -142,6 +142,11 @@ class KvReader:
         self._sent: dict[str, int] = {}
         """By worker: the sequence number of the last batch that was taken."""
         self._wake = asyncio.Event()
+
+    @property
+    def workers(self) -> Collection[str]:
+        """The workers that it reads."""
+        return self._feeds.keys()
 
     def on_worker(self, feed: WorkerFeed) -> None:
         """Begin to read a worker, unless it is another one or is read already."""

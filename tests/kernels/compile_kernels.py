@@ -2,9 +2,10 @@
 
 It is a program and not a test, because Triton must be imported without TRITON_INTERPRET. Takes the
 capability, the dtype, a model's shape (query heads, kv heads, head dim), the block size, and which
-attention: "plain", "options", "int8", "float8_e4m3fn". Launches are configured as for that
-capability. Prints one JSON object per launch: the kernel, its registers, the bytes that a thread
-spills, the bytes of shared memory and of machine code, and whether it has wgmma instructions.
+attention: "plain", "options", "int8", "float8_e4m3fn"; or over latents as wide as DeepSeek's:
+"latent", "latent int8", "latent float8_e4m3fn". Launches are configured as for that capability.
+Prints one JSON object per launch: the kernel, its registers, the bytes that a thread spills, the
+bytes of shared memory and of machine code, and whether it has wgmma instructions.
 """
 
 import json
@@ -102,6 +103,22 @@ def launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size)
     launchers.paged_attention_prefill(query, *paged.args, starts, 3, 0.1, **options)
 
 
+def launch_latent(stored, dtype, num_heads, block_size):
+    """Store latents, and attend to them; `stored` is the dtype of the cache, or empty."""
+    query = torch.zeros(4, num_heads, LATENT_DIM + 64, dtype=dtype)
+    key = torch.zeros(4, 1, LATENT_DIM + 64, dtype=dtype)
+    shape = [40, 9], 1, LATENT_DIM + 64, block_size
+    if stored:
+        paged = make_quantized(*shape, getattr(torch, stored), "cpu").latent(LATENT_DIM)
+    else:
+        paged = make_paged(*shape, dtype, "cpu").latent(LATENT_DIM)
+    ids = torch.zeros(4, dtype=torch.int64)
+    launchers.store_kv(key, None, paged.key_cache, None, ids, key_scales=paged.key_scales)
+    launchers.paged_attention_decode(query[:2], *paged.args, 0.1, **paged.scales)
+    starts = torch.tensor([0, 3, 4], dtype=torch.int32)
+    launchers.paged_attention_prefill(query, *paged.args, starts, 3, 0.1, **paged.scales)
+
+
 def launch_others(dtype, num_heads, num_kv_heads, head_dim):
     """Call every launcher without options once."""
     hidden = num_heads * head_dim
@@ -124,10 +141,14 @@ def main():
     dtype, (num_heads, num_kv_heads, head_dim, block_size) = sys.argv[2], map(int, sys.argv[3:7])
     dtype = getattr(torch, dtype)
     for kind in sys.argv[7:]:
-        launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size)
+        if kind.startswith("latent"):
+            launch_latent(kind.removeprefix("latent").strip(), dtype, num_heads, block_size)
+        else:
+            launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size)
     launch_others(dtype, num_heads, num_kv_heads, head_dim)
 
 
+LATENT_DIM = 512
 CAPABILITY = int(sys.argv[1])
 JITFunction.run = compile_launch
 tuned._device_path = lambda _: tuned.config_path("no such device", divmod(CAPABILITY, 10))

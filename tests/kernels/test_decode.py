@@ -6,7 +6,14 @@ import torch
 from kernels import reference
 from kernels.triton.decode import paged_attention_decode
 from kernels.tuning import configs as tuned
-from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
+from tests.kernels.tensors import (
+    dense_attention,
+    far_apart,
+    make_paged,
+    make_quantized,
+    options,
+    strided,
+)
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
 
 SHAPES = [(2, 2, 16, 4), (6, 2, 40, 5), (16, 1, 64, 16), (20, 1, 24, 16)]  # H, HKV, D, P
@@ -21,6 +28,43 @@ def test_decode_is_the_twin_s(num_heads, num_kv_heads, head_dim, block_size, dty
     query = strided((len(seq_lens), num_heads, head_dim), dtype, device)
     args = query, *paged.args, head_dim**-0.5
     assert_close(paged_attention_decode(*args), reference.paged_attention_decode(*args))
+
+
+LATENT_SHAPES = [(16, 80, 64, 16), (20, 28, 20, 5), (40, 40, 32, 32), (3, 37, 16, 4)]  # H, D, DV, P
+LATENT_NAMES = ("num_heads", "head_dim", "value_dim", "block_size")
+
+
+@every_dot_dtype
+@pytest.mark.parametrize(LATENT_NAMES, LATENT_SHAPES)
+def test_values_may_be_a_part_of_the_keys(
+    num_heads, head_dim, value_dim, block_size, dtype, device
+):
+    seq_lens = [1, 0, block_size, 67, 300, 600]
+    paged = make_paged(seq_lens, 1, head_dim, block_size, dtype, device).latent(value_dim)
+    query = strided((len(seq_lens), num_heads, head_dim), dtype, device)
+    args = query, *paged.args, head_dim**-0.5
+    out = paged_attention_decode(*args)
+    assert out.shape == (len(seq_lens), num_heads, value_dim)
+    assert_close(out, reference.paged_attention_decode(*args))
+    expected = dense_attention(query[3:4], *paged.dense(3), head_dim**-0.5)
+    assert_close(reference.paged_attention_decode(*args)[3:4], expected)
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_they_may_be_quantized(stored, device):
+    paged = make_quantized([130, 9, 0], 1, 80, 16, stored, device).latent(64)
+    query = torch.randn(3, 40, 80, device=device)
+    args, scales = (query, *paged.args, 0.1), paged.scales
+    expected = reference.paged_attention_decode(*args, **scales)
+    assert_close(paged_attention_decode(*args, **scales), expected)
+
+
+def test_narrower_values_of_their_own_are_refused(device):
+    paged = make_paged([5], 1, 32, 8, torch.float32, device)
+    query, values = torch.randn(1, 4, 32, device=device), paged.value_cache[..., :16]
+    rest = paged.block_tables, paged.seq_lens, 1.0
+    with pytest.raises(ValueError, match=r"value_cache has head dim 16, required is 32, or"):
+        paged_attention_decode(query, paged.key_cache, values, *rest)
 
 
 @every_dtype

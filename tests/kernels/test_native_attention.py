@@ -212,6 +212,17 @@ def test_few_heads_give_what_they_give_among_many(num_heads, dtype):
     assert torch.equal(few, many[:, :num_heads])
 
 
+@pytest.mark.parametrize("chunk", [1, 20])
+def test_slots_behind_every_window_are_not_read(chunk):
+    paged = make_paged([530], 2, 16, 8, torch.float32, "cpu")
+    query, starts = torch.randn(chunk, 4, 16), torch.tensor([0, chunk], dtype=torch.int32)
+    args = query, *paged.args, starts, chunk, 0.25
+    before = paged_attention_prefill(*args, window=300)
+    behind = paged.block_tables[0, : (530 - chunk - 300 + 1) // 8].long()
+    paged.key_cache[behind] = paged.value_cache[behind] = float("nan")
+    assert torch.equal(paged_attention_prefill(*args, window=300), before)
+
+
 @native_dtypes
 @pytest.mark.parametrize("decode", [False, True])
 def test_slots_past_the_sequence_are_not_read(decode, dtype):

@@ -31,6 +31,24 @@ def test_prefill_is_the_twin_s(num_heads, num_kv_heads, head_dim, block_size, dt
     assert_close(paged_attention_prefill(*args), reference.paged_attention_prefill(*args))
 
 
+@every_dot_dtype
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "value_dim", "block_size"),
+    [(16, 80, 64, 16), (20, 28, 20, 5), (66, 20, 16, 16)],
+)
+def test_values_may_be_a_part_of_the_keys(
+    num_heads, head_dim, value_dim, block_size, dtype, device
+):
+    query_lens, seq_lens = zip(*CHUNKS, strict=True)
+    paged = make_paged(seq_lens, 1, head_dim, block_size, dtype, device).latent(value_dim)
+    query = strided((sum(query_lens) + 3, num_heads, head_dim), dtype, device)
+    starts = starts_of(query_lens, device)
+    args = query, *paged.args, starts, max(query_lens), head_dim**-0.5
+    out = paged_attention_prefill(*args)
+    assert out.shape == (len(query), num_heads, value_dim)
+    assert_close(out, reference.paged_attention_prefill(*args))
+
+
 @every_dtype
 @pytest.mark.parametrize(SHAPE_NAMES, SHAPES)
 def test_the_twin_is_causal_attention(num_heads, num_kv_heads, head_dim, block_size, dtype):

@@ -84,7 +84,7 @@ def test_a_file_has_a_configuration_for_every_shape(path):
     text = path.read_text()
     for dtype in ("float32", "float16", "bfloat16"):
         for stored in (dtype, "int8", "float8_e4m3fn"):
-            for dims in (16, 64, 128, 256):
+            for dims in (16, 64, 128, 256, 512):
                 shape = Shape(dtype, stored, dims, 4)
                 decode = first_match(read_rules(DecodeConfig, text), shape)
                 prefill = first_match(read_rules(PrefillConfig, text), shape)

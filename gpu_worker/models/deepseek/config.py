@@ -86,6 +86,8 @@ class _Family:
     """None: no experts."""
     num_dense: int = 0
     """Layers without experts before those with them."""
+    reads_layer_types: bool = False
+    """Whether `mlp_layer_types` says which layers have experts, if it is there."""
     reads_interleave: bool = True
     is_interleaved: bool = True
     tie_word_embeddings: bool = False
@@ -97,7 +99,9 @@ class _Family:
 _FAMILIES: Final = {
     "DeepseekV2ForCausalLM": _Family(Routing.SOFTMAX, reads_interleave=False),
     "DeepseekV3ForCausalLM": _Family(Routing.SIGMOID, num_dense=3),  # Kimi K2, too
-    "Glm4MoeLiteForCausalLM": _Family(Routing.SIGMOID, num_dense=1, rms_norm_eps=1e-5),
+    "Glm4MoeLiteForCausalLM": _Family(
+        Routing.SIGMOID, num_dense=1, reads_layer_types=True, rms_norm_eps=1e-5
+    ),
     "MiniCPM3ForCausalLM": _Family(
         None,
         reads_interleave=False,
@@ -192,7 +196,7 @@ def _has_experts(fields: JsonFields, family: _Family, num_layers: int) -> tuple[
             "moe_layer_freq", f"is {fields.get('moe_layer_freq')!r}; only 1 is supported"
         )
     kinds = fields.get("mlp_layer_types")
-    if kinds is not None:
+    if family.reads_layer_types and kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != num_layers:
             raise fields.error("mlp_layer_types", f"must be a list of {num_layers} names")
         unknown = [kind for kind in kinds if kind not in ("dense", "sparse")]

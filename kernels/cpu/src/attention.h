@@ -63,8 +63,8 @@ struct scratch {
     float *all_sum, *all_max, *all_acc; /* the same over all splits so far */
 };
 
-/* Where the keys and values of a tile's positions are. Those past the end, up to a whole vector of
- * positions, point at zeros. */
+/* Where the keys and values of a tile's positions are. Those behind the window, and past the end up
+ * to a whole vector of positions, point at zeros. */
 struct kv_tile {
     const char *keys[COLUMNS], *values[COLUMNS]; /* [D] and [DV] each */
     int64_t columns; /* a multiple of LANES */
@@ -141,18 +141,22 @@ INLINE void next_slot(dtype type, struct slots *s)
     s->value.scale += s->a->value_scale_stride_p;
 }
 
-/* Finds the keys and values of positions [start, end), at most COLUMNS, in the model's format. */
+/* Finds the keys and values of positions [start, end), at most COLUMNS, in the model's format. What
+ * no token of the item sees is not read: behind a window a block may be another sequence's. */
 INLINE void find_tile(dtype type, const struct attention *a, const struct scratch *s,
                       const struct item *item, int64_t start, int64_t end, struct kv_tile *tile)
 {
     const kv_format format = (kv_format)a->format;
     struct slots slots = slots_from(type, a, item, start);
     int64_t seen = end - start;
+    int64_t behind = a->window ? item->position - a->window + 1 - start : 0;
     char *room = s->dequantized;
     tile->columns = ceil_div(seen, LANES) * LANES;
     for (int64_t c = 0; c < seen; c++) {
         if (c > 0) next_slot(type, &slots);
-        if (format == AS_IS) {
+        if (c < behind) {
+            tile->keys[c] = tile->values[c] = s->zeros;
+        } else if (format == AS_IS) {
             tile->keys[c] = slots.key.numbers;
             tile->values[c] = slots.value.numbers;
         } else {

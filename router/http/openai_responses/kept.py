@@ -78,7 +78,7 @@ class KeptResponses:
         call = replace(call, request=with_precedence(call.request, headers))
         turn = Turn(
             id=response_id,
-            tenant=tenant or call.request.tenant,
+            tenant=tenant,
             kind=KIND,
             body=kept,
             created_at=created_at,

@@ -13,7 +13,6 @@ from aiohttp import ClientConnectionResetError, web
 
 from contract.errors import InvalidArgumentError, QuireError, UnimplementedError
 from contract.outputs import Event, OutputFinished
-from router.access.api_keys import tenant_of_call
 from router.access.tenancy import TENANT_KEY, with_precedence
 from router.http.answers.objects import Json
 from router.http.answers.sse import SseResponse
@@ -60,7 +59,7 @@ def responses_routes(
         head = head_of(body, call_id.value, time.time(), model, store=False)
         earlier: Sequence[Item] = ()
         if kept is not None:
-            earlier = await kept.earlier(_tenant(request), body.previous_response_id)
+            earlier = await kept.earlier(tenant_of(request), body.previous_response_id)
         call = await prepare(inference, body, head, earlier)
         call = replace(call, request=with_precedence(call.request, request.headers))
         return await _answer(request, inference, call)
@@ -89,13 +88,16 @@ def responses_routes(
         """List the input items of a response, without those of earlier ones."""
         return json_response(_page(input_of(await find(request)), request))
 
+    def tenant_of(request: web.Request) -> str:
+        return inference.tenant_of(request.headers.get(TENANT_KEY, ""))
+
     def kept_here() -> KeptResponses:
         if kept is None:
             raise UnimplementedError("responses are not kept by this service (--turn-store)")
         return kept
 
     async def find(request: web.Request) -> Turn:
-        return await kept_here().find(_tenant(request), request.match_info["id"])
+        return await kept_here().find(tenant_of(request), request.match_info["id"])
 
     return [
         web.post("/v1/responses", endpoint(create_response)),
@@ -104,10 +106,6 @@ def responses_routes(
         web.post("/v1/responses/{id}/cancel", endpoint(cancel_response)),
         web.get("/v1/responses/{id}/input_items", endpoint(list_input_items)),
     ]
-
-
-def _tenant(request: web.Request) -> str:
-    return tenant_of_call() or request.headers.get(TENANT_KEY, "")
 
 
 def _check_without_store(body: ResponseBody) -> None:
@@ -160,7 +158,9 @@ async def _answer_kept(
     http: web.Request, kept: KeptResponses, body: ResponseBody, response_id: str
 ) -> web.StreamResponse:
     """Answer a call that is kept: it goes on without its client."""
-    turn, call = await kept.accept(body, response_id, _tenant(http), http.headers)
+    turn, call = await kept.accept(
+        body, response_id, kept.inference.tenant_of(http.headers.get(TENANT_KEY, "")), http.headers
+    )
     if body.stream:
         return await _follow(http, kept, turn, call)
     headers = {REQUEST_ID_HEADER: turn.id}

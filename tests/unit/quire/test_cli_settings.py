@@ -271,3 +271,23 @@ def test_any_port_is_another_one_each_time_though_the_system_offers_one_twice(mo
     chosen = layout.choose_ports(parse_up(*flags))
     assert [chosen.http_port, chosen.grpc_port] == [40001, 40002]
     assert chosen.scheduler_http_port == 40003
+
+
+def test_turns_are_kept_in_a_file_that_the_next_start_finds_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def store_of(*flags, **environment):
+        planned = plan(parse_up(*flags), environment)
+        assert "turn_store" not in planned.service.flags  # it may have a password
+        *others, router = planned.specs
+        assert "--turn-store" not in router.argv  # which `ps` shows
+        assert not any("QUIRE_TURN_STORE" in other.environment for other in others)
+        return router.environment.get("QUIRE_TURN_STORE")
+
+    file = "quire/turns/m-8000.sqlite"
+    assert store_of() == f"{tmp_path}/.local/share/{file}"
+    assert store_of(XDG_DATA_HOME="/data") == f"/data/{file}"
+    for off in (("--turn-store", "none"), ("--http-port", "0"), ("--attached",)):
+        assert store_of(*off) is None
+    url = "postgresql://me:secret@db/turns"
+    assert store_of("--turn-store", url) == url

@@ -43,7 +43,7 @@ class Pools:
     def add(self, count):
         for _ in range(count):
             self.num_named += 1
-            name = BlockHash(self.num_named.to_bytes(32, "big"))
+            name = BlockHash(self.num_named.to_bytes(8, "big") * 4)
             self.tables[self.draw.choice(list(CacheTier))].setdefault(name, self.num_named)
 
     def churn(self, count):

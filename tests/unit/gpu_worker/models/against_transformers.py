@@ -23,10 +23,17 @@ def assert_equals_transformers(directory: Path, sequence: Sequence) -> None:
     Then the tokens equal its greedy output. One forward pass checks all of them, and compares the
     logits of every position, too.
     """
-    token_ids = torch.tensor([sequence.tokens[:-1]])
-    logits = _reference(directory)(token_ids, use_cache=False).logits[0]
-    assert sequence.output == logits[len(sequence.prompt) - 1 :].argmax(-1).tolist()
+    logits = assert_greedy(directory, sequence.prompt, sequence.output)
     torch.testing.assert_close(torch.stack(sequence.logits), logits, rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+def assert_greedy(directory: Path, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """Fail unless transformers draws `output` greedily; returns the logits, `[T - 1, V]`."""
+    token_ids = torch.tensor([prompt + output[:-1]])
+    logits = _reference(directory)(token_ids, use_cache=False).logits[0]
+    assert output == logits[len(prompt) - 1 :].argmax(-1).tolist()
+    return logits
 
 
 @torch.inference_mode()

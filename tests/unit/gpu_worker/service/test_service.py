@@ -109,6 +109,11 @@ async def test_a_wrong_number_of_decodes_ends_the_stream_as_internal(worker):
     assert worker.step_loop.problem() is None
 
 
+POOLED = common_pb2.SamplingParams(
+    seed=1, pooling=common_pb2.Pooling(kind=common_pb2.POOLING_KIND_MEAN)
+)
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -167,6 +172,10 @@ async def test_a_wrong_number_of_decodes_ends_the_stream_as_internal(worker):
                 ],
             ),
             "new_sequences.sampling.temperature is nan; it must be in [0, 100]",
+        ),
+        (
+            batch(1, 2, new_sequences=[new_sequence(row=1, sampling=POOLED, max_total_tokens=9)]),
+            "new_sequences.max_total_tokens is 9; with sampling.pooling it must be one more than",
         ),
     ],
 )

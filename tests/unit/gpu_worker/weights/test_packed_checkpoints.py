@@ -34,6 +34,12 @@ from kernels.cpu.linear import PackedLinear
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, load, random_prompt
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+LATENT_SIZES = {
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 64,
+}
 AWQ = IntegerFormat(Packing.AWQ, 4, 32, zero_shift=0)
 GPTQ = IntegerFormat(Packing.GPTQ, 4, 32, zero_shift=1)
 every_form = pytest.mark.parametrize("name", FORMS)
@@ -192,10 +198,17 @@ def tokens(directory, dtype=torch.float32):
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [*(("llama", name) for name in FORMS), ("qwen2", "awq"), ("gpt_neox", "gptq")],
+    [
+        *(("llama", name) for name in FORMS),
+        ("qwen2", "awq"),
+        ("gpt_neox", "gptq"),
+        ("deepseek_v3", "gptq_32"),
+        ("deepseek_v3", "fp8_block"),
+    ],
 )
 def test_a_checkpoint_gives_the_tokens_of_what_it_stands_for(model_dirs, tmp_path, family, name):
-    directory = model_dirs.get(family, **SIZES)
+    sizes = SIZES | LATENT_SIZES if family.startswith("deepseek") else SIZES
+    directory = model_dirs.get(family, **sizes)
     packed = write(directory, tmp_path / "packed", FORMS[name])
     plain = write(directory, tmp_path / "plain", FORMS[name], packed=False)
     actual, expected = tokens(packed), tokens(plain)

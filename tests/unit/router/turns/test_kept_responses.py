@@ -350,3 +350,19 @@ async def test_a_failure_that_may_pass_does_not_end_a_turn(router, new_store):
         await answered(router, again, "one")
         events = [e async for e in await client.responses.retrieve(response.id, stream=True)]
         assert events[-1].response.output_text == "one"
+
+
+async def test_a_tenant_finds_its_own_responses_only(router, new_store):
+    async with serving(router, new_store()) as client:
+        mine = {"X-Quire-Tenant": "me"}
+        response = await client.responses.create(**ASK, background=True, extra_headers=mine)
+        assert (await router.scheduler.submits.get()).tenant == "me"
+        assert (await client.responses.retrieve(response.id, extra_headers=mine)).id == response.id
+        for call in (
+            client.responses.retrieve(response.id),
+            client.responses.cancel(response.id),
+            client.responses.delete(response.id),
+            client.responses.create(**ASK, previous_response_id=response.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call

@@ -1,0 +1,122 @@
+"""Publishes KV events over ZeroMQ as vLLM does: a PUB socket, and a ROUTER socket that replays.
+
+A message has a topic, a number and a batch. ZeroMQ drops messages for a subscriber that is too
+slow; it sees that a number is missing, and asks the other socket to replay from there. Batches that
+are not kept any more are replaced by a snapshot, which begins by clearing all.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Final
+
+import structlog
+import zmq
+import zmq.asyncio
+
+from rpc.grpc_server import CannotListenError
+from scheduler_svc.kv_events.feed import KvEvents
+from scheduler_svc.kv_events.vllm_format import AllBlocksCleared, AsOneEngine, encode
+
+_NUM_KEPT: Final = 10_000
+"""Batches that can be replayed."""
+_MAX_UNSENT: Final = 100_000
+"""Most messages that wait for one subscriber."""
+_NUMBER_BYTES: Final = 8
+_END: Final = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+
+log = structlog.get_logger()
+
+
+class ZmqOutlet:
+    """The two sockets. `run` serves them."""
+
+    def __init__(
+        self,
+        events: KvEvents,
+        endpoint: str,
+        replay_endpoint: str,
+        topic: str,
+        num_kept: int = _NUM_KEPT,
+    ) -> None:
+        """Listen at two endpoints, such as tcp://*:5557; the second may be empty.
+
+        Raises:
+            CannotListenError: An endpoint is not available.
+        """
+        self._events = events
+        self._topic = topic.encode()
+        self._context = zmq.asyncio.Context()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=num_kept)
+        self._next = 0
+        try:
+            self._publisher = self._context.socket(zmq.PUB)
+            self._publisher.set_hwm(_MAX_UNSENT)
+            self._publisher.bind(endpoint)
+            self._replayer = self._context.socket(zmq.ROUTER)
+            if replay_endpoint:
+                self._replayer.bind(replay_endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise CannotListenError(f"KV events cannot listen on {endpoint}: {error}") from None
+
+    async def run(self) -> None:
+        """Publish and replay until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._publish())
+                tasks.create_task(self._replay())
+        finally:
+            self._context.destroy(linger=0)
+
+    async def _publish(self) -> None:
+        engine = AsOneEngine()
+        await self._send(encode([AllBlocksCleared()]))
+        with self._events.reader() as reader:
+            async for message in reader.messages():
+                if events := list(engine.apply(message)):
+                    await self._send(encode(events))
+
+    async def _send(self, batch: bytes) -> None:
+        number, self._next = self._next, self._next + 1
+        self._kept.append((number, batch))
+        await self._publisher.send_multipart((self._topic, _to_bytes(number), batch))
+
+    async def _replay(self) -> None:
+        while True:
+            peer, *question = await self._replayer.recv_multipart()
+            if len(question) != 2 or len(question[1]) != _NUMBER_BYTES:  # noqa: PLR2004 - empty, number
+                log.warning("a replay of KV events was asked for wrongly", num_frames=len(question))
+                continue
+            first = int.from_bytes(question[1], "big")
+            if self._kept and first >= self._kept[0][0]:
+                for number, batch in list(self._kept):
+                    if number >= first:
+                        await self._answer(peer, number, batch)
+            else:
+                # The batches after this one may repeat what the snapshot has, in their order.
+                last = self._next - 1
+                async for batch in self._snapshot():
+                    await self._answer(peer, last, batch)
+            await self._replayer.send_multipart((peer, b"", _END, b""))
+
+    async def _answer(self, peer: bytes, number: int, batch: bytes) -> None:
+        await self._replayer.send_multipart((peer, b"", _to_bytes(number), batch))
+
+    async def _snapshot(self) -> AsyncIterator[bytes]:
+        engine = AsOneEngine()
+        yield encode([AllBlocksCleared()])
+        with self._events.reader() as reader:
+            lacking = {*reader.workers}
+            if not lacking:
+                return
+            async for message in reader.messages():
+                if events := list(engine.apply(message)):
+                    yield encode(events)
+                lacking -= {message.worker} if message.events[-1].HasField("end") else set()
+                if not lacking:
+                    return
+
+
+def _to_bytes(number: int) -> bytes:
+    return number.to_bytes(_NUMBER_BYTES, "big")

@@ -1,0 +1,28 @@
+"""How layers form KV groups."""
+
+import pytest
+
+from gpu_worker.kv.layer_groups import group_layers
+
+W = 512
+
+
+@pytest.mark.parametrize(
+    ("windows", "groups", "layers_per_block"),
+    [
+        ((None,) * 4, (None,), 4),
+        ((W,) * 4, (W,), 4),  # Mistral 7B v0.1, Phi 3
+        ((4096,) * 4, (None,), 4),  # a window of the longest sequence shows all
+        ((W, None) * 13, (None, W), 13),  # Gemma 2 2B, gpt-oss
+        (((W,) * 3 + (None,)) * 8, (None, W, W, W), 8),  # Cohere 2, OLMo 3 7B
+        (((W,) * 5 + (None,)) * 4 + (W, W), (None, *(W,) * 6), 4),  # Gemma 3 1B: 22 and 4
+        (((W,) * 5 + (None,)) * 10 + (W, W), (None, *(W,) * 4), 13),  # Gemma 3 27B: 52 and 10
+    ],
+)
+def test_groups_waste_little(windows, groups, layers_per_block):
+    found = group_layers(windows, max_model_len=4096)
+    assert (found.windows, found.layers_per_block) == (groups, layers_per_block)
+    places = set(zip(found.group_of, found.place_of, strict=True))
+    assert len(places) == len(windows), "two layers have the same place"
+    seen = [None if w is not None and w >= 4096 else w for w in windows]
+    assert [found.windows[group] for group in found.group_of] == seen

@@ -1,0 +1,183 @@
+"""The scheduler and a worker's executor with KV groups: outputs equal transformers, in every case.
+
+A core plans, the codec carries the plans, and the executor computes them with a small model of each
+family whose layers differ in what they see.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+
+from contract.codec.sampling import sampling_to_proto
+from contract.codec.step import plan_to_proto
+from contract.limits import Limits
+from contract.sampling import SamplingParams
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.kv.layer_groups import group_layers
+from gpu_worker.models.registry import open_model
+from gpu_worker.service.step_wire import plan_of
+from gpu_worker.step.executor import Executor
+from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.kv_groups import KvGroups
+from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.scheduler import Scheduler
+from tests.unit.gpu_worker.models.against_transformers import assert_greedy
+from tests.unit.gpu_worker.models.paged_loop import CPU, random_prompt
+
+BLOCK_SIZE = 4
+NUM_HOST_BLOCKS = 400
+NUM_TOKENS = 24  # longer than a window
+SMALL = {"sliding_window": 20, "pad_token_id": 0}
+GEMMA = SMALL | {"head_dim": 16, "tie_word_embeddings": True, "initializer_range": 0.02}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LOCAL, FULL = "sliding_attention", "full_attention"
+FAMILIES = {
+    "mistral": {},
+    "phi3": SMALL,
+    "gemma2": GEMMA | {"num_hidden_layers": 6, "query_pre_attn_scalar": 16},
+    "gemma3_text": GEMMA | {"num_hidden_layers": 7, "layer_types": [LOCAL] * 5 + [FULL, LOCAL]},
+    "gpt_oss": SMALL | {"head_dim": 16, "num_local_experts": 4},
+    "cohere2": SMALL | {"num_hidden_layers": 4, "layer_types": [LOCAL] * 3 + [FULL]},
+    "olmo3": SMALL | {"num_hidden_layers": 4, "layer_types": [LOCAL] * 3 + [FULL]},
+    "ministral": SMALL
+    | {"head_dim": 16}
+    | {"num_hidden_layers": 3, "layer_types": [LOCAL, FULL, LOCAL], "rope_parameters": ROPE},
+    "qwen2": SMALL | {"use_sliding_window": True, "layer_types": [FULL, LOCAL, LOCAL]},
+}
+
+
+@dataclass
+class Service:
+    """A core and an executor, without processes."""
+
+    directory: object
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    requests: dict[int, Request] = field(default_factory=dict)
+
+    def __post_init__(self):
+        source = open_model(self.directory)
+        config = source.config
+        groups = group_layers(config.windows, config.max_model_len)
+        assert groups.windows != (None,)
+        config_of_core = SchedulerConfig(
+            num_blocks=1,
+            block_size=BLOCK_SIZE,
+            kv_windows=groups.windows,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            max_model_len=config.max_model_len,
+            max_prefill_chunk=13,
+            num_host_blocks=NUM_HOST_BLOCKS,
+            watermark=0.0,
+            preemption_mode=PreemptionMode.SWAP,
+        )
+        num_needed = KvGroups(config_of_core).num_needed(200)
+        num_blocks = 1 + 6 * num_needed
+        self.config = replace(config_of_core, num_blocks=num_blocks)
+        self.limits = Limits(
+            max_num_seqs=8,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=64,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            vocab_size=config.vocab_size,
+            kv_windows=groups.windows,
+            num_host_blocks=NUM_HOST_BLOCKS,
+        )
+        block_config = replace(config, num_layers=groups.layers_per_block)
+        model = source.load(torch.float32, CPU, lambda _: None)
+        pool = KvPool(block_config, num_blocks, BLOCK_SIZE, torch.float32, CPU, groups=groups)
+        pool.blocks_as_bytes[0].fill_(255)  # NaN, so that reading the null block shows
+        host = HostPool(pool.blocks_as_bytes, NUM_HOST_BLOCKS)
+        self.executor = Executor(model, pool, self.limits, (), CPU, host_pool=host)
+        self.attach()
+
+    def attach(self):
+        """Begin with a new scheduler."""
+        self.num_steps = 0
+        self.core = Scheduler(self.config)
+
+    def submit(self, key, prompt, n=1):
+        sampling = sampling_to_proto(SamplingParams(seed=0, temperature=0.0, ignore_eos=True))
+        request = Request(
+            SourceId(0),
+            SeqKey(key),
+            f"r{key}",
+            np.array(prompt, np.int32),
+            n,
+            NUM_TOKENS,
+            sampling.SerializeToString(),
+        )
+        for each in range(key, key + n):
+            self.outputs[each], self.requests[each] = [], request
+        self.core.submit(request, 0.0)
+
+    def step(self):
+        plan = self.core.schedule(float(self.num_steps))
+        check(self.core)
+        if plan is None:
+            return False
+        self.num_steps += 1
+        plan = plan_of(plan_to_proto(plan, 1, 0), self.limits)
+        self.take(self.core.update(self.executor.step(plan)))
+        return True
+
+    def take(self, events):
+        for key, token in zip(events.seq_keys.tolist(), events.token_ids.tolist(), strict=True):
+            self.outputs[key].append(token)
+
+    def change_scheduler(self):
+        """Let a new scheduler take over, to which all live requests are submitted again."""
+        live = [self.requests[key] for key, out in self.outputs.items() if len(out) < NUM_TOKENS]
+        holdings = self.executor.reset()
+        self.attach()
+        self.core.inherit(holdings, 0.0)
+        for request in {id(request): request for request in live}.values():
+            first = request.first_seq_key
+            self.outputs.update({key: [] for key in range(first, first + request.n)})
+            self.core.submit(request, 0.0)
+            if (events := self.core.take_adopted()) is not None:
+                self.take(events)
+        check(self.core)
+
+    def run(self, num_steps=10_000):
+        for _ in range(num_steps):
+            if not self.step():
+                break
+
+    def check_all(self):
+        for key, output in self.outputs.items():
+            request = self.requests[key]
+            assert len(output) == request.max_tokens, f"output {key}"
+            assert_greedy(self.directory, request.prompt_token_ids.tolist(), output)
+
+
+@pytest.fixture(params=FAMILIES)
+def directory(model_dirs, request):
+    return model_dirs.get(request.param, **FAMILIES[request.param])
+
+
+def test_outputs_equal_transformers_whatever_happens(directory):
+    """Alone; with prefix hits, forked, in chunks and in a batch; preempted; taken over."""
+    service = Service(directory)
+    first = random_prompt(150, seed=1)
+    service.submit(0, first)
+    service.run()
+    service.check_all()
+    service.submit(1, first[:90] + random_prompt(30, seed=2))
+    service.submit(2, first + service.outputs[0][:12])  # the conversation goes on
+    service.submit(3, random_prompt(50, seed=7), n=2)
+    service.run(18)
+    assert service.core.load().prefix_cache_hits > 200
+    for index, seq in enumerate(list(service.core.running)):
+        service.core.preemption.preempt(seq, can_swap=bool(index % 2))
+    service.run(9)
+    assert service.core.load().num_swapped_in_blocks
+    service.change_scheduler()
+    service.run()
+    assert service.core.load().num_adopted_tokens
+    service.check_all()

@@ -1,0 +1,79 @@
+"""KV groups: which blocks a sequence holds, and what a prefix hit needs."""
+
+import pytest
+from core_driver import answer, chunks, make_core, new, schedule, submit
+
+SIZES = {
+    "num_blocks": 3000,
+    "block_size": 16,
+    "max_num_batched_tokens": 512,
+    "max_model_len": 8192,
+}
+
+
+def most_blocks(core, num_tokens):
+    """The most blocks that a sequence of `num_tokens` holds while it runs alone."""
+    submit(core, 0, [0] * (num_tokens - 100), max_tokens=100)
+    most, num_free = 0, core.pool.num_available
+    while core.live.of_source(0):
+        plan = schedule(core)
+        most = max(most, num_free - core.pool.num_available)
+        is_done = not core.running.prefilling
+        answer(core, plan, *([0] if is_done else []))
+    return most
+
+
+@pytest.mark.parametrize(
+    ("kv_windows", "share"),
+    [
+        ((None,), 1.0),
+        ((1024,), 0.2),
+        ((None, 1024), (1 + 0.2) / 2),
+        ((None, 1024, 1024, 1024), (1 + 3 * 0.2) / 4),
+    ],
+)
+def test_a_window_of_1k_holds_a_fifth_of_8k_tokens(kv_windows, share):
+    all_blocks = 8192 // 16 * len(kv_windows)
+    core = make_core(**SIZES, kv_windows=kv_windows, enable_prefix_caching=False)
+    assert most_blocks(core, 8192) <= share * all_blocks
+
+
+def test_a_prompt_longer_than_the_pool_runs_behind_a_window():
+    core = make_core(kv_windows=(8,), num_blocks=9, max_num_batched_tokens=8, max_model_len=64)
+    assert core.max_request_len == 64
+    submit(core, 0, range(50), max_tokens=1)
+    while core.running or core.queue:
+        plan = schedule(core)
+        answer(core, plan, *([0] if not core.running.prefilling else []))
+    assert core.load().num_preemptions == 0
+
+
+def test_a_prefix_hit_needs_only_what_the_window_still_sees():
+    core = make_core(kv_windows=(8,), num_blocks=17)
+    submit(core, 0, range(32), max_tokens=1)
+    answer(core, schedule(core), 0)
+    submit(core, 1, [*range(32), 40], max_tokens=2)
+    (seq,) = core.live
+    found = core.lookup.find(seq)
+    assert (found.num_tokens, found.places) == (32, [6, 7])
+    first_blocks = [block for block in core.pool.books.cached if block not in found.ready]
+    core.pool.forget(first_blocks)
+    plan = schedule(core)
+    ((_, num_computed, table),) = new(plan)
+    assert num_computed == 32
+    assert table[:6] == [0] * 6, "what lies behind the window is the null block"
+    assert table[6:8] == found.ready
+    assert chunks(plan) == {0: 1}
+
+
+def test_a_window_with_a_hole_is_no_hit():
+    core = make_core(kv_windows=(None, 8), num_blocks=40)
+    submit(core, 0, range(32), max_tokens=1)
+    answer(core, schedule(core), 0)
+    submit(core, 1, [*range(32), 40], max_tokens=2)
+    (seq,) = core.live
+    found = core.lookup.find(seq)
+    assert found.num_tokens == 32
+    last_of_window = found.ready[found.places.index(7 * 2 + 1)]
+    core.pool.forget([last_of_window])
+    assert core.lookup.find(seq).num_tokens == 28
