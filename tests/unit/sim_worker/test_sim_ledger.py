@@ -292,7 +292,9 @@ async def test_the_cores_plans_are_never_wrong(seed, num_host_blocks, num_disk_b
     """Tiny pools and vocabulary, with preemption, prefix hits, forks, moves, two steps in
     flight."""
     dice = random.Random(seed)
-    limits = Limits(4, 24, 8, 14, 2, 5, num_host_blocks, num_disk_blocks)
+    limits = Limits(
+        4, 24, 8, 14, 2, 5, num_host_blocks=num_host_blocks, num_disk_blocks=num_disk_blocks
+    )
     steps = make_steps(limits, mean_output_len=6)
     await steps.attach(0)
     moving = {"defragment_interval_s": 3.0, "defragment_threshold": 0.0}

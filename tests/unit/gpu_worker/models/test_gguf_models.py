@@ -5,8 +5,6 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, GgufConfig
 
-from gpu_worker.models.registry import open_model
-from gpu_worker.weights.json_fields import ModelError
 from kernels.cpu.linear import can_pack_integers
 from model_files.locate import find_model
 from tests.gguf_fixture import KINDS, SIZES, SMALL_KINDS, write_gguf
@@ -102,11 +100,3 @@ def test_several_files_are_one_model(as_directory):
     PagedLoop(load(in_three), block_size=16).generate([found], 4)
     assert found.output == expected.output
     assert torch.equal(torch.stack(found.logits), torch.stack(expected.logits))
-
-
-def test_quantization_on_top_is_refused(as_directory):
-    from gpu_worker.weights.quantized_linear import Quantization  # noqa: PLC0415
-
-    _, directory = as_directory("llama", "Q8_0")
-    with pytest.raises(ModelError, match=r"config.json: quantization_config is set"):
-        open_model(directory, quantization=Quantization.INT8)
