@@ -112,7 +112,7 @@ def test_every_call_that_changes_a_core_is_recorded():
     public = {name for name in vars(Scheduler) if not name.startswith("_")}
     asking = {"num_steps_in_flight", "load", "drain", "check_deadline", "take_expired"}
     asking |= {"num_queued_tokens", "num_waiting", "owner", "take_reports", "beam_rows"}
-    asking |= {"max_request_len", "take_adopted"}
+    asking |= {"max_request_len", "take_adopted", "watch_cache"}
     assert public - asking == set(CALLS)
 
 
