@@ -32,6 +32,8 @@ class KvGroups:
         self.num = len(config.kv_windows)
         self.is_plain = config.kv_windows == (None,)
         """Whether there is one group without a window: then no table has a null block."""
+        self.num_null = 0 if self.is_plain else 1
+        """Blocks of the pool that no sequence can have."""
         self._windows = config.kv_windows
         self._with_window = [(g, w) for g, w in enumerate(self._windows) if w is not None]
         self.without_window = [g for g, w in enumerate(self._windows) if w is None]

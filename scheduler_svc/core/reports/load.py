@@ -76,7 +76,7 @@ def read_load(core: "Scheduler") -> SchedulerLoad:
         num_waiting=core.num_waiting + core.moves.num_leaving,
         num_swapped=core.queue.num_swapped + core.fetching.num_swapped,
         max_num_seqs=core.config.max_num_seqs,
-        num_blocks=core.pool.num_blocks,
+        num_blocks=core.pool.num_blocks - core.groups.num_null,
         num_free_blocks=core.pool.num_free,
         num_cached_blocks=core.pool.num_cached,
         num_pinned_blocks=len(core.pins),
