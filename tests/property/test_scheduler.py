@@ -373,7 +373,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.end_shrinking(can_shrink=True)
         load = self.core.load()
         num_free = load.num_free_blocks + load.num_cached_blocks
-        num_free += self.config.kv_windows != (None,)  # the null block
         assert num_free + load.num_pinned_blocks == load.num_blocks
         assert load.num_free_host_blocks + load.num_cached_host_blocks == load.num_host_blocks
         assert load.num_free_disk_blocks + load.num_cached_disk_blocks == load.num_disk_blocks

@@ -315,6 +315,12 @@ class Takeover:
         if not self._config.enable_prefix_caching:  # no other sequence can use these hashes
             self._tier.pool.forget(kv.host)
             self._tier.disk.pool.forget(kv.disk)
+        elif (len(kv.host) + len(kv.disk)) * self._config.block_size == kv.num_tokens + 1:
+            # The sequence writes the last slot of its last block again, so it must not be shared.
+            if kv.disk:
+                self._tier.disk.pool.forget(kv.disk[-1:])
+            else:
+                self._tier.pool.forget(kv.host[-1:])
         seq.host_block_ids, seq.disk_block_ids = tuple(kv.host), tuple(kv.disk)
         self._wait_swapped(seq, kv.num_tokens)
         return True
