@@ -59,6 +59,7 @@ class Layer:
         self.side_bytes = 2 * block_size * num_kv_heads * HEAD_DIM
         self.structure = native().attention.pack(
             BFLOAT16, 0, len(seq_lens), len(seq_lens), num_kv_heads, num_kv_heads, HEAD_DIM,
+            HEAD_DIM,
             block_size, window, 0, self.keys.data_ptr(), self.values.data_ptr(), 0, 0,
             self.tables.data_ptr(), self.seq_lens.data_ptr(),
             0 if self.query_starts is None else self.query_starts.data_ptr(), 0, 0, 0, 0, 0,
