@@ -26,8 +26,8 @@ KERNELS = {
 }
 FP8 = "float8_e4m3fn"
 SPILLED_BYTES = {80: 32, 86: 32, 90: 4}
-"""What a thread may spill. On sm_80, 24 to 32 bytes are what attention spills with 255 registers. On
-sm_90, 4 bytes are of attention to latents in prompts, compiled by Triton 3.6."""
+"""What a thread may spill. On sm_80, 24 to 32 bytes are what attention spills with 255 registers.
+On sm_90, 4 bytes are of attention to latents in prompts, compiled by Triton 3.6."""
 OTHER_TRITON = ROOT / "build" / "triton-3.6"
 """The Triton that torch 2.11 brings along, as `make triton-3.6` installs it."""
 
