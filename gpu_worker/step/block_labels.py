@@ -123,6 +123,7 @@ class BlockLabels:
         self.disk = TierLabels(limits.num_disk_blocks)
         self._pins = LabelPins(limits.num_blocks)
         self._block_size = limits.block_size
+        self._has_windows = limits.kv_windows != (None,)
         self._is_void = np.zeros(limits.num_blocks, np.bool_)
         self._num_given = 0
         # Disk moves in flight, by target: labels and ages of stores, sources of loads.
@@ -176,6 +177,8 @@ class BlockLabels:
         """Remove the labels of broken rows' blocks in every tier, so that none is reused."""
         for row in failed_rows.tolist():
             blocks = rows.block_table(row)
+            if self._has_windows:
+                blocks = blocks[blocks > 0]  # without the null block
             labels, ages = self.device.of(blocks)
             for tier in (self.device, self.host, self.disk):
                 tier.remove_equal(labels[ages > 0])

@@ -118,7 +118,8 @@ class Executor:
             self._sampler,
             limits,
             device,
-            takes_parts=ranks is None,
+            # An encoder keeps no KV: the parts of a prompt would not see each other.
+            takes_parts=ranks is None and not getattr(model, "takes_whole_prompts", False),
             is_all_known=drafter is not None,
             adapters=self._adapters.by_number,
         )

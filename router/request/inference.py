@@ -284,7 +284,11 @@ class Inference:
             lease.end(0)
             self._admission.release(admitted.tenant, admitted.request_id)
             raise
-        live.replay(events)
+        try:
+            live.replay(events)
+        except BaseException:
+            live.cancel()
+            raise
         if live.live_seq_keys:
             live.num_submits = 1  # it was accepted once
             self._schedulers.submit(live)

@@ -1,6 +1,7 @@
 """A turn that this router computes: its output so far, for its readers and for the store."""
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -134,7 +135,8 @@ class RunningTurn:
             self._last.append(OutputFinished(index, reason, error=failure))
         num_prompt_tokens = 0
         if self.record is not None:
-            num_prompt_tokens = len(record_from_bytes(self.record).record.prompt_token_ids)
+            with contextlib.suppress(QuireError):  # another version wrote it
+                num_prompt_tokens = len(record_from_bytes(self.record).record.prompt_token_ids)
         self._last.append(Usage(num_prompt_tokens, self.num_tokens, 0))
 
     @property
@@ -156,7 +158,7 @@ class RunningTurn:
     def progress(self) -> tuple[Progress, Seen]:
         """Return what the store lacks, and what it has once that is written."""
         after = Seen(self._kept.tokens.copy(), None if self._end is None else self._end.at)
-        events = list(after.new_of(self._deltas()))
+        events = list(after.new_of(self._deltas(self._kept)))
         if self._end is not None:
             events += self._last
         record = None if self._is_record_kept else self.record

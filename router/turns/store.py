@@ -10,6 +10,8 @@ from quire.v1 import inference_pb2
 from router.turns.database import Connection, Cursor, Database
 from router.turns.turn import Turn, TurnEnd, TurnStatus
 
+SWEEP_LIMIT: Final = 1000
+"""Most turns that one sweep deletes."""
 LEASE_S: Final = 5.0
 """How long a turn is a router's after it last wrote; then any other may take it up."""
 
@@ -115,12 +117,13 @@ class TurnStore:
 
         return await self.database.run(work)
 
-    async def sweep(self, retention_s: float, limit: int = 1000) -> int:
-        """Delete turns that ended longer ago; return how many, at most `limit`."""
+    async def sweep(self, retention_s: float, limit: int = SWEEP_LIMIT) -> int:
+        """Delete turns of no group that ended longer ago; return how many, at most `limit`."""
 
         def work(cursor: Cursor, db: Connection) -> int:
             cursor.execute(
-                "DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE ended_at < ? LIMIT ?)",
+                "DELETE FROM turns WHERE id IN"
+                " (SELECT id FROM turns WHERE ended_at < ? AND group_id = '' LIMIT ?)",
                 (db.now(cursor) - retention_s, limit),
             )
             return cursor.rowcount
@@ -265,7 +268,9 @@ def _write_progress(cursor: Cursor, progress: Progress) -> None:
 def _write_events(cursor: Cursor, turn_id: str, first: int, events: Sequence[Event]) -> None:
     for number, event in enumerate(events, first):
         cursor.execute(
-            "INSERT INTO turn_events VALUES (?, ?, ?)",
+            "INSERT INTO turn_events VALUES (?, ?, ?)"
+            # A write whose answer was lost is repeated, with more tokens.
+            " ON CONFLICT (turn_id, number) DO UPDATE SET event = excluded.event",
             (turn_id, number, event_to_proto("", event).SerializeToString()),
         )
 

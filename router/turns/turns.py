@@ -29,7 +29,7 @@ from router.request.inference import Inference
 from router.request.live import LiveRequest
 from router.schedulers.wire import record_from_bytes, record_to_bytes
 from router.turns.running import MovedError, RunningTurn, Seen
-from router.turns.store import Batch, TurnStore
+from router.turns.store import SWEEP_LIMIT, Batch, TurnStore
 from router.turns.turn import StoreError, Turn, TurnEnd, TurnStatus
 
 log = structlog.get_logger()
@@ -61,6 +61,9 @@ class TurnKind(Protocol):
         self, turn: Turn, status: TurnStatus, events: Sequence[Event], at: float
     ) -> bytes:
         """Return the answer that is kept, as JSON, of all events of a turn that ended at `at`."""
+
+    def failure(self, turn: Turn, error: QuireError) -> bytes:
+        """Return the answer that is kept, as JSON, if `result` raises; raises nothing itself."""
 
 
 class Turns:
@@ -174,11 +177,16 @@ class Turns:
                     continue
                 return
             # The status first: if the turn has ended, the events are all there.
-            now = await self.store.find(turn.tenant, turn.id)
+            first = max(0, number - 1)  # the last one may have grown
+            try:
+                now = await self.store.find(turn.tenant, turn.id)
+                kept = [] if now is None else await self.store.events(turn.id, first)
+            except StoreError:  # the turn goes on, and so does its reader
+                await asyncio.sleep(_POLL_S)
+                continue
             if now is None:
                 raise NotFoundError(f"{turn.kind} {turn.id!r} has been deleted")
-            kept = await self.store.events(turn.id, number)
-            number += sum(isinstance(event, OutputDelta) for event in kept)
+            number = first + sum(isinstance(event, OutputDelta) for event in kept)
             if now.status.has_ended:
                 seen.ended_at = now.ended_at
             for event in seen.new_of(kept):
@@ -196,9 +204,10 @@ class Turns:
         elif not turn.status.has_ended:
             events = [*await self.store.events(turn.id)]
             left = RunningTurn(turn, events)
+            num_before = len(left.events)  # the deltas of an output are one here
             left.stop(FinishReason.CANCELLED)
             end = await self._end_of(left)
-            await self.store.end(turn.tenant, turn.id, end, left.events[len(events) :])
+            await self.store.end(turn.tenant, turn.id, end, left.events[num_before:])
         return await self.find(turn.tenant, turn.id, turn.kind)
 
     async def delete(self, turn: Turn) -> bool:
@@ -236,11 +245,19 @@ class Turns:
             except Exception:
                 log.exception("turn failed", turn=running.turn.id)
                 running.stop(FinishReason.ERROR, QuireError("internal error"))
-            running.end(await self._end_of(running))
+            while True:
+                try:
+                    running.end(await self._end_of(running))
+                    break
+                except (TooBusyError, UnavailableError) as error:
+                    log.debug("turn's answer waits", turn=running.turn.id, why=str(error))
+                    await asyncio.sleep(self._tick_s)
             self._is_urgent.set()
             await running.done.wait()
         finally:
-            self._running.pop(running.turn.id, None)
+            if self._running.get(running.turn.id) is running:
+                del self._running[running.turn.id]
+            running.move()  # a reader that lacks the end looks in the store
 
     async def _read_to_the_end(self, running: RunningTurn, live: LiveRequest | None) -> None:
         self._inference.act_for(running.turn.tenant)
@@ -274,8 +291,21 @@ class Turns:
         return live
 
     async def _end_of(self, running: RunningTurn) -> TurnEnd:
-        turn, at = running.turn, time.time()
-        result = await self._kinds[turn.kind].result(turn, running.status, running.events, at)
+        """Make a turn's answer, or say that it cannot be made.
+
+        Raises:
+            TooBusyError: It can be made later.
+            UnavailableError: Likewise.
+        """
+        turn, at, kind = running.turn, time.time(), self._kinds[running.turn.kind]
+        try:
+            result = await kind.result(turn, running.status, running.events, at)
+        except (TooBusyError, UnavailableError):
+            raise
+        except Exception as error:
+            log.exception("turn's answer cannot be made", turn=turn.id)
+            shown = error if isinstance(error, QuireError) else QuireError("internal error")
+            return TurnEnd(TurnStatus.FAILED, kind.failure(turn, shown), at)
         return TurnEnd(running.status, result, at)
 
     # --- the store ------------------------------------------------------------------------------
@@ -299,7 +329,8 @@ class Turns:
                     await self._take_up()
                 if loop.time() >= next_sweep:
                     next_sweep = loop.time() + _SWEEP_S
-                    await self.store.sweep(self._retention_s)
+                    if await self.store.sweep(self._retention_s) == SWEEP_LIMIT:
+                        next_sweep = loop.time()  # there are more
                 if self._is_failing:
                     log.info("turns are kept again")
                 self._is_failing = False

@@ -239,6 +239,8 @@ class Publisher:
         num_full, num_groups = num_computed_tokens // self._block_size, self._groups.num
         if not self._is_enabled or seq.loading_block_ids or seq.num_published_blocks < num_full:
             return
+        if len(seq.block_hashes) < num_full:  # its KV is wrong
+            return
         places = [p for p in self._groups.kept(num_computed_tokens) if p < num_full * num_groups]
         names = self._groups.names(seq.block_hashes, places)
         self._pool.publish([seq.block_ids[place] for place in places], names)

@@ -420,10 +420,14 @@ class RunningSet:
 
     def distrust(self, seq: Sequence) -> None:
         """Remove the hashes of a running sequence's blocks, because its KV is wrong."""
-        self._pool.forget(seq.block_ids)
         places = range(len(seq.block_hashes) * self._groups.num)
-        self._tier.forget(self._groups.names(seq.block_hashes, places))
-        seq.num_published_blocks = self._num_indices(seq)
+        names = self._groups.names(seq.block_hashes, places)
+        for name in names:  # also of blocks that were given back
+            self._pool.forget(self._pool.find([name]))
+        self._pool.forget(self._groups.held(seq.block_ids))
+        self._tier.forget(names)
+        seq.block_hashes = []  # nothing is published when it stops
+        seq.num_published_blocks = len(seq.block_ids) // self._groups.num
 
     def _num_indices(self, seq: Sequence) -> int:
         """Return the number of block indices of a sequence's known tokens."""

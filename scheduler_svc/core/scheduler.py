@@ -135,6 +135,7 @@ class Scheduler:
         )
         self.moves: Final = Moves(
             config,
+            groups=self.groups,
             pool=self.pool,
             tier=self.tier,
             rows=self.rows,
@@ -437,7 +438,8 @@ class Scheduler:
         if now >= self.defragmenter.due:  # last, because a step swaps out before it copies blocks
             self.defragmenter.plan(builder, len(self.steps))
         plan = None
-        if num_decodes or builder.chunk_lens or builder.copy_src or self.running.must_send:
+        has_work = num_decodes or builder.chunk_lens or builder.copy_src or builder.placements
+        if has_work or self.running.must_send:
             builder.pins = self.pins.take_unsent(now)
             plan = self.running.send(builder)
         if self.resizing.is_shrinking:

@@ -54,6 +54,7 @@ class ZmqOutlet:
             self._publisher.set_hwm(_MAX_UNSENT)
             self._publisher.bind(endpoint)
             self._replayer = self._context.socket(zmq.ROUTER)
+            self._replayer.set_hwm(_MAX_UNSENT)
             if replay_endpoint:
                 self._replayer.bind(replay_endpoint)
         except zmq.ZMQError as error:
@@ -113,7 +114,8 @@ class ZmqOutlet:
             async for message in reader.messages():
                 if events := list(engine.apply(message)):
                     yield encode(events)
-                lacking -= {message.worker} if message.events[-1].HasField("end") else set()
+                if message.events and message.events[-1].HasField("end"):
+                    lacking.discard(message.worker)
                 if not lacking:
                     return
 

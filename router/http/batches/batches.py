@@ -125,7 +125,12 @@ class Batches:
             await asyncio.sleep(self.tick_s)
             try:
                 for batch in await self.store.batches(is_live=True):
-                    await self._advance(batch)
+                    try:
+                        await self._advance(batch)
+                    except QuireError as error:
+                        log.warning("batch is looked after later", batch=batch.id, error=str(error))
+                    except Exception:
+                        log.exception("batch cannot be looked after", batch=batch.id)
                 if time.monotonic() >= next_sweep:
                     next_sweep = time.monotonic() + _SWEEP_S
                     await self.store.sweep(self.retention_s)

@@ -82,6 +82,10 @@ class BatchLines:
         code, error = _failure(events)
         return line(turn, status_code=code, body=error_json(error))
 
+    def failure(self, turn: Turn, error: QuireError) -> bytes:
+        """Return the line of the error file for an answer that cannot be made."""
+        return line(turn, status_code=error.http_status, body=error_json(error))
+
     async def _call(self, turn: Turn) -> Call | ResponseCall:
         asked = parse_line(turn.body)
         schema = ENDPOINTS[asked["url"]]

@@ -131,8 +131,8 @@ class BatchStore:
             now = _find(cursor, batch.tenant, batch.id)
             if now is not None and now.is_live:
                 cursor.execute(
-                    "UPDATE batches SET shown = ? WHERE id = ?",
-                    (json_bytes(change(now.shown)), batch.id),
+                    "UPDATE batches SET shown = ? WHERE id = ? AND is_live = ?",
+                    (json_bytes(change(now.shown)), batch.id, True),
                 )
 
         await self._database.run(work)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pydantic_core import from_json
 
-from contract.errors import InvalidArgumentError, NotFoundError
+from contract.errors import InvalidArgumentError, NotFoundError, QuireError
 from contract.outputs import Event
 from contract.request import GenerateRequest
 from router.access.tenancy import with_precedence
@@ -54,6 +54,16 @@ class KeptResponses:
         async for _ in told(_each(events), made, lambda: at):
             pass
         return json_bytes(made.response)
+
+    def failure(self, turn: Turn, error: QuireError) -> bytes:
+        """Return the JSON of a response that cannot be made."""
+        try:
+            body = ResponseBody.model_validate_json(turn.body)
+            head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
+        except Exception:  # noqa: BLE001 - another version wrote it
+            head = {"id": turn.id, "created_at": int(turn.created_at), "model": turn.model}
+        told = {"code": "server_error", "message": str(error)}
+        return json_bytes({**unfinished(head, "failed"), "error": told})
 
     # --- for the routes -------------------------------------------------------------------------
 

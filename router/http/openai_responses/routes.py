@@ -179,11 +179,11 @@ async def _follow(
     starting_after: int = -1,
 ) -> web.StreamResponse:
     call = call or await restored(kept.inference, turn)
+    made = call.events(kept.inference)  # it may raise, which the status can still say
     sse = SseResponse(http, {REQUEST_ID_HEADER: turn.id})
     seen = Seen()
     async with aclosing(kept.read(turn, seen)) as events:
         await sse.start()
-        made = call.events(kept.inference)
         await send_events(sse, made, events, lambda: seen.ended_at or time.time(), starting_after)
     return sse.response
 
@@ -218,6 +218,7 @@ async def _successful(live: LiveRequest) -> AsyncIterator[Event]:
 async def _stream(
     http: web.Request, inference: Inference, call: ResponseCall, live: LiveRequest
 ) -> web.StreamResponse:
+    made = call.events(inference)  # it may raise, which the status can still say
     sse = SseResponse(http, {REQUEST_ID_HEADER: live.request_id})
     async with first_of(live) as first:
         # A refusal comes soon, and the status can say so.
@@ -225,7 +226,7 @@ async def _stream(
         if first.done():
             first.result()
         await sse.start()
-        await send_events(sse, call.events(inference), rest_of(first, live), time.time)
+        await send_events(sse, made, rest_of(first, live), time.time)
     return sse.response
 
 

@@ -34,6 +34,7 @@ from scheduler_svc.core.handover.moved_request import (
     MovedRequest,
     MovedSequence,
 )
+from scheduler_svc.core.kv_groups import KvGroups
 from scheduler_svc.core.limits import check_length
 from scheduler_svc.core.live_sequences import LiveSequences, resubmittable
 from scheduler_svc.core.policies.policy import Policy
@@ -67,6 +68,7 @@ class Moves:
         self,
         config: SchedulerConfig,
         *,
+        groups: KvGroups,
         pool: BlockPool[DeviceBlockId],
         tier: HostTier,
         rows: Rows,
@@ -78,6 +80,7 @@ class Moves:
         policy: Policy,
     ) -> None:
         self._config = config
+        self._groups = groups
         self._pool = pool
         self._tier = tier
         self._rows = rows
@@ -251,7 +254,7 @@ class Moves:
 
     def _describe(self, seqs: list[Sequence]) -> MovableRequest:
         request = seqs[0].request
-        num_blocks = -(-seqs[0].max_total_tokens // self._config.block_size)
+        num_blocks = self._groups.num_needed(seqs[0].max_total_tokens)
         return MovableRequest(
             source=request.source,
             first_seq_key=request.first_seq_key,
@@ -274,7 +277,7 @@ class Moves:
             raise MigrationRefusedError("some of its KV is on its worker's disk")
         if any(seq.siblings for seq in seqs):
             raise MigrationRefusedError(f"n is {len(seqs)} and its prompt is not computed yet")
-        num_blocks = sum(len(seq.block_ids) for seq in seqs)
+        num_blocks = sum(len(self._groups.held(seq.block_ids)) for seq in seqs)
         if num_blocks > self._tier.pool.num_available:
             raise MigrationRefusedError(
                 f"it has {num_blocks} device blocks, but its worker has only "

@@ -315,7 +315,10 @@ class Takeover:
         if not self._config.enable_prefix_caching:  # no other sequence can use these hashes
             self._tier.pool.forget(kv.host)
             self._tier.disk.pool.forget(kv.disk)
-        elif (len(kv.host) + len(kv.disk)) * self._config.block_size == kv.num_tokens + 1:
+        elif (
+            self._groups.is_plain
+            and (len(kv.host) + len(kv.disk)) * self._config.block_size == kv.num_tokens + 1
+        ):
             # The sequence writes the last slot of its last block again, so it must not be shared.
             if kv.disk:
                 self._tier.disk.pool.forget(kv.disk[-1:])
@@ -390,7 +393,7 @@ class Takeover:
             disk = self._tier.disk.pool.find(names[len(host) :])
             if len(host) + len(disk) == len(names):
                 num_tokens = min(end, len(known) - 1)
-                if len(self._groups.kept(num_tokens)) == len(names):
+                if self._groups.kept(num_tokens) == self._groups.kept(end):
                     return _SwappedKv(host, disk, num_tokens)
         return None
 
