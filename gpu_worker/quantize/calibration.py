@@ -77,7 +77,8 @@ def round_layers(
 
     Args:
         model: A causal language model of transformers, in float32.
-        samples: Token ids int64[S, T]; None: numbers are fitted to the weights alone.
+        samples: Token ids int64[S, T]; None: each weight is rounded to
+            the nearest integer.
         rounding: How.
         progress: Called with the layers that are done, and their number.
 

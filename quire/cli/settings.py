@@ -378,7 +378,7 @@ class ProbeSettings(_CommandSettings):
 class QuantizeSettings(_CommandSettings):
     """Write a model as a GPTQ checkpoint of 4- or 8-bit integers, which `quire up --model` serves.
 
-    With a text, the integers are fitted to what the model computes of it. Runs on the CPU, in
+    With a text, the integers are fitted to what the model computes of it (GPTQ). Runs on the CPU, in
     float32: it needs 4 bytes of memory per weight, and 135 million weights take minutes.
     """
 
@@ -387,14 +387,14 @@ class QuantizeSettings(_CommandSettings):
     out: CliPositionalArg[Path]
     """The directory to write; it must not exist."""
     calibrate: Path | None = None
-    """A UTF-8 text of the kind that the model will see. Unset: the integers are fitted to the
-    weights alone, which costs more quality."""
+    """A UTF-8 text of the kind that the model will see. Unset: each weight is
+    rounded to the nearest integer, which costs more quality."""
     bits: Literal["4", "8"] = "4"
     """Bits of a weight."""
     group_size: Literal["32", "64", "128"] = "32"
     """Input features that share a scale: fewer keep more quality, in more memory."""
     num_samples: PositiveInt = 128
-    """Places of the text that are used, spread evenly over it."""
+    """Places of --calibrate's text that are used, spread evenly over it."""
     sample_length: PositiveInt = 512
     """Tokens of each place."""
     cache_dir: Path = DEFAULT_CACHE_DIR
