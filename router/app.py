@@ -174,8 +174,9 @@ async def run_router(
         client.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await client
-        if writer is not None and not writer.cancelled():
-            writer.result()
+        for task in (keeper, writer):
+            if task is not None and not task.cancelled():
+                task.result()
 
 
 def _turns(settings: RouterSettings, inference: Inference) -> Turns | None:

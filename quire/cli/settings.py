@@ -378,8 +378,8 @@ class ProbeSettings(_CommandSettings):
 class QuantizeSettings(_CommandSettings):
     """Write a model as a GPTQ checkpoint of 4- or 8-bit integers, which `quire up --model` serves.
 
-    With a text, the integers are fitted to what the model computes of it (GPTQ). Runs on the CPU, in
-    float32: it needs 4 bytes of memory per weight, and 135 million weights take minutes.
+    With a text, the integers are fitted to what the model computes of it (GPTQ). Runs on the CPU,
+    in float32: it needs 4 bytes of memory per weight, and 135 million weights take minutes.
     """
 
     model: CliPositionalArg[str]

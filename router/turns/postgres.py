@@ -10,7 +10,6 @@ T = TypeVar("T")
 
 _CONNECT_S: Final = 5
 _STATEMENT_MS: Final = 10_000
-_MIGRATION_LOCK: Final = 0x71756972  # "quir"
 
 
 class PostgresConnection:

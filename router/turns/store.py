@@ -152,7 +152,10 @@ class TurnStore:
         return await self.database.run(work)
 
     async def conversation(self, tenant: str, turn_id: str) -> Sequence[Turn]:
-        """Return a turn and those that it continues, oldest first; empty if one is missing."""
+        """Return a turn and those that it continues, oldest first.
+
+        Empty if one is missing, or if there are too many.
+        """
 
         def work(cursor: Cursor, _: Connection) -> list[Turn]:
             turns: list[Turn] = []
@@ -167,7 +170,7 @@ class TurnStore:
                     return []
                 turns.append(_turn(row))
                 wanted = turns[-1].previous_id
-            return turns[::-1]
+            return turns[::-1] if wanted is None else []
 
         return await self.database.run(work)
 

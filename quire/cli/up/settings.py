@@ -108,8 +108,8 @@ class UpSettings(ProcessSettings):
     """How many workers to start. With CUDA, each has one device, or several, of its own."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many routers to start. They share --http-port and --grpc-port: each gets some of the
-    connections, so a client should open several. One router serves some tens of thousands of
-    tokens a second (docs/performance.md)."""
+    connections, so a client should open several. docs/performance.md says what a token costs a
+    router."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the workers compute: cpu, cuda, or cuda:N; auto is cuda if there is a GPU."""
     tensor_parallel_size: PositiveInt = 1

@@ -107,10 +107,9 @@ class SseResponse:
             raise ClientConnectionResetError("the client is gone")
         transport.write(b"%x\r\n%b\r\n" % (len(event), event) if self._is_chunked else event)
 
-    async def send(self, value: object, event_id: str = "") -> None:
-        """Send one event, with an ASCII id unless that is empty."""
-        head = b"id: %b\n" % event_id.encode() if event_id else b""
-        self.put(head + sse_event(value))
+    async def send(self, value: object) -> None:
+        """Send one event."""
+        self.put(sse_event(value))
         await self.wait_for_room()
 
     async def send_named(self, events: Sequence[Mapping[str, object]]) -> None:

@@ -9,7 +9,6 @@ from aiohttp import BodyPartReader, web
 from pydantic import Field
 
 from contract.errors import InvalidArgumentError
-from router.access.api_keys import tenant_of_call
 from router.access.tenancy import TENANT_KEY
 from router.http.answers.objects import Json
 from router.http.batches.batches import Batches
@@ -39,11 +38,19 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
     """Return the routes."""
     store = batches.store
 
+    def tenant_of(request: web.Request) -> str:
+        return batches.inference.tenant_of(request.headers.get(TENANT_KEY, ""))
+
     async def upload_file(request: web.Request, _: CallId) -> web.StreamResponse:
         """Upload a file of requests, of at most 64 MiB."""
         name, content = await _uploaded(request)
         file = File(
-            f"file-{uuid.uuid4().hex}", _tenant(request), _PURPOSE, name, len(content), time.time()
+            f"file-{uuid.uuid4().hex}",
+            tenant_of(request),
+            _PURPOSE,
+            name,
+            len(content),
+            time.time(),
         )
         await store.add_file(file, content)
         return json_response(_file_json(file))
@@ -51,23 +58,23 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
     async def list_files(request: web.Request, _: CallId) -> web.StreamResponse:
         """List the files that are kept, newest first."""
         purpose = request.query.get("purpose")
-        files = await store.files(_tenant(request))
+        files = await store.files(tenant_of(request))
         shown = [_file_json(file) for file in files if purpose in (None, file.purpose)]
         return json_response(_page(shown, request))
 
     async def get_file(request: web.Request, _: CallId) -> web.StreamResponse:
         """Describe a file."""
-        file = await batches.file(_tenant(request), request.match_info["id"])
+        file = await batches.file(tenant_of(request), request.match_info["id"])
         return json_response(_file_json(file))
 
     async def get_content(request: web.Request, _: CallId) -> web.StreamResponse:
         """Return what a file holds."""
-        content = await batches.content(_tenant(request), request.match_info["id"])
+        content = await batches.content(tenant_of(request), request.match_info["id"])
         return web.Response(body=content, content_type="application/octet-stream")
 
     async def delete_file(request: web.Request, _: CallId) -> web.StreamResponse:
         """Delete a file; a batch that was made of it goes on."""
-        file = await batches.file(_tenant(request), request.match_info["id"])
+        file = await batches.file(tenant_of(request), request.match_info["id"])
         await store.delete_file(file.tenant, file.id)
         return json_response({"id": file.id, "object": "file", "deleted": True})
 
@@ -75,13 +82,13 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
         """Answer the requests of a file, at the lowest priority, within a day."""
         body = await bodies.read(request, BatchBody)
         created = await batches.create(
-            _tenant(request), body.input_file_id, body.endpoint, body.metadata
+            tenant_of(request), body.input_file_id, body.endpoint, body.metadata
         )
         return json_response(created)
 
     async def list_batches(request: web.Request, _: CallId) -> web.StreamResponse:
         """List the batches that are kept, newest first."""
-        found = await store.batches(tenant=_tenant(request))
+        found = await store.batches(tenant=tenant_of(request))
         page = _page([batch.shown for batch in found], request)
         id_to_batch = {batch.id: batch for batch in found}
         page["data"] = [await batches.shown(id_to_batch[each["id"]]) for each in page["data"]]
@@ -89,12 +96,12 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
 
     async def get_batch(request: web.Request, _: CallId) -> web.StreamResponse:
         """Describe a batch, and how far it is."""
-        batch = await batches.find(_tenant(request), request.match_info["id"])
+        batch = await batches.find(tenant_of(request), request.match_info["id"])
         return json_response(await batches.shown(batch))
 
     async def cancel_batch(request: web.Request, _: CallId) -> web.StreamResponse:
         """Cancel a batch; the lines that are answered stay so."""
-        batch = await batches.find(_tenant(request), request.match_info["id"])
+        batch = await batches.find(tenant_of(request), request.match_info["id"])
         return json_response(await batches.cancel(batch))
 
     return [
@@ -108,10 +115,6 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
         web.get("/v1/batches/{id}", endpoint(get_batch)),
         web.post("/v1/batches/{id}/cancel", endpoint(cancel_batch)),
     ]
-
-
-def _tenant(request: web.Request) -> str:
-    return tenant_of_call() or request.headers.get(TENANT_KEY, "")
 
 
 async def _uploaded(request: web.Request) -> tuple[str, bytes]:

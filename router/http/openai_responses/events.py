@@ -17,6 +17,7 @@ from contract.outputs import (
     TokenLogprob,
     Usage,
 )
+from router.http.answers.chat_shape import last_pieces
 from router.http.answers.objects import Json, finite
 from router.http.errors import error_from_finished
 from router.http.openai_responses.items import sealed
@@ -159,9 +160,7 @@ class ResponseEvents:
         """Return the last events of an output that has ended, at a Unix time."""
         pieces = list(self._read(self._text.flush()))
         if self._reader is not None:
-            if finished.stop_string is not None and finished.stop_string in self._call_stop:
-                pieces += self._reader.push(finished.stop_string)
-            pieces += self._reader.flush()
+            pieces += last_pieces(self._reader, finished, self._call_stop)
         self._say(pieces)
         if (space := self._space) and not self._output:
             self._open_message()
