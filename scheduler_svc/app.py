@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from contract.epoch import epoch_after
 from contract.info import WorkerInfo
+from contract.liveness.epoch import epoch_after
 from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, Resolver
 from rpc.server import Addresses, serve
-from scheduler_svc.core.cache.eviction import Eviction
-from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.pacing import Pace
+from scheduler_svc.core.bounds.pacing import Pace
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.space.eviction import Eviction
+from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics

@@ -9,8 +9,8 @@ import grpc.aio
 import structlog
 
 from contract.errors import InvalidArgumentError, NotFoundError, QuireError, TooBusyError
-from contract.heartbeat import BEAT_S
 from contract.info import ModelInfo
+from contract.liveness.heartbeat import BEAT_S
 from contract.request import MAX_N
 from quire.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from rpc.grpc_server import Service, service_of

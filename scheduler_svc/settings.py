@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from contract.heartbeat import BEAT_S
+from contract.liveness.heartbeat import BEAT_S
 from rpc.peers.discovery import check_targets
 from rpc.settings import Port, PositiveInt, ProcessSettings, split_at_commas
 from scheduler_svc.core.policies.arguments import split_arguments

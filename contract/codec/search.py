@@ -6,8 +6,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from contract.codec.message_checks import check_at_most, check_values
+from contract.codec.packing import pack_int32, unpack_int32
 from contract.errors import InvalidArgumentError
-from contract.packing import pack_int32, unpack_int32
 from contract.sampling import MAX_BEAM_WIDTH
 from contract.step import OutputState, SearchState
 from quire.v1 import worker_pb2

@@ -12,12 +12,12 @@ from contract.codec.message_checks import (
     check_values,
     unpack_labels,
 )
+from contract.codec.packing import pack_int32, unpack_int32
 from contract.codec.search import check_search, search_from_note, search_to_note
 from contract.codec.step import MAX_PIN_S, token_logprob_from_proto, token_logprob_to_proto
 from contract.errors import InvalidArgumentError
 from contract.hashing import BlockHash
 from contract.info import WorkerInfo
-from contract.packing import pack_int32, unpack_int32
 from contract.state import HeldBlocks, HeldRow, Holdings, Pins
 from quire.v1 import worker_pb2
 

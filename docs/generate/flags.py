@@ -31,8 +31,8 @@ wins over its variable, and that over the default. `--help` says the same.
 def commands() -> dict[str, type[BaseSettings]]:
     """Return the settings that each subcommand parses, by the words of the command."""
     found = {}
-    for name in COMMANDS:
-        module = importlib.import_module(f"quire.cli.commands.{name.replace('-', '_')}")
+    for name in COMMANDS.values():
+        module = importlib.import_module(name)
         parsed = re.search(r'parse_settings\((\w+), "(quire [\w-]+)"', inspect.getsource(module))
         if parsed is None:
             raise ValueError(f"{module.__name__} does not parse its settings")

@@ -20,7 +20,7 @@ from playwright.sync_api import Browser, Page
 from rich.console import Console
 
 from docs.generate.browser import find_browser, open_browser
-from quire.cli.commands.top import title
+from quire.cli.commands.observe.top import title
 from quire.cli.top.figures import take_snapshot
 from quire.cli.top.view import draw
 from quire.cli.up.service_dir import ServiceInfo, running_services

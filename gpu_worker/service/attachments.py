@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from contract.epoch import check_epoch
 from contract.errors import InvalidArgumentError, QuireError, StaleEpochError, UnavailableError
+from contract.liveness.epoch import check_epoch
 from contract.state import Holdings
 
 

@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 
 from contract.arrays import Int32Array
+from contract.codec.packing import pack_int32
 from contract.errors import UnavailableError
-from contract.packing import pack_int32
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls

@@ -2,9 +2,9 @@
 
 from contract.arrays import Int32Array
 from contract.codec.message_checks import check_distinct, check_parallel, check_values
+from contract.codec.packing import unpack_int32
 from contract.codec.step import plan_from_proto
 from contract.limits import Limits
-from contract.packing import unpack_int32
 from contract.sampling import SamplingParams
 from contract.step import Plan
 from gpu_worker.service.sampling_wire import adapter_from_proto, sampling_params_from_proto

@@ -6,32 +6,48 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Final
 
-COMMANDS: Final = {
-    "up": "start a service on this machine and keep it running",
-    "down": "stop a service",
-    "drain": "drain and end one process",
-    "restart": "restart the processes of a service, one after another",
-    "status": "show the processes, health and load of a service",
-    "probe": "check whether one process is ready",
-    "top": "watch queues, sequences, KV and rates",
-    "requests": "list live requests",
-    "cancel": "end live requests, by id, tenant or age",
-    "logs": "show what the processes have logged, of one request if wished",
-    "kv": "show which sequences hold which KV blocks",
-    "migrate": "move a live request with its KV to another worker",
-    "resize": "resize a worker's KV pool",
-    "unload": "unload a worker's model, to free its device",
-    "load": "load a worker's model again, or another one",
-    "quantize": "write a model as 4- or 8-bit integers, fitted to a text",
-    "lora": "list, load and unload LoRA adapters",
-    "generate": "continue a prompt, streaming",
-    "embed": "turn texts into vectors",
-    "chat": "chat with the model, streaming",
-    "batch": "answer a file of requests",
-    "defragment": "move the held KV blocks of each worker together",
-    "bench": "measure a service, and show where its time goes",
-    "replay": "replay a scheduler's recording, and explain its preemptions",
+GROUPS: Final = {
+    "processes": {
+        "up": "start a service on this machine and keep it running",
+        "down": "stop a service",
+        "drain": "drain and end one process",
+        "restart": "restart the processes of a service, one after another",
+        "probe": "check whether one process is ready",
+    },
+    "observe": {
+        "status": "show the processes, health and load of a service",
+        "top": "watch queues, sequences, KV and rates",
+        "logs": "show what the processes have logged, of one request if wished",
+        "bench": "measure a service, and show where its time goes",
+        "replay": "replay a scheduler's recording, and explain its preemptions",
+    },
+    "live": {
+        "requests": "list live requests",
+        "cancel": "end live requests, by id, tenant or age",
+        "migrate": "move a live request with its KV to another worker",
+        "kv": "show which sequences hold which KV blocks",
+        "resize": "resize a worker's KV pool",
+        "defragment": "move the held KV blocks of each worker together",
+    },
+    "models": {
+        "load": "load a worker's model again, or another one",
+        "unload": "unload a worker's model, to free its device",
+        "quantize": "write a model as 4- or 8-bit integers, fitted to a text",
+        "lora": "list, load and unload LoRA adapters",
+    },
+    "inference": {
+        "generate": "continue a prompt, streaming",
+        "chat": "chat with the model, streaming",
+        "embed": "turn texts into vectors",
+        "batch": "answer a file of requests",
+    },
 }
+"""What each command does, by the folder of `quire/cli/commands` that its module is in."""
+
+COMMANDS: Final = {
+    name: f"quire.cli.commands.{group}.{name}" for group, names in GROUPS.items() for name in names
+}
+"""The module of each command."""
 
 _INTERRUPTED: Final = 130
 
@@ -52,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             return 2
     # Import only the command's module, so that it starts fast.
-    command = importlib.import_module(f"quire.cli.commands.{arguments[0]}")
+    command = importlib.import_module(COMMANDS[arguments[0]])
     try:
         code: int = command.main(arguments[1:])
     except KeyboardInterrupt:
@@ -74,7 +90,10 @@ def _known_errors() -> tuple[type[Exception], ...]:
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {name:<12}{what}" for name, what in COMMANDS.items())
+    commands = "\n\n".join(
+        "\n".join(f"  {name:<12}{what}" for name, what in group.items())
+        for group in GROUPS.values()
+    )
     return (
         "Serves large language models from a paged KV cache.\n\n"
         f"usage: quire COMMAND [FLAGS]\n\n{commands}\n\n"

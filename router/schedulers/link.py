@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from contract.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
-from contract.heartbeat import BEAT_S, TICK_S, Heartbeat
+from contract.liveness.heartbeat import BEAT_S, TICK_S, Heartbeat
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from router.request.live import LiveRequest
 from router.schedulers.calls import SchedulerCalls

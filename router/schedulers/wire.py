@@ -13,6 +13,7 @@ from contract.codec.outputs import (
     finish_reason_from_proto,
     logprob_from_proto,
 )
+from contract.codec.packing import pack_int32, unpack_int32, unpack_uint64
 from contract.codec.request import stop_options_from_bytes, stop_options_to_bytes
 from contract.codec.sampling import (
     adapter_from_proto,
@@ -34,7 +35,6 @@ from contract.errors import (
     UnimplementedError,
 )
 from contract.outputs import FinishReason, OutputError, OutputFinished
-from contract.packing import pack_int32, unpack_int32, unpack_uint64
 from contract.request import MAX_N, GenerateRequest
 from quire.v1 import scheduler_pb2
 from router.request.live import LiveRequest, ReplayRecord

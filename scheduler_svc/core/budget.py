@@ -2,16 +2,16 @@
 
 A step computes one token for each sequence that decodes. The rest of `max_num_batched_tokens` goes
 to sequences with known tokens to compute; most of these tokens are prompts. `begin_step` limits the
-prompt tokens of a step to what the pacer (`pacing.py`) and memory pressure allow. `grant` decides
-how many tokens each sequence computes.
+prompt tokens of a step to what the pacer (`bounds/pacing.py`) and memory pressure allow. `grant`
+decides how many tokens each sequence computes.
 """
 
 from collections.abc import Iterable
 
 from contract.info import MemoryLevel
-from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.pressure import Pressure
+from scheduler_svc.core.bounds.pressure import Pressure
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.values.config import SchedulerConfig
 
 _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
 """By memory level, the divisor of a step's prompt tokens, since prompts need work space. Chosen,

@@ -1,10 +1,10 @@
 """Preempts running sequences, and decides when, which, and how.
 
 When and which: at the start of each step, `make_room` preempts the running sequence that is last in
-order, first while more run than the worker's memory allows (`pressure.py`), then while the decoding
-sequences need more blocks than are available. If only one sequence runs, pins give up blocks first,
-and the sequence is preempted when no pins are left. A failed swap-in preempts the sequences that
-depend on it, and a move to another core preempts the sequences of its request.
+order, first while more run than the worker's memory allows (`bounds/pressure.py`), then while the
+decoding sequences need more blocks than are available. If only one sequence runs, pins give up
+blocks first, and the sequence is preempted when no pins are left. A failed swap-in preempts the
+sequences that depend on it, and a move to another core preempts the sequences of its request.
 
 How: a *swap* copies the sequence's computed blocks to the host and keeps them until it runs again;
 a *recompute* drops them. A swap is chosen if it takes less time and the host has, or can make, room
@@ -17,17 +17,17 @@ from collections.abc import Callable
 
 from contract.step import StepId
 from scheduler_svc.core.beams.live_searches import BeamGroups
-from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.cache.pins import Pins
-from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.kv_groups import KvGroups
-from scheduler_svc.core.pressure import Pressure
+from scheduler_svc.core.bounds.pressure import Pressure
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import SeqStatus, Sequence
+from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.space.kv_groups import KvGroups
+from scheduler_svc.core.space.pins import Pins
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_room import HostRoom
+from scheduler_svc.core.values.config import SchedulerConfig
 
 
 class Preemption:

@@ -24,14 +24,18 @@ from contract.info import MemoryLevel
 from contract.state import Holdings
 from contract.step import Plan, Result, StepId
 from scheduler_svc.core.beams.live_searches import BeamGroups
-from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.bounds.limits import (
+    WorkerRates,
+    check_deadline,
+    check_length,
+    check_pin,
+    check_queue,
+    max_request_len,
+)
+from scheduler_svc.core.bounds.pressure import Pressure
 from scheduler_svc.core.budget import TokenBudget
-from scheduler_svc.core.cache.pins import Pins
-from scheduler_svc.core.cache.watch import CacheTier, CacheWatch
 from scheduler_svc.core.compact.defragment import DefragmentationReport, Defragmenter
 from scheduler_svc.core.compact.resize import Resizing
-from scheduler_svc.core.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.handover.moved_request import (
     Export,
@@ -42,31 +46,27 @@ from scheduler_svc.core.handover.moved_request import (
 )
 from scheduler_svc.core.handover.moves import Moves
 from scheduler_svc.core.handover.takeover import Takeover
-from scheduler_svc.core.kv_groups import KvGroups
-from scheduler_svc.core.limits import (
-    WorkerRates,
-    check_deadline,
-    check_length,
-    check_pin,
-    check_queue,
-    max_request_len,
-)
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.loading import make_policy
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.prefix import FoundKv, KvLookup
-from scheduler_svc.core.pressure import Pressure
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.reports.load import read_load
-from scheduler_svc.core.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
+from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.space.kv_groups import KvGroups
+from scheduler_svc.core.space.pins import Pins
+from scheduler_svc.core.space.watch import CacheTier, CacheWatch
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.fetching import Fetching, FetchStatus
 from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
+from scheduler_svc.core.values.config import SchedulerConfig, SchedulerLoad
+from scheduler_svc.core.values.events import Finished, StepEvents
+from scheduler_svc.core.values.request import FinishReason, Request, SeqKey, SourceId
 
 MAX_STEPS_IN_FLIGHT = 2
 

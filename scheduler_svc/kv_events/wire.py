@@ -6,7 +6,7 @@ from typing import Final
 
 from contract.hashing import HASH_BYTES
 from quire.v1 import kv_pb2
-from scheduler_svc.core.cache.watch import CacheTier
+from scheduler_svc.core.space.watch import CacheTier
 from scheduler_svc.domain import ADAPTERS_SALT
 from scheduler_svc.kv_events.index import Change, KvBlock
 

@@ -24,9 +24,9 @@ from contract.errors import (
 )
 from contract.step import StepId
 from rpc.tasks import BackgroundTasks
-from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.errors import MigrationRefusedError
 from scheduler_svc.core.handover.moved_request import Export, Import, MovableRequest
+from scheduler_svc.core.values.config import SchedulerLoad
+from scheduler_svc.core.values.errors import MigrationRefusedError
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.roster import Roster

@@ -12,7 +12,7 @@ import structlog
 from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
 from quire.v1 import scheduler_pb2
 from rpc.tasks import retrieve
-from scheduler_svc.core.errors import ResizeRefusedError
+from scheduler_svc.core.values.errors import ResizeRefusedError
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Session
 

@@ -7,7 +7,7 @@ from typing import Final
 from contract.errors import QuireError
 from contract.lora import LoraAdapter
 from quire.v1 import scheduler_pb2
-from scheduler_svc.core.request import Request, SourceId
+from scheduler_svc.core.values.request import Request, SourceId
 from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.routers.resumable import ResumableRequests
 from scheduler_svc.routers.stream import RouterStream

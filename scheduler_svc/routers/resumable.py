@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from contract.codec.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from contract.errors import (
     AbortedError,
     AlreadyExistsError,
@@ -19,9 +20,8 @@ from contract.errors import (
     QuireError,
     TooBusyError,
 )
-from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from quire.v1 import common_pb2, scheduler_pb2
-from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.router import merge_step_outputs, refused_to_proto, renamed_part
 

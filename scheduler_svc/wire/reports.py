@@ -8,11 +8,10 @@ from dataclasses import fields
 from typing import Final
 
 from contract.codec.info import memory_level_to_proto
+from contract.codec.packing import pack_int32
 from contract.errors import InvalidArgumentError
-from contract.packing import pack_int32
 from quire.v1 import common_pb2, kv_pb2
 from scheduler_svc.core.compact.fragmentation import SpaceReport
-from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.reports.describe import (
     MAX_BLOCKS,
     MAX_SEQUENCES,
@@ -22,6 +21,7 @@ from scheduler_svc.core.reports.describe import (
     SequenceDescription,
     TierDescription,
 )
+from scheduler_svc.core.values.config import SchedulerLoad
 from scheduler_svc.observers.step_log import MAX_STEPS, StepLog, StepRecord
 
 _DEFAULT_STEPS: Final = 256

@@ -4,11 +4,11 @@ from math import isfinite
 
 from contract.arrays import Int32Array
 from contract.codec.message_checks import check_values
+from contract.codec.packing import unpack_int32
 from contract.codec.sampling import pooling_from_proto, sampling_from_proto
 from contract.errors import InvalidArgumentError, NotFoundError
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
-from contract.packing import unpack_int32
 from contract.pooling import Pooling, check_task
 from contract.request import (
     MAX_CACHE_PIN_S,
@@ -19,7 +19,7 @@ from contract.request import (
 )
 from contract.value_checks import check_chars, check_range
 from quire.v1 import common_pb2, scheduler_pb2
-from scheduler_svc.core.request import OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.core.values.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import ADAPTERS_SALT, adapter_salt
 from scheduler_svc.wire.beam import beam_params_from_proto, beam_sampling
 

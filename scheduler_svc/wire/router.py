@@ -13,14 +13,14 @@ import numpy.typing as npt
 from contract.arrays import Int32Array
 from contract.codec.info import adapter_to_proto, model_info_to_proto
 from contract.codec.outputs import FINISH_REASON_TO_PROTO
+from contract.codec.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from contract.codec.step import token_logprob_to_proto
 from contract.errors import QuireError, TooBusyError
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
-from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from quire.v1 import scheduler_pb2, worker_pb2
-from scheduler_svc.core.events import Finished, StepEvents
-from scheduler_svc.core.request import SeqKey, SourceId
+from scheduler_svc.core.values.events import Finished, StepEvents
+from scheduler_svc.core.values.request import SeqKey, SourceId
 
 OwnedVector: TypeAlias = tuple[SourceId, SeqKey, bytes]
 """The vector of a sequence: float32, little-endian."""

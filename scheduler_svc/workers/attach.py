@@ -10,8 +10,8 @@ import grpc.aio
 from contract.codec.info import worker_info_from_proto
 from contract.codec.state import check_holdings, holdings_from_proto
 from contract.errors import InvalidArgumentError, StaleEpochError, UnavailableError
-from contract.heartbeat import BEAT_S
 from contract.info import WorkerInfo
+from contract.liveness.heartbeat import BEAT_S
 from contract.state import Holdings
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel

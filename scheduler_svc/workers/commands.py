@@ -4,13 +4,13 @@ import time
 from collections import deque
 
 from contract.errors import DeadlineExceededError, InvalidArgumentError, QuireError, TooBusyError
-from scheduler_svc.core.errors import (
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.values.errors import (
     DeadlineError,
     NoPrefixCacheError,
     QueueFullError,
     RequestRefusedError,
 )
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import (
     CancelSequences,
     Command,

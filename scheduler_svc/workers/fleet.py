@@ -7,12 +7,12 @@ from dataclasses import replace
 import structlog
 
 from contract.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
-from contract.heartbeat import TICK_S
 from contract.info import ModelInfo, WorkerInfo
+from contract.liveness.heartbeat import TICK_S
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, keep_members
 from scheduler_svc.core.compact.defragment import DefragmentationReport
-from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import (
     CancelSequences,
     Command,

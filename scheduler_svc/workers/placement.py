@@ -23,8 +23,8 @@ from typing import Final, Protocol
 import numpy as np
 
 from contract.hashing import BlockHash, extend_chain, root_hash
-from scheduler_svc.core.events import Finished
-from scheduler_svc.core.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.core.values.events import Finished
+from scheduler_svc.core.values.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import SubmitRequest, live_outputs, num_live_seqs
 
 SEQUENCE_TOKENS: Final = 64

@@ -16,11 +16,9 @@ from contract.hashing import BlockHash
 from contract.info import MemoryLevel, ModelInfo, WorkerInfo
 from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.observe import timeline
+from scheduler_svc.core.bounds.pacing import Pace
 from scheduler_svc.core.compact.fragmentation import SpaceReport
-from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.errors import BrokenInvariantError
 from scheduler_svc.core.handover.takeover import REUNION_S
-from scheduler_svc.core.pacing import Pace
 from scheduler_svc.core.reports.load import (
     count_queued,
     num_steps_answered,
@@ -30,8 +28,10 @@ from scheduler_svc.core.reports.load import (
     read_space,
 )
 from scheduler_svc.core.reports.progress import read_progress
-from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
+from scheduler_svc.core.values.config import SchedulerLoad
+from scheduler_svc.core.values.errors import BrokenInvariantError
+from scheduler_svc.core.values.request import Request
 from scheduler_svc.domain import Command, SubmitRequest
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.spans import SequenceSpans, WorkerSpans

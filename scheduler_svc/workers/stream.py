@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import grpc.aio
 
 from contract.codec.info import adapter_from_worker, memory_level_from_proto
+from contract.codec.packing import pack_int32
 from contract.codec.step import plan_to_proto, result_from_proto
 from contract.errors import InvalidArgumentError, UnavailableError
-from contract.heartbeat import BEAT_S, TICK_S, Heartbeat
 from contract.info import MemoryLevel, WorkerInfo
+from contract.liveness.heartbeat import BEAT_S, TICK_S, Heartbeat
 from contract.lora import LoadedAdapter, LoraAdapter
-from contract.packing import pack_int32
 from contract.state import Holdings
 from contract.step import Plan, Result
 from quire.v1 import adapters_pb2, adapters_pb2_grpc, worker_pb2, worker_pb2_grpc

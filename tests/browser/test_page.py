@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Page, expect
 
-from contract.packing import unpack_int32
+from contract.codec.packing import unpack_int32
 from quire.v1 import inference_pb2, kv_pb2
 from tests.browser.conftest import ALICE, OPERATOR, give_key
 from tests.e2e.service import JSON_TYPE, Service

@@ -17,11 +17,10 @@ def test_every_entry_points_flags_are_listed():
     told = PROCESSES.keys() | commands().keys()
     for script in ("router", "scheduler", "worker", "sim-worker"):
         assert f"quire-{script}" in told
-    modules = {path.stem for path in (ROOT / "quire" / "cli" / "commands").glob("*.py")}
     parsing = {
-        name
-        for name in modules
-        if "parse_settings(" in (ROOT / "quire" / "cli" / "commands" / f"{name}.py").read_text()
+        path.stem
+        for path in (ROOT / "quire" / "cli" / "commands").rglob("*.py")
+        if "parse_settings(" in path.read_text()
     }
     assert {name.removeprefix("quire ").replace("-", "_") for name in commands()} == parsing
 

@@ -18,8 +18,8 @@ from worker_calls import (
     with_moves,
 )
 
-from contract.epoch import MAX_LEAD_NS, clock_epoch, epoch_after
-from contract.packing import unpack_int32
+from contract.codec.packing import unpack_int32
+from contract.liveness.epoch import MAX_LEAD_NS, clock_epoch, epoch_after
 from quire.v1 import worker_pb2
 from tests.served_worker import failure
 

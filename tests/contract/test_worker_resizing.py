@@ -16,7 +16,7 @@ from worker_calls import (
     sampled,
 )
 
-from contract.packing import unpack_int32
+from contract.codec.packing import unpack_int32
 from quire.v1 import worker_pb2
 from tests.served_worker import failure
 

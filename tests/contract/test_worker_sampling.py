@@ -13,7 +13,7 @@ from worker_calls import (
     stopped,
 )
 
-from contract.packing import pack_int32
+from contract.codec.packing import pack_int32
 from quire.v1 import worker_pb2
 
 

@@ -4,8 +4,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from contract.codec.packing import pack_int32, unpack_int32
 from contract.limits import Limits
-from contract.packing import pack_int32, unpack_int32
 from quire.v1 import common_pb2, worker_pb2
 
 VOCAB_SIZE = 97

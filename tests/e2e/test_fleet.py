@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from contract.packing import unpack_int32
+from contract.codec.packing import unpack_int32
 from quire.v1 import kv_pb2
 from tests.e2e.child import eventually
 from tests.e2e.generation import generate_request, read

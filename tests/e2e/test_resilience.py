@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from contract.epoch import MAX_LEAD_NS, clock_epoch
+from contract.liveness.epoch import MAX_LEAD_NS, clock_epoch
 from quire.client import SamplingParams
 from quire.v1 import common_pb2, inference_pb2, worker_pb2
 from quire.v1.worker_pb2_grpc import WorkerServiceStub

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from contract.errors import UnauthenticatedError, UnavailableError
-from quire.cli.commands.defragment import main as defragment
-from quire.cli.commands.generate import main as generate
+from quire.cli.commands.inference.generate import main as generate
+from quire.cli.commands.live.defragment import main as defragment
 from quire.cli.up.layout import SHIPPED_MODEL
 from quire.client import Client, ClientTls, SamplingParams
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc

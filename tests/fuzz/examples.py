@@ -1,6 +1,6 @@
 """Well-formed messages of each kind, from which fuzzing starts."""
 
-from contract.packing import pack_int32, pack_uint64
+from contract.codec.packing import pack_int32, pack_uint64
 from quire.v1 import common_pb2, inference_pb2, scheduler_pb2, worker_pb2
 
 SAMPLING = common_pb2.SamplingParams(

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import strategies as st
 
 from bench.faults import bodies
-from contract.packing import pack_int32, pack_uint64, unpack_uint64
+from contract.codec.packing import pack_int32, pack_uint64, unpack_uint64
 from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc, kv_pb2, scheduler_pb2
 from router.app import run_router
 from router.settings import RouterSettings

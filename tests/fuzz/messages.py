@@ -11,7 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import strategies as st
 
-from contract.packing import pack_int32, pack_uint64
+from contract.codec.packing import pack_int32, pack_uint64
 
 _MAX_REPEATS = 4
 _EDGES = (0, 1, 2, 3, 63, 64, 65, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**64 - 1)

@@ -74,9 +74,9 @@ from gpu_worker.sampling.grammars import StructuredOutput as Grammars  # noqa: E
 from gpu_worker.sampling.sampler import Sampler  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402
 from gpu_worker.step.warm_up import warm_up  # noqa: E402
-from scheduler_svc.core.config import PreemptionMode, SchedulerConfig  # noqa: E402
-from scheduler_svc.core.request import Request, SeqKey, SourceId  # noqa: E402
 from scheduler_svc.core.scheduler import Scheduler  # noqa: E402
+from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig  # noqa: E402
+from scheduler_svc.core.values.request import Request, SeqKey, SourceId  # noqa: E402
 
 
 def draw_by_kernel(self, logits, places, rows, positions, *, is_suppressed):

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from scheduler_svc.core.cache.eviction import Eviction
-from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.space.eviction import Eviction
+from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
 
 POLICIES = st.sampled_from(
     ["fcfs", "priority", "fair", "deadline", "fair+deadline", "priority+fair+deadline"]

@@ -11,8 +11,8 @@ from hypothesis import settings
 from contract.info import MemoryLevel
 from contract.sampling import EarlyStopping
 from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.cache.eviction import Eviction
-from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.space.eviction import Eviction
+from scheduler_svc.core.values.config import PreemptionMode
 from tests.property.test_scheduler import SchedulerMachine
 from tests.property.transitions import ALL, OF_MOVES, Transition, recorded_transitions
 

@@ -15,12 +15,12 @@ from contract.info import MemoryLevel
 from contract.sampling import EarlyStopping
 from contract.step import Result
 from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.errors import QueueFullError, RequestTooLongError, ResizeRefusedError
 from scheduler_svc.core.handover.identity import identity
 from scheduler_svc.core.handover.takeover import REUNION_S
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.values.errors import QueueFullError, RequestTooLongError, ResizeRefusedError
+from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from tests.property.configs import CHOICES, tiny_config
 from tests.property.findable import check_findable
 from tests.property.oracle import END, Oracle

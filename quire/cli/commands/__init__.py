@@ -1,1 +1,1 @@
-"""The subcommands of `quire`, one module each."""
+"""The subcommands of `quire`, one module each, in a folder for each kind."""

@@ -25,15 +25,15 @@ from itertools import chain
 from contract.step import Result
 from scheduler_svc.core.beams.group import BeamGroup
 from scheduler_svc.core.beams.search import Candidates
-from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.kv_groups import KvGroups
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.prefix import KvLookup
-from scheduler_svc.core.request import SeqId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import SeqStatus, Sequence
+from scheduler_svc.core.space.kv_groups import KvGroups
+from scheduler_svc.core.values.config import SchedulerConfig
+from scheduler_svc.core.values.request import SeqId
 
 _NO_ROWS: frozenset[int] = frozenset()
 

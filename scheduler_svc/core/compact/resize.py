@@ -14,16 +14,16 @@ To grow, the worker allocates memory first; then the core calls `resize`. To shr
 from itertools import chain
 
 from contract.step import StepId
-from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.cache.pins import Pins
+from scheduler_svc.core.bounds.limits import check_length
 from scheduler_svc.core.compact.defragment import Defragmenter
-from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.errors import RequestTooLongError, ResizeRefusedError
 from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.handover.moves import Moves
-from scheduler_svc.core.limits import check_length
 from scheduler_svc.core.live_sequences import LiveSequences
+from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.space.pins import Pins
 from scheduler_svc.core.steps_in_flight import StepsInFlight
+from scheduler_svc.core.values.config import SchedulerConfig
+from scheduler_svc.core.values.errors import RequestTooLongError, ResizeRefusedError
 
 
 class Resizing:

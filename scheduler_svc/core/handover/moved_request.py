@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import NewType
 
 from contract.step import StepId
-from scheduler_svc.core.blocks import HostBlockId
-from scheduler_svc.core.request import Request, SeqKey, SourceId
+from scheduler_svc.core.space.blocks import HostBlockId
+from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 
 ExportId = NewType("ExportId", int)
 """Identifies a leaving request at the source core."""

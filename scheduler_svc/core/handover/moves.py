@@ -22,9 +22,7 @@ from dataclasses import dataclass, replace
 
 from contract.hashing import extend_chain, root_hash
 from contract.step import StepId
-from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, HostBlockId
-from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.errors import MigrationRefusedError, RequestTooLongError
+from scheduler_svc.core.bounds.limits import check_length
 from scheduler_svc.core.handover.moved_request import (
     Export,
     ExportId,
@@ -34,18 +32,20 @@ from scheduler_svc.core.handover.moved_request import (
     MovedRequest,
     MovedSequence,
 )
-from scheduler_svc.core.kv_groups import KvGroups
-from scheduler_svc.core.limits import check_length
 from scheduler_svc.core.live_sequences import LiveSequences, resubmittable
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
+from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId, HostBlockId
+from scheduler_svc.core.space.kv_groups import KvGroups
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
+from scheduler_svc.core.values.config import SchedulerConfig
+from scheduler_svc.core.values.errors import MigrationRefusedError, RequestTooLongError
+from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 
 
 @dataclass(frozen=True, slots=True, eq=False)

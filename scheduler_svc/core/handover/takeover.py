@@ -36,21 +36,27 @@ from contract.hashing import BlockHash, extend_chain, tail_hash
 from contract.state import HeldBlocks, HeldRow, Holdings
 from contract.step import StepLogprob
 from scheduler_svc.core.beams.group import BeamGroup
-from scheduler_svc.core.blocks import BlockIdT, BlockPool, DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.cache.pins import Pins
-from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.events import Finished, StepEvents
 from scheduler_svc.core.handover.identity import identity, swap_root
-from scheduler_svc.core.kv_groups import NULL_BLOCK, KvGroups
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.prefix import FoundKv
 from scheduler_svc.core.queue import WaitingQueue
-from scheduler_svc.core.request import FinishReason, OutputSoFar, Request
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import SeqStatus, Sequence
+from scheduler_svc.core.space.blocks import (
+    BlockIdT,
+    BlockPool,
+    DeviceBlockId,
+    DiskBlockId,
+    HostBlockId,
+)
+from scheduler_svc.core.space.kv_groups import NULL_BLOCK, KvGroups
+from scheduler_svc.core.space.pins import Pins
 from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
+from scheduler_svc.core.values.config import SchedulerConfig
+from scheduler_svc.core.values.events import Finished, StepEvents
+from scheduler_svc.core.values.request import FinishReason, OutputSoFar, Request
 
 REUNION_S = 2.0
 """Grace period in which unclaimed blocks are not reused, even under pressure. Routers usually

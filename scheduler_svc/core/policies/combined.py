@@ -4,7 +4,7 @@ from scheduler_svc.core.policies.deadline import EarliestDeadline
 from scheduler_svc.core.policies.fair import TenantFair
 from scheduler_svc.core.policies.policy import Policy, Rank
 from scheduler_svc.core.policies.priority import Priority
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.values.request import Request
 
 
 class Combined(Policy):

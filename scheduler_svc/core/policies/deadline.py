@@ -2,7 +2,7 @@
 
 from scheduler_svc.core.policies.arguments import check_positive
 from scheduler_svc.core.policies.policy import Policy, Rank
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.values.request import Request
 
 
 class EarliestDeadline(Policy):

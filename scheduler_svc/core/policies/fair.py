@@ -9,7 +9,7 @@ raised to the lowest counter of the waiting tenants.
 
 from scheduler_svc.core.policies.arguments import check_positive
 from scheduler_svc.core.policies.policy import Policy, Rank
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.values.request import Request
 
 _FEW_COUNTERS = 1024
 

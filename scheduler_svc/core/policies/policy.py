@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from scheduler_svc.core.request import Request, SeqId
+from scheduler_svc.core.values.request import Request, SeqId
 
 Key: TypeAlias = tuple[float, ...]
 

@@ -4,7 +4,7 @@ from math import floor
 
 from scheduler_svc.core.policies.arguments import check_positive
 from scheduler_svc.core.policies.policy import Policy, Rank
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.values.request import Request
 
 
 class Priority(Policy):

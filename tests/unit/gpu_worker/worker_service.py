@@ -4,9 +4,9 @@ import asyncio
 
 from fake_model import VOCAB_SIZE
 
+from contract.codec.packing import pack_int32
 from contract.info import WorkerInfo
 from contract.limits import Limits
-from contract.packing import pack_int32
 from quire.v1 import common_pb2, worker_pb2
 
 LIMITS = Limits(

@@ -5,6 +5,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from contract.codec.packing import pack_int32
 from contract.errors import (
     InvalidArgumentError,
     NotFoundError,
@@ -12,7 +13,6 @@ from contract.errors import (
     TooBusyError,
     UnavailableError,
 )
-from contract.packing import pack_int32
 from quire.v1 import common_pb2, inference_pb2, kv_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceServicer
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from quire.cli.__main__ import main
-from quire.cli.commands.status import describe_load
+from quire.cli.commands.observe.status import describe_load
 from quire.client.types import Load
 from quire.v1 import common_pb2
 

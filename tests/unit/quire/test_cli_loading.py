@@ -7,7 +7,7 @@ import pytest
 
 from contract.errors import FailedPreconditionError
 from quire.cli.__main__ import main
-from quire.cli.commands.status import describe_load
+from quire.cli.commands.observe.status import describe_load
 from quire.cli.top.view import _worker_cells, _worker_name
 from quire.client.types import Load
 from quire.v1 import common_pb2, loading_pb2, loading_pb2_grpc

@@ -6,7 +6,7 @@ import tempfile
 import pytest
 
 from quire.cli.__main__ import main
-from quire.cli.commands import logs
+from quire.cli.commands.observe import logs
 from quire.cli.up.service_dir import ServiceDir, ServiceInfo, ServiceProcess
 
 NAMES = ("worker-0", "scheduler", "router")

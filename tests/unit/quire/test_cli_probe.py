@@ -8,7 +8,7 @@ import trustme
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from quire.cli.commands import probe
+from quire.cli.commands.processes import probe
 from rpc.health import Health, probes
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from contract.errors import UnavailableError
 from quire.cli.__main__ import main
-from quire.cli.commands import top
+from quire.cli.commands.observe import top
 from quire.cli.top.figures import Snapshot, parse_metrics, rates_between, sum_tiers
 from quire.cli.top.view import bar, draw
 from quire.client import Client

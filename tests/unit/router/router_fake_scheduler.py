@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from contract.heartbeat import BEAT_S
-from contract.packing import pack_int32, pack_uint64
+from contract.codec.packing import pack_int32, pack_uint64
+from contract.liveness.heartbeat import BEAT_S
 from quire.v1 import (
     adapters_pb2,
     adapters_pb2_grpc,

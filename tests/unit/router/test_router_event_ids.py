@@ -8,9 +8,9 @@ import pytest
 from aiohttp import web
 from router_fake_scheduler import LENGTH
 
+from contract.codec.packing import pack_int32, pack_uint64
 from contract.errors import InvalidArgumentError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished
-from contract.packing import pack_int32, pack_uint64
 from contract.request import OutputReceived
 from quire.v1 import scheduler_pb2
 from router.http.answers.event_ids import StreamPosition, parse_event_id

@@ -7,9 +7,9 @@ import grpc
 import pytest
 from router_fake_scheduler import LENGTH
 
+from contract.codec.packing import pack_int32, pack_uint64
 from contract.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from contract.outputs import FinishReason, OutputFinished
-from contract.packing import pack_int32, pack_uint64
 from contract.request import GenerateRequest
 from quire.v1 import scheduler_pb2
 from quire.v1.requests_pb2 import RequestFilter, RequestState

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from router_fake_scheduler import LENGTH, FakeScheduler
 
-from contract import heartbeat as silence
 from contract.errors import UnavailableError
+from contract.liveness import heartbeat as silence
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, Usage
 from contract.request import GenerateRequest
 from router.schedulers.link import LinkConfig, SchedulerLink

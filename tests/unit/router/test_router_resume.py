@@ -7,6 +7,7 @@ import grpc
 import pytest
 from router_fake_scheduler import LENGTH
 
+from contract.codec.packing import pack_int32, pack_uint64
 from contract.errors import (
     AbortedError,
     FailedPreconditionError,
@@ -15,7 +16,6 @@ from contract.errors import (
     UnavailableError,
 )
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
-from contract.packing import pack_int32, pack_uint64
 from contract.request import GenerateRequest, OutputReceived, ResumeRequest
 from contract.sampling import SamplingParams
 from quire.v1 import common_pb2, scheduler_pb2

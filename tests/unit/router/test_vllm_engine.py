@@ -9,8 +9,8 @@ import pytest
 from keyed_router import running
 from router_fake_scheduler import ERROR, LENGTH, STOP, FakeKvEvents
 
+from contract.codec.packing import pack_int32, unpack_int32
 from contract.codec.sampling import sampling_from_proto
-from contract.packing import pack_int32, unpack_int32
 from contract.sampling import SamplingParams
 from quire.v1 import common_pb2, kv_pb2
 from quire.vllm_engine import smg_common_pb2, vllm_engine_pb2_grpc

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from contract.codec.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from contract.errors import InvalidArgumentError
-from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 
 
 def test_int32_is_little_endian_twos_complement():

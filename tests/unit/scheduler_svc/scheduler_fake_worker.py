@@ -10,10 +10,10 @@ import numpy as np
 
 from contract.arrays import ints
 from contract.codec.info import worker_info_from_proto
+from contract.codec.packing import pack_int32
 from contract.codec.sampling import sampling_from_proto
 from contract.codec.step import plan_from_proto, result_to_proto
 from contract.lora import LoraAdapter
-from contract.packing import pack_int32
 from contract.step import Result, StepLogprob
 from quire.v1 import (
     adapters_pb2_grpc,

@@ -8,7 +8,7 @@ import aiohttp
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from contract.packing import pack_int32, unpack_int32, unpack_uint64
+from contract.codec.packing import pack_int32, unpack_int32, unpack_uint64
 from quire.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from rpc.peers.channel import open_channel
 from scheduler_svc.app import run_scheduler

@@ -11,7 +11,7 @@ import zmq.asyncio
 from pydantic import ValidationError
 from test_kv_events import Pools
 
-from contract.packing import pack_int32
+from contract.codec.packing import pack_int32
 from quire.v1 import kv_pb2
 from rpc.grpc_server import CannotListenError
 from scheduler_svc.kv_events.feed import KvEvents

@@ -17,10 +17,10 @@ from contract.errors import (
     NotFoundError,
     UnavailableError,
 )
-from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.operations.migration import Migrator
 from scheduler_svc.workers.crash_counter import CrashCounter

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from contract.hashing import extend_chain, root_hash
-from scheduler_svc.core.request import OutputSoFar, Request
+from scheduler_svc.core.values.request import OutputSoFar, Request
 from scheduler_svc.workers.placement import (
     SEQUENCE_TOKENS,
     Choice,

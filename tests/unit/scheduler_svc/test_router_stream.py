@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from scheduler_requests import make_request
 
+from contract.codec.packing import pack_int32, pack_uint64
 from contract.errors import InvalidArgumentError, TooBusyError
-from contract.packing import pack_int32, pack_uint64
 from quire.v1 import common_pb2, scheduler_pb2
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.routers.stream import RouterStream

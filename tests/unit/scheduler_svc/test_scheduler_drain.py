@@ -5,7 +5,7 @@ import pytest
 from scheduler_fake_worker import expected_tokens
 from scheduler_harness import running_scheduler, wait_until_not_ready
 
-from contract.packing import pack_int32
+from contract.codec.packing import pack_int32
 from quire.v1 import scheduler_pb2
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,8 +8,8 @@ import pytest
 from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import get, running_scheduler, wait_until_not_ready
 
+from contract.codec.packing import pack_int32
 from contract.errors import StaleEpochError
-from contract.packing import pack_int32
 from quire.v1 import common_pb2, scheduler_pb2
 
 pytestmark = pytest.mark.timeout(120)

@@ -6,7 +6,7 @@ import pytest
 from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import get, running_scheduler, wait_until_not_ready
 
-from contract import heartbeat as silence
+from contract.liveness import heartbeat as silence
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -7,7 +7,7 @@ import pytest
 from scheduler_fake_worker import VOCAB_SIZE, FakeWorker, expected_tokens
 from scheduler_harness import get, running_scheduler, wait_until_not_ready
 
-from contract.packing import pack_int32, unpack_int32
+from contract.codec.packing import pack_int32, unpack_int32
 from quire.v1 import common_pb2, worker_pb2
 
 pytestmark = pytest.mark.timeout(120)

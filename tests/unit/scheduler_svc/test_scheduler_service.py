@@ -7,7 +7,7 @@ import pytest
 from scheduler_fake_worker import FakeWorker, expected_tokens
 from scheduler_harness import num_live, running_scheduler
 
-from contract.packing import pack_int32
+from contract.codec.packing import pack_int32
 from quire.v1 import common_pb2, kv_pb2, scheduler_pb2
 
 pytestmark = pytest.mark.timeout(120)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from contract.codec.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from contract.errors import (
     InvalidArgumentError,
     NotFoundError,
@@ -14,13 +15,12 @@ from contract.errors import (
 )
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
-from contract.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from contract.pooling import Task
 from contract.sampling import EarlyStopping
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.events import Admitted, Finished, Pinned, StepEvents
-from scheduler_svc.core.request import FinishReason
+from scheduler_svc.core.values.events import Admitted, Finished, Pinned, StepEvents
+from scheduler_svc.core.values.request import FinishReason
 from scheduler_svc.wire.request import request_from_proto
 from scheduler_svc.wire.router import (
     events_to_proto,

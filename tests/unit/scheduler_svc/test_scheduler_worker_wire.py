@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from contract.codec.info import worker_info_from_proto
+from contract.codec.packing import pack_int32
 from contract.codec.search import search_to_note
 from contract.codec.state import check_holdings, holdings_from_proto, holdings_to_proto
 from contract.codec.step import plan_to_proto, result_from_proto, token_logprob_to_proto
 from contract.errors import InvalidArgumentError
 from contract.hashing import BlockHash
 from contract.info import ModelInfo
-from contract.packing import pack_int32
 from contract.step import NewSequence, OutputState, Plan, SearchState
 from quire.v1 import common_pb2, worker_pb2
 from scheduler_svc.wire.beam import with_candidates

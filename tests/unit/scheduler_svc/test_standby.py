@@ -8,8 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from contract.epoch import MAX_LEAD_NS, clock_epoch, epoch_after
 from contract.errors import StaleEpochError
+from contract.liveness.epoch import MAX_LEAD_NS, clock_epoch, epoch_after
 from gpu_worker.service.attachments import Attachments
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.discovery import Discovery

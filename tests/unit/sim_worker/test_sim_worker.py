@@ -9,7 +9,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from contract.packing import pack_int32, unpack_int32
+from contract.codec.packing import pack_int32, unpack_int32
 from gpu_worker.weights.json_fields import ModelError
 from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel

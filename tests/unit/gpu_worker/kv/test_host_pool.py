@@ -5,9 +5,9 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
+from contract.codec.packing import pack_int32
 from contract.errors import InvalidArgumentError
 from contract.limits import Limits
-from contract.packing import pack_int32
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
 from gpu_worker.kv import host_pool

@@ -9,8 +9,8 @@ import weakref
 import grpc
 import pytest
 
+from contract.codec.packing import pack_int32, unpack_int32
 from contract.errors import UnimplementedError
-from contract.packing import pack_int32, unpack_int32
 from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.disk_pool import DiskPool

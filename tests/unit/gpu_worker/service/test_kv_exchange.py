@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from contract.codec.packing import pack_int32
 from contract.info import WorkerInfo, new_instance_id
 from contract.limits import Limits
-from contract.packing import pack_int32
 from contract.state import Holdings
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.loop import StepLoop

@@ -13,7 +13,7 @@ from worker_service import (
     new_sequence,
 )
 
-from contract.packing import unpack_int32
+from contract.codec.packing import unpack_int32
 from gpu_worker.service.api import WorkerService
 from quire.v1 import common_pb2, worker_pb2
 from tests.served_worker import failure, served

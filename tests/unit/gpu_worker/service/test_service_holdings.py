@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from worker_service import PROMPT, batch, first_batch
 
-from contract.packing import pack_int32, unpack_int32
+from contract.codec.packing import pack_int32, unpack_int32
 from quire.v1 import worker_pb2
 from tests.served_worker import failure
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.core.cache.marked_heap import MarkedHeap
+from scheduler_svc.core.space.marked_heap import MarkedHeap
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from core_driver import ROUTER, answer, make_core, new, schedule, submit
 
-from scheduler_svc.core.errors import NoPrefixCacheError
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.request import OutputSoFar
+from scheduler_svc.core.values.errors import NoPrefixCacheError
+from scheduler_svc.core.values.request import OutputSoFar
 
 A, B, C = range(8), range(50, 58), range(100, 108)
 

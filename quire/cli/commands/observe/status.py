@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from contract.errors import QuireError
-from quire.cli.commands.probe import Readiness, probe
+from quire.cli.commands.processes.probe import Readiness, probe
 from quire.cli.invocation import invocation
 from quire.cli.settings import StatusSettings
 from quire.cli.target import find_service, open_client, services_at

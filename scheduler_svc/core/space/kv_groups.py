@@ -19,8 +19,8 @@ and the group, so pools, tiers and labels need not know groups.
 from collections.abc import Callable, Iterable, Sequence
 
 from contract.hashing import BlockHash, group_hash
-from scheduler_svc.core.blocks import DeviceBlockId
-from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.space.blocks import DeviceBlockId
+from scheduler_svc.core.values.config import SchedulerConfig
 
 NULL_BLOCK = DeviceBlockId(0)
 

@@ -9,16 +9,16 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.errors import (
+from scheduler_svc.core.space.kv_groups import KvGroups
+from scheduler_svc.core.values.config import SchedulerConfig
+from scheduler_svc.core.values.errors import (
     DeadlineError,
     NoPrefixCacheError,
     QueueFullError,
     RequestTooLongError,
     TooManySequencesError,
 )
-from scheduler_svc.core.kv_groups import KvGroups
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.values.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from contract.packing import unpack_int32
+from contract.codec.packing import unpack_int32
 from quire.cli.settings import KvSettings
 from quire.cli.target import connection_errors, find_target, open_client
 from quire.v1 import kv_pb2

@@ -19,7 +19,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from contract.hashing import BlockHash
-from scheduler_svc.core.cache.marked_heap import MarkedHeap
+from scheduler_svc.core.space.marked_heap import MarkedHeap
 
 
 class Eviction(StrEnum):

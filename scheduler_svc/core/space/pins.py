@@ -11,13 +11,13 @@ them.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from contract.hashing import BlockHash
-from scheduler_svc.core.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.cache.marked_heap import MarkedHeap
-from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.events import Pinned
-from scheduler_svc.core.kv_groups import KvGroups
 from scheduler_svc.core.sequence import RUNNING
 from scheduler_svc.core.sequence import Sequence as Seq
+from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.space.kv_groups import KvGroups
+from scheduler_svc.core.space.marked_heap import MarkedHeap
+from scheduler_svc.core.values.config import SchedulerConfig
+from scheduler_svc.core.values.events import Pinned
 
 
 class Pins:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from contract.errors import QuireError
 from quire.cli.command_error import CommandError
-from quire.cli.commands.generate import sampling_from
+from quire.cli.commands.inference.generate import sampling_from
 from quire.cli.settings import ChatSettings
 from quire.cli.streaming import show_one
 from quire.cli.target import connection_errors, find_target, open_client

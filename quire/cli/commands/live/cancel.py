@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quire.cli.commands.requests import calling_operator, filter_of
+from quire.cli.commands.live.requests import calling_operator, filter_of
 from quire.cli.settings import CancelSettings
 from quire.cli.target import find_operator_targets
 from quire.v1 import requests_pb2

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from contract.info import MemoryLevel
-from scheduler_svc.core.cache.eviction import Eviction
+from scheduler_svc.core.space.eviction import Eviction
 
 
 class PreemptionMode(StrEnum):

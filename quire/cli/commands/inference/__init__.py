@@ -1,0 +1,1 @@
+"""Commands that ask the model: one prompt, a conversation, a file of requests."""

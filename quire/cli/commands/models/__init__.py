@@ -1,0 +1,1 @@
+"""Commands for models and adapters: load, unload, quantize."""

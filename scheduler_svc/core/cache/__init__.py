@@ -1,1 +1,0 @@
-"""Parts of the prefix cache: the order of eviction, and pins."""

@@ -1,0 +1,1 @@
+"""Block space: the pools of blocks, KV groups, the order of eviction, pins."""

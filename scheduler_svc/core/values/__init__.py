@@ -1,0 +1,1 @@
+"""What goes into the core and comes out: requests, configuration, events, errors."""
