@@ -195,6 +195,7 @@ def _load_rank_model(
         ranks=ranks,
         drafter=_drafter(settings, limits, draft_model),
         adapters=adapters,
+        takes_whole_prompts=abilities.takes_whole_prompts,
     )
     if has_kv and _has_graphs(settings, device):
         _capture_graphs(executor, CudaGraphs(device), report)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
@@ -128,8 +128,6 @@ class _Layer:
 @dataclass(frozen=True, eq=False)
 class Bert:
     """An encoder. Immutable. Callers are in `torch.inference_mode()`."""
-
-    takes_whole_prompts: ClassVar = True
 
     config: BertConfig
     words: torch.Tensor

@@ -91,11 +91,14 @@ class Executor:
         ranks: Ranks | None = None,
         drafter: Drafter | None = None,
         adapters: Mapping[int, Adapter] = NO_ADAPTERS,
+        *,
+        takes_whole_prompts: bool = False,
     ) -> None:
         """Optional parts are None if they are not configured.
 
         `host_pool` is for swaps, `disk_pool` for stores and loads, `structured` for grammars,
         `ranks` are the other devices of the model, `drafter` guesses tokens (on one device only).
+        `takes_whole_prompts` is that of `WorkerInfo`.
         """
         self._pool = pool
         self._limits = limits
@@ -119,7 +122,7 @@ class Executor:
             limits,
             device,
             # An encoder keeps no KV: the parts of a prompt would not see each other.
-            takes_parts=ranks is None and not getattr(model, "takes_whole_prompts", False),
+            takes_parts=ranks is None and not takes_whole_prompts,
             is_all_known=drafter is not None,
             adapters=self._adapters.by_number,
         )

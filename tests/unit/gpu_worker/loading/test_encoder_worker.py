@@ -40,6 +40,7 @@ def test_inputs_are_computed_whole_and_keep_nothing(directory):
     assert info.model.tasks == (Task.EMBED,)
     assert info.model.max_model_len == LONGEST + 1, "with a place for what stands for the vector"
     assert (info.block_bytes, info.takes_whole_prompts) == (0, True)
+    assert not loaded.executor._model_runner._takes_parts
     core = Scheduler(_configure_core(SchedulerSettings(workers="unix:/w"), info))
     sampling = SamplingParams(seed=0, max_tokens=1, pooling=Pooling(PoolingKind.MEAN))
     draw = np.random.default_rng(2)

@@ -60,8 +60,15 @@ def row(number, tokens, **sampling):
 PROMPTS = {0: [1, 2, 3], 2: list(range(20, 37)), 1: [5], 4: [7, 7, 8]}
 
 
-def run(model, num_decodes=3, **sampling):
-    executor = Executor(model, FakePool(64, 4), LIMITS, (), torch.device("cpu"))
+def run(model, num_decodes=3, *, takes_whole_prompts=False, **sampling):
+    executor = Executor(
+        model,
+        FakePool(64, 4),
+        LIMITS,
+        (),
+        torch.device("cpu"),
+        takes_whole_prompts=takes_whole_prompts,
+    )
     first = Plan(
         1,
         0,
@@ -107,6 +114,11 @@ def test_logprobs_and_penalties_are_those_of_the_whole_step():
 def test_one_token_without_memory_is_a_failed_step():
     with pytest.raises(torch.OutOfMemoryError):
         run(CrampedModel(0))
+
+
+def test_prompts_that_must_be_whole_are_not_cut():
+    with pytest.raises(torch.OutOfMemoryError):
+        run(CrampedModel(12), takes_whole_prompts=True)
 
 
 def test_guesses_of_a_row_stay_together():
