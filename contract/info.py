@@ -131,6 +131,6 @@ class WorkerInfo:
     def kv_format(self) -> str:
         """The format of its host blocks. Only workers with the same format can exchange KV."""
         size = f"{self.limits.block_size} tokens, {self.host_block_bytes or self.block_bytes} bytes"
-        if self.limits.kv_windows != (None,):
+        if self.limits.has_windows:
             size += f", windows {self.limits.kv_windows}"
         return f"{self.dtype}, KV {self.kv_dtype}, codec {self.host_codec}, {size}"

@@ -29,6 +29,11 @@ class Limits:
     """Prompt tokens that keep the device busy with arithmetic; None: `max_num_batched_tokens`."""
 
     @property
+    def has_windows(self) -> bool:
+        """Whether a KV group has a window; then block 0 is the null block, which holds no KV."""
+        return self.kv_windows != (None,)
+
+    @property
     def max_blocks_per_row(self) -> int:
         """Blocks of a row with `max_model_len` tokens, in each KV group."""
         return -(-self.max_model_len // self.block_size)
@@ -37,3 +42,8 @@ class Limits:
     def max_table_len(self) -> int:
         """Entries of the block table of such a row."""
         return self.max_blocks_per_row * len(self.kv_windows)
+
+    @property
+    def min_num_blocks(self) -> int:
+        """Blocks that are enough for such a row; fewer if the pool has fewer from the start."""
+        return min(self.max_table_len + self.has_windows, self.num_blocks)

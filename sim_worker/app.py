@@ -145,7 +145,7 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
         takes_kv=False,
         instance_id=new_instance_id(),
         max_num_blocks=settings.max_num_blocks or settings.num_blocks,
-        min_num_blocks=min(limits.max_blocks_per_row, limits.num_blocks),
+        min_num_blocks=limits.min_num_blocks,
     )
     steps = SimulatedSteps(
         limits,

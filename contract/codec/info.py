@@ -70,7 +70,7 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         max_num_blocks=info.max_num_blocks,
         min_num_blocks=0 if info.max_num_blocks is None else info.min_num_blocks,
         num_saturating_tokens=info.limits.num_saturating_tokens,
-        kv_windows=() if info.limits.kv_windows == (None,) else map(_or_0, info.limits.kv_windows),
+        kv_windows=map(_or_0, info.limits.kv_windows) if info.limits.has_windows else (),
     )
 
 
@@ -206,7 +206,7 @@ def _check_together(info: WorkerInfo) -> None:
                 f"has {token_id}; ids must be in [0, {limits.vocab_size})",
             )
     num_tokens = limits.max_model_len
-    if limits.kv_windows == (None,):
+    if not limits.has_windows:
         num_tokens = min(num_tokens, _most_blocks(info) * limits.block_size)
     if limits.max_num_seqs * num_tokens > _MAX_TOKENS:
         raise InvalidArgumentError(

@@ -109,9 +109,8 @@ def _check_row(row: HeldRow, info: WorkerInfo) -> None:
     num_groups, num_tokens = len(limits.kv_windows), len(row.token_ids)
     num_slots = len(row.block_ids) // num_groups * limits.block_size
     check_values("rows.block_ids", row.block_ids, 0, limits.num_blocks - 1)
-    is_plain = limits.kv_windows == (None,)
     check_distinct(
-        "rows.block_ids", row.block_ids if is_plain else row.block_ids[row.block_ids > 0]
+        "rows.block_ids", row.block_ids[row.block_ids > 0] if limits.has_windows else row.block_ids
     )
     check_at_most("rows.token_ids", num_tokens, limits.max_model_len)
     check_at_most("rows.num_computed_tokens", row.num_computed_tokens, num_slots)

@@ -118,9 +118,7 @@ def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
         num_draft_tokens=0 if settings.speculative is None else settings.num_draft_tokens,
         takes_kv=num_ranks == 1,
         max_num_blocks=loaded.max_num_blocks,
-        min_num_blocks=min(limits.max_table_len + 1, limits.num_blocks)
-        if len(limits.kv_windows) > 1
-        else min(limits.max_blocks_per_row, limits.num_blocks),
+        min_num_blocks=limits.min_num_blocks,
         host_is_device_memory=loaded.device.type == "cpu",
         can_unload=num_ranks == 1,
         tasks=loaded.abilities.tasks,
@@ -147,7 +145,7 @@ def _publish(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> N
         num_threads=loaded.num_threads,
         max_model_len=limits.max_model_len,
         num_blocks=limits.num_blocks,
-        kv_windows=None if limits.kv_windows == (None,) else limits.kv_windows,
+        kv_windows=limits.kv_windows if limits.has_windows else None,
         kv_tokens=limits.num_blocks // len(limits.kv_windows) * limits.block_size,
         max_num_blocks=info.max_num_blocks,
         kv_gib=round(limits.num_blocks * info.block_bytes / _GIB, 3),
@@ -157,7 +155,7 @@ def _publish(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> N
         disk_gb_per_s=round(info.disk_bytes_per_s / 1e9, 3),
         prefill_tokens_per_s=round(info.prefill_tokens_per_s),
     )
-    if limits.kv_windows == (None,) and limits.num_blocks < limits.max_blocks_per_row:
+    if not limits.has_windows and limits.num_blocks < limits.max_blocks_per_row:
         _log.warning(
             "a sequence of max_model_len does not fit the KV memory",
             max_model_len=limits.max_model_len,

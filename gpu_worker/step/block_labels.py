@@ -123,7 +123,7 @@ class BlockLabels:
         self.disk = TierLabels(limits.num_disk_blocks)
         self._pins = LabelPins(limits.num_blocks)
         self._block_size = limits.block_size
-        self._has_windows = limits.kv_windows != (None,)
+        self._has_windows = limits.has_windows
         self._is_void = np.zeros(limits.num_blocks, np.bool_)
         self._num_given = 0
         # Disk moves in flight, by target: labels and ages of stores, sources of loads.

@@ -189,7 +189,7 @@ class Rows:
         `num_computed` is the number of tokens with KV; None: by the row's state.
         """
         table = self.block_tables[row, : self.num_blocks[row] * self.num_groups].copy()
-        if self._limits.kv_windows != (None,):
+        if self._limits.has_windows:
             computed = self.num_computed[row] if num_computed is None else num_computed
             table[self._is_behind(np.array([computed]))[0, : len(table)]] = 0
         return table
@@ -241,7 +241,7 @@ class Rows:
         """The first row that uses block number `block` or a higher one; None if there is none."""
         num_entries = self.num_blocks[:, None] * self.num_groups
         is_own = np.arange(self.block_tables.shape[1]) < num_entries
-        if self._limits.kv_windows != (None,):
+        if self._limits.has_windows:
             is_own &= ~self._is_behind(self.num_computed)
         is_beyond = is_own & (self.block_tables >= block) & self.is_used[:, None]
         (rows,) = np.nonzero(is_beyond.any(axis=1))

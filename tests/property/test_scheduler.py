@@ -137,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 num_prompt + max_tokens > self.core.max_request_len
                 or beam.width > self.config.max_num_seqs
                 or num_prompt // size + beam.width * num_unshared > self.num_usable_blocks
-                or self.config.kv_windows != (None,)
+                or self.config.has_windows
             )
             return
         except QueueFullError:

@@ -319,7 +319,7 @@ class FakeWorker:
         for group, window in enumerate(self.config.kv_windows):
             slots = self._slots(row, row.computed, row.computed + count, group)
             for position, slot in enumerate(slots, row.computed):
-                is_null = slot < self.config.block_size and self.config.kv_windows != (None,)
+                is_null = slot < self.config.block_size and self.config.has_windows
                 assert not is_null, f"the null block is written, window {window}"
                 self.slots[slot] = row.content(position, group)
                 self.labels.pop(slot // self.config.block_size, None)

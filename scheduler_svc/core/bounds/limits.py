@@ -39,10 +39,11 @@ class WorkerRates:
 
 def max_request_len(num_blocks: int, config: SchedulerConfig) -> int:
     """Return the most tokens of a sequence that can finish with `num_blocks` to itself."""
-    if config.kv_windows == (None,):
+    if not config.has_windows:
         return min(config.max_model_len, num_blocks * config.block_size)
-    num_needed, num_usable = KvGroups(config).num_needed, num_blocks - 1  # one is the null block
-    return bisect_right(range(config.max_model_len + 1), num_usable, key=num_needed) - 1
+    groups = KvGroups(config)
+    num_usable = num_blocks - groups.num_null
+    return bisect_right(range(config.max_model_len + 1), num_usable, key=groups.num_needed) - 1
 
 
 def check_length(request: Request, num_blocks: int, config: SchedulerConfig) -> None:
@@ -153,9 +154,10 @@ def _check_search(request: Request, width: int, num_blocks: int, config: Schedul
     if request.max_tokens > 1:
         num_shared = num_prompt_tokens // config.block_size
         num_needed = num_shared + width * (num_needed - num_shared)
-    if config.kv_windows != (None,):  # behind a window they may not even share the prompt
+    if config.has_windows:  # behind a window they may not even share the prompt
         groups = KvGroups(config)
-        num_needed = 1 + width * groups.num_needed(num_prompt_tokens + request.max_tokens)
+        num_longest = groups.num_needed(num_prompt_tokens + request.max_tokens)
+        num_needed = groups.num_null + width * num_longest
     if num_needed > num_blocks:
         raise RequestTooLongError(
             f"{width} beams with a prompt of {num_prompt_tokens} tokens and max_tokens "

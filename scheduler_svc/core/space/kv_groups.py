@@ -30,12 +30,12 @@ class KvGroups:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.num = len(config.kv_windows)
-        self.is_plain = config.kv_windows == (None,)
+        self.is_plain = not config.has_windows
         """Whether there is one group without a window: then no table has a null block."""
         self.num_null = 0 if self.is_plain else 1
         """Blocks of the pool that no sequence can have."""
         self._windows = config.kv_windows
-        self._with_window = [(g, w) for g, w in enumerate(self._windows) if w is not None]
+        self._with_window = [g for g, w in enumerate(self._windows) if w is not None]
         self.without_window = [g for g, w in enumerate(self._windows) if w is None]
         """The groups whose tokens see all earlier ones."""
         self._block_size = size = config.block_size
@@ -83,8 +83,8 @@ class KvGroups:
     def take_passed(self, table: list[DeviceBlockId], num_computed: int) -> list[DeviceBlockId]:
         """Take the blocks that no token from `num_computed` on sees out of a block table."""
         passed = []
-        for group, window in self._with_window:
-            place = ((num_computed - window + 1) // self._block_size - 1) * self.num + group
+        for group in self._with_window:
+            place = (self._first(group, num_computed) - 1) * self.num + group
             while place >= 0 and (block := table[place]) != NULL_BLOCK:
                 table[place] = NULL_BLOCK
                 passed.append(block)
@@ -99,7 +99,7 @@ class KvGroups:
     def missing(self, table: Sequence[DeviceBlockId], num_computed: int) -> list[int]:
         """Return the places that a prefilling sequence needs for its next chunk."""
         places = []
-        for group, _ in self._with_window:
+        for group in self._with_window:
             end = self._end(group, num_computed, len(table) // self.num)
             first = self._first(group, num_computed) * self.num + group
             place = (end - 1) * self.num + group

@@ -101,6 +101,11 @@ class SchedulerConfig:
     """The policy's keyword arguments."""
 
     @property
+    def has_windows(self) -> bool:
+        """As in `Limits`."""
+        return self.kv_windows != (None,)
+
+    @property
     def busy_step_tokens(self) -> int:
         """Number of tokens in a step that keep the device busy."""
         return self.num_saturating_tokens or self.max_num_batched_tokens
@@ -114,7 +119,7 @@ class SchedulerConfig:
         """
         if self.takes_whole_prompts:
             return None
-        if self.kv_windows == (None,):
+        if not self.has_windows:
             return self.max_prefill_chunk
         return min(self.busy_step_tokens, self.max_prefill_chunk or self.max_num_batched_tokens)
 
