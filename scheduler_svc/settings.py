@@ -32,8 +32,9 @@ class SchedulerSettings(ProcessSettings):
     """Name of this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
     """This scheduler's epoch: workers obey only the newest. Default: the wall clock at the start,
-    in nanoseconds, or a little more than the workers have seen if that is more, so that a scheduler
-    that starts later takes over. Two schedulers never have the same one unless it is given."""
+    in nanoseconds, or one more than the workers have seen if that is more, plus a random number
+    below 65,536. So a scheduler that starts later takes over, and of several that start at the same
+    time, one."""
     standby: bool = False
     """Whether to wait, with no port open, until no worker has a scheduler, and then to take over.
     Among several schedulers with this flag one serves. When it dies, another takes its place; a
@@ -63,9 +64,9 @@ class SchedulerSettings(ProcessSettings):
     tcp://*:5557; empty: they are not. Needs --kv-events and the extra kv-events."""
     kv_events_replay: str = ""
     """Endpoint at which subscribers ask for events that they have missed, such as tcp://*:5558;
-    empty: they cannot."""
+    empty: they cannot. Needs --kv-events-zmq."""
     kv_events_topic: str = "kv-events"
-    """Topic of the events; llm-d expects kv@POD@MODEL."""
+    """Topic of the events; llm-d expects kv@POD@MODEL. Needs --kv-events-zmq."""
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of the blocks that admission leaves free, so that running sequences can grow."""
     eviction: Literal["lru", "lfu", "fifo"] = "lru"
@@ -176,6 +177,8 @@ class SchedulerSettings(ProcessSettings):
             raise ValueError("--kv-events-zmq needs --kv-events")
         if self.kv_events_replay and not self.kv_events_zmq:
             raise ValueError("--kv-events-replay needs --kv-events-zmq")
+        if "kv_events_topic" in self.model_fields_set and not self.kv_events_zmq:
+            raise ValueError("--kv-events-topic needs --kv-events-zmq")
         if self.kv_events_zmq and not (find_spec("zmq") and find_spec("msgspec")):
             raise ValueError("--kv-events-zmq needs the packages of quire[kv-events]")
         return self

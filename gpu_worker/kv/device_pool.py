@@ -105,11 +105,6 @@ class KvPool:
         return self._values[self.groups.place_of[layer]].scales
 
     @property
-    def stores_values(self) -> bool:
-        """Whether values are stored beside keys, and not a part of them."""
-        return self.layout.values is not None
-
-    @property
     def blocks_as_bytes(self) -> torch.Tensor:
         """All blocks as bytes, a view uint8[B, Y] for copies of whole blocks."""
         return self._blocks

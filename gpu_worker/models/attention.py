@@ -150,7 +150,7 @@ def store_kv(
 ) -> None:
     """Store this step's K and V in `pool`: the first half of `paged_attention`.
 
-    `value` is None if the pool does not store values (`KvPool.stores_values`).
+    `value` is None if the pool does not store values (`ModelConfig.latent_dim`).
     """
     metadata = metadata.in_layer(pool, layer)
     ops.store_kv(

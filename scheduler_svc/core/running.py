@@ -131,22 +131,27 @@ class RunningSet:
                 passed += self._groups.take_passed(seq.block_ids, num_known - 1)
         self._pool.drop(passed)
 
-    def start(self, seq: Sequence, found: FoundKv, num_new_blocks: int) -> None:
+    def num_new_blocks(self, seq: Sequence, found: FoundKv) -> int:
+        """Return how many blocks `start` allocates, those for `found.sources` among them."""
+        if found.places is None:
+            return self._num_indices(seq) - len(found.ready) - len(found.loading)
+        return len(found.sources) + len(self._places_ahead(seq, found))
+
+    def start(self, seq: Sequence, found: FoundKv) -> None:
         """Give a sequence a row and a block table, and let it prefill.
 
         Args:
             seq: A sequence without device blocks.
-            found: The first blocks of its table; it becomes a holder of the shared ones.
-            num_new_blocks: Number of blocks to allocate for it; the first ones are for
-                `found.sources`. That many must be available besides the shared ones.
+            found: The first blocks of its table; it becomes a holder of the shared ones. Besides
+                these, `num_new_blocks` must be available.
         """
         seq.set_status(SeqStatus.PREFILL)
         shared = found.ready + found.loading
-        ahead = self.places_ahead(seq, found)
+        num_new = self.num_new_blocks(seq, found)
         self._pool.share(shared)
         # Hold the host blocks first, because the allocation may evict host blocks, too.
         self._tier.pool.share(found.sources)
-        own = self._pool.allocate(num_new_blocks)
+        own = self._pool.allocate(num_new)
         targets = own[: len(found.sources)]
         self._tier.swap_in(found.sources, targets)
         self._tier.pool.drop(seq.fetched_block_ids)
@@ -155,7 +160,7 @@ class RunningSet:
             seq.block_ids = shared + own
             seq.num_published_blocks = len(found.ready)
         else:
-            places = found.places + ahead
+            places = found.places + self._places_ahead(seq, found)
             seq.block_ids = [NULL_BLOCK] * (self._num_indices(seq) * self._groups.num)
             for place, block in zip(places, shared + own, strict=True):
                 seq.block_ids[place] = block
@@ -172,15 +177,6 @@ class RunningSet:
             self._turns.append(Started(source, seq.seq_key, found.num_tokens, len(targets)))
         self._wait_for(seq, (*found.loading, *targets))
         insort(self._prefilling, seq, key=lambda other: other.order)
-
-    def places_ahead(self, seq: Sequence, found: FoundKv) -> list[int]:
-        """Return the places for which a sequence takes blocks, besides those found, when it starts.
-
-        Empty without windows: then it takes all that are not found.
-        """
-        if self._groups.is_plain:
-            return []
-        return self._groups.ahead(found.num_indices, found.num_tokens, self._num_indices(seq))
 
     def can_fork(self, parent: Sequence, child: Sequence) -> bool:
         """Whether the parent still has what the child sees; it may know more tokens already."""
@@ -206,7 +202,7 @@ class RunningSet:
             places = [p for p in self._groups.kept(num_computed) if p < end]
             shared = [parent.block_ids[place] for place in places]
             found = FoundKv(shared, [], [], num_computed, places, num_shared)
-        self.start(child, found, num_groups)
+        self.start(child, found)
         # If a swap-in fails for the parent, it fails for the child, too.
         self._wait_for(child, parent.loading_block_ids)
 
@@ -432,6 +428,10 @@ class RunningSet:
     def _num_indices(self, seq: Sequence) -> int:
         """Return the number of block indices of a sequence's known tokens."""
         return -(-len(seq.token_ids) // self._config.block_size)
+
+    def _places_ahead(self, seq: Sequence, found: FoundKv) -> list[int]:
+        """With windows: the places for which a sequence takes new blocks when it starts."""
+        return self._groups.ahead(found.num_indices, found.num_tokens, self._num_indices(seq))
 
     def _missing(self, seq: Sequence) -> list[int]:
         if seq.loading_block_ids:  # then it computes nothing

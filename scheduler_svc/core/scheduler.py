@@ -477,7 +477,6 @@ class Scheduler:
         shares the blocks that are still in the device's prefix cache. It always computes at least
         the last known token, because the step samples from its logits.
         """
-        block_size = self.config.block_size
         may_be_long = True
         while self.budget.num_tokens and self.rows.num_free:
             if (seq := self.queue.first(may_be_long=may_be_long)) is None:
@@ -498,10 +497,7 @@ class Scheduler:
             if not self.budget.may_start(num_left, self.running.prefilling):
                 may_be_long = False
                 continue
-            if found.places is None:
-                num_new = -(-num_tokens // block_size) - len(found.ready) - len(found.loading)
-            else:
-                num_new = len(found.sources) + len(self.running.places_ahead(seq, found))
+            num_new = self.running.num_new_blocks(seq, found)
             num_rows, num_needed = (1, 0) if seq.group is None else self.beams.demand(seq.group)
             num_needed += num_new + sum(self.pool.ref_count(block) == 0 for block in found.ready)
             if not self._has_room(num_needed, num_rows):
@@ -515,16 +511,16 @@ class Scheduler:
                 continue
             if self.tier.loses_evicted and num_new > self.pool.num_free:
                 return  # in the next step evicted blocks can be demoted
-            self._start(seq, found, num_new, builder)
+            self._start(seq, found, builder)
 
-    def _start(self, seq: Sequence, found: FoundKv, num_new: int, builder: PlanBuilder) -> None:
+    def _start(self, seq: Sequence, found: FoundKv, builder: PlanBuilder) -> None:
         self.queue.remove(seq)
         self.num_recomputed_tokens += max(0, seq.num_computed_tokens - found.num_tokens)
         if seq.status is SeqStatus.WAITING:
             self.tier.num_promoted += len(found.sources)
             self.prefix_cache_queries += len(seq.token_ids)
             self.prefix_cache_hits += found.num_tokens
-        self.running.start(seq, found, num_new)
+        self.running.start(seq, found)
         self.beams.on_started(seq)
         self.live.record_admitted(seq, found.num_tokens, builder.now)
         self._compute(seq, builder)

@@ -83,7 +83,7 @@ class BeamGroup:
     def num_blocks_due(self, block_size: int) -> int:
         """Return the most blocks of each KV group that the search's beams need in the next step."""
         if self.parents is None:
-            return self.num_blocks_of_others(block_size) if self.can_spread else 0
+            return self._num_blocks_of_others(block_size) if self.can_spread else 0
         if (self.search.num_tokens - 1) % block_size == 0:  # the parents' blocks are full
             return len(self.parents)
         # Each fork needs a block for its copy; each beam without a child gives one back before.
@@ -93,7 +93,7 @@ class BeamGroup:
         """Return how many rows the search needs, and blocks of each group besides its leader's."""
         width, num_tokens, request = len(self.seqs), self.search.num_tokens, self.leader.request
         if len(self.search.beams) > 1:
-            return width, self.num_blocks_of_others(block_size)
+            return width, self._num_blocks_of_others(block_size)
         if num_tokens == len(request.prompt_token_ids) + request.max_tokens - 1:
             return width, 0  # all beams end with the next token
         return width, width - (num_tokens % block_size > 0)
@@ -103,7 +103,7 @@ class BeamGroup:
         tokens, best = (self.search.beams[i].token_ids[:-1] for i in (beam, 0))
         return num_common(tokens, best) // block_size
 
-    def num_blocks_of_others(self, block_size: int) -> int:
+    def _num_blocks_of_others(self, block_size: int) -> int:
         """Return how many blocks of each KV group the other beams need beside the best one's."""
         num_blocks = -(-self.search.num_tokens // block_size)
         others = range(1, len(self.search.beams))

@@ -194,7 +194,6 @@ class BeamGroups:
     def _spread(self, group: BeamGroup) -> None:
         """Start the other beams of a resumed search beside the best one."""
         best, num_tokens = group.leader, group.search.num_tokens
-        num_blocks = -(-num_tokens // self._block_size)
         for index, seq in zip(range(1, len(group.search.beams)), group.spares, strict=False):
             seq.token_ids = group.search.beams[index].token_ids
             seq.max_total_tokens = num_tokens + 1
@@ -202,12 +201,8 @@ class BeamGroups:
             num_shared = group.num_shared_blocks(index, self._block_size)
             shared = best.block_ids[: num_shared * self._kv_groups.num]
             found = self._lookup.find_beyond(seq, shared)
-            if found.places is None:
-                num_new = num_blocks - len(found.ready) - len(found.loading)
-            else:
-                num_new = len(found.sources) + len(self._running.places_ahead(seq, found))
             self._rows.num_reserved -= 1
-            self._running.start(seq, found, num_new)
+            self._running.start(seq, found)
             self.num_recomputed_tokens += num_tokens - 1 - found.num_tokens
             group.places.append(seq)
 

@@ -281,13 +281,11 @@ class Takeover:
         copies = not all(map(self._pool.is_writable, last))
         ready = [*kept[:-num_groups]] if copies else [*kept]
         found = FoundKv(ready, [], [], num_computed)
-        num_new = -(-len(seq.token_ids) // self._config.block_size) - len(ready)
         if not self._groups.is_plain:
             places = [place for place in places if place < len(ready)]
             shared, num_indices = [kept[place] for place in places], len(ready) // num_groups
             found = FoundKv(shared, [], [], num_computed, places, num_indices)
-            num_new = len(self._running.places_ahead(seq, found))
-        if num_new > self._pool.num_available:
+        if self._running.num_new_blocks(seq, found) > self._pool.num_available:
             seq.num_computed_tokens = num_before
             is_swapped = self._swap_out(seq, blocks, num_computed)
             self._pool.drop(blocks)
@@ -296,7 +294,7 @@ class Takeover:
             seq.copy_from = tuple(last)
         self.num_recomputed_tokens += num_before - num_computed
         self.num_adopted_tokens += num_computed
-        self._running.start(seq, found, num_new)
+        self._running.start(seq, found)
         self._pool.drop(self._groups.held(ready))
         seq.num_published_blocks = 0  # some may be published; publishing again is harmless
         seq.num_charged_tokens = min(num_computed, seq.num_prompt_tokens)

@@ -194,3 +194,5 @@ def test_the_flags_need_each_other():
         SchedulerSettings(kv_events_zmq="tcp://*:5557")
     with pytest.raises(ValidationError, match="--kv-events-replay needs --kv-events-zmq"):
         SchedulerSettings(kv_events=True, kv_events_replay="tcp://*:5558")
+    with pytest.raises(ValidationError, match="--kv-events-topic needs --kv-events-zmq"):
+        SchedulerSettings(kv_events=True, kv_events_topic="kv@a@b")

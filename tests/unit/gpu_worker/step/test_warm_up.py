@@ -36,8 +36,9 @@ LIMITS = Limits(
 def test_every_limit_will_do(changes, num_draft_tokens):
     limits = replace(LIMITS, **changes)
     drafter = NgramDrafter(num_draft_tokens, 1, 2) if num_draft_tokens else None
+    model = FakeModel()
     executor = Executor(
-        FakeModel(),
+        model,
         FakePool(limits.num_blocks, limits.block_size),
         limits,
         (13,),
@@ -46,3 +47,5 @@ def test_every_limit_will_do(changes, num_draft_tokens):
     )
     warm_up(executor, limits, has_structured_output=False, num_draft_tokens=num_draft_tokens)
     assert executor.rows.num_used == 0
+    is_too_small = limits.max_model_len == 2 or limits.max_num_batched_tokens == 1
+    assert bool(model.forwards) != is_too_small
