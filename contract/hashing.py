@@ -21,6 +21,15 @@ import numpy.typing as npt
 
 BlockHash = NewType("BlockHash", bytes)
 HASH_BYTES = 32
+NO_HASH = BlockHash(bytes(HASH_BYTES))
+"""In KV events: the parent of a block that is the first of its prompts, or whose parent is unknown.
+"""
+
+
+def split_hashes(packed: bytes) -> list[BlockHash]:
+    """Split hashes that a message has one after another."""
+    starts = range(0, len(packed), HASH_BYTES)
+    return [BlockHash(packed[start : start + HASH_BYTES]) for start in starts]
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from contract.lora import LoraAdapter
+from contract.lora import DIGEST_BYTES, LoraAdapter
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.values.events import Finished
 from scheduler_svc.core.values.request import FinishReason, Request, SeqKey, SourceId
@@ -55,6 +55,14 @@ ADAPTERS_SALT = "\0"
 def adapter_salt(adapter: LoraAdapter) -> str:
     """Return the prefix of the cache salts of an adapter's requests, so that only they share KV."""
     return f"{ADAPTERS_SALT}{adapter.digest.hex()}{adapter.name}\0"
+
+
+def split_salt(salt: str) -> tuple[str, str]:
+    """Split a request's cache salt into its adapter's name, which may be empty, and the rest."""
+    if not salt.startswith(ADAPTERS_SALT):
+        return "", salt
+    name, _, rest = salt[len(ADAPTERS_SALT) + 2 * DIGEST_BYTES :].partition("\0")
+    return name, rest
 
 
 def live_outputs(request: Request) -> list[int]:

@@ -8,13 +8,10 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Final
 
-from contract.hashing import HASH_BYTES
+from contract.hashing import NO_HASH, BlockHash, split_hashes
 from quire.v1.kv_pb2 import KvBlocksStored, WatchKvResponse
 from quire.vllm_engine import smg_common_pb2 as pb
-
-_NO_PARENT: Final = bytes(HASH_BYTES)
 
 
 async def batches(
@@ -42,11 +39,11 @@ class CellIndex:
     """Which workers have which blocks in which tiers."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, dict[bytes, set[int]]] = {}
+        self._workers: dict[str, dict[BlockHash, set[int]]] = {}
         """The tiers of each block of each worker."""
-        self._num_workers: Counter[bytes] = Counter()
+        self._num_workers: Counter[BlockHash] = Counter()
         """How many workers have a block, if any."""
-        self._told: set[bytes] = set()
+        self._told: set[BlockHash] = set()
         """The blocks that the gateway has heard of."""
 
     def apply(self, message: WatchKvResponse) -> Iterator[pb.KvCacheEvent]:
@@ -57,7 +54,7 @@ class CellIndex:
                 case "stored":
                     yield from self._store(blocks, event.stored, message.block_size)
                 case "removed":
-                    hashes = _split(event.removed.block_hashes)
+                    hashes = split_hashes(event.removed.block_hashes)
                     tier = event.removed.tier
                     yield from self._remove([h for h in hashes if _loses(blocks, h, tier)])
                 case "begin" | "cleared":
@@ -66,9 +63,9 @@ class CellIndex:
                     yield from self._remove(hashes)
 
     def _store(
-        self, blocks: dict[bytes, set[int]], stored: KvBlocksStored, block_size: int
+        self, blocks: dict[BlockHash, set[int]], stored: KvBlocksStored, block_size: int
     ) -> Iterator[pb.KvCacheEvent]:
-        hashes = _split(stored.block_hashes)
+        hashes = split_hashes(stored.block_hashes)
         for block_hash in hashes:
             if block_hash not in blocks:
                 blocks[block_hash] = set()
@@ -76,7 +73,7 @@ class CellIndex:
             blocks[block_hash].add(stored.tier)
         if not stored.token_ids:
             return
-        parents = _split(stored.parent_hashes)
+        parents = split_hashes(stored.parent_hashes)
         run: pb.KvBlocksStored | None = None
         last = b""
         for index, (block_hash, parent) in enumerate(zip(hashes, parents, strict=True)):
@@ -96,7 +93,7 @@ class CellIndex:
         if run is not None:
             yield pb.KvCacheEvent(stored=run)
 
-    def _remove(self, hashes: Sequence[bytes]) -> Iterator[pb.KvCacheEvent]:
+    def _remove(self, hashes: Sequence[BlockHash]) -> Iterator[pb.KvCacheEvent]:
         gone = []
         for block_hash in hashes:
             self._num_workers[block_hash] -= 1
@@ -109,7 +106,7 @@ class CellIndex:
             yield pb.KvCacheEvent(removed=pb.KvBlocksRemoved(block_hashes=gone))
 
 
-def _loses(blocks: dict[bytes, set[int]], block_hash: bytes, tier: int) -> bool:
+def _loses(blocks: dict[BlockHash, set[int]], block_hash: BlockHash, tier: int) -> bool:
     """Take a block from a tier; return whether the worker has it in no other tier."""
     tiers = blocks.get(block_hash)
     if tiers is None:
@@ -121,9 +118,9 @@ def _loses(blocks: dict[bytes, set[int]], block_hash: bytes, tier: int) -> bool:
     return True
 
 
-def _begin(stored: KvBlocksStored, parent: bytes) -> pb.KvBlocksStored:
+def _begin(stored: KvBlocksStored, parent: BlockHash) -> pb.KvBlocksStored:
     run = pb.KvBlocksStored(tier=pb.KvCacheTier.Name(stored.tier))
-    if parent != _NO_PARENT:
+    if parent != NO_HASH:
         run.parent_block_hash = _number(parent)
     if stored.adapter:
         run.lora_name = stored.adapter
@@ -132,9 +129,5 @@ def _begin(stored: KvBlocksStored, parent: bytes) -> pb.KvBlocksStored:
     return run
 
 
-def _split(hashes: bytes) -> list[bytes]:
-    return [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
-
-
-def _number(block_hash: bytes) -> int:
+def _number(block_hash: BlockHash) -> int:
     return int.from_bytes(block_hash[:8], "big", signed=True)

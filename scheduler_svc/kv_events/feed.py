@@ -7,8 +7,8 @@ block is what the changes before it said, so the reader knows the exact state at
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from contract.errors import NotFoundError
@@ -17,13 +17,12 @@ from quire.v1 import kv_pb2
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.kv_events.index import KvBlock, KvIndex
 from scheduler_svc.kv_events.wire import blocks_to_proto, changes_to_proto
+from scheduler_svc.workers.engine import OpenCore
 
 MAX_UNREAD_CHANGES: Final = 65_536
 """Most changes that wait for one reader; a reader further behind gets a snapshot instead."""
 _SLICE_BLOCKS: Final = 1024
 """Blocks of a slice: about half a millisecond of the event loop (`bench/kv_events.py`)."""
-
-OpenCore = Callable[[WorkerInfo], AbstractContextManager[Scheduler]]
 
 
 class KvEvents:

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from contract.hashing import HASH_BYTES
+from contract.hashing import NO_HASH, BlockHash, split_hashes
 from quire.v1 import kv_pb2
 
 _MEDIA: Final[dict[int, str]] = {
@@ -20,7 +20,6 @@ _MEDIA: Final[dict[int, str]] = {
     kv_pb2.KV_TIER_HOST: "CPU",
     kv_pb2.KV_TIER_DISK: "STORAGE",
 }
-_NO_PARENT: Final = bytes(HASH_BYTES)
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
@@ -66,7 +65,7 @@ def encode(events: list[Event]) -> bytes:
     return msgspec.msgpack.encode(KVEventBatch(time.time(), events, 0))
 
 
-_Place = tuple[bytes, int]
+_Place = tuple[BlockHash, int]
 """A block's hash, and a tier."""
 
 
@@ -86,7 +85,7 @@ class AsOneEngine:
                     yield from self._store(places, event.stored, message.block_size)
                 case "removed":
                     tier: int = event.removed.tier
-                    hashes = _split(event.removed.block_hashes)
+                    hashes = split_hashes(event.removed.block_hashes)
                     gone = {(block_hash, tier) for block_hash in hashes} & places
                     yield from self._remove(places, gone)
                 case "begin" | "cleared":
@@ -95,13 +94,13 @@ class AsOneEngine:
     def _store(
         self, places: set[_Place], stored: kv_pb2.KvBlocksStored, block_size: int
     ) -> Iterator[Event]:
-        hashes, parents = _split(stored.block_hashes), _split(stored.parent_hashes)
+        hashes, parents = split_hashes(stored.block_hashes), split_hashes(stored.parent_hashes)
         run: BlockStored | None = None
         for index, block_hash in enumerate(hashes):
             if (place := (block_hash, stored.tier)) not in places:
                 places.add(place)
                 self._num_workers[place] += 1
-            parent = parents[index] if parents else _NO_PARENT
+            parent = parents[index] if parents else NO_HASH
             if run is None or index == 0 or parent != hashes[index - 1] or not parents:
                 if run is not None:
                     yield run
@@ -111,7 +110,7 @@ class AsOneEngine:
             data = memoryview(stored.token_ids)[start : start + 4 * block_size]
             run.token_ids.extend(data.cast("i") if parents else ())
             if run.extra_keys is not None:
-                run.extra_keys.append((stored.cache_salt,) if parent == _NO_PARENT else None)
+                run.extra_keys.append((stored.cache_salt,) if parent == NO_HASH else None)
         if run is not None:
             yield run
 
@@ -128,10 +127,10 @@ class AsOneEngine:
             yield BlockRemoved(hashes, medium)
 
 
-def _begin(stored: kv_pb2.KvBlocksStored, parent: bytes, block_size: int) -> BlockStored:
+def _begin(stored: kv_pb2.KvBlocksStored, parent: BlockHash, block_size: int) -> BlockStored:
     return BlockStored(
         block_hashes=[],
-        parent_block_hash=None if parent == _NO_PARENT else _number(parent),
+        parent_block_hash=None if parent == NO_HASH else _number(parent),
         token_ids=[],
         block_size=block_size,
         lora_id=None,
@@ -141,9 +140,5 @@ def _begin(stored: kv_pb2.KvBlocksStored, parent: bytes, block_size: int) -> Blo
     )
 
 
-def _split(hashes: bytes) -> list[bytes]:
-    return [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
-
-
-def _number(block_hash: bytes) -> int:
+def _number(block_hash: BlockHash) -> int:
     return int.from_bytes(block_hash[:8], "big")

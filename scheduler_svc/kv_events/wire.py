@@ -2,16 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import Final
 
-from contract.hashing import HASH_BYTES
+from contract.hashing import NO_HASH
 from quire.v1 import kv_pb2
 from scheduler_svc.core.space.watch import CacheTier
-from scheduler_svc.domain import ADAPTERS_SALT
+from scheduler_svc.domain import split_salt
 from scheduler_svc.kv_events.index import Change, KvBlock
-
-_NO_HASH: Final = bytes(HASH_BYTES)
-_DIGEST_CHARS: Final = 64
 
 
 def changes_to_proto(changes: Iterable[Change]) -> Iterator[kv_pb2.KvEvent]:
@@ -51,15 +47,7 @@ def stored_to_proto(
         tier=f"KV_TIER_{tier.name}", block_hashes=b"".join([block.block_hash for block in blocks])
     )
     if is_known:
-        stored.parent_hashes = b"".join([block.parent or _NO_HASH for block in blocks])
+        stored.parent_hashes = b"".join([block.parent or NO_HASH for block in blocks])
         stored.token_ids = b"".join([block.token_bytes for block in blocks])
         stored.adapter, stored.cache_salt = split_salt(salt)
     return kv_pb2.KvEvent(stored=stored)
-
-
-def split_salt(salt: str) -> tuple[str, str]:
-    """Return the adapter's name and the client's salt of a request's cache salt in the core."""
-    if not salt.startswith(ADAPTERS_SALT):
-        return "", salt
-    name, _, rest = salt[len(ADAPTERS_SALT) + _DIGEST_CHARS :].partition(ADAPTERS_SALT)
-    return name, rest

@@ -5,7 +5,7 @@ latent's space, attend to latents as if they were keys and values of one kv head
 is mapped to the head's values. Prompts and decodes compute the same, in the same order, so chunks
 change no result.
 
-Symbols: `T` tokens, `N` wanted tokens, `H` heads, `E` hidden size, `Q` query rank, `L` latent rank,
+Symbols: `T` tokens, `N` wanted tokens, `H` heads, `E` hidden size, `Q` query rank, `L` latent dim,
 `D` plain dim, `R` rotary dim, `V` value dim.
 """
 
@@ -72,22 +72,22 @@ class LatentAttention:
 
         A stored row is the normalized latent, then the rotated key.
         """
-        config, rank = self.config, self.config.latent_rank
+        config, width = self.config, self.config.latent_dim
         query = self.query(x).view(len(x), config.num_heads, -1)
         latent = self.latent(x)
         rotated, shared_key = ops.rotary(
             self._paired(query[..., config.plain_dim :]),
-            self._paired(latent[:, rank:]).unsqueeze(1),
+            self._paired(latent[:, width:]).unsqueeze(1),
             cos_sin,
             positions,
         )
         row = torch.cat(
-            (ops.rms_norm(latent[:, :rank], self.latent_norm, _EPS), shared_key[:, 0]), 1
+            (ops.rms_norm(latent[:, :width], self.latent_norm, _EPS), shared_key[:, 0]), 1
         )
         store_kv(row.unsqueeze(1), None, pool, layer, metadata)
         absorbed = query.new_empty(*query.shape[:2], config.head_dim)
-        self.to_latent(query[..., : config.plain_dim], absorbed[..., :rank])
-        absorbed[..., rank:] = rotated
+        self.to_latent(query[..., : config.plain_dim], absorbed[..., :width])
+        absorbed[..., width:] = rotated
         return absorbed
 
     def attend(
@@ -101,7 +101,7 @@ class LatentAttention:
         config = self.config
         latents = attend(query, pool, layer, metadata, config.attention_scale)
         values = query.new_empty(len(query), config.num_heads, config.value_dim)
-        self.to_value(latents.view(len(query), config.num_heads, config.latent_rank), values)
+        self.to_value(latents.view(len(query), config.num_heads, config.latent_dim), values)
         return self.output(values.flatten(1))
 
     def _paired(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,14 +126,14 @@ def build_attention(config: DeepseekConfig, module: str, weights: Weights) -> La
             norm=weights.tensor(f"{module}.q_a_layernorm.weight", config.query_rank),
             up=weights.linear(config.query_rank, (f"{module}.q_b_proj", heads * query_size)),
         )
-    of_heads = weights.dense(f"{module}.kv_b_proj", heads * key_value_dim, config.latent_rank).view(
-        heads, key_value_dim, config.latent_rank
+    of_heads = weights.dense(f"{module}.kv_b_proj", heads * key_value_dim, config.latent_dim).view(
+        heads, key_value_dim, config.latent_dim
     )
     return LatentAttention(
         config=config,
         query=query,
         latent=weights.linear(hidden, (f"{module}.kv_a_proj_with_mqa", config.head_dim), bias=bias),
-        latent_norm=weights.tensor(f"{module}.kv_a_layernorm.weight", config.latent_rank),
+        latent_norm=weights.tensor(f"{module}.kv_a_layernorm.weight", config.latent_dim),
         to_latent=make_head_maps(of_heads[:, : config.plain_dim].mT),
         to_value=make_head_maps(of_heads[:, config.plain_dim :]),
         output=weights.linear(heads * config.value_dim, (f"{module}.o_proj", hidden), bias=bias),

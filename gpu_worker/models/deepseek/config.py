@@ -20,7 +20,7 @@ class DeepseekConfig(ModelConfig):
     num_heads: int
     query_rank: int | None
     """Width that queries are projected to before they are split into heads; None: not at all."""
-    latent_rank: int
+    latent_dim: int
     """Width of the latent that keys and values are computed from."""
     plain_dim: int
     """Dimensions of a head's queries and keys that are not rotated."""
@@ -135,7 +135,7 @@ def read_deepseek_config(fields: JsonFields) -> DeepseekConfig:
         )
     hidden_size = fields.positive_int("hidden_size")
     num_heads = fields.positive_int("num_attention_heads")
-    latent_rank = fields.positive_int("kv_lora_rank")
+    latent_dim = fields.positive_int("kv_lora_rank")
     plain_dim = fields.positive_int("qk_nope_head_dim")
     rotary_dim = fields.positive_int("qk_rope_head_dim")
     if rotary_dim % 2:
@@ -150,14 +150,13 @@ def read_deepseek_config(fields: JsonFields) -> DeepseekConfig:
         max_model_len=min(common.max_model_len, rope.max_model_len or common.max_model_len),
         num_layers=common.num_layers,
         num_kv_heads=1,
-        head_dim=latent_rank + rotary_dim,
-        latent_dim=latent_rank,
+        head_dim=latent_dim + rotary_dim,
+        latent_dim=latent_dim,
         eos_token_ids=common.eos_token_ids,
         dtype=common.dtype,
         hidden_size=hidden_size,
         num_heads=num_heads,
         query_rank=_query_rank(fields),
-        latent_rank=latent_rank,
         plain_dim=plain_dim,
         rotary_dim=rotary_dim,
         value_dim=fields.positive_int("v_head_dim", default=hidden_size // num_heads),

@@ -12,9 +12,8 @@ from contract.lora import LoraAdapter
 from quire.v1 import kv_pb2, kv_pb2_grpc
 from rpc.peers.channel import open_channel
 from scheduler_svc.core.space.watch import CacheTier
-from scheduler_svc.domain import adapter_salt
+from scheduler_svc.domain import adapter_salt, split_salt
 from scheduler_svc.kv_events.feed import KvEvents
-from scheduler_svc.kv_events.wire import split_salt
 from tests.kv_index import ReaderIndex
 
 FIRST, FELL_BEHIND = kv_pb2.KV_SNAPSHOT_REASON_FIRST, kv_pb2.KV_SNAPSHOT_REASON_FELL_BEHIND
