@@ -1,5 +1,6 @@
 """Downloads a model from object storage, by any URL that `fsspec` knows: s3://, gs://, az://."""
 
+import contextlib
 import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from model_files.errors import ModelError
+from model_files.hub import POOLING
 
 _SMALL_FILES: Final = (".json", ".jinja")
 _WEIGHTS: Final = (".safetensors", ".bin", ".gguf")
@@ -48,8 +50,9 @@ def download_from_bucket(
         directory.mkdir(parents=True, exist_ok=True)
         total, done = sum(source.size for source in sources), 0
         for source in sources:
-            target = directory / Path(source.path).name
+            target = directory / source.name
             if not source.is_at(target):
+                target.parent.mkdir(exist_ok=True)
                 for num_bytes in _copy(system, source, target):
                     report(f"downloading {url}", (done + num_bytes) / max(1, total))
             done += source.size
@@ -63,6 +66,8 @@ class _Source:
     """A file to take."""
 
     path: str
+    name: str
+    """Its path in the model's directory."""
     size: int
     version: str
     """Its checksum, or else when it was changed, as far as the storage tells; or empty."""
@@ -75,9 +80,10 @@ class _Source:
         return (noted.read_text() if noted.exists() else "") == self.version
 
 
-def _source(entry: Mapping[str, Any]) -> _Source:
+def _source(entry: Mapping[str, Any], name: str | None = None) -> _Source:
+    path = str(entry["name"])
     version = next((str(entry[key]) for key in _VERSION_KEYS if entry.get(key)), "")
-    return _Source(str(entry["name"]), int(entry["size"]), version)
+    return _Source(path, name or Path(path).name, int(entry["size"]), version)
 
 
 def _version_file(target: Path) -> Path:
@@ -98,6 +104,9 @@ def _sources(system: Any, root: str, *, with_weights: bool) -> Sequence[_Source]
         found = [source for source in found if not source.path.endswith(".bin")]
     if not found:
         raise FileNotFoundError("it holds no model's files")
+    if any(source.name == "modules.json" for source in found):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(_source(system.info(f"{root.rstrip('/')}/{POOLING}"), POOLING))
     return found
 
 

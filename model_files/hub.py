@@ -15,7 +15,7 @@ _SMALL_FILES: Final = ("*.json", "*.jinja")
 _SAFETENSORS: Final = "model*.safetensors"
 _PICKLES: Final = "pytorch_model*.bin"
 _GGUF: Final = "*.gguf"
-_POOLING: Final = "1_Pooling/config.json"
+POOLING: Final = "1_Pooling/config.json"
 """How a model of sentence-transformers makes vectors, if it has a file `modules.json`."""
 _IN_FOLDERS: Final = "*/*"
 """Other formats, and training states."""
@@ -59,7 +59,7 @@ def download_from_hub(
             f" name one: {name.repository}/FILE.gguf"
         )
     if (directory / "modules.json").exists():
-        _download(name, report, _POOLING)
+        _download(name, report, POOLING)
     return directory
 
 
@@ -73,7 +73,7 @@ def _download(name: HubName, report: Callable[[str, float | None], None], *patte
                 name.repository,
                 revision=name.revision,
                 allow_patterns=list(patterns),
-                ignore_patterns=None if name.gguf or _POOLING in patterns else [_IN_FOLDERS],
+                ignore_patterns=None if name.gguf or POOLING in patterns else [_IN_FOLDERS],
                 tqdm_class=_reporting_bar(f"downloading {name.given}", report),
             )
         )

@@ -69,20 +69,23 @@ def write_checkpoint(
     """
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.copytree(directory, unfinished, ignore=shutil.ignore_patterns(*_WEIGHTS))
-    checkpoint = Checkpoint(directory)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, rounded in maps:
-        if f"{name}.weight" not in checkpoint.names:
-            raise ModelError(f"{directory} has no {name}.weight; the model cannot be quantized")
-        for end, tensor in gptq_tensors(rounded, rounding.bits).items():
-            tensors[f"{name}.{end}"] = tensor
-    rounded_names = {f"{name.rpartition('.')[0]}.weight" for name in tensors}
-    for name in sorted(checkpoint.names - rounded_names):
-        tensors[name] = checkpoint.whole(name)
-    save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
-    config_path = unfinished / "config.json"
-    config = json.loads(config_path.read_text())
-    config["quantization_config"] = gptq_config(rounding.bits, rounding.group_size)
-    config_path.write_text(json.dumps(config, indent=2) + "\n")
-    unfinished.rename(out)
+    try:
+        shutil.copytree(directory, unfinished, ignore=shutil.ignore_patterns(*_WEIGHTS))
+        checkpoint = Checkpoint(directory)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, rounded in maps:
+            if f"{name}.weight" not in checkpoint.names:
+                raise ModelError(f"{directory} has no {name}.weight; the model cannot be quantized")
+            for end, tensor in gptq_tensors(rounded, rounding.bits).items():
+                tensors[f"{name}.{end}"] = tensor
+        rounded_names = {f"{name.rpartition('.')[0]}.weight" for name in tensors}
+        for name in sorted(checkpoint.names - rounded_names):
+            tensors[name] = checkpoint.whole(name)
+        save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
+        config_path = unfinished / "config.json"
+        config = json.loads(config_path.read_text())
+        config["quantization_config"] = gptq_config(rounding.bits, rounding.group_size)
+        config_path.write_text(json.dumps(config, indent=2) + "\n")
+        unfinished.rename(out)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -222,3 +222,14 @@ def test_a_model_of_sentence_transformers_comes_with_its_pooling(hub, find):
     found, _ = find("org/vectors")
     assert names_in(found) == SMALL | SHARDS | {"modules.json", "1_Pooling"}
     assert (Path(found) / "1_Pooling" / "config.json").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("end", ["", "/"])
+def test_so_does_one_at_a_url(bucket, tmp_path, end):
+    bucket.pipe("/bucket/tiny/modules.json", b"[]")
+    bucket.pipe("/bucket/tiny/2_Dense/config.json", b"{}")
+    assert "1_Pooling" not in names_in(find_model(f"memory://bucket/tiny{end}", tmp_path))
+    bucket.pipe("/bucket/tiny/1_Pooling/config.json", b"{}")
+    found = find_model(f"memory://bucket/tiny{end}", tmp_path)
+    assert (found / "1_Pooling" / "config.json").read_bytes() == b"{}"
+    assert "2_Dense" not in names_in(found)
