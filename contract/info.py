@@ -6,7 +6,7 @@ from enum import Enum
 
 from contract.limits import Limits
 from contract.lora import LoraAdapter
-from contract.pooling import Pooling, Task
+from contract.pooling import ONLY_GENERATES, Abilities
 
 
 class MemoryLevel(Enum):
@@ -36,11 +36,7 @@ class ModelInfo:
     directory: str = ""
     """The model's directory, if an operator loaded it; empty for the model of the worker's flags.
     """
-    tasks: tuple[Task, ...] = (Task.GENERATE,)
-    embedding_size: int = 0
-    """How many numbers its vectors have; 0: it makes none."""
-    pooling: Pooling | None = None
-    """How it makes a vector by default; None: it makes none."""
+    abilities: Abilities = ONLY_GENERATES
 
     def __str__(self) -> str:
         """Show the fields in which the models of two workers may differ."""
@@ -99,10 +95,7 @@ class WorkerInfo:
     """Whether it can unload its model, which frees the device, and load one again."""
     takes_whole_prompts: bool = False
     """Whether a prompt must be computed in one step, as by an encoder, which keeps no KV."""
-    tasks: tuple[Task, ...] = (Task.GENERATE,)
-    """As in `ModelInfo`, like the next two."""
-    embedding_size: int = 0
-    pooling: Pooling | None = None
+    abilities: Abilities = ONLY_GENERATES
 
     # These fields are set at the worker only.
     kv_dtype: str = "auto"
@@ -122,9 +115,7 @@ class WorkerInfo:
             structured_output=self.structured_output,
             adapters=tuple(sorted(self.limits.adapters, key=lambda adapter: adapter.name)),
             directory=self.directory,
-            tasks=self.tasks,
-            embedding_size=self.embedding_size,
-            pooling=self.pooling,
+            abilities=self.abilities,
         )
 
     @property

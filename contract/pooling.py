@@ -1,8 +1,8 @@
 """How a prompt becomes a vector, and what a model can do with a prompt."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from contract.errors import UnimplementedError
 from contract.value_checks import check_range
@@ -45,19 +45,36 @@ class Pooling:
         return self.kind is not PoolingKind.LAST
 
 
-def check_task(
-    pooling: Pooling | None, model_id: str, tasks: Collection[Task], embedding_size: int
-) -> None:
-    """Check that a model can do what a request asks for.
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What a model can do."""
 
-    Raises:
-        UnimplementedError: It cannot.
-        InvalidArgumentError: Its vectors have not so many `dimensions`.
-    """
-    task = Task.GENERATE
-    if pooling is not None:
-        task = Task.SCORE if pooling.kind is PoolingKind.SCORE else Task.EMBED
-    if task not in tasks:
-        raise UnimplementedError(f"model {model_id!r} cannot {task}; it can {', '.join(tasks)}")
-    if pooling is not None and pooling.dimensions is not None:
-        check_range("dimensions", pooling.dimensions, 1, embedding_size)
+    tasks: tuple[Task, ...] = (Task.GENERATE,)
+    embedding_size: int = 0
+    """How many numbers its vectors have; 0: it makes none."""
+    pooling: Pooling | None = None
+    """How it makes a vector by default; None: it makes none."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether it generates tokens. Otherwise it is an encoder, which keeps no KV."""
+        return Task.GENERATE in self.tasks
+
+    def check(self, pooling: Pooling | None, model_id: str) -> None:
+        """Check that the model can do what a request asks for: a vector, or tokens if None.
+
+        Raises:
+            UnimplementedError: It cannot.
+            InvalidArgumentError: Its vectors have fewer dimensions.
+        """
+        task = Task.GENERATE
+        if pooling is not None:
+            task = Task.SCORE if pooling.kind is PoolingKind.SCORE else Task.EMBED
+        if task not in self.tasks:
+            can = ", ".join(self.tasks)
+            raise UnimplementedError(f"model {model_id!r} cannot {task}; it can {can}")
+        if pooling is not None and pooling.dimensions is not None:
+            check_range("dimensions", pooling.dimensions, 1, self.embedding_size)
+
+
+ONLY_GENERATES: Final = Abilities()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from contract.lora import LoraAdapter
-from contract.pooling import Pooling, Task
+from contract.pooling import ONLY_GENERATES, Abilities
 from contract.sampling import BeamSearch, SamplingParams
 
 MAX_REQUEST_ID_CHARS: Final = 128
@@ -37,16 +37,12 @@ class Model:
     """The base model of an adapter; empty for a base model."""
     adapter: LoraAdapter | None = None
     """The adapter; None for a base model, and at clients."""
-    tasks: tuple[Task, ...] = (Task.GENERATE,)
-    embedding_size: int = 0
-    """How many numbers its vectors have; 0: it makes none."""
-    pooling: Pooling | None = None
-    """How it makes a vector by default; None: it makes none."""
+    abilities: Abilities = ONLY_GENERATES
 
     @property
     def max_prompt_len(self) -> int:
         """Most tokens of a prompt: one less, if an output needs room for one."""
-        return self.max_model_len - (Task.GENERATE in self.tasks)
+        return self.max_model_len - self.abilities.generates
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Final
+from typing import Any, Final
 
 from contract.codec.message_checks import check_number
 from contract.codec.sampling import pooling_from_proto, pooling_to_proto
@@ -11,7 +11,7 @@ from contract.errors import InvalidArgumentError
 from contract.info import MemoryLevel, ModelInfo, WorkerInfo
 from contract.limits import Limits
 from contract.lora import DIGEST_BYTES, LoraAdapter
-from contract.pooling import Task
+from contract.pooling import Abilities, Task
 from quire.v1 import common_pb2, worker_pb2
 
 _LIMITS: Final = (
@@ -80,23 +80,20 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
     Raises:
         InvalidArgumentError: A number is out of its range.
     """
-    model = message.model
-    adapters = (adapter_from_worker(each, "worker.model.adapters") for each in model.adapters)
+    model = model_info_from_proto(message.model, "worker.model")
     info = WorkerInfo(
         **dict(zip(_COPIED, _copied(message), strict=True)),
         model_id=model.id,
-        eos_token_ids=tuple(model.eos_token_ids),
+        eos_token_ids=model.eos_token_ids,
         structured_output=model.structured_output,
         directory=model.directory,
-        tasks=tasks_from_proto(model.tasks),
-        embedding_size=model.embedding_size,
-        pooling=pooling_from_proto(model.pooling) if model.HasField("pooling") else None,
+        abilities=model.abilities,
         limits=Limits(
             **dict(zip(_LIMITS, _limits(message), strict=True)),
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
             kv_windows=tuple(window or None for window in message.kv_windows) or (None,),
-            adapters={adapter: number for number, adapter in enumerate(adapters, start=1)},
+            adapters={adapter: number for number, adapter in enumerate(model.adapters, start=1)},
             num_saturating_tokens=message.num_saturating_tokens or None,
         ),
         max_num_blocks=message.max_num_blocks if message.HasField("max_num_blocks") else None,
@@ -116,16 +113,46 @@ def model_info_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
         structured_output=model.structured_output,
         adapters=adapters_to_proto(model.adapters),
         directory=model.directory,
-        tasks=map(TASK_TO_PROTO.__getitem__, model.tasks),
-        embedding_size=model.embedding_size,
-        pooling=None if model.pooling is None else pooling_to_proto(model.pooling),
+        **abilities_to_proto(model.abilities),
     )
 
 
-def tasks_from_proto(numbers: Iterable[common_pb2.Task]) -> tuple[Task, ...]:
-    """Convert tasks; those that this version does not know are left out."""
-    known = tuple(_TASK_FROM_PROTO[number] for number in numbers if number in _TASK_FROM_PROTO)
-    return known or (Task.GENERATE,)
+def model_info_from_proto(message: common_pb2.ModelInfo, field: str) -> ModelInfo:
+    """Parse the description of a model; `field` names it in errors.
+
+    Raises:
+        InvalidArgumentError: An adapter has no name, or a digest of the wrong length.
+    """
+    return ModelInfo(
+        id=message.id,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        eos_token_ids=tuple(message.eos_token_ids),
+        structured_output=message.structured_output,
+        adapters=tuple(adapter_from_worker(each, f"{field}.adapters") for each in message.adapters),
+        directory=message.directory,
+        abilities=abilities_from_proto(message),
+    )
+
+
+def abilities_to_proto(abilities: Abilities) -> dict[str, Any]:
+    """Return the fields of a `ModelInfo` that say what the model can do."""
+    pooling = abilities.pooling
+    return {
+        "tasks": map(TASK_TO_PROTO.__getitem__, abilities.tasks),
+        "embedding_size": abilities.embedding_size,
+        "pooling": None if pooling is None else pooling_to_proto(pooling),
+    }
+
+
+def abilities_from_proto(message: common_pb2.ModelInfo) -> Abilities:
+    """Read what a model can do; tasks that this version does not know are left out."""
+    tasks = tuple(_TASK_FROM_PROTO[each] for each in message.tasks if each in _TASK_FROM_PROTO)
+    return Abilities(
+        tasks or (Task.GENERATE,),
+        message.embedding_size,
+        pooling_from_proto(message.pooling) if message.HasField("pooling") else None,
+    )
 
 
 def adapters_to_proto(adapters: Iterable[LoraAdapter]) -> list[common_pb2.LoraAdapter]:
@@ -189,7 +216,7 @@ def _check_ranges(info: WorkerInfo) -> None:
         ("num_disk_blocks", limits.num_disk_blocks, 0, _MAX_BLOCKS),
         ("block_size", limits.block_size, 1, _MAX_BLOCK_SIZE),
         ("kv_windows", len(limits.kv_windows), 1, _MAX_KV_GROUPS),
-        ("model.embedding_size", info.embedding_size, 0, MAX_EMBEDDING_SIZE),
+        ("model.embedding_size", info.abilities.embedding_size, 0, MAX_EMBEDDING_SIZE),
     ):
         check_number(f"worker.{field}", value, least, most)
     for field in ("swap_bytes_per_s", "prefill_tokens_per_s", "disk_bytes_per_s"):

@@ -5,13 +5,11 @@ Deadline, priority and tenant travel in the call's metadata, not in the message.
 """
 
 from contract.codec.fields import Converters, changed_fields, set_fields
-from contract.codec.info import TASK_TO_PROTO, tasks_from_proto
+from contract.codec.info import abilities_from_proto, abilities_to_proto
 from contract.codec.sampling import (
     beam_from_proto,
     beam_to_proto,
-    pooling_from_proto,
     pooling_kind_from_proto,
-    pooling_to_proto,
     sampling_from_proto,
     sampling_to_proto,
 )
@@ -135,9 +133,7 @@ def model_from_proto(message: common_pb2.ModelInfo) -> Model:
         tuple(message.eos_token_ids),
         message.structured_output,
         message.parent,
-        tasks=tasks_from_proto(message.tasks),
-        embedding_size=message.embedding_size,
-        pooling=pooling_from_proto(message.pooling) if message.HasField("pooling") else None,
+        abilities=abilities_from_proto(message),
     )
 
 
@@ -149,7 +145,5 @@ def model_to_proto(model: Model) -> common_pb2.ModelInfo:
         eos_token_ids=model.eos_token_ids,
         structured_output=model.structured_output,
         parent=model.parent,
-        tasks=map(TASK_TO_PROTO.__getitem__, model.tasks),
-        embedding_size=model.embedding_size,
-        pooling=None if model.pooling is None else pooling_to_proto(model.pooling),
+        **abilities_to_proto(model.abilities),
     )

@@ -11,6 +11,7 @@ import structlog
 import torch
 
 from contract.limits import Limits
+from contract.pooling import Abilities
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layer_groups import LayerGroups, group_layers, one_group
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
@@ -21,7 +22,7 @@ from gpu_worker.loading.kv_tiers import LowerTiers, open_lower_tiers
 from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.adapter_files import load_adapter
-from gpu_worker.models.abilities import Abilities, read_abilities
+from gpu_worker.models.abilities import read_abilities
 from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
@@ -195,7 +196,7 @@ def _load_rank_model(
         ranks=ranks,
         drafter=_drafter(settings, limits, draft_model),
         adapters=adapters,
-        takes_whole_prompts=abilities.takes_whole_prompts,
+        takes_whole_prompts=not abilities.generates,
     )
     if has_kv and _has_graphs(settings, device):
         _capture_graphs(executor, CudaGraphs(device), report)

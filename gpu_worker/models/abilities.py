@@ -1,11 +1,10 @@
 """What a model can do besides generating, and how it makes vectors unless a request says."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from contract.pooling import Pooling, PoolingKind, Task
+from contract.pooling import Abilities, Pooling, PoolingKind, Task
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.weights.json_fields import JsonFields, read_json
 
@@ -19,16 +18,6 @@ _MODES: Final = {
 _MODULES: Final = ("Transformer", "Pooling", "Normalize")
 
 
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """As in `WorkerInfo`, which documents the fields."""
-
-    tasks: tuple[Task, ...] = (Task.GENERATE,)
-    embedding_size: int = 0
-    pooling: Pooling | None = None
-    takes_whole_prompts: bool = False
-
-
 def read_abilities(directory: Path, config: ModelConfig, num_ranks: int) -> Abilities:
     """Find out what the model in a directory can do.
 
@@ -39,9 +28,9 @@ def read_abilities(directory: Path, config: ModelConfig, num_ranks: int) -> Abil
     size = next((fields.positive_int(name) for name in _SIZE_FIELDS if fields.has(name)), 0)
     if config.num_layers == 0:  # an encoder
         if config.architecture.endswith("ForSequenceClassification"):
-            return Abilities((Task.SCORE,), takes_whole_prompts=True)
+            return Abilities((Task.SCORE,))
         pooling = _read_pooling(directory, Pooling(PoolingKind.MEAN, normalize=True))
-        return Abilities((Task.EMBED,), size, pooling, takes_whole_prompts=True)
+        return Abilities((Task.EMBED,), size, pooling)
     if num_ranks > 1 or not size:
         return Abilities()
     pooling = _read_pooling(directory, Pooling(PoolingKind.LAST, normalize=True))

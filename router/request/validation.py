@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from contract.errors import ContextLengthError, InvalidArgumentError, UnimplementedError
-from contract.pooling import Task, check_task
 from contract.request import (
     MAX_CACHE_PIN_S,
     MAX_CACHE_SALT_CHARS,
@@ -63,7 +62,7 @@ def check_request(request: GenerateRequest, model: Model, max_prompt_bytes: int)
     )
     if request.bad_words:
         _check_bad_words(request)
-    check_task(request.sampling.pooling, model.id, model.tasks, model.embedding_size)
+    model.abilities.check(request.sampling.pooling, model.id)
     if request.sampling.structured is not None or request.bad_words:
         _check_structured(request.sampling, model)
     if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens != -1:
@@ -189,7 +188,7 @@ def check_prompt_length(num_prompt_tokens: int, model: Model) -> None:
     if num_prompt_tokens == 0:
         raise InvalidArgumentError("prompt", "is empty; it must have at least 1 token")
     if num_prompt_tokens > model.max_prompt_len:
-        less = ", one less than the model's context" if Task.GENERATE in model.tasks else ""
+        less = ", one less than the model's context" if model.abilities.generates else ""
         raise ContextLengthError(
             "prompt",
             f"has {num_prompt_tokens} tokens; it must have at most {model.max_prompt_len}{less}",

@@ -44,7 +44,7 @@ def pooling_of(
     dimensions: int | None = None,
 ) -> Pooling:
     """Return how `model` makes vectors, with what a request changes; the rest is the default."""
-    default = model.pooling or Pooling(PoolingKind.LAST, normalize=True)
+    default = model.abilities.pooling or Pooling(PoolingKind.LAST, normalize=True)
     return Pooling(
         default.kind if kind is None else kind,
         default.normalize if normalize is None else normalize,
@@ -54,7 +54,7 @@ def pooling_of(
 
 def check_inputs(field: str, num_inputs: int, model: Model, dimensions: int | None) -> None:
     """Check how many inputs a call has; raises InvalidArgumentError."""
-    size = dimensions or model.embedding_size or 1
+    size = dimensions or model.abilities.embedding_size or 1
     most = min(MAX_INPUTS, max(1, MAX_NUMBERS // size))
     if not 1 <= num_inputs <= most:
         raise InvalidArgumentError(
@@ -143,7 +143,7 @@ async def score_pairs(
     other model the score is the cosine of the two vectors, in [-1, 1].
     """
     model = inference.model.info(seconds[0].model)
-    if Task.SCORE in model.tasks:
+    if Task.SCORE in model.abilities.tasks:
         pairs = [
             replace(one, pair=two.prompt, request_id=two.request_id)
             for one, two in zip(_repeated(firsts, len(seconds)), seconds, strict=True)

@@ -15,6 +15,7 @@ import grpc
 import structlog
 
 from contract.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
+from contract.info import ModelInfo
 from contract.liveness.heartbeat import BEAT_S, TICK_S, Heartbeat
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
 from router.request.live import LiveRequest
@@ -23,7 +24,6 @@ from router.schedulers.live_table import LiveTable
 from router.schedulers.messages import Refusal, Resumption, SchedulerMessage, StepEvents, Welcome
 from router.schedulers.outbox import Outbox
 from router.schedulers.resuming import ResumingCalls, StartResumed
-from router.schedulers.scheduler_model import SchedulerModel
 from router.schedulers.wire import message_from_proto
 from rpc.observe import timeline
 from rpc.peers.channel import open_channel
@@ -55,10 +55,10 @@ class LinkConfig:
 class LinkOwner(Protocol):
     """Callbacks, which a link calls from its task; only `prepare` may wait."""
 
-    async def prepare(self, model: SchedulerModel) -> None:
+    async def prepare(self, model: ModelInfo) -> None:
         """Read the model's tokenizer; raises MisfitError."""
 
-    def check_fit(self, link: "SchedulerLink", model: SchedulerModel) -> None:
+    def check_fit(self, link: "SchedulerLink", model: ModelInfo) -> None:
         """Check a scheduler's model before it is used; raises MisfitError."""
 
     def connected(self, link: "SchedulerLink") -> None:
@@ -83,7 +83,7 @@ class SchedulerLink:
 
     def __init__(self, target: str, config: LinkConfig, owner: LinkOwner) -> None:
         self.target = target
-        self.model: SchedulerModel | None = None
+        self.model: ModelInfo | None = None
         """The model of the latest scheduler."""
         self.resume_grace_s = 0.0
         """How long the latest scheduler keeps a resumable request without a reader."""

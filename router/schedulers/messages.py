@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from contract.errors import QuireError
+from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from contract.outputs import FinishReason, OutputError, TokenLogprob
 from contract.request import StopOptions
 from router.request.live import ReplayRecord
-from router.schedulers.scheduler_model import SchedulerModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Welcome:
     """The first message, when the scheduler knows its model and accepts requests."""
 
     epoch: int
-    model: SchedulerModel
+    model: ModelInfo
     resume_grace_s: float
     """How long a resumable request continues without a reader."""
     superseded_epochs: frozenset[int]

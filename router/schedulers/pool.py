@@ -19,6 +19,7 @@ from contract.errors import (
     TooBusyError,
     UnavailableError,
 )
+from contract.info import ModelInfo
 from contract.outputs import FinishReason, OutputError
 from contract.request import MAX_N
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
@@ -29,7 +30,7 @@ from router.schedulers.calls import SchedulerCalls, sum_loads
 from router.schedulers.link import LinkConfig, MisfitError, SchedulerLink
 from router.schedulers.placement import SchedulerPlacement, has_room
 from router.schedulers.resuming import StartResumed
-from router.schedulers.scheduler_model import SchedulerModel, misfit_of, together
+from router.schedulers.scheduler_model import can_continue, misfit_of, together
 from router.text.tokenizer import Tokenizers
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, keep_members
@@ -61,7 +62,7 @@ class Schedulers:
         self._health = health
         self._links: list[SchedulerLink] = []
         self._placement = SchedulerPlacement()
-        self._model: SchedulerModel | None = None
+        self._model: ModelInfo | None = None
         self._model_changed = asyncio.Event()
         self._next_seq_key = 0
         self._is_draining = False
@@ -69,7 +70,7 @@ class Schedulers:
     # --- for requests ---------------------------------------------------------------------------
 
     @property
-    def model(self) -> SchedulerModel | None:
+    def model(self) -> ModelInfo | None:
         """The model that the schedulers serve, or served last, with the smallest length limit.
 
         None before the first welcome, and when the model does not fit the tokenizer.
@@ -294,16 +295,16 @@ class Schedulers:
 
     # --- for the links (LinkOwner) --------------------------------------------------------------
 
-    async def prepare(self, model: SchedulerModel) -> None:
+    async def prepare(self, model: ModelInfo) -> None:
         """Read the model's tokenizer."""
         try:
             await self._tokenizers.read(model.directory)
         except Exception as error:  # libraries raise many kinds for bad JSON and templates
             raise MisfitError(
-                f"the model {model} has no tokenizer that this router can read: {error}"
+                f"{model} has no tokenizer that this router can read: {error}"
             ) from error
 
-    def check_fit(self, link: SchedulerLink, model: SchedulerModel) -> None:
+    def check_fit(self, link: SchedulerLink, model: ModelInfo) -> None:
         """Check that a scheduler's model fits its tokenizer and the other schedulers' models."""
         others = [other for other in self._connected if other is not link]
         before = self._model
@@ -316,7 +317,7 @@ class Schedulers:
                 self._model = None
                 self._fail_all(link, misfit)
             raise MisfitError(misfit)
-        if before is not None and not model.can_continue(before):
+        if before is not None and not can_continue(model, before):
             for each in self._links:
                 self._fail_all(each, "the service now has another model")
         self._tokenizers.use(model.directory)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from contract.errors import NotFoundError
 from contract.lora import LoraAdapter
-from contract.pooling import Task
 from contract.request import Model
 from router.schedulers.pool import Schedulers
 
@@ -58,7 +57,7 @@ class ServedModel:
             raise self._schedulers.unavailable()
         adapter = None if name in ("", self.name) else self._adapters()[name]
         # A model that only makes vectors counts a place for a token there, too.
-        num_unused = Task.GENERATE not in model.tasks
+        num_unused = not model.abilities.generates
         return Model(
             self.name if adapter is None else adapter.name,
             model.max_model_len - num_unused,
@@ -67,9 +66,7 @@ class ServedModel:
             model.structured_output,
             parent="" if adapter is None else self.name,
             adapter=adapter,
-            tasks=model.tasks,
-            embedding_size=model.embedding_size,
-            pooling=model.pooling,
+            abilities=model.abilities,
         )
 
     def infos(self) -> tuple[Model, ...]:

@@ -6,7 +6,7 @@ from typing import Final
 import grpc
 from google.protobuf.message import DecodeError
 
-from contract.codec.info import tasks_from_proto
+from contract.codec.info import model_info_from_proto
 from contract.codec.outputs import (
     FINISH_REASON_TO_PROTO,
     error_to_proto,
@@ -19,7 +19,6 @@ from contract.codec.sampling import (
     adapter_from_proto,
     beam_from_proto,
     beam_to_proto,
-    pooling_from_proto,
     sampling_from_proto,
     sampling_to_proto,
 )
@@ -50,7 +49,6 @@ from router.schedulers.messages import (
     StepEvents,
     Welcome,
 )
-from router.schedulers.scheduler_model import SchedulerModel
 
 _MAX_RETRY_AFTER_S: Final = 3600
 
@@ -170,26 +168,12 @@ def message_from_proto(message: scheduler_pb2.ConnectResponse) -> SchedulerMessa
         case "resumed":
             return _resumption_from_proto(message.resumed)
         case "welcome":
-            model = message.welcome.model
             return Welcome(
                 epoch=message.welcome.epoch,
                 resume_grace_s=message.welcome.resume_grace_s,
                 superseded_epochs=frozenset(message.welcome.superseded_epochs),
                 max_waiting=message.welcome.max_waiting or None,
-                model=SchedulerModel(
-                    id=model.id,
-                    max_model_len=model.max_model_len,
-                    vocab_size=model.vocab_size,
-                    eos_token_ids=tuple(model.eos_token_ids),
-                    structured_output=model.structured_output,
-                    adapters=tuple(map(adapter_from_proto, model.adapters)),
-                    directory=model.directory,
-                    tasks=tasks_from_proto(model.tasks),
-                    embedding_size=model.embedding_size,
-                    pooling=(
-                        pooling_from_proto(model.pooling) if model.HasField("pooling") else None
-                    ),
-                ),
+                model=model_info_from_proto(message.welcome.model, "welcome.model"),
             )
         case _:
             raise InvalidArgumentError("message", "is not set, or unknown to this router's version")

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from contract.errors import InvalidArgumentError
 from contract.outputs import OutputDelta, OutputFinished, PromptScores, TokenLogprob
-from contract.pooling import Task
 from contract.request import GenerateRequest, Model
 from quire.vllm_engine import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_grpc
 from quire.vllm_engine import vllm_engine_pb2 as pb
@@ -224,7 +223,7 @@ def _model_to_proto(
     architectures = config.get("architectures")
     return pb.GetModelInfoResponse(
         model_path=model.id,
-        is_generation=Task.GENERATE in model.tasks,
+        is_generation=model.abilities.generates,
         max_context_length=model.max_model_len,
         vocab_size=model.vocab_size,
         served_model_name=model.id,

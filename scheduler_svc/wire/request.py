@@ -9,7 +9,7 @@ from contract.codec.sampling import pooling_from_proto, sampling_from_proto
 from contract.errors import InvalidArgumentError, NotFoundError
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
-from contract.pooling import Pooling, check_task
+from contract.pooling import Pooling
 from contract.request import (
     MAX_CACHE_PIN_S,
     MAX_CACHE_SALT_CHARS,
@@ -142,7 +142,7 @@ def _check_pooling(message: scheduler_pb2.Submit, model: ModelInfo) -> Pooling |
             raise InvalidArgumentError(
                 "sampling.pooling", "is set; with resume_record or beam it must not be"
             )
-    check_task(pooling, model.id, model.tasks, model.embedding_size)
+    model.abilities.check(pooling, model.id)
     return pooling
 
 

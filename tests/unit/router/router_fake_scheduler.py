@@ -32,7 +32,7 @@ EOS = 1
 
 
 def adapter(name):
-    return common_pb2.LoraAdapter(name=name, digest=name.encode() * 32)
+    return common_pb2.LoraAdapter(name=name, digest=(name.encode() * 32)[:32])
 
 
 class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
@@ -91,7 +91,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.model_id = "weights"
         self.vocab_size = VOCAB_SIZE
         self.adapters = ()
-        """Names of adapters; a digest is the repeated name."""
+        """Names of adapters; a digest repeats the name."""
         self.model_directory = ""
         """The directory of a model that an operator has loaded."""
         self.loading = FakeLoading()

@@ -15,7 +15,7 @@ from contract.errors import (
 )
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
-from contract.pooling import Task
+from contract.pooling import Abilities, Task
 from contract.sampling import EarlyStopping
 from quire.v1 import common_pb2, scheduler_pb2, worker_pb2
 from scheduler_svc.core.beams.search import BeamParams
@@ -277,7 +277,7 @@ def test_vectors_go_to_their_sequences_with_the_other_events():
     assert [each.seq_key for each in merged.pooled] == [30, 40]
 
 
-EMBEDS = replace(MODEL, tasks=(Task.GENERATE, Task.EMBED), embedding_size=8)
+EMBEDS = replace(MODEL, abilities=Abilities((Task.GENERATE, Task.EMBED), embedding_size=8))
 
 
 def to_pool(kind, model=EMBEDS, max_tokens=1, **fields):
@@ -320,7 +320,7 @@ def test_what_cannot_be_pooled_is_refused(fields, problem):
 
 
 def test_a_model_that_only_embeds_generates_nothing():
-    model = replace(MODEL, tasks=(Task.EMBED,))
+    model = replace(MODEL, abilities=Abilities((Task.EMBED,)))
     message = scheduler_pb2.Submit(
         n=1,
         prompt_token_ids=pack_int32([7]),

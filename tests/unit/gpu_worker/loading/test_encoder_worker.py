@@ -37,7 +37,7 @@ def load(directory, **settings):
 def test_inputs_are_computed_whole_and_keep_nothing(directory):
     settings, loaded = load(directory, max_num_batched_tokens=LONGEST + 10, max_num_seqs=4)
     info = worker_info_from_proto(worker_info_to_proto(_describe(settings, loaded)))
-    assert info.model.tasks == (Task.EMBED,)
+    assert info.model.abilities.tasks == (Task.EMBED,)
     assert info.model.max_model_len == LONGEST + 1, "with a place for what stands for the vector"
     assert (info.block_bytes, info.takes_whole_prompts) == (0, True)
     assert not loaded.executor._model_runner._takes_parts

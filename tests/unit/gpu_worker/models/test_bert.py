@@ -81,7 +81,7 @@ def test_what_it_can_do(tmp_path):
     abilities = read_abilities(directory, config, 1)
     assert (abilities.tasks, abilities.embedding_size) == ((Task.EMBED,), 32)
     assert abilities.pooling == Pooling(PoolingKind.MEAN, normalize=True)
-    assert abilities.takes_whole_prompts
+    assert not abilities.generates
     scorer = make_encoder(tmp_path / "s", "XLMRobertaForSequenceClassification", num_labels=1)
     config = open_model(scorer).config
     assert config.max_model_len == LONGEST, "the first two positions are for padding"
