@@ -82,7 +82,7 @@ class TooBusyError(QuireError):
 
 
 class QuotaError(TooBusyError):
-    """The caller's quota is used up, so that others may still be served."""
+    """The caller's quota is used up; other callers may still be served."""
 
 
 class UnavailableError(QuireError):

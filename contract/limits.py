@@ -45,5 +45,5 @@ class Limits:
 
     @property
     def min_num_blocks(self) -> int:
-        """Blocks that are enough for such a row; fewer if the pool has fewer from the start."""
+        """Fewest blocks that a resize may set: enough for such a row, or `num_blocks` if less."""
         return min(self.max_table_len + self.has_windows, self.num_blocks)

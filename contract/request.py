@@ -78,10 +78,10 @@ class GenerateRequest:
     """Requests with a higher priority go first, if the scheduler's policy uses priorities."""
     tenant: str = ""
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`. Of a
-    prompt that becomes a vector: at its beginning; of a pair: cut the second text."""
+    """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`. For a
+    vector, keep them at the prompt's beginning; in a pair of texts, cut the second one."""
     cuts_max_tokens: bool = False
-    """Whether a `max_tokens` for which the context has no room means as many as fit."""
+    """Whether a `max_tokens` for which the context has no room is lowered to what fits."""
     bad_words: tuple[str, ...] = ()
     """Texts that outputs must not contain."""
     before_form: str = ""

@@ -49,10 +49,10 @@ def check_caches(
     like: torch.Tensor,
     value_dim: int | None = None,
 ) -> None:
-    """Require both caches to have `shape` [B, P, HKV, D], and the dtype of `like` or scales.
+    """Require both caches to have `shape` [B, P, HKV, D], and either scales or the dtype of `like`.
 
-    `value_dim` is the head dim of values if it is another. `value_cache` is None if values are not
-    stored, but are a part of the keys.
+    `value_dim` is the head dim of values if it differs from D. `value_cache` is None if values are
+    not stored, but are a part of the keys.
 
     Raises:
         ValueError: naming the tensor, what it has and what is required.

@@ -71,7 +71,7 @@ def parts_of(path: Path) -> list[Path]:
     for part in parts:
         if not part.is_file():
             raise ModelError(f"{path} is one of {int(count)} files; there is no {part}")
-    # Only now: in the hub's cache each file is a link to a blob without a telling name.
+    # Links are followed last: the hub's cache links each file to a blob whose name has no number.
     return [part.resolve() for part in parts]
 
 

@@ -67,7 +67,7 @@ class Health:
         self._callbacks.append(callback)
 
     def before_scrape(self, refresh: Callable[[], Awaitable[None]]) -> None:
-        """Await `refresh` before metrics are read, for gauges that another process knows."""
+        """Await `refresh` before each read of the metrics, for gauges that are read from a peer."""
         self._before_scrape.append(refresh)
 
     async def refresh_metrics(self) -> None:

@@ -56,7 +56,7 @@ async def start_shared_site(
     """Listen on a further port, where other processes may listen, too.
 
     Raises:
-        CannotListenError: A process has the port that does not share it.
+        CannotListenError: Another process has the port and does not share it.
     """
     site = Site(runner, settings, port, is_shared=True)
     try:

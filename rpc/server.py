@@ -209,10 +209,10 @@ async def _drain(on_drain: Callable[[], Awaitable[None]], drain_s: float) -> Non
 def _heap_frozen() -> Iterator[None]:
     """Exempt the objects that exist after the start from garbage collection.
 
-    They stay anyway, and each full collection that visits them, such as the pieces of a vocabulary,
-    would block the event loop for 0.2 s and more. From then on a collection begins only when many
-    objects are new: hundreds of streams have thousands of objects each step, which are not garbage,
-    and by default a third of a router's time went into looking at them.
+    They stay anyway, such as the pieces of a vocabulary, and a full collection that visits them
+    would block the event loop for 0.2 s and more. Collections of new objects become rarer, too:
+    hundreds of streams make thousands of objects each step, few of them garbage, and with Python's
+    default a router spent a third of its time on visiting them.
     """
     gc.freeze()
     thresholds = gc.get_threshold()

@@ -51,7 +51,7 @@ class SimWorkerSettings(ProcessSettings):
     max_model_len: PositiveInt | None = None
     """Most tokens of a sequence, prompt and output; unset: as in the model, or 8192."""
     structured_output: bool = False
-    """Whether requests may ask for a form; the tokens, which are random, do not have it."""
+    """Whether requests may ask for structured output; the tokens are random all the same."""
     max_num_seqs: PositiveInt = 256
     """Most sequences that run at once."""
     max_num_batched_tokens: PositiveInt = 2048

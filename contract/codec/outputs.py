@@ -73,7 +73,7 @@ def event_to_proto(request_id: str, event: Event) -> inference_pb2.GenerateRespo
 
 
 def write_delta(delta: OutputDelta, response: inference_pb2.GenerateResponse) -> None:
-    """Replace the event of a response by a delta: in a third of the time of a new response."""
+    """Write a delta into a used response; a new response would take three times as long."""
     message = response.delta
     message.Clear()
     message.output_index = delta.output_index

@@ -10,8 +10,8 @@ from typing import Final
 from contract.errors import InvalidArgumentError
 
 MAX_LEAD_NS: Final = 366 * 24 * 3600 * 10**9
-"""How far an epoch may be ahead of a worker's clock. Clocks need not agree well, but whatever epoch
-a stranger or a bug has a worker obey, there must be a newer one."""
+"""How far an epoch may be ahead of a worker's clock. Clocks need not agree well; but if a stranger
+or a bug makes a worker obey a wrong epoch, a newer one must still be possible."""
 _SPREAD_NS: Final = 2**16
 """Schedulers that start at the same time draw from this many epochs, so that one is the newest."""
 

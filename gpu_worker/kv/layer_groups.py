@@ -41,7 +41,7 @@ def group_layers(windows: tuple[int | None, ...], max_model_len: int) -> LayerGr
 
     Args:
         windows: By layer: tokens that a token sees, itself included; None: all.
-        max_model_len: A window of so many tokens shows all.
+        max_model_len: A window at least as long counts as none.
     """
     kinds: dict[int | None, list[int]] = defaultdict(list)
     for layer, window in enumerate(windows):

@@ -22,7 +22,7 @@ def check_config(settings: WorkerSettings, report: Report) -> None:
     """
     directory = find_model(settings.model, settings.cache_dir, report, with_weights=False)
     if not (directory / "config.json").exists():
-        return  # loading tells where there is one
+        return  # loading refuses it
     fields = read_json(directory / "config.json")
     if settings.model_class not in ("", "transformers"):
         return  # a class of the user's reads what it likes

@@ -1,4 +1,4 @@
-"""What a model can do besides generating, and how it makes vectors unless a request says."""
+"""Reads what a model can do besides generating, and how it makes vectors by default."""
 
 import json
 from pathlib import Path

@@ -25,8 +25,8 @@ class ModelConfig:
     head_dim: int
     """The head dim of keys and values, in every layer."""
     latent_dim: int | None = None
-    """Values are the first so many numbers of their keys, and are not stored themselves (multi-head
-    latent attention); None: they are stored."""
+    """With multi-head latent attention: a value is the first `latent_dim` numbers of its key, so it
+    is not stored; None: values are stored."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json; may be empty."""
     windows: tuple[int | None, ...] = ()

@@ -16,7 +16,8 @@ from kernels import ops
 FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
 Route: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Chooses experts, row by row: from `[T, E]` their shares, float32 `[T, N]`, and int64 `[T, N]`."""
+"""Chooses N experts for each row of `[T, E]`: their shares, float32 `[T, N]`, and their numbers,
+int64 `[T, N]`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -80,7 +80,7 @@ def round_layers(
         samples: Token ids int64[S, T]; None: each weight is rounded to
             the nearest integer.
         rounding: How.
-        progress: Called with the layers that are done, and their number.
+        progress: Called with the number of layers that are done, and the number of all.
 
     Raises:
         ModelError: The model has no list of layers, a layer has experts in one tensor, or a map

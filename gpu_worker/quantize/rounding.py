@@ -15,9 +15,9 @@ import torch
 _RANGES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 """Grids that are tried, as shares of a group's range: a smaller one is finer and cuts outliers."""
 _DAMPING: Final = 0.01
-"""Share of the mean square that is added to each feature's, so that rare features do no harm."""
+"""This share of the features' mean square is added to each, so that no feature has almost none."""
 _PIECE: Final = 128
-"""Features whose errors are collected before they reach all later ones."""
+"""Features that are rounded before their errors are passed to the features after them."""
 _LEAST_SCALE: Final = 1e-6
 
 
@@ -88,7 +88,8 @@ def round_for_inputs(
 def _error_shares(products: torch.Tensor) -> torch.Tensor:
     """The upper Cholesky factor of the inverse of `products`, `[K, K]`.
 
-    Row k says how much of feature k's error, divided by the diagonal, later features make up for.
+    Row k, divided by its diagonal entry, is how much the weight of each later feature changes per
+    unit of feature k's error.
     """
     damped = products.double()
     squares = damped.diagonal()

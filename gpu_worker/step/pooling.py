@@ -121,10 +121,10 @@ def sample_or_pool(
     """Sample some sequences and pool others.
 
     Args:
-        pools: bool[S], which pool; at least one.
+        pools: bool[S], whether a sequence is pooled; at least one is.
         hidden: `[S, E]`, the last hidden state of each.
-        sample: Samples the sequences that do not, given hidden states and indexes, int64[*].
-        pool: Makes the vectors of those that do, given the same.
+        sample: Samples the others, given their hidden states and their indices, int64[*].
+        pool: Makes the vectors of those that are pooled, given the same of theirs.
     """
     (pooled,), (others,) = pools.nonzero(), (~pools).nonzero()
     pooled_t, others_t = upload([pooled, others], hidden.device)

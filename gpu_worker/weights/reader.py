@@ -73,7 +73,7 @@ class Weights:
             self.ignore(self.packed.unused)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor of this shape; `dtype` if it is another than that of the other weights."""
+        """One tensor of this shape; in the dtype of all weights, unless `dtype` is given."""
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self._fill(Piece(name, shape), out)
         return out
@@ -99,7 +99,7 @@ class Weights:
     def linear(self, num_in: int, *parts: tuple[str, int], bias: bool = False) -> Linear:
         """A linear map; or several with the same input, fused: their outputs joined.
 
-        Quantized if the worker is told to.
+        It is quantized if the worker's settings ask for it.
 
         Args:
             num_in: K.

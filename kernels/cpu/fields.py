@@ -1,7 +1,7 @@
 """What C is told of the paged caches: the fields of its `attention` and `store_kv`, from tensors.
 
-An op gives numbers and calls C at once; a program gives the names of what each step tells it
-(`kernels.cpu.library.Program`).
+An op passes numbers and calls C at once. A program (`kernels.cpu.library.Program`) passes names,
+for which each of its steps has the numbers.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim of queries and keys, `DV` that of
 values, `B` blocks, `P` block size.

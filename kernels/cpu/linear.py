@@ -47,7 +47,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> "PackedLinear":
 def pack_heads(weight: torch.Tensor) -> "PackedHeads":
     """Lay out a weight for each head, [H, N, K], for `x[:, h] @ weight[h].T`.
 
-    `can_pack` must hold for each head's.
+    `can_pack` must hold for the weight of each head.
     """
     num_heads, num_out, _ = weight.shape
     joined = pack(functional.pad(weight, (0, 0, 0, -num_out % PANEL)).flatten(0, 1), None)

@@ -114,7 +114,7 @@ def store_kv(
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
 ) -> None:
-    """Store `key` and `value` [T, HKV, D], or keys alone, to the bits of the twin.
+    """Store `key` and `value` [T, HKV, D], or keys alone, bit for bit as the twin does.
 
     No slot is checked against the number of blocks.
     """

@@ -58,7 +58,7 @@ class TokenBudget:
         if self._pressure.level is not MemoryLevel.OK:
             share = self._max_num_batched_tokens // _PRESSED_SHARES[self._pressure.level]
             most = min(most, max(1, share))
-        if self._takes_whole_prompts:  # each must fit a step some time
+        if self._takes_whole_prompts:  # the longest must fit some step
             most = max(most, min(left, self._longest_prompt))
         self.num_tokens, self.num_prompt_tokens = left, most
         self.long_prefills = []

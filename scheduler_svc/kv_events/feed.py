@@ -1,8 +1,8 @@
 """The streams of KV events: a snapshot of each worker, then its changes.
 
 A snapshot is made in slices, between which the event loop, and so the workers' steps, run. The
-cache changes meanwhile. Its changes are sent in order among the slices: what a slice says of a
-block is what the changes before it said, so the reader knows the exact state at the end.
+cache may change in between. Changes are sent in order among the slices, and a slice has the state
+after the changes that were sent before it; so the reader knows the exact state at the end.
 """
 
 import asyncio

@@ -118,9 +118,9 @@ class KvIndex:
         return changes
 
     def drawers(self) -> Iterator[list[KvBlock]]:
-        """Yield all blocks, drawer by drawer; the index may change between two drawers.
+        """Yield all blocks that are here at the call, drawer by drawer.
 
-        Then blocks that come after the call may be missing; changes report these.
+        The index may change between two drawers; `take_changes` has the blocks that came since.
         """
         for number in list(self._drawers):
             if (drawer := self._drawers.get(number)) is not None:

@@ -22,7 +22,7 @@ from gpu_worker.weights.reader import Weights
 from kernels import ops
 
 _EPS: Final = 1e-6
-"""Of the norms of query and latent, in all these families."""
+"""Epsilon of the norms of query and latent, in all these families."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

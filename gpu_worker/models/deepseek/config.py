@@ -32,7 +32,7 @@ class DeepseekConfig(ModelConfig):
     attention_bias: bool
     """Whether the projections from and to the hidden state have biases."""
     is_interleaved: bool
-    """Whether a rotated pair is of neighbours, and not of a dimension of each half."""
+    """Whether rotation pairs neighbouring dimensions; otherwise dimension i of each half."""
     rope: RopeConfig
     rms_norm_eps: float
     tie_word_embeddings: bool
@@ -240,7 +240,7 @@ def _experts(fields: JsonFields, routing: Routing) -> DeepseekExpertsConfig:
         num_per_token=num_per_token,
         num_groups=num_groups,
         num_chosen_groups=num_chosen_groups,
-        # Of V2 models transformers never makes them sum to 1.
+        # V2: transformers ignores the field, and the shares need not sum to 1.
         has_shares_of_one=routing is Routing.SIGMOID
         and fields.boolean("norm_topk_prob", default=True),
         share_factor=fields.number("routed_scaling_factor", default=1.0),

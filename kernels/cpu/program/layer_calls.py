@@ -22,7 +22,7 @@ _DTYPE: Final = DTYPES[torch.bfloat16]
 
 
 class Rows(NamedTuple):
-    """The names of some tokens' count, of the sequences' first tokens, and of the adapters."""
+    """Names of facts about some rows: their number, each sequence's first, and the adapters."""
 
     num: Field
     starts: Field

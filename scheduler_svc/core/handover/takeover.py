@@ -313,7 +313,7 @@ class Takeover:
         """Queue a sequence as SWAPPED if host and disk hold its KV; return whether they do."""
         kv = self._find_swapped(seq.request, seq.output_index, seq.block_hashes)
         if kv is None or len(kv.host) + len(kv.disk) > self._tier.pool.num_blocks:
-            return False  # the host could never hold all of it, to swap it in
+            return False  # a swap-in needs all of it on the host at once
         self._tier.pool.share(kv.host)
         self._tier.disk.pool.share(kv.disk)
         if not self._config.enable_prefix_caching:  # no other sequence can use these hashes

@@ -114,7 +114,7 @@ class SchedulerConfig:
     def max_chunk(self) -> int | None:
         """Most known tokens of one sequence in one step; None: the token budget.
 
-        Behind a window a sequence holds blocks for a chunk. So there it computes no more at a time
+        With windows a sequence holds blocks for a whole chunk. So then a chunk has no more tokens
         than keep the device busy.
         """
         if self.takes_whole_prompts:
