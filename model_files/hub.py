@@ -14,7 +14,6 @@ from model_files.errors import ModelError
 _SMALL_FILES: Final = ("*.json", "*.jinja")
 _SAFETENSORS: Final = "model*.safetensors"
 _PICKLES: Final = "pytorch_model*.bin"
-_GGUF: Final = "*.gguf"
 POOLING: Final = "1_Pooling/config.json"
 """How a model of sentence-transformers makes vectors, if it has a file `modules.json`."""
 _IN_FOLDERS: Final = "*/*"

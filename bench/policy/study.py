@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO, NamedTuple
 
+from policy.step_times import StepTimes, StepTimeSamples
 from policy.worker import Draw, SimulatedRow, SimulatedWorker
 
 from contract.step import Plan, Result
@@ -40,7 +41,6 @@ from scheduler_svc.journal.entries import (
     decode_arguments,
     read_recording,
 )
-from scheduler_svc.observers.step_times import StepTimes, StepTimeSamples
 
 _BY_ITSELF = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE})
 """Ends that the simulation reproduces from tokens alone."""

@@ -17,7 +17,7 @@ from gpu_worker.quantize.rounding import RoundedWeight, round_for_inputs
 from gpu_worker.weights.json_fields import ModelError
 
 _MOST_CHARACTERS: Final = 16
-"""Characters that are surely enough for a token."""
+"""Characters of text that are read for each token wanted; few tokens have more."""
 _ROUTERS: Final = ("gate", "router")
 """The maps that choose experts: small, and a rounded one would choose others."""
 
@@ -143,9 +143,10 @@ def _refuse(prefix: str, layers: nn.ModuleList, rounding: Rounding) -> None:
 def _inputs_of_layers(
     model: nn.Module, layers: nn.ModuleList, samples: torch.Tensor
 ) -> tuple[list[torch.Tensor], dict[int, Mapping[str, Any]]]:
-    """What the first layer gets of each sample; and the other arguments of each layer.
+    """Return the first layer's input for each sample, and each layer's other arguments.
 
-    The latter, such as masks and angles, are the same for all samples, which have one length.
+    The other arguments, such as masks and angles, are the same for all samples, because all samples
+    have the same length.
     """
     inputs: list[torch.Tensor] = []
     arguments: dict[int, Mapping[str, Any]] = {}

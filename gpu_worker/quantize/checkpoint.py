@@ -31,7 +31,7 @@ def pack_words(integers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def gptq_tensors(rounded: RoundedWeight, bits: int) -> dict[str, torch.Tensor]:
-    """The tensors of a map by the end of their names; zero points are stored less one."""
+    """The tensors of a map by the end of their names; the format stores each zero point minus 1."""
     num_in, num_groups = rounded.values.shape[1], rounded.scales.shape[1]
     return {
         "qweight": pack_words(rounded.values, bits).t().contiguous(),

@@ -58,7 +58,7 @@ class Sampled:
     stuck: Int64Array
     """int64[*] on the host: sequences whose grammar admits no token."""
     vectors: Vectors | None = None
-    """Of the sequences that pool; their tokens mean nothing."""
+    """The vectors of sequences that pool; the tokens of these sequences mean nothing."""
 
 
 def merged(parts: Sequence[Sampled]) -> Sampled:

@@ -29,7 +29,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """What a row's vector needs of its first tokens: their sum or, if that is all, the first.
+    """What a row's vector needs of its tokens so far: the hidden states' sum, or the first one.
 
     Sums are float64, so that a mean does not depend on how the prompt was cut into chunks.
     """
@@ -49,7 +49,7 @@ class Pooler:
         self._table = table
         self._model = model
         self._kept: dict[int, _Kept] = {}
-        """By row, until the row has another sequence that pools."""
+        """By row; stays until another sequence in the row is pooled."""
 
     def add(self, hidden: torch.Tensor, scheduled: ScheduledRows) -> None:
         """Keep what rows need of a step's hidden states, `[T, E]`.

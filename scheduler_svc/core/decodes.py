@@ -42,7 +42,7 @@ class Decodes(Protocol):
         """Return how often sequences need blocks in the next two steps; with drafts an estimate."""
 
     def take_due(self, step: StepId) -> list[Sequence]:
-        """Return the sequences that need blocks at `step`; the caller gives them to each."""
+        """Return the sequences that need blocks at `step`; the caller must allocate these."""
 
     def send(self, step: StepId) -> None:
         """Record that `step` has been sent."""

@@ -123,7 +123,7 @@ class Sequence:
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of its first full blocks, computed when needed; empty without a prefix cache."""
     num_published_blocks: int = 0
-    """For how many block indices its blocks were published, or found in the prefix cache."""
+    """Number of block indices whose blocks were published, or found in the prefix cache."""
     num_computed_tokens: int = 0
     """In PREFILL: tokens with valid KV after the steps scheduled so far. With KV on host or disk:
     tokens with KV there. In WAITING: tokens that it had computed before it was preempted or came

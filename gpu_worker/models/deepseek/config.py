@@ -68,7 +68,7 @@ class DeepseekExpertsConfig:
     num_groups: int
     """Divides `num_experts`."""
     num_chosen_groups: int
-    """A token's experts are in so many groups."""
+    """Number of groups from which the experts of one token come."""
     has_shares_of_one: bool
     """Whether the shares of a token's experts are made to sum to 1, before `share_factor`."""
     share_factor: float

@@ -56,7 +56,7 @@ class StepTimeSamples:
         """
         samples = sorted(self._samples, key=lambda sample: sample[1])
         samples = samples[: max(2, -(-len(samples) * 99 // 100))]
-        if len(samples) < 2:  # noqa: PLR2004 - a line
+        if len(samples) < 2:
             return None
         num_tokens, seconds = map(np.array, zip(*samples, strict=True))
         spread = float(np.var(num_tokens))
