@@ -196,7 +196,9 @@ def _row(row: int, num_tokens: int) -> NewSequence:
     )
 
 
-def _step(executor: Executor, number: int, new: tuple[NewSequence, ...], *, counted: bool) -> Counts:
+def _step(
+    executor: Executor, number: int, new: tuple[NewSequence, ...], *, counted: bool
+) -> Counts:
     plan = Plan(
         StepId(number),
         int(executor.rows.is_decoding.sum()),
@@ -235,7 +237,9 @@ def make_executor(*, has_graphs: bool) -> Executor:
 
 def measure(_: Any) -> dict[str, int]:
     """Count all kinds of steps, with graphs and without."""
-    table = Table("step:<12", "graphs:<6", "calls:d", "dispatches:d", "launches:d", "replays:d", "sum:d")
+    table = Table(
+        "step:<12", "graphs:<6", "calls:d", "dispatches:d", "launches:d", "replays:d", "sum:d"
+    )
     results: dict[str, int] = {}
     for has_graphs in (False, True):
         executor = make_executor(has_graphs=has_graphs)

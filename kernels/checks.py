@@ -142,6 +142,31 @@ def check_options(
         check_tensor("sinks", sinks, (query.shape[1],), torch.float32, query)
 
 
+def check_rows(num_seqs: int, num_tokens: int, out: torch.Tensor | None) -> None:
+    """Require a row of the query for each row of the block tables; with `out` there may be more.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if num_seqs != num_tokens and (out is None or num_seqs > num_tokens):
+        raise ValueError(f"block_tables has {num_seqs} rows, required are {num_tokens}")
+
+
+def attention_out(out: torch.Tensor | None, query: torch.Tensor, value_dim: int) -> torch.Tensor:
+    """Return `out`, or a new tensor [T, H, DV] for `query` [T, H, D].
+
+    Raises:
+        ValueError: `out` has another shape or dtype, or is not contiguous.
+    """
+    shape = (*query.shape[:2], value_dim)
+    if out is None:
+        return query.new_empty(shape)
+    check_tensor("out", out, shape, query.dtype, query)
+    if not out.is_contiguous():
+        raise ValueError(f"out has strides {out.stride()}, required is a contiguous tensor")
+    return out
+
+
 def check_suppression(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
     """Require float32 `logits` [S, V], int64 `places` [G] and int32 `admitted` [G, V / 32].
 

@@ -62,20 +62,30 @@ class AttentionMetadata:
         return hidden if self.wanted is None else hidden.index_select(0, self.wanted.places)
 
     @cached_property
-    def prefill(self) -> "AttentionMetadata | None":
-        """The chunks alone, with `query_start_loc` from 0; None if there are none."""
-        if self.num_decodes == self.seq_lens.shape[0]:
+    def decodes(self) -> "Sequences | None":
+        """The decodes alone; None if there are none."""
+        return self._sequences(slice(self.num_decodes)) if self.num_decodes else None
+
+    @cached_property
+    def chunks(self) -> "Sequences | None":
+        """The chunks alone, whose tokens are behind those of the decodes; None if there are none."""
+        if self.num_decodes == len(self.seq_lens):
             return None
-        if self.num_decodes == 0:
-            return self
-        return AttentionMetadata(
-            slot_mapping=self.slot_mapping[self.num_decodes :],
-            block_tables=self.block_tables[self.num_decodes :],
-            seq_lens=self.seq_lens[self.num_decodes :],
-            query_start_loc=self.query_start_loc[self.num_decodes :] - self.num_decodes,
-            max_query_len=self.max_query_len,
-            num_decodes=0,
+        return self._sequences(slice(self.num_decodes, None))
+
+    def _sequences(self, which: slice) -> "Sequences":
+        return Sequences(
+            self.block_tables[which], self.seq_lens[which], self.query_start_loc[which.start :]
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """A part of a step's sequences; the fields are those of `AttentionMetadata`."""
+
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,44 +188,37 @@ def attend(
     """Attend: the second half of `paged_attention`, after `store_kv`."""
     metadata = metadata.in_layer(pool, layer)
     key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
-    key_scales, value_scales = pool.key_scales(layer), pool.value_scales(layer)
-    num_decodes, prefill = metadata.num_decodes, metadata.prefill
-    if len(query) == num_decodes:
-        prefill = None  # no chunk has wanted tokens
-    parts = []
-    if num_decodes:
-        parts.append(
-            ops.paged_attention_decode(
-                query[:num_decodes],
-                key_cache,
-                value_cache,
-                metadata.block_tables[:num_decodes],
-                metadata.seq_lens[:num_decodes],
-                scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                key_scales=key_scales,
-                value_scales=value_scales,
-            )
+    out = query.new_empty(len(query), query.shape[1], value_cache.shape[3])
+    decodes, chunks = metadata.decodes, metadata.chunks
+    options = {
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "key_scales": pool.key_scales(layer),
+        "value_scales": pool.value_scales(layer),
+        "out": out,
+    }
+    # Chunks first: this may overwrite the rows of the decodes.
+    if chunks is not None and len(query) > metadata.num_decodes:  # else none has wanted tokens
+        ops.paged_attention_prefill(
+            query,
+            key_cache,
+            value_cache,
+            chunks.block_tables,
+            chunks.seq_lens,
+            chunks.query_start_loc,
+            metadata.max_query_len,
+            scale,
+            **options,
         )
-    if prefill is not None:
-        parts.append(
-            ops.paged_attention_prefill(
-                query[num_decodes:],
-                key_cache,
-                value_cache,
-                prefill.block_tables,
-                prefill.seq_lens,
-                prefill.query_start_loc,
-                prefill.max_query_len,
-                scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                key_scales=key_scales,
-                value_scales=value_scales,
-            )
+    if decodes is not None:
+        ops.paged_attention_decode(
+            query,
+            key_cache,
+            value_cache,
+            decodes.block_tables,
+            decodes.seq_lens,
+            scale,
+            **options,
         )
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.flatten(1)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_options, check_paged
+from kernels.checks import attention_out, check_options, check_paged, check_rows
 from kernels.triton.quantized import as_bits
 from kernels.triton.tile import LOG2_E, attend_positions, group_heads, scale_strides
 from kernels.tuning.configs import DecodeConfig, config_of, num_processors, shape_of
@@ -269,6 +269,7 @@ def paged_attention_decode(
     sinks: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with `query` [S, H, D + REST] to each sequence's first `seq_lens` slots; [S, H, D].
 
@@ -288,15 +289,18 @@ def paged_attention_decode(
     `kernels.kv_formats` says. The scales multiply scores and weights in fp32, so stored numbers are
     not rounded again.
 
+    With `out`, contiguous [T, H, D], it writes the first S rows of that and returns it; `query` is
+    then [T, H, D + REST].
+
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or an option is not positive.
     """
     check_paged(query, key_cache, value_cache, block_tables, seq_lens, key_scales, value_scales)
     check_options(query, window, softcap, sinks)
-    num_seqs, num_heads, query_dim = query.shape
+    num_tokens, num_heads, query_dim = query.shape
     head_dim = value_cache.shape[3]
-    if block_tables.shape[0] != num_seqs:
-        raise ValueError(f"block_tables has {block_tables.shape[0]} rows, required are {num_seqs}")
+    num_seqs = block_tables.shape[0]
+    check_rows(num_seqs, num_tokens, out)
     config = config_of(DecodeConfig, query.device, shape_of(query, value_cache))
     heads = group_heads(num_heads, _MOST_ROWS, key_cache, value_cache, key_scales, value_scales)
     block_size, num_kv_heads = heads.key_cache.shape[1:3]
@@ -307,7 +311,7 @@ def paged_attention_decode(
     num_splits = max(1, min(max_splits, triton.cdiv(most_visible, config.split)))
     partial_out = query.new_empty((num_seqs, num_splits, num_heads, head_dim), dtype=torch.float32)
     partial_lse = query.new_empty((num_seqs, num_splits, num_heads), dtype=torch.float32)
-    out = query.new_empty((num_seqs, num_heads, head_dim))
+    out = attention_out(out, query, head_dim)
     num_programs = num_processors(query.device) * config.programs_per_processor
     dims = max(16, triton.next_power_of_2(head_dim))
     splits = {

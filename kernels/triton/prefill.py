@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_options, check_paged, check_tensor
+from kernels.checks import attention_out, check_options, check_paged, check_tensor
 from kernels.triton.quantized import as_bits
 from kernels.triton.tile import LOG2_E, attend_positions, group_heads, scale_strides
 from kernels.tuning.configs import PrefillConfig, config_of, shape_of
@@ -22,7 +22,8 @@ def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
     """Return the sequence that owns `tile`: the last s with start(s) // TOKENS + s <= tile.
 
     So each sequence has at least ceil(query_len / TOKENS) tiles, and all together have
-    T // TOKENS + S, which the host knows without reading the device.
+    T // TOKENS + S, which the host knows without reading the device. Tiles before the first
+    sequence are given to it, too.
     """
     low = 0
     high = num_seqs
@@ -96,7 +97,7 @@ def _attend_chunks_kernel(
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     first = (tile - (query_start // TOKENS + seq)) * TOKENS  # this tile's first token in the chunk
     seq_len = tl.load(seq_lens + seq)
-    if first >= query_len or seq_len == 0:
+    if first < 0 or first >= query_len or seq_len == 0:
         return
 
     row = tl.arange(0, ROWS)
@@ -192,19 +193,23 @@ def paged_attention_prefill(
     sinks: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with each query token to its sequence's slots up to its own position; [T, H, D].
 
     Sequence s owns the rows [query_start_loc[s], query_start_loc[s + 1]) of `query`, [T, H, D +
     REST], its last query_len tokens: row i has position seq_len - query_len + i. The keys and
     values of these tokens are already in the caches, as in `paged_attention_decode`. `block_tables`
-    is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1], from 0; the host does not
-    read them.
+    is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1], which may begin behind 0; the
+    host does not read them.
     Rows that belong to no sequence, or to one of length 0, give zeros. A row does not depend on
     other sequences of the batch.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`. Tiles outside
     the windows of all query tokens of a program are not read.
+
+    With `out`, contiguous [T, H, D], it writes to that and returns it; what happens to rows of no
+    sequence is then undefined.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, `max_query_len` exceeds T, or an
@@ -224,7 +229,9 @@ def paged_attention_prefill(
     rows = max(config.rows, triton.next_power_of_2(heads.group))
     tokens = rows // heads.group
     dims = max(16, triton.next_power_of_2(head_dim))
-    out = query.new_zeros((num_tokens, num_heads, head_dim))
+    if out is None:
+        out = query.new_zeros((num_tokens, num_heads, head_dim))
+    out = attention_out(out, query, head_dim)
     _attend_chunks_kernel[(num_tokens // tokens + num_seqs, num_kv_heads)](
         query,
         as_bits(heads.key_cache),
