@@ -2,11 +2,11 @@
 
     python bench/host_operations.py --json host_operations.json
 
-A worker's executor runs a decoder of a Llama's shape, 32 layers of tiny widths, on a CPU that passes
-for a GPU: each op goes through its Triton launcher, which launches nothing, and CUDA graphs are
-replayed by counting them. It counts the Python calls into torch (functions and methods, without
-reads of attributes), those of them that reach torch's dispatcher, launches of Triton kernels, and
-replays of graphs. `host_operations` is the sum of calls, launches and replays.
+A worker's executor runs a decoder of a Llama's shape, 32 layers of tiny widths, on a CPU that
+passes for a GPU: each op goes through its Triton launcher, which launches nothing, and replays of
+CUDA graphs compute nothing. It counts the Python calls into torch (functions and methods, without
+reads of attributes), the operations of torch's dispatcher, launches of Triton kernels, and replays
+of graphs. `host_operations` is the sum of calls, launches and replays.
 
 The counts are exact: two runs give the same.
 """

@@ -63,12 +63,12 @@ class AttentionMetadata:
 
     @cached_property
     def decodes(self) -> "Sequences | None":
-        """The decodes alone; None if there are none."""
+        """The decodes alone; None: there are none."""
         return self._sequences(slice(self.num_decodes)) if self.num_decodes else None
 
     @cached_property
     def chunks(self) -> "Sequences | None":
-        """The chunks alone, whose tokens are behind those of the decodes; None if there are none."""
+        """The chunks alone, whose tokens follow those of the decodes; None: there are none."""
         if self.num_decodes == len(self.seq_lens):
             return None
         return self._sequences(slice(self.num_decodes, None))

@@ -184,8 +184,8 @@ def paged_attention_decode(
     out = attention_out(out, query, value_cache.shape[3])
     caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
     _attend(
-        library, query[:num_seqs], caches, block_tables, seq_lens, None, scale, window, softcap, sinks,
-        out[:num_seqs],
+        library, query[:num_seqs], caches, block_tables, seq_lens, None, scale,
+        window, softcap, sinks, out[:num_seqs],
     )  # fmt: skip
     return out
 
@@ -216,8 +216,8 @@ def paged_attention_prefill(
     out = attention_out(out, query, value_cache.shape[3])
     caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
     _attend(
-        library, query, caches, block_tables, seq_lens, query_start_loc, scale, window, softcap, sinks,
-        out,
+        library, query, caches, block_tables, seq_lens, query_start_loc, scale,
+        window, softcap, sinks, out,
     )  # fmt: skip
     return out
 

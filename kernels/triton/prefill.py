@@ -200,8 +200,8 @@ def paged_attention_prefill(
     Sequence s owns the rows [query_start_loc[s], query_start_loc[s + 1]) of `query`, [T, H, D +
     REST], its last query_len tokens: row i has position seq_len - query_len + i. The keys and
     values of these tokens are already in the caches, as in `paged_attention_decode`. `block_tables`
-    is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1], which may begin behind 0; the
-    host does not read them.
+    is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1], which may begin behind 0;
+    the host does not read them.
     Rows that belong to no sequence, or to one of length 0, give zeros. A row does not depend on
     other sequences of the batch.
 

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -7,12 +9,6 @@ from kernels.triton.prefill import paged_attention_prefill
 from kernels.tuning import configs as tuned
 from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
 from tests.kernels.tolerance import assert_close, every_dot_dtype, every_dtype
-
-
-class triton_ops:  # noqa: N801  as a module of ops
-    paged_attention_decode = staticmethod(paged_attention_decode)
-    paged_attention_prefill = staticmethod(paged_attention_prefill)
-
 
 SHAPES = [(2, 2, 16, 4), (6, 2, 40, 5), (16, 1, 64, 16), (65, 1, 16, 16)]  # H, HKV, D, P
 SHAPE_NAMES = ("num_heads", "num_kv_heads", "head_dim", "block_size")
@@ -210,6 +206,10 @@ def test_chunks_and_decodes_share_a_query_and_an_output(
 ):
     """Decodes come first, then chunks, then rows of no sequence."""
     query_lens, seq_lens = (1, 1, 1, *(33, 1, 65, 7)), (1, 70, 33, *(33, 70, 65, 23))
+    launchers = SimpleNamespace(
+        paged_attention_decode=paged_attention_decode,
+        paged_attention_prefill=paged_attention_prefill,
+    )
     paged = make_paged(seq_lens, num_kv_heads, head_dim, block_size, dtype, device)
     query = strided((sum(query_lens) + 3, num_heads, head_dim), dtype, device)
     starts = starts_of(query_lens, device)
@@ -217,7 +217,7 @@ def test_chunks_and_decodes_share_a_query_and_an_output(
     keys, values, tables, lens = paged.args
     decodes = keys, values, tables[:3], lens[:3]
     chunks = keys, values, tables[3:], lens[3:]
-    for code in (triton_ops, ops, reference):
+    for code in (launchers, ops, reference):
         out = torch.full_like(query.contiguous(), torch.nan)
         same = code.paged_attention_prefill(query, *chunks, starts[3:], 65, scale, out=out)
         assert same is out
