@@ -130,6 +130,7 @@ from gpu_worker.kv.device_pool import KvPool  # noqa: E402
 from gpu_worker.models.llama import build_llama  # noqa: E402
 from gpu_worker.models.llama_config import LlamaConfig  # noqa: E402
 from gpu_worker.models.rope import RopeConfig  # noqa: E402
+from gpu_worker.step.cuda_graphs import Between  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402
 from gpu_worker.weights.reader import draw_weights  # noqa: E402
 
@@ -177,9 +178,21 @@ KINDS = {
 class CountedGraphs:
     """A `GraphBackend`: a replay counts, and computes nothing."""
 
-    def capture(self, compute: Callable[[], None]) -> Callable[[], object]:
-        compute()
-        return lambda: COUNTER.add("replays")
+    def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
+        parts: list[Callable[[], object]] = [self._count]
+
+        def between(work: Callable[[], object]) -> None:
+            parts.extend((work, self._count))
+
+        compute(between)
+        return lambda: [part() for part in parts]
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    @staticmethod
+    def _count() -> None:
+        COUNTER.add("replays")
 
 
 def _row(row: int, num_tokens: int) -> NewSequence:
@@ -231,7 +244,8 @@ def make_executor(*, has_graphs: bool) -> Executor:
     pool = KvPool(CONFIG, LIMITS.num_blocks, LIMITS.block_size, (torch.float32,) * _NUM_LAYERS, CPU)
     executor = Executor(model, pool, LIMITS, (), CPU)
     if has_graphs:
-        executor.capture_graphs(CountedGraphs(), lambda _: None)
+        executor.capture_decodes(CountedGraphs(), lambda _: None)
+        executor.capture_pieces(CountedGraphs(), lambda _: None)
     return executor
 
 

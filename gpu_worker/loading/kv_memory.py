@@ -26,7 +26,7 @@ from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step.cuda_graphs import DecodeGraphs
+from gpu_worker.step.decode_graphs import DecodeGraphs
 from gpu_worker.step.executor import Executor
 from gpu_worker.weights.json_fields import ModelError
 

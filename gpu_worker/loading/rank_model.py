@@ -286,15 +286,20 @@ def _has_graphs(settings: WorkerSettings, device: torch.device) -> bool:
 def _capture_graphs(
     executor: Executor, backend: GraphBackend, report: Callable[[str, float | None], None]
 ) -> None:
-    """Capture graphs for decode steps. If that fails, log a warning and continue without."""
-    start_s = time.monotonic()
-    try:
-        executor.capture_graphs(backend, lambda done: report("capturing CUDA graphs", done))
-    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
-        report("going on without CUDA graphs", None)  # raises if reporting has failed
-        _log.warning("decode steps run without CUDA graphs", exc_info=error)
-    else:
-        _log.info("captured CUDA graphs", seconds=round(time.monotonic() - start_s, 1))
+    """Capture graphs for both kinds of steps. Where that fails, log a warning and go on without."""
+    for steps, capture in (
+        ("decode steps", executor.capture_decodes),
+        ("steps with prompts", executor.capture_pieces),
+    ):
+        start_s = time.monotonic()
+        try:
+            capture(backend, lambda done: report("capturing CUDA graphs", done))
+        except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+            report("going on without CUDA graphs", None)  # raises if reporting has failed
+            _log.warning(f"{steps} run without CUDA graphs", exc_info=error)
+        else:
+            seconds = round(time.monotonic() - start_s, 1)
+            _log.info("captured CUDA graphs", steps=steps, seconds=seconds)
     torch.cuda.empty_cache()  # cached by the runs before the captures
 
 

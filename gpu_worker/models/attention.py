@@ -4,15 +4,21 @@ Symbols: `T` tokens, `N` tokens whose final hidden states are wanted, `S` sequen
 the longest block table, `H` query heads, `HKV` kv heads, `D` head dim.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.lora.step_adapters import StepAdapters
 from kernels import ops
+
+Attention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "AttentionMetadata"], None]
+"""Attends with a query to a step's sequences, and writes into an output."""
+AttendBetween: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, Attention], None]
+"""Has attention run between graphs: gets its layer, query `[T, H, D]`, output and itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +53,9 @@ class AttentionMetadata:
     by_group: tuple["AttentionMetadata", ...] = ()
     """With several KV groups: the metadata of each, which differ in slots and block tables. The
     first group's are also in this object. Empty: there is one group."""
+    attend_between: AttendBetween | None = None
+    """While graphs are captured that leave attention out: passes it on. Only `slot_mapping` is then
+    valid: steps that replay the graphs have other sequences."""
 
     def in_layer(self, pool: KvPool, layer: int) -> "AttentionMetadata":
         """The metadata with the slots and block tables of a layer."""
@@ -186,39 +195,49 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend: the second half of `paged_attention`, after `store_kv`."""
-    metadata = metadata.in_layer(pool, layer)
     key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
+    key_scales, value_scales = pool.key_scales(layer), pool.value_scales(layer)
     out = query.new_empty(len(query), query.shape[1], value_cache.shape[3])
-    decodes, chunks = metadata.decodes, metadata.chunks
-    options = {
-        "window": window,
-        "softcap": softcap,
-        "sinks": sinks,
-        "key_scales": pool.key_scales(layer),
-        "value_scales": pool.value_scales(layer),
-        "out": out,
-    }
-    # Chunks first: this may overwrite the rows of the decodes.
-    if chunks is not None and len(query) > metadata.num_decodes:  # else none has wanted tokens
-        ops.paged_attention_prefill(
-            query,
-            key_cache,
-            value_cache,
-            chunks.block_tables,
-            chunks.seq_lens,
-            chunks.query_start_loc,
-            metadata.max_query_len,
-            scale,
-            **options,
-        )
-    if decodes is not None:
-        ops.paged_attention_decode(
-            query,
-            key_cache,
-            value_cache,
-            decodes.block_tables,
-            decodes.seq_lens,
-            scale,
-            **options,
-        )
+
+    def attention(query: torch.Tensor, out: torch.Tensor, metadata: AttentionMetadata) -> None:
+        metadata = metadata.in_layer(pool, layer)
+        decodes, chunks = metadata.decodes, metadata.chunks
+        # Chunks first, because this may overwrite the rows of the decodes.
+        if chunks is not None and len(query) > metadata.num_decodes:  # else none has wanted tokens
+            ops.paged_attention_prefill(
+                query,
+                key_cache,
+                value_cache,
+                chunks.block_tables,
+                chunks.seq_lens,
+                chunks.query_start_loc,
+                metadata.max_query_len,
+                scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                key_scales=key_scales,
+                value_scales=value_scales,
+                out=out,
+            )
+        if decodes is not None:
+            ops.paged_attention_decode(
+                query,
+                key_cache,
+                value_cache,
+                decodes.block_tables,
+                decodes.seq_lens,
+                scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                key_scales=key_scales,
+                value_scales=value_scales,
+                out=out,
+            )
+
+    if metadata.attend_between is None:
+        attention(query, out, metadata)
+    else:
+        metadata.attend_between(layer, query, out, attention)
     return out.flatten(1)
