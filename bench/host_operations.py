@@ -12,6 +12,7 @@ The counts are exact: two runs give the same.
 """
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -105,6 +106,23 @@ def _through_launcher(twin: Callable[..., Any]) -> Callable[..., Any]:
     return op
 
 
+def _prepare_launcher(name: str) -> Callable[..., Any]:
+    plain = getattr(ops, name)
+    launcher = getattr(importlib.import_module(f"kernels.triton.{name.split('_')[1]}"), name)
+
+    def prepare(*args: Any, **kwargs: Any) -> Callable[[Any], None]:
+        launch, twin = launcher(*args, **kwargs), plain(*args, **kwargs)
+
+        def both(sequences: Any) -> None:
+            launch(sequences)
+            with COUNTER.paused():
+                twin(sequences)
+
+        return both
+
+    return prepare
+
+
 def _upload(arrays: Any, device: torch.device) -> list[torch.Tensor]:
     """As `transfer.upload` to a GPU: all arrays in one copy."""
     buffer = torch.empty(transfer.packed_bytes(arrays), dtype=torch.uint8, device=device)
@@ -121,6 +139,9 @@ transfer.upload = _upload
 library.native = lambda: None  # type: ignore[assignment]
 for name in reference.__all__:
     setattr(ops, name, _through_launcher(getattr(reference, name)))
+
+for name in ("prepare_decode", "prepare_prefill"):
+    setattr(ops, name, _prepare_launcher(name))
 
 # After the replacements, because modules import these functions by name.
 from contract.limits import Limits  # noqa: E402

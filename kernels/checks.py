@@ -110,6 +110,20 @@ def check_paged(
     Raises:
         ValueError: naming the tensor, what it has and what is required.
     """
+    check_attended(query, key_cache, value_cache, key_scales, value_scales)
+    num_seqs, max_blocks = block_tables.shape
+    check_tensor("block_tables", block_tables, (num_seqs, max_blocks), torch.int32, query)
+    check_tensor("seq_lens", seq_lens, (num_seqs,), torch.int32, query)
+
+
+def check_attended(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+) -> None:
+    """As `check_paged`, without the sequences."""
     check_float("query", query, 3)
     _, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
@@ -118,9 +132,6 @@ def check_paged(
     check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, query, value_dim)
     if num_heads % num_kv_heads != 0:
         raise ValueError(f"query has {num_heads} heads, required is a multiple of {num_kv_heads}")
-    num_seqs, max_blocks = block_tables.shape
-    check_tensor("block_tables", block_tables, (num_seqs, max_blocks), torch.int32, query)
-    check_tensor("seq_lens", seq_lens, (num_seqs,), torch.int32, query)
 
 
 def check_options(

@@ -14,11 +14,12 @@ import torch
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.lora.step_adapters import StepAdapters
 from kernels import ops
+from kernels.sequences import Sequences
 
-Attention: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "AttentionMetadata"], None]
-"""Attends with a query to a step's sequences, and writes into an output."""
-AttendBetween: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, Attention], None]
-"""Has attention run between graphs: gets its layer, query `[T, H, D]`, output and itself."""
+Prepare: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Callable[["AttentionMetadata"], None]]
+"""Makes, of a query `[T, H, D]` and an output, what attends to a step's sequences."""
+AttendBetween: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, Prepare], None]
+"""Has a layer attend between graphs. Gets the layer, the query and the output."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,30 +72,25 @@ class AttentionMetadata:
         return hidden if self.wanted is None else hidden.index_select(0, self.wanted.places)
 
     @cached_property
-    def decodes(self) -> "Sequences | None":
+    def decodes(self) -> Sequences | None:
         """The decodes alone; None: there are none."""
-        return self._sequences(slice(self.num_decodes)) if self.num_decodes else None
+        if self.num_decodes == 0:
+            return None
+        which = slice(self.num_decodes)
+        return Sequences(self.block_tables[which], self.seq_lens[which])
 
     @cached_property
-    def chunks(self) -> "Sequences | None":
+    def chunks(self) -> Sequences | None:
         """The chunks alone, whose tokens follow those of the decodes; None: there are none."""
         if self.num_decodes == len(self.seq_lens):
             return None
-        return self._sequences(slice(self.num_decodes, None))
-
-    def _sequences(self, which: slice) -> "Sequences":
+        which = slice(self.num_decodes, None)
         return Sequences(
-            self.block_tables[which], self.seq_lens[which], self.query_start_loc[which.start :]
+            self.block_tables[which],
+            self.seq_lens[which],
+            self.query_start_loc[which],
+            self.max_query_len,
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sequences:
-    """A part of a step's sequences; the fields are those of `AttentionMetadata`."""
-
-    block_tables: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,48 +192,32 @@ def attend(
 ) -> torch.Tensor:
     """Attend: the second half of `paged_attention`, after `store_kv`."""
     key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
-    key_scales, value_scales = pool.key_scales(layer), pool.value_scales(layer)
     out = query.new_empty(len(query), query.shape[1], value_cache.shape[3])
+    options: dict[str, Any] = {
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "key_scales": pool.key_scales(layer),
+        "value_scales": pool.value_scales(layer),
+    }
 
-    def attention(query: torch.Tensor, out: torch.Tensor, metadata: AttentionMetadata) -> None:
-        metadata = metadata.in_layer(pool, layer)
-        decodes, chunks = metadata.decodes, metadata.chunks
-        # Chunks first, because this may overwrite the rows of the decodes.
-        if chunks is not None and len(query) > metadata.num_decodes:  # else none has wanted tokens
-            ops.paged_attention_prefill(
-                query,
-                key_cache,
-                value_cache,
-                chunks.block_tables,
-                chunks.seq_lens,
-                chunks.query_start_loc,
-                metadata.max_query_len,
-                scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                key_scales=key_scales,
-                value_scales=value_scales,
-                out=out,
-            )
-        if decodes is not None:
-            ops.paged_attention_decode(
-                query,
-                key_cache,
-                value_cache,
-                decodes.block_tables,
-                decodes.seq_lens,
-                scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                key_scales=key_scales,
-                value_scales=value_scales,
-                out=out,
-            )
+    def prepare(query: torch.Tensor, out: torch.Tensor) -> Callable[[AttentionMetadata], None]:
+        caches = key_cache, value_cache
+        attend_chunks = ops.prepare_prefill(query, *caches, scale, out=out, **options)
+        attend_decodes = ops.prepare_decode(query, *caches, scale, out=out, **options)
+
+        def attend_to(step: AttentionMetadata) -> None:
+            step = step.in_layer(pool, layer)
+            # Chunks first, because this may overwrite the rows of the decodes.
+            if step.chunks is not None and len(query) > step.num_decodes:  # else none is wanted
+                attend_chunks(step.chunks)
+            if step.decodes is not None:
+                attend_decodes(step.decodes)
+
+        return attend_to
 
     if metadata.attend_between is None:
-        attention(query, out, metadata)
+        prepare(query, out)(metadata)
     else:
-        metadata.attend_between(layer, query, out, attention)
+        metadata.attend_between(layer, query, out, prepare)
     return out.flatten(1)

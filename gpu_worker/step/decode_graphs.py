@@ -62,7 +62,7 @@ class DecodeGraphs:
         self._pool = pool
         self._block_size = limits.block_size
         self._last_token_ids = last_token_ids
-        self._sizes = graph_sizes(limits.max_num_seqs)
+        self.sizes = graph_sizes(limits.max_num_seqs)
         self._replays: dict[int, Callable[[], object]] = {}
         num_rows, width = limits.max_num_seqs, limits.max_table_len
         self._num_groups = len(limits.kv_windows)
@@ -80,13 +80,13 @@ class DecodeGraphs:
 
         The largest is captured first, because its memory is enough for all others.
         """
-        for done, size in enumerate(reversed(self._sizes)):
-            report(done / len(self._sizes))
+        for done, size in enumerate(reversed(self.sizes)):
+            report(done / len(self.sizes))
             self._replays[size] = backend.capture(self._computation(size))
 
     def rehearse(self) -> None:
         """Compute a step of the largest size without a graph, for measuring its memory."""
-        self._computation(self._sizes[-1])(lambda work: work())
+        self._computation(self.sizes[-1])(lambda work: work())
 
     def takes(self, scheduled: ScheduledRows) -> bool:
         """Whether all sequences of the step decode."""
@@ -104,7 +104,7 @@ class DecodeGraphs:
             the next step.
         """
         num_seqs = len(scheduled.rows)
-        size = self._sizes[bisect_left(self._sizes, num_seqs)]
+        size = self.sizes[bisect_left(self.sizes, num_seqs)]
         positions = scheduled.starts  # [N]: a decode's only token
         blocks = rows.blocks_of(scheduled.rows, positions // self._block_size).astype(np.int64)
         width = int(positions.max()) // self._block_size + 1
@@ -130,21 +130,22 @@ class DecodeGraphs:
         """The computation of a graph of S = `size`, from the inputs to the hidden states."""
         rows, positions, seq_lens, *slots = upload_into(self._inputs, self._padding(size))
         tables = [of_group[:size] for of_group in self._block_tables]
-        metadata = AttentionMetadata(
-            slot_mapping=slots[0],
-            block_tables=tables[0],
-            seq_lens=seq_lens,
-            query_start_loc=self._query_start_loc[: size + 1],
-            max_query_len=1,
-            num_decodes=size,
-        )
-        metadata = with_groups(metadata, slots, tables)
 
         def compute(_: Between) -> None:
+            # Made within the capture, and so is the room that its kernels share.
+            metadata = AttentionMetadata(
+                slot_mapping=slots[0],
+                block_tables=tables[0],
+                seq_lens=seq_lens,
+                query_start_loc=self._query_start_loc[: size + 1],
+                max_query_len=1,
+                num_decodes=size,
+            )
+            metadata = with_groups(metadata, slots, tables)
             token_ids = self._last_token_ids.index_select(0, rows)
             hidden = self._forward(token_ids, positions, self._pool, metadata)
             if self._hidden is None:
-                self._hidden = hidden.new_empty(self._sizes[-1], hidden.shape[1])
+                self._hidden = hidden.new_empty(self.sizes[-1], hidden.shape[1])
             self._hidden[:size].copy_(hidden)
 
         return compute

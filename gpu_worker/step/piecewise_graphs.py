@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from contract.arrays import Int64Array
 from contract.limits import Limits
 from gpu_worker.memory.transfer import packed_bytes, upload_into
-from gpu_worker.models.attention import Attention, AttentionMetadata
+from gpu_worker.models.attention import AttentionMetadata, Prepare
 from gpu_worker.step.cuda_graphs import Between, Forward, GraphBackend
 from gpu_worker.step.input_batch import (
     gather,
@@ -79,10 +80,10 @@ class PiecewiseGraphs:
         self._limits = limits
         self._last_token_ids = last_token_ids
         self._num_groups = len(limits.kv_windows)
-        self._sizes = piece_sizes(limits.max_num_batched_tokens)
+        self.sizes = piece_sizes(limits.max_num_batched_tokens)
         self._replays: dict[int, Callable[[], object]] = {}
-        largest, num_rows = self._sizes[-1], limits.max_num_seqs
-        most = [
+        largest, num_rows = self.sizes[-1], limits.max_num_seqs
+        most: list[npt.NDArray[Any]] = [
             *self._padding(largest),
             *(np.empty(largest, np.int64) for _ in range(2)),
             *(np.empty(num_rows + 1, np.int32) for _ in range(2)),
@@ -96,7 +97,7 @@ class PiecewiseGraphs:
         )
         self._hidden: torch.Tensor | None = None  # [the largest T, E], after the first run
         self._step: AttentionMetadata | None = None
-        """Of the step that replays."""
+        """Of the step that replays; None before the first: there is nothing to attend to."""
 
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture all sizes, the largest first; see `DecodeGraphs.capture`.
@@ -104,17 +105,21 @@ class PiecewiseGraphs:
         Raises:
             PiecesError: Not every layer attends through `models.attention`.
         """
-        for done, size in enumerate(reversed(self._sizes)):
-            report(done / len(self._sizes))
-            self._replays[size] = backend.capture(self._computation(size, backend))
+        for done, size in enumerate(reversed(self.sizes)):
+            report(done / len(self.sizes))
+            self.capture_size(size, backend)
+
+    def capture_size(self, size: int, backend: GraphBackend) -> None:
+        """Capture one of `sizes`; errors of the backend pass through."""
+        self._replays[size] = backend.capture(self._computation(size, backend))
 
     def rehearse(self) -> None:
         """Compute as many tokens as the largest graphs, without attention, to measure memory."""
-        self._computation(self._sizes[-1], None)(lambda _: None)
+        self._computation(self.sizes[-1], None)(lambda _: None)
 
     def takes(self, scheduled: ScheduledRows) -> bool:
         """Whether there are graphs for so many tokens."""
-        return 0 < scheduled.num_tokens <= self._sizes[-1]
+        return 0 < scheduled.num_tokens <= self.sizes[-1]
 
     def replay(self, rows: Rows, scheduled: ScheduledRows, *, is_all_known: bool) -> Replayed:
         """Compute a step for which `takes` is true, without waiting for the device.
@@ -126,7 +131,7 @@ class PiecewiseGraphs:
         """
         host = gather(rows, scheduled, self._limits.block_size)
         num_tokens = len(host.positions)
-        size = self._sizes[bisect_left(self._sizes, num_tokens)]
+        size = self.sizes[bisect_left(self.sizes, num_tokens)]
         num_on_device = 0 if is_all_known else scheduled.num_decodes
         sources, given, positions, *slots = padded = self._padding(size)
         sources[:num_on_device] = scheduled.rows[:num_on_device]
@@ -138,7 +143,14 @@ class PiecewiseGraphs:
             slot_mapping[:num_tokens] = of_group
         places, _ = places_before_sampled(scheduled, host.starts)
         sampling_rows = scheduled.rows[scheduled.sampling]
-        arrays = [*padded, places, sampling_rows, host.seq_lens, host.starts, *host.tables]
+        arrays: list[npt.NDArray[Any]] = [
+            *padded,
+            places,
+            sampling_rows,
+            host.seq_lens,
+            host.starts,
+            *host.tables,
+        ]
         on_device = upload_into(self._inputs, arrays)
         slots_t = on_device[3 : len(padded)]
         places_t, sampling_rows_t, seq_lens, query_start_loc, *tables = on_device[len(padded) :]
@@ -167,12 +179,13 @@ class PiecewiseGraphs:
             attended.clear()
 
             def attend_between(
-                layer: int, query: torch.Tensor, out: torch.Tensor, attention: Attention
+                layer: int, query: torch.Tensor, out: torch.Tensor, prepare: Prepare
             ) -> None:
                 attended.add(layer)
                 if backend is not None:
                     query, out = backend.alias(query), backend.alias(out)
-                between(lambda: self._attend(query, out, attention))
+                attend_to = prepare(query, out)
+                between(lambda: self._step and attend_to(self._step))
 
             metadata = AttentionMetadata(
                 slot_mapping=slots[0],
@@ -194,14 +207,10 @@ class PiecewiseGraphs:
                     f" {num_layers}, and returns hidden states of {len(hidden)} tokens"
                 )
             if self._hidden is None:
-                self._hidden = hidden.new_empty(self._sizes[-1], hidden.shape[1])
+                self._hidden = hidden.new_empty(self.sizes[-1], hidden.shape[1])
             self._hidden[:size].copy_(hidden)
 
         return compute
-
-    def _attend(self, query: torch.Tensor, out: torch.Tensor, attention: Attention) -> None:
-        if self._step is not None:  # None: a first run, with nothing to attend to
-            attention(query, out, self._step)
 
     def _padding(self, size: int) -> list[Int64Array]:
         """Inputs of padding tokens, int64[T]: sources, token ids, positions, and slots by group.

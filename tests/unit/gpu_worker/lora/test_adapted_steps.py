@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from fake_graphs import FakeGraphs
+from fake_graphs import FakeGraphs, FakePieces
 
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.registry import open_model
@@ -136,9 +136,19 @@ def test_guesses_change_nothing(llama):
     assert oracle.num_guesses > len(PROMPTS)
 
 
+def test_guesses_are_verified_by_graphs(llama, monkeypatch):
+    outputs = expected(llama, PROMPTS, [0] * 4)
+    oracle = Oracle([prompt + out for prompt, out in zip(PROMPTS, outputs, strict=True)])
+    worker, graphs = Worker(llama, drafter=oracle), FakePieces(monkeypatch)
+    worker.executor.capture_pieces(graphs, lambda _: None)
+    assert token_lists(worker.generate(PROMPTS, [0] * 4)) == outputs
+    assert oracle.num_guesses > len(PROMPTS)
+    assert graphs.num_replays > 10
+
+
 def test_only_steps_without_an_adapter_replay_graphs(llama):
     worker, graphs = Worker(llama), FakeGraphs()
-    worker.executor.capture_graphs(graphs, lambda _: None)
+    worker.executor.capture_decodes(graphs, lambda _: None)
     prompts, numbers = ONE_PROMPT[:2], [2, 0]  # equally long, so that neither decodes alone
     results = worker.generate(prompts, numbers)
     assert token_lists(results) == expected(llama, prompts, numbers)
