@@ -107,18 +107,14 @@ def _through_launcher(twin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare_launcher(name: str) -> Callable[..., Any]:
-    plain = getattr(ops, name)
+    """Has attention launch its kernels, and give zeros."""
     launcher = getattr(importlib.import_module(f"kernels.triton.{name.split('_')[1]}"), name)
 
-    def prepare(*args: Any, **kwargs: Any) -> Callable[[Any], None]:
-        launch, twin = launcher(*args, **kwargs), plain(*args, **kwargs)
-
-        def both(sequences: Any) -> None:
-            launch(sequences)
-            with COUNTER.paused():
-                twin(sequences)
-
-        return both
+    def prepare(*args: Any, out: torch.Tensor, **kwargs: Any) -> Callable[[Any], None]:
+        with COUNTER.paused():
+            out.zero_()
+        launch: Callable[[Any], None] = launcher(*args, out=out, **kwargs)
+        return launch
 
     return prepare
 
@@ -151,6 +147,7 @@ from gpu_worker.kv.device_pool import KvPool  # noqa: E402
 from gpu_worker.models.llama import build_llama  # noqa: E402
 from gpu_worker.models.llama_config import LlamaConfig  # noqa: E402
 from gpu_worker.models.rope import RopeConfig  # noqa: E402
+from gpu_worker.step import piecewise_graphs  # noqa: E402
 from gpu_worker.step.cuda_graphs import Between  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402
 from gpu_worker.weights.reader import draw_weights  # noqa: E402
@@ -179,7 +176,7 @@ CONFIG = LlamaConfig(
     experts=None,
 )
 LIMITS = Limits(
-    max_num_seqs=64,
+    max_num_seqs=_NUM_DECODES + 1,
     max_model_len=1024,
     max_num_batched_tokens=2048,
     num_blocks=512,
@@ -265,6 +262,7 @@ def make_executor(*, has_graphs: bool) -> Executor:
     pool = KvPool(CONFIG, LIMITS.num_blocks, LIMITS.block_size, (torch.float32,) * _NUM_LAYERS, CPU)
     executor = Executor(model, pool, LIMITS, (), CPU)
     if has_graphs:
+        piecewise_graphs.piece_sizes = lambda _: (128, 512)  # of all sizes that steps here need
         executor.capture_decodes(CountedGraphs(), lambda _: None)
         executor.capture_pieces(CountedGraphs(), lambda _: None)
     return executor

@@ -1,11 +1,11 @@
 """Which variants of Triton's kernels a worker needs after its warm-up.
 
 A program, not a test: Triton must be imported without TRITON_INTERPRET. Takes a model directory,
-a seed, and "graphs" or "eager". A worker's executor runs on the CPU; each op first goes through its Triton launcher,
-which launches nothing but records what Triton would compile for, and then to its twin. After
-`warm_up`, a scheduler drives random requests through the executor: prompts, decodes, mixed steps,
-prefix hits, forks, swaps, masks, draws. Prints, as JSON, how many variants the warm-up needs, and
-each variant that only the requests need.
+a seed, and "graphs" or "eager". A worker's executor runs on the CPU; each op first goes through its
+Triton launcher, which launches nothing but records what Triton would compile for, and then to its
+twin. After the captures and `warm_up`, a scheduler drives random requests through the executor:
+prompts, decodes, mixed steps, prefix hits, forks, swaps, masks, draws. Prints, as JSON, how many
+variants the warm-up needs, and each variant that only the requests need.
 """
 
 import contextlib

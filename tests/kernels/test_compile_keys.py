@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("family", "steps"), [("llama", "graphs"), ("mistral", "eager"), ("mistral", "graphs")]
+    ("family", "steps"), [("llama", "eager"), ("mistral", "graphs")]
 )  # mistral has a sliding window
 def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(
     family: str, steps: str, tmp_path: Path
