@@ -33,7 +33,7 @@ from gpu_worker.settings import WorkerSettings
 from gpu_worker.speculative.draft_model import DraftModel, load_draft_model
 from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.ngram import NgramDrafter
-from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend
+from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend, GraphsOfAll
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.warm_up import warm_up
 from gpu_worker.weights.json_fields import ModelError
@@ -197,7 +197,10 @@ def _load_rank_model(
         adapters=adapters,
     )
     if has_kv and _has_graphs(settings, device):
-        _capture_graphs(executor, CudaGraphs(device), report)
+        backend: GraphBackend = CudaGraphs(device)
+        if ranks is not None:
+            backend = GraphsOfAll(backend, ranks)
+        _capture_graphs(executor, backend, report, has_guesses=settings.speculative is not None)
     if has_kv and device.type == "cuda":
         report("compiling kernels", None)
         # Rank 0 alone has grammars, and all ranks must warm up alike.
@@ -273,24 +276,24 @@ def _structured_output(
 
 
 def _has_graphs(settings: WorkerSettings, device: torch.device) -> bool:
-    """Whether decode steps should replay graphs.
-
-    Not on several devices, because they communicate within a step. Not with guesses, because most
-    sequences then have several tokens per step.
-    """
-    if settings.num_ranks > 1 or settings.speculative is not None:
-        return False
     return device.type == "cuda" and not settings.enforce_eager
 
 
 def _capture_graphs(
-    executor: Executor, backend: GraphBackend, report: Callable[[str, float | None], None]
+    executor: Executor,
+    backend: GraphBackend,
+    report: Callable[[str, float | None], None],
+    *,
+    has_guesses: bool = False,
 ) -> None:
-    """Capture graphs for both kinds of steps. Where that fails, log a warning and go on without."""
-    for steps, capture in (
-        ("decode steps", executor.capture_decodes),
-        ("steps with prompts", executor.capture_pieces),
-    ):
+    """Capture graphs for both kinds of steps. Where that fails, log a warning and go on without.
+
+    With guesses all steps are of the second kind: their tokens come from the host.
+    """
+    kinds = [("steps with prompts", executor.capture_pieces)]
+    if not has_guesses:
+        kinds.insert(0, ("decode steps", executor.capture_decodes))
+    for steps, capture in kinds:
         start_s = time.monotonic()
         try:
             capture(backend, lambda done: report("capturing CUDA graphs", done))

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.parallel.collectives import Ranks
 
 Between: TypeAlias = Callable[[Callable[[], object]], object]
 """Ends the running graph, and begins the next one behind the work that it is given."""
@@ -75,6 +76,34 @@ class CudaGraphs:
         )
         place = tensor.storage_offset(), tensor.size(), tensor.stride()
         return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
+
+
+class GraphsOfAll:
+    """The `GraphBackend` of one of several ranks: a capture that fails in one fails in all.
+
+    Ranks communicate within a step, so all must replay it, padded alike, or none. They decide from
+    the same StepBatch, and have the same graphs. Not run on hardware yet.
+    """
+
+    def __init__(self, backend: GraphBackend, ranks: Ranks) -> None:
+        self._backend = backend
+        self._ranks = ranks
+        self.alias = backend.alias
+
+    def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
+        """See `GraphBackend`; all ranks call this with the same computation."""
+        error: Exception | None = None
+        replay: Callable[[], object] | None = None
+        try:
+            replay = self._backend.capture(compute)
+        except Exception as raised:  # noqa: BLE001 - the other ranks must know, whatever it is
+            error = raised
+        (is_captured,) = self._ranks.least(float(error is None))
+        if error is not None:
+            raise error
+        if replay is None or not is_captured:
+            raise RuntimeError("another rank could not capture the graph")
+        return replay
 
 
 class _Capture:

@@ -4,8 +4,9 @@ import contextlib
 
 import pytest
 import torch
+from fake_graphs import FakeGraphs
 
-from gpu_worker.step.cuda_graphs import CudaGraphs
+from gpu_worker.step.cuda_graphs import CudaGraphs, GraphsOfAll
 
 DEVICE = torch.device("cuda:0")
 POOL = (0, 7)
@@ -147,3 +148,30 @@ def test_a_replay_does_the_work_between_the_pieces(monkeypatch):
     replay()
     replay()
     assert cuda.log == [0, "work", 1] * 2
+
+
+class OtherRank:
+    """Its ranks are this one and another one, which captures or not."""
+
+    def __init__(self, *, captures):
+        self.captures = captures
+        self.heard = []
+
+    def least(self, *values):
+        self.heard.append(values)
+        return [min(value, self.captures) for value in values]
+
+
+@pytest.mark.parametrize("other_captures", [True, False])
+@pytest.mark.parametrize("fails_at", [None, 0])
+def test_a_capture_that_fails_in_one_rank_fails_in_all(other_captures, fails_at):
+    ranks, own = OtherRank(captures=other_captures), FakeGraphs(fails_at)
+    graphs = GraphsOfAll(own, ranks)
+    if other_captures and fails_at is None:
+        graphs.capture(lambda _: None)()
+        assert own.num_replays == 1
+    else:
+        message = "another rank" if fails_at is None else "not permitted"
+        with pytest.raises(RuntimeError, match=message):
+            graphs.capture(lambda _: None)
+    assert ranks.heard == [(float(fails_at is None),)], "the other rank waits for the answer"
