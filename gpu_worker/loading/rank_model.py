@@ -30,7 +30,7 @@ from gpu_worker.parallel.member import Member
 from gpu_worker.parallel.place import Place
 from gpu_worker.sampling.grammars import StructuredOutput
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.speculative.draft_model import DraftModel, load_draft_model
+from gpu_worker.speculative.draft_model import DraftModel, ModelDrafter, load_draft_model
 from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend, GraphsOfAll
@@ -183,6 +183,7 @@ def _load_rank_model(
     structured = None
     if place.rank == 0 and has_kv:  # rank 0 samples
         structured = _structured_output(directory, limits.vocab_size, eos_token_ids, device)
+    drafter = _drafter(settings, limits, draft_model)
     executor = Executor(
         model,
         pool,
@@ -193,14 +194,14 @@ def _load_rank_model(
         disk_pool=tiers.disk_pool,
         structured=structured,
         ranks=ranks,
-        drafter=_drafter(settings, limits, draft_model),
+        drafter=drafter,
         adapters=adapters,
     )
     if has_kv and _has_graphs(settings, device):
         backend: GraphBackend = CudaGraphs(device)
         if ranks is not None:
             backend = GraphsOfAll(backend, ranks)
-        _capture_graphs(executor, backend, report, has_guesses=settings.speculative is not None)
+        _capture_graphs(executor, backend, report, drafter)
     if has_kv and device.type == "cuda":
         report("compiling kernels", None)
         # Rank 0 alone has grammars, and all ranks must warm up alike.
@@ -283,16 +284,18 @@ def _capture_graphs(
     executor: Executor,
     backend: GraphBackend,
     report: Callable[[str, float | None], None],
-    *,
-    has_guesses: bool = False,
+    drafter: Drafter | None = None,
 ) -> None:
-    """Capture graphs for both kinds of steps. Where that fails, log a warning and go on without.
+    """Capture graphs for each kind of step. Where that fails, log a warning and go on without.
 
-    With guesses all steps are of the second kind: their tokens come from the host.
+    With a drafter all steps are of the second kind: their tokens come from the host.
     """
     kinds = [("steps with prompts", executor.capture_pieces)]
-    if not has_guesses:
+    if drafter is None:
         kinds.insert(0, ("decode steps", executor.capture_decodes))
+    if isinstance(drafter, ModelDrafter):
+        kinds.append(("the draft model's guesses", drafter.capture_decodes))
+        kinds.append(("the draft model's first guesses", drafter.capture_pieces))
     for steps, capture in kinds:
         start_s = time.monotonic()
         try:
@@ -416,6 +419,9 @@ def _num_blocks(
             ranks,
             has_graphs=_has_graphs(settings, device),
         )
+        if draft_model is not None and _has_graphs(settings, device):
+            draft = draft_model.model, draft_model.config, limits, draft_model.kv_dtypes
+            num_bytes -= kv_memory.graph_bytes(*draft, device)
     else:
         num_bytes = kv_memory.free_cpu_kv_bytes()
     if draft_model is not None:

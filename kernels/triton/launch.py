@@ -15,10 +15,12 @@ class Launch:
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], options: Mapping[str, int]) -> None:
         """`fixed` are arguments by name, `options` those of Triton, such as `num_warps`."""
         self._kernel = kernel
+        self._fixed = fixed
         self._options = options
-        self._names: list[str] = kernel.arg_names
-        self._place_of = {name: place for place, name in enumerate(self._names)}
-        self._arguments = [fixed.get(name) for name in self._names]
+        self._place_of = {name: place for place, name in enumerate(kernel.arg_names)}
+        self._arguments: list[Any] = [None] * len(self._place_of)
+        for name, value in fixed.items():
+            self._arguments[self._place_of[name]] = value
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, grid: tuple[int, int, int], variant: Hashable, **changing: Any) -> None:
@@ -27,13 +29,13 @@ class Launch:
         `variant` must differ if a changing argument asks for another compiled kernel. Those that
         are constant for the compiler do; others must be exempt from specialization.
         """
-        for name, value in changing.items():
-            self._arguments[self._place_of[name]] = value
         compiled = self._compiled.get(variant)
-        if compiled is not None:
-            compiled[grid](*self._arguments)
+        if compiled is None:
+            compiled = self._kernel[grid](**self._fixed, **changing, **self._options)
+            if compiled is not None:  # None from the interpreter
+                self._compiled[variant] = compiled
             return
-        by_name = dict(zip(self._names, self._arguments, strict=True))
-        compiled = self._kernel[grid](**by_name, **self._options)
-        if compiled is not None:  # None from the interpreter
-            self._compiled[variant] = compiled
+        arguments = self._arguments.copy()  # which would keep the step's tensors
+        for name, value in changing.items():
+            arguments[self._place_of[name]] = value
+        compiled[grid](*arguments)

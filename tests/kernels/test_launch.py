@@ -1,5 +1,6 @@
 """A kernel that is launched again is not looked for again. Without a GPU: a fake stands for it."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,25 @@ def test_each_variant_is_looked_for_once():
         (size, (length, 1, 1), "tensor", length)
         for length, size in ((3, 8), (5, 8), (20, 32), (6, 8), (21, 32))
     ]
+
+
+def test_a_launch_keeps_no_argument_of_a_step():
+    class Tensor:
+        pass
+
+    launch = Launch(FakeKernel(), {"x": "tensor"}, {"num_warps": 4})
+    launch._kernel.launched = Forgetful()
+    of_step = Tensor()
+    kept = weakref.ref(of_step)
+    for _ in range(2):
+        launch((1, 1, 1), 8, length=of_step, SIZE=8)
+    del of_step
+    assert kept() is None
+
+
+class Forgetful:
+    def append(self, _):
+        pass
 
 
 def test_prepared_attention_follows_the_sequences(device):

@@ -5,8 +5,10 @@ import pytest
 import torch
 from fake_graphs import FakeGraphs, FakePieces
 
+from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.registry import open_model
+from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.weights.quantized_linear import Quantization
 from kernels.cpu.library import native
 from tests.lora_fixture import make_adapter, merge
@@ -157,6 +159,19 @@ def test_only_steps_without_an_adapter_replay_graphs(llama):
     results = worker.generate(PROMPTS[:1], [0])
     assert token_lists(results) == expected(llama, PROMPTS[:1], [0])
     assert graphs.num_replays
+
+
+def test_a_draft_model_guesses_with_graphs(llama, monkeypatch):
+    source = open_model(llama.model)
+    pool = KvPool(source.config, LIMITS.num_blocks, LIMITS.block_size, torch.float32, CPU)
+    drafter = ModelDrafter(source.load(torch.float32, CPU, lambda _: None), pool, 3, LIMITS, CPU)
+    worker, graphs, pieces = Worker(llama, drafter=drafter), FakeGraphs(), FakePieces(monkeypatch)
+    drafter.capture_decodes(graphs, lambda _: None)
+    drafter.capture_pieces(pieces, lambda _: None)
+    outputs = expected(llama, PROMPTS, [0] * 4)
+    assert token_lists(worker.generate(PROMPTS, [0] * 4)) == outputs
+    assert graphs.num_replays > 5
+    assert pieces.num_replays > 5
 
 
 @pytest.mark.parametrize("quantization", [None, Quantization.INT8])

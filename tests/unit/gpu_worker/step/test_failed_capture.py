@@ -150,6 +150,18 @@ def test_a_replay_does_the_work_between_the_pieces(monkeypatch):
     assert cuda.log == [0, "work", 1] * 2
 
 
+def test_an_alias_has_the_address_and_does_not_keep_the_memory(monkeypatch):
+    FakeCuda(monkeypatch)
+    whole = torch.arange(24).view(4, 6)
+    part = whole[1:, ::2]
+    alias = CudaGraphs(DEVICE).alias(part)
+    assert torch.equal(alias, part)
+    assert (alias.data_ptr(), alias.stride()) == (part.data_ptr(), part.stride())
+    assert alias.untyped_storage()._cdata != part.untyped_storage()._cdata
+    part.fill_(7)
+    assert alias.eq(7).all()
+
+
 class OtherRank:
     """Its ranks are this one and another one, which captures or not."""
 
