@@ -9,6 +9,7 @@ it was captured stays as it was.
 import contextlib
 
 import torch
+import torch.distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -51,7 +52,12 @@ class FakePieces(FakeGraphs):
         """By capture: graphs, and works between them."""
         self._tape = None
         kernels = "add_rms_norm", "rms_norm", "rotary", "rotary_store_kv", "silu_mul", "store_kv"
-        for where, name in [(PackedLinear, "__call__"), *((ops, name) for name in kernels)]:
+        collectives = "all_reduce", "all_gather", "send", "recv"
+        for where, name in [
+            (PackedLinear, "__call__"),
+            *((ops, name) for name in kernels),
+            *((torch.distributed, name) for name in collectives),
+        ]:
             monkeypatch.setattr(where, name, self._recorded(getattr(where, name)))
 
         for name in ("tolist", "item", "numpy"):
