@@ -82,7 +82,9 @@ class GraphsOfAll:
     """The `GraphBackend` of one of several ranks: a capture that fails in one fails in all.
 
     Ranks communicate within a step, so all must replay it, padded alike, or none. They decide from
-    the same StepBatch, and have the same graphs. Not run on hardware yet.
+    the same StepBatch, and have the same graphs. In the run before a capture they communicate, too:
+    if it fails in one alone, the others wait until that one's process ends. Not run on hardware
+    yet.
     """
 
     def __init__(self, backend: GraphBackend, ranks: Ranks) -> None:

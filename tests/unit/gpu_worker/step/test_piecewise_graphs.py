@@ -18,6 +18,7 @@ from gpu_worker.kv.layer_groups import group_layers
 from gpu_worker.loading import rank_model
 from gpu_worker.models.registry import open_model
 from gpu_worker.step import piecewise_graphs
+from gpu_worker.step.cuda_graphs import CudaGraphs
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.piecewise_graphs import PiecesError, piece_sizes
 from tests.models_fixture import ModelDirs
@@ -50,16 +51,16 @@ def few_sizes(monkeypatch):
     monkeypatch.setattr(piecewise_graphs, "_MAX_TOKENS", 24)
 
 
-def make_executor(source, graphs, *, has_groups=False):
-    model = source.load(torch.float32, CPU, lambda _: None)
+def make_executor(source, graphs, *, has_groups=False, device=CPU):
+    model = source.load(torch.float32, device, lambda _: None)
     config, groups, limits = source.config, None, LIMITS
     limits = replace(limits, vocab_size=config.vocab_size)
     if has_groups:
         groups = group_layers(config.windows, limits.max_model_len)
         limits = replace(limits, kv_windows=groups.windows)
         config = replace(config, num_layers=groups.layers_per_block)
-    pool = KvPool(config, LIMITS.num_blocks, 4, torch.float32, CPU, None, groups)
-    executor = Executor(model, pool, limits, (), CPU)
+    pool = KvPool(config, LIMITS.num_blocks, 4, torch.float32, device, None, groups)
+    executor = Executor(model, pool, limits, (), device)
     if graphs is not None:
         executor.capture_pieces(graphs, lambda _: None)
     return executor
@@ -134,6 +135,15 @@ def test_random_steps_give_the_same_tokens_as_without_graphs(monkeypatch, model_
         replayed = run_randomly(make_executor(source, graphs), seed)
         assert replayed == eager
         assert 10 < graphs.num_replays < 25, "the largest steps are eager"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_random_steps_on_a_gpu_give_the_same_tokens_as_without_graphs(model_dirs):
+    source, device = open_model(model_dirs.get("mistral")), torch.device("cuda", 0)
+    eager = run_randomly(make_executor(source, None, device=device), 3)
+    graphs = CudaGraphs(device)
+    assert run_randomly(make_executor(source, graphs, device=device), 3) == eager
 
 
 def test_layers_of_several_groups_have_their_own_slots_and_tables(monkeypatch, model_dirs):
