@@ -118,9 +118,8 @@ class WorkerSettings(ProcessSettings):
     ngram_max: PositiveInt = 4
     """Most last tokens to look for with ngram; the longest match is used."""
     enforce_eager: bool = False
-    """Run a GPU's decode steps without CUDA graphs, which are captured at the start for each batch
-    size: slower for small models, but starts faster. Graphs are never used on
-    several devices, with --speculative, or for models that cannot be captured."""
+    """Run a GPU's steps without CUDA graphs, which are captured at the start: slower for small
+    models, but starts faster. Models that cannot be captured run without graphs in any case."""
     num_threads: PositiveInt | None = None
     """Threads that compute on a CPU, shared by the ranks on this machine; unset: one per physical
     core that this process may use."""

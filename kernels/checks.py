@@ -110,6 +110,20 @@ def check_paged(
     Raises:
         ValueError: naming the tensor, what it has and what is required.
     """
+    check_attended(query, key_cache, value_cache, key_scales, value_scales)
+    num_seqs, max_blocks = block_tables.shape
+    check_tensor("block_tables", block_tables, (num_seqs, max_blocks), torch.int32, query)
+    check_tensor("seq_lens", seq_lens, (num_seqs,), torch.int32, query)
+
+
+def check_attended(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key_scales: torch.Tensor | None,
+    value_scales: torch.Tensor | None,
+) -> None:
+    """As `check_paged`, without the sequences."""
     check_float("query", query, 3)
     _, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
@@ -118,9 +132,6 @@ def check_paged(
     check_caches(key_cache, value_cache, key_scales, value_scales, cache_shape, query, value_dim)
     if num_heads % num_kv_heads != 0:
         raise ValueError(f"query has {num_heads} heads, required is a multiple of {num_kv_heads}")
-    num_seqs, max_blocks = block_tables.shape
-    check_tensor("block_tables", block_tables, (num_seqs, max_blocks), torch.int32, query)
-    check_tensor("seq_lens", seq_lens, (num_seqs,), torch.int32, query)
 
 
 def check_options(
@@ -140,6 +151,31 @@ def check_options(
         raise ValueError(f"softcap is {softcap}, required is above 0")
     if sinks is not None:
         check_tensor("sinks", sinks, (query.shape[1],), torch.float32, query)
+
+
+def check_rows(num_seqs: int, num_tokens: int, out: torch.Tensor | None) -> None:
+    """Require a row of the query for each row of the block tables; with `out` there may be more.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if num_seqs != num_tokens and (out is None or num_seqs > num_tokens):
+        raise ValueError(f"block_tables has {num_seqs} rows, required are {num_tokens}")
+
+
+def attention_out(out: torch.Tensor | None, query: torch.Tensor, value_dim: int) -> torch.Tensor:
+    """Return `out`, or a new tensor [T, H, DV] for `query` [T, H, D].
+
+    Raises:
+        ValueError: `out` has another shape or dtype, or is not contiguous.
+    """
+    shape = (*query.shape[:2], value_dim)
+    if out is None:
+        return query.new_empty(shape)
+    check_tensor("out", out, shape, query.dtype, query)
+    if not out.is_contiguous():
+        raise ValueError(f"out has strides {out.stride()}, required is a contiguous tensor")
+    return out
 
 
 def check_suppression(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:

@@ -16,9 +16,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
+import torch
+
 from kernels import reference
 from kernels.cpu import ops as cpu
 from kernels.cpu.library import DTYPES, Library, native
+from kernels.sequences import Sequences
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -53,6 +56,66 @@ def launcher(twin: Callable[P, R]) -> Callable[P, R]:
 def _triton_module(of_twin: str) -> ModuleType:
     # Imported on first use: Triton is not installed, and not needed, on a machine without a GPU.
     return importlib.import_module(of_twin.replace("kernels.reference", "kernels.triton"))
+
+
+def prepare_decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scale: float,
+    **options: Any,
+) -> Callable[[Sequences], object]:
+    """Return `paged_attention_decode` of these tensors, to be called with many steps' sequences.
+
+    `options` are those of the op, with `out`. On a GPU all this is checked and prepared once.
+    """
+    if query.is_cuda:
+        module = _triton_module(reference.paged_attention_decode.__module__)
+        prepared: Callable[[Sequences], object] = module.prepare_decode(
+            query, key_cache, value_cache, scale, **options
+        )
+        return prepared
+    return lambda sequences: paged_attention_decode(
+        query,
+        key_cache,
+        value_cache,
+        sequences.block_tables,
+        sequences.seq_lens,
+        scale,
+        **options,
+    )
+
+
+def prepare_prefill(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scale: float,
+    **options: Any,
+) -> Callable[[Sequences], object]:
+    """As `prepare_decode`, for `paged_attention_prefill`."""
+    if query.is_cuda:
+        module = _triton_module(reference.paged_attention_prefill.__module__)
+        prepared: Callable[[Sequences], object] = module.prepare_prefill(
+            query, key_cache, value_cache, scale, **options
+        )
+        return prepared
+
+    def attend(sequences: Sequences) -> None:
+        assert sequences.query_start_loc is not None, "chunks have several tokens"
+        paged_attention_prefill(
+            query,
+            key_cache,
+            value_cache,
+            sequences.block_tables,
+            sequences.seq_lens,
+            sequences.query_start_loc,
+            sequences.max_query_len,
+            scale,
+            **options,
+        )
+
+    return attend
 
 
 add_rms_norm: Final = _op(reference.add_rms_norm, cpu.add_rms_norm)

@@ -63,7 +63,7 @@ class DecodeLoop:
         host_pool = HostPool(self.pool.blocks_as_bytes, self.limits.num_host_blocks)
         self.executor = Executor(model, self.pool, self.limits, (), device, host_pool=host_pool)
         if device.type == "cuda":
-            self.executor.capture_graphs(CudaGraphs(device), lambda _: None)
+            self.executor.capture_decodes(CudaGraphs(device), lambda _: None)
         self._out = np.arange(first_free, first_free + self.num_swapped, dtype=np.int32)
         self._in = self._out + self.num_swapped
         self._host = np.arange(self.num_swapped, dtype=np.int32)

@@ -1,5 +1,6 @@
 """Sizes the KV memory: how many blocks fit, and whether their number can change."""
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -26,8 +27,10 @@ from gpu_worker.models.attention import Decoder
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.step.cuda_graphs import DecodeGraphs
+from gpu_worker.step.cuda_graphs import CudaGraphs
+from gpu_worker.step.decode_graphs import DecodeGraphs
 from gpu_worker.step.executor import Executor
+from gpu_worker.step.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.weights.json_fields import ModelError
 
 _GIB = 1024**3
@@ -103,11 +106,11 @@ def free_gpu_kv_bytes(
 
     Runs that step, with all `ranks` if the model is on several devices. `limits.num_blocks` is
     ignored. With `has_graphs` it also leaves room for CUDA graphs, whose memory other steps cannot
-    use.
+    use: see `graph_bytes`.
     """
     profiled = _run_largest_step(model, config, limits, dtypes, device, ranks)
     if has_graphs:
-        profiled += _run_largest_graph(model, config, limits, dtypes, device)
+        profiled += graph_bytes(model, config, limits, dtypes, device)
     free, total = torch.cuda.mem_get_info(device)
     # Memory that is neither free nor torch's belongs to the driver, libraries and other processes.
     others = total - free - torch.cuda.memory_reserved(device)
@@ -136,20 +139,45 @@ def _run_largest_step(
     return peak
 
 
-def _run_largest_graph(
+def graph_bytes(
     model: Decoder, config: ModelConfig, limits: Limits, dtypes: KvDtypes, device: torch.device
 ) -> int:
-    """Bytes that all graphs hold: the largest one's, because the others share its memory."""
+    """Bytes that all graphs hold.
+
+    Of torch's memory that is what the largest computation needs, because the others share it. The
+    driver's memory for a graph depends on the number of its kernels, so the pieces of each size
+    take the same, and a decode graph about as much. It is measured with one size.
+    """
     pool = KvPool(config, 1, limits.block_size, dtypes, device)
     last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
+    decodes = DecodeGraphs(model.forward, pool, limits, last_token_ids)
+    pieces = PiecewiseGraphs(model.forward, pool, limits, last_token_ids)
+    of_driver = 0
     with torch.inference_mode():
-        DecodeGraphs(model.forward, pool, limits, last_token_ids).rehearse()
-    peak = torch.cuda.max_memory_allocated(device)
-    del pool
+        decodes.rehearse()
+        # A model that cannot be captured in pieces may raise anything, then and now.
+        with contextlib.suppress(Exception):
+            pieces.rehearse()
+        peak = torch.cuda.max_memory_allocated(device)
+        with contextlib.suppress(Exception):
+            of_driver = _driver_bytes(pieces, device)
+    num_sizes = len(decodes.sizes) + len(pieces.sizes)
+    del pool, pieces
     torch.cuda.empty_cache()
-    return peak - before
+    return peak - before + of_driver * num_sizes
+
+
+def _driver_bytes(pieces: PiecewiseGraphs, device: torch.device) -> int:
+    """Bytes of the driver for the pieces of one size."""
+    backend = CudaGraphs(device)
+    used = []
+    for size in pieces.sizes[:2]:  # the first also pays what is paid once
+        pieces.capture_size(size, backend)
+        free, total = torch.cuda.mem_get_info(device)
+        used.append(total - free - torch.cuda.memory_reserved(device))
+    return max(0, used[-1] - used[0])
 
 
 def largest_step(limits: Limits) -> Plan:

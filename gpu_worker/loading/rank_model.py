@@ -31,10 +31,10 @@ from gpu_worker.parallel.member import Member
 from gpu_worker.parallel.place import Place
 from gpu_worker.sampling.grammars import StructuredOutput
 from gpu_worker.settings import WorkerSettings
-from gpu_worker.speculative.draft_model import DraftModel, load_draft_model
+from gpu_worker.speculative.draft_model import DraftModel, ModelDrafter, load_draft_model
 from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.ngram import NgramDrafter
-from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend
+from gpu_worker.step.cuda_graphs import CudaGraphs, GraphBackend, GraphsOfAll
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.warm_up import warm_up
 from gpu_worker.weights.json_fields import ModelError
@@ -184,6 +184,7 @@ def _load_rank_model(
     structured = None
     if place.rank == 0 and has_kv:  # rank 0 samples
         structured = _structured_output(directory, limits.vocab_size, eos_token_ids, device)
+    drafter = _drafter(settings, limits, draft_model)
     executor = Executor(
         model,
         pool,
@@ -194,12 +195,15 @@ def _load_rank_model(
         disk_pool=tiers.disk_pool,
         structured=structured,
         ranks=ranks,
-        drafter=_drafter(settings, limits, draft_model),
+        drafter=drafter,
         adapters=adapters,
         takes_whole_prompts=not abilities.generates,
     )
     if has_kv and _has_graphs(settings, device):
-        _capture_graphs(executor, CudaGraphs(device), report)
+        backend: GraphBackend = CudaGraphs(device)
+        if ranks is not None:
+            backend = GraphsOfAll(backend, ranks)
+        _capture_graphs(executor, backend, report, drafter)
     if has_kv and device.type == "cuda":
         report("compiling kernels", None)
         # Rank 0 alone has grammars, and all ranks must warm up alike.
@@ -275,28 +279,35 @@ def _structured_output(
 
 
 def _has_graphs(settings: WorkerSettings, device: torch.device) -> bool:
-    """Whether decode steps should replay graphs.
-
-    Not on several devices, because they communicate within a step. Not with guesses, because most
-    sequences then have several tokens per step.
-    """
-    if settings.num_ranks > 1 or settings.speculative is not None:
-        return False
     return device.type == "cuda" and not settings.enforce_eager
 
 
 def _capture_graphs(
-    executor: Executor, backend: GraphBackend, report: Callable[[str, float | None], None]
+    executor: Executor,
+    backend: GraphBackend,
+    report: Callable[[str, float | None], None],
+    drafter: Drafter | None = None,
 ) -> None:
-    """Capture graphs for decode steps. If that fails, log a warning and continue without."""
-    start_s = time.monotonic()
-    try:
-        executor.capture_graphs(backend, lambda done: report("capturing CUDA graphs", done))
-    except Exception as error:  # noqa: BLE001 - a user's model may raise anything
-        report("going on without CUDA graphs", None)  # raises if reporting has failed
-        _log.warning("decode steps run without CUDA graphs", exc_info=error)
-    else:
-        _log.info("captured CUDA graphs", seconds=round(time.monotonic() - start_s, 1))
+    """Capture graphs for each kind of step. Where that fails, log a warning and go on without.
+
+    With a drafter all steps are of the second kind: their tokens come from the host.
+    """
+    kinds = [("steps with prompts", executor.capture_pieces)]
+    if drafter is None:
+        kinds.insert(0, ("decode steps", executor.capture_decodes))
+    if isinstance(drafter, ModelDrafter):
+        kinds.append(("the draft model's guesses", drafter.capture_decodes))
+        kinds.append(("the draft model's first guesses", drafter.capture_pieces))
+    for steps, capture in kinds:
+        start_s = time.monotonic()
+        try:
+            capture(backend, lambda done: report("capturing CUDA graphs", done))
+        except Exception as error:  # noqa: BLE001 - a user's model may raise anything
+            report("going on without CUDA graphs", None)  # raises if reporting has failed
+            _log.warning(f"{steps} run without CUDA graphs", exc_info=error)
+        else:
+            seconds = round(time.monotonic() - start_s, 1)
+            _log.info("captured CUDA graphs", steps=steps, seconds=seconds)
     torch.cuda.empty_cache()  # cached by the runs before the captures
 
 
@@ -410,6 +421,9 @@ def _num_blocks(
             ranks,
             has_graphs=_has_graphs(settings, device),
         )
+        if draft_model is not None and _has_graphs(settings, device):
+            draft = draft_model.model, draft_model.config, limits, draft_model.kv_dtypes
+            num_bytes -= kv_memory.graph_bytes(*draft, device)
     else:
         num_bytes = kv_memory.free_cpu_kv_bytes()
     if draft_model is not None:

@@ -4,15 +4,22 @@ Symbols: `T` tokens, `N` tokens whose final hidden states are wanted, `S` sequen
 the longest block table, `H` query heads, `HKV` kv heads, `D` head dim.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.lora.step_adapters import StepAdapters
 from kernels import ops
+from kernels.sequences import Sequences
+
+Prepare: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Callable[["AttentionMetadata"], None]]
+"""Makes, of a query `[T, H, D]` and an output, what attends to a step's sequences."""
+AttendBetween: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, Prepare], None]
+"""Has a layer attend between graphs. Gets the layer, the query and the output."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +54,9 @@ class AttentionMetadata:
     by_group: tuple["AttentionMetadata", ...] = ()
     """With several KV groups: the metadata of each, which differ in slots and block tables. The
     first group's are also in this object. Empty: there is one group."""
+    attend_between: AttendBetween | None = None
+    """While graphs are captured that leave attention out: passes it on. Only `slot_mapping` is then
+    valid: steps that replay the graphs have other sequences."""
 
     def in_layer(self, pool: KvPool, layer: int) -> "AttentionMetadata":
         """The metadata with the slots and block tables of a layer."""
@@ -62,19 +72,24 @@ class AttentionMetadata:
         return hidden if self.wanted is None else hidden.index_select(0, self.wanted.places)
 
     @cached_property
-    def prefill(self) -> "AttentionMetadata | None":
-        """The chunks alone, with `query_start_loc` from 0; None if there are none."""
-        if self.num_decodes == self.seq_lens.shape[0]:
-            return None
+    def decodes(self) -> Sequences | None:
+        """The decodes alone; None: there are none."""
         if self.num_decodes == 0:
-            return self
-        return AttentionMetadata(
-            slot_mapping=self.slot_mapping[self.num_decodes :],
-            block_tables=self.block_tables[self.num_decodes :],
-            seq_lens=self.seq_lens[self.num_decodes :],
-            query_start_loc=self.query_start_loc[self.num_decodes :] - self.num_decodes,
-            max_query_len=self.max_query_len,
-            num_decodes=0,
+            return None
+        which = slice(self.num_decodes)
+        return Sequences(self.block_tables[which], self.seq_lens[which])
+
+    @cached_property
+    def chunks(self) -> Sequences | None:
+        """The chunks alone, whose tokens follow those of the decodes; None: there are none."""
+        if self.num_decodes == len(self.seq_lens):
+            return None
+        which = slice(self.num_decodes, None)
+        return Sequences(
+            self.block_tables[which],
+            self.seq_lens[which],
+            self.query_start_loc[which],
+            self.max_query_len,
         )
 
 
@@ -176,46 +191,33 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend: the second half of `paged_attention`, after `store_kv`."""
-    metadata = metadata.in_layer(pool, layer)
     key_cache, value_cache = pool.key_cache(layer), pool.value_cache(layer)
-    key_scales, value_scales = pool.key_scales(layer), pool.value_scales(layer)
-    num_decodes, prefill = metadata.num_decodes, metadata.prefill
-    if len(query) == num_decodes:
-        prefill = None  # no chunk has wanted tokens
-    parts = []
-    if num_decodes:
-        parts.append(
-            ops.paged_attention_decode(
-                query[:num_decodes],
-                key_cache,
-                value_cache,
-                metadata.block_tables[:num_decodes],
-                metadata.seq_lens[:num_decodes],
-                scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                key_scales=key_scales,
-                value_scales=value_scales,
-            )
-        )
-    if prefill is not None:
-        parts.append(
-            ops.paged_attention_prefill(
-                query[num_decodes:],
-                key_cache,
-                value_cache,
-                prefill.block_tables,
-                prefill.seq_lens,
-                prefill.query_start_loc,
-                prefill.max_query_len,
-                scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                key_scales=key_scales,
-                value_scales=value_scales,
-            )
-        )
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    out = query.new_empty(len(query), query.shape[1], value_cache.shape[3])
+    options: dict[str, Any] = {
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "key_scales": pool.key_scales(layer),
+        "value_scales": pool.value_scales(layer),
+    }
+
+    def prepare(query: torch.Tensor, out: torch.Tensor) -> Callable[[AttentionMetadata], None]:
+        caches = key_cache, value_cache
+        attend_chunks = ops.prepare_prefill(query, *caches, scale, out=out, **options)
+        attend_decodes = ops.prepare_decode(query, *caches, scale, out=out, **options)
+
+        def attend_to(step: AttentionMetadata) -> None:
+            step = step.in_layer(pool, layer)
+            # Chunks first, because this may overwrite the rows of the decodes.
+            if step.chunks is not None and len(query) > step.num_decodes:  # else none is wanted
+                attend_chunks(step.chunks)
+            if step.decodes is not None:
+                attend_decodes(step.decodes)
+
+        return attend_to
+
+    if metadata.attend_between is None:
+        prepare(query, out)(metadata)
+    else:
+        metadata.attend_between(layer, query, out, prepare)
     return out.flatten(1)

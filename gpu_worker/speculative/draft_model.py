@@ -14,6 +14,7 @@ right.
 Symbols: `N` rows that guess, `K` the most tokens guessed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -33,8 +34,11 @@ from gpu_worker.models.registry import open_model
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Guesses
 from gpu_worker.step.block_moves import Pool
-from gpu_worker.step.input_batch import InputBatch, build_input_batch
+from gpu_worker.step.cuda_graphs import GraphBackend
+from gpu_worker.step.decode_graphs import DecodeGraphs
+from gpu_worker.step.input_batch import build_input_batch
 from gpu_worker.step.model_runner import forward
+from gpu_worker.step.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.weights.json_fields import ModelError
 
@@ -62,6 +66,24 @@ class ModelDrafter:
         self._computed_guesses = np.zeros((limits.max_num_seqs, num_draft_tokens - 1), np.int32)
         self._num_computed_guesses = np.zeros(limits.max_num_seqs, np.int64)
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
+        self._decodes: DecodeGraphs | None = None
+        self._pieces: PiecewiseGraphs | None = None
+
+    @torch.inference_mode()
+    def capture_decodes(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        """Capture graphs for all guesses of a row but the first; see `ModelRunner`."""
+        graphs = DecodeGraphs(self._model.forward, self._pool, self._limits, self._last_token_ids)
+        graphs.capture(backend, report)
+        self._decodes = graphs
+
+    @torch.inference_mode()
+    def capture_pieces(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        """Capture graphs for first guesses, which compute the tokens that a row has gained."""
+        pieces = PiecewiseGraphs(
+            self._model.forward, self._pool, self._limits, self._last_token_ids
+        )
+        pieces.capture(backend, report)
+        self._pieces = pieces
 
     @property
     def num_draft_tokens(self) -> int:
@@ -152,24 +174,32 @@ class ModelDrafter:
         for i in np.nonzero(first < end)[0].tolist():
             self._is_valid[rows.block_tables[which[i], first[i] : end[i]]] = True
 
-    def _forward(self, rows: Rows, scheduled: ScheduledRows) -> tuple[torch.Tensor, InputBatch]:
+    def _forward(self, rows: Rows, scheduled: ScheduledRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states `[N, E]` to sample from, and their rows."""
+        if self._decodes is not None and self._decodes.takes(scheduled):
+            return self._decodes.replay(rows, scheduled)
+        is_all_known = scheduled.num_decodes == 0
+        if self._pieces is not None and self._pieces.takes(scheduled):
+            replayed = self._pieces.replay(rows, scheduled, is_all_known=is_all_known)
+            return replayed.hidden.index_select(0, replayed.places), replayed.sampling_rows
         batch = build_input_batch(
             rows,
             scheduled,
             self._last_token_ids,
             self._limits.block_size,
-            is_all_known=scheduled.num_decodes == 0,
+            is_all_known=is_all_known,
         )
-        return forward(self._model, batch, self._pool, batch.metadata), batch
+        hidden = forward(self._model, batch, self._pool, batch.metadata)
+        return hidden, batch.sampling_rows
 
     def _draw(self, rows: Rows, scheduled: ScheduledRows, sampler: Sampler) -> torch.Tensor:
         """int64[S] on the device: the token that the sampler draws for each scheduled row."""
-        hidden, batch = self._forward(rows, scheduled)
+        hidden, sampling_rows = self._forward(rows, scheduled)
         positions = scheduled.positions
         num_outputs = positions - rows.num_prompt[scheduled.rows]
         logits = self._model.logits(hidden)
         token_ids = sampler.sample(logits, scheduled.rows, positions, num_outputs).token_ids
-        self._last_token_ids.index_copy_(0, batch.sampling_rows, token_ids)
+        self._last_token_ids.index_copy_(0, sampling_rows, token_ids)
         return token_ids
 
 
@@ -193,21 +223,21 @@ def _scheduled(
 class DraftModel:
     """The small model, loaded, without KV memory yet."""
 
-    _model: Decoder
-    _config: ModelConfig
-    _kv_dtypes: KvDtypes
+    model: Decoder
+    config: ModelConfig
+    kv_dtypes: KvDtypes
     _device: torch.device
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of a block in the small model's pool."""
-        return block_bytes(self._config, block_size, self._kv_dtypes)
+        return block_bytes(self.config, block_size, self.kv_dtypes)
 
     def drafter(self, num_draft_tokens: int, limits: Limits) -> ModelDrafter:
         """Allocate a pool with as many blocks as the model's, and build the drafter."""
         pool = KvPool(
-            self._config, limits.num_blocks, limits.block_size, self._kv_dtypes, self._device
+            self.config, limits.num_blocks, limits.block_size, self.kv_dtypes, self._device
         )
-        return ModelDrafter(self._model, pool, num_draft_tokens, limits, self._device)
+        return ModelDrafter(self.model, pool, num_draft_tokens, limits, self._device)
 
 
 def load_draft_model(

@@ -1,32 +1,21 @@
-"""Decode steps captured as CUDA graphs, one per batch size, and replayed.
-
-A graph runs the same kernels on the same addresses. So a step's inputs are copied to fixed
-addresses, in one copy; its hidden states appear at a fixed address; and kernels read the amount of
-work from the device. A step with fewer sequences than its graph is filled up with *padding rows*:
-length 0, stored nowhere, results ignored.
-
-Symbols: `S` sequences of a graph, `N` of a step, `M` blocks of the longest block table, `E` hidden
-size.
-"""
+"""Captures a computation as CUDA graphs, whole or in pieces with eager work between them."""
 
 import contextlib
-from bisect import bisect_left
+import gc
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-import numpy as np
 import torch
 
-from contract.limits import Limits
-from gpu_worker.memory.transfer import packed_bytes, upload_into
 from gpu_worker.models.attention import AttentionMetadata
-from gpu_worker.step.input_batch import with_groups
-from gpu_worker.step.rows import Rows, ScheduledRows
-from kernels import PAD_SLOT
+from gpu_worker.parallel.collectives import Ranks
+
+Between: TypeAlias = Callable[[Callable[[], object]], object]
+"""Ends the running graph, and begins the next one behind the work that it is given."""
 
 
 class Forward(Protocol):
-    """`Decoder.forward`: the part of a model that a graph contains."""
+    """`Decoder.forward`: the part of a model that graphs contain."""
 
     def __call__(
         self,
@@ -41,146 +30,20 @@ class Forward(Protocol):
 class GraphBackend(Protocol):
     """Captures graphs."""
 
-    def capture(self, compute: Callable[[], None]) -> Callable[[], object]:
+    def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
         """Capture the device work of `compute`; the returned function replays it.
 
-        Calls `compute` more than once. Any exception means that it cannot be captured.
+        Work that `compute` passes to the function that it gets is not captured: a replay calls it,
+        between two graphs. Calls `compute` more than once. Any exception means that it cannot be
+        captured.
         """
 
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor at the same address that does not keep the memory.
 
-_STEP = 8
-
-
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The batch sizes that get a graph, ascending; the last is `max_num_seqs`.
-
-    They double up to 8, then grow by 8, and from 128 on by an eighth. This keeps both the padding
-    and the number of captures low.
-    """
-    sizes, size = [], 1
-    while size < max_num_seqs:
-        sizes.append(size)
-        size += size if size < _STEP else max(_STEP, size // _STEP // _STEP * _STEP)
-    return (*sizes, max_num_seqs)
-
-
-class DecodeGraphs:
-    """Computes steps in which every sequence decodes. Called from one thread.
-
-    Callers are in `torch.inference_mode()`, on the stream of all other computation. Each step
-    overwrites the inputs and results of the one before.
-    """
-
-    def __init__(
-        self, forward: Forward, pool: Any, limits: Limits, last_token_ids: torch.Tensor
-    ) -> None:
-        """Allocate the graphs' inputs and outputs, at fixed addresses.
-
-        Args:
-            forward: The model's forward pass.
-            pool: The KV memory.
-            limits: The worker's limits.
-            last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
+        For work between graphs. Graphs allocate the memory of the tensors within them once, in the
+        order of the computation; a tensor that is kept would not give its memory to later ones.
         """
-        self._forward = forward
-        self._pool = pool
-        self._block_size = limits.block_size
-        self._last_token_ids = last_token_ids
-        self._sizes = graph_sizes(limits.max_num_seqs)
-        self._replays: dict[int, Callable[[], object]] = {}
-        num_rows, width = limits.max_num_seqs, limits.max_table_len
-        self._num_groups = len(limits.kv_windows)
-        device = last_token_ids.device
-        most = [*self._padding(num_rows), np.empty((num_rows, width), np.int32)]
-        self._inputs = torch.zeros(packed_bytes(most), dtype=torch.uint8, device=device)
-        self._block_tables = torch.zeros(  # [G, max_num_seqs, M]
-            self._num_groups, num_rows, limits.max_blocks_per_row, dtype=torch.int32, device=device
-        )
-        self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-        self._hidden: torch.Tensor | None = None  # [max_num_seqs, E], after the first run
-
-    def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
-        """Capture all sizes, and report the fraction done; errors of the backend pass through.
-
-        The largest is captured first, because its memory is enough for all others.
-        """
-        for done, size in enumerate(reversed(self._sizes)):
-            report(done / len(self._sizes))
-            self._replays[size] = backend.capture(self._computation(size))
-
-    def rehearse(self) -> None:
-        """Compute a step of the largest size without a graph, for measuring its memory."""
-        self._computation(self._sizes[-1])()
-
-    def takes(self, scheduled: ScheduledRows) -> bool:
-        """Whether all sequences of the step decode."""
-        return 0 < scheduled.num_decodes == len(scheduled.rows)
-
-    def replay(self, rows: Rows, scheduled: ScheduledRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute a step for which `takes` is true, without waiting for the device.
-
-        Args:
-            rows: The rows, after `apply`.
-            scheduled: What `apply` returned.
-
-        Returns:
-            The final hidden states, `[N, E]`, and their rows, int64[N]; on the device, valid until
-            the next step.
-        """
-        num_seqs = len(scheduled.rows)
-        size = self._sizes[bisect_left(self._sizes, num_seqs)]
-        positions = scheduled.starts  # [N]: a decode's only token
-        blocks = rows.blocks_of(scheduled.rows, positions // self._block_size).astype(np.int64)
-        width = int(positions.max()) // self._block_size + 1
-        row_numbers, places, seq_lens, *slot_mappings = inputs = self._padding(size)
-        row_numbers[:num_seqs] = scheduled.rows
-        places[:num_seqs] = positions
-        seq_lens[:num_seqs] = positions + 1
-        offsets = positions % self._block_size
-        for group, slot_mapping in enumerate(slot_mappings):
-            of_group = blocks[group :: self._num_groups]
-            slot_mapping[:num_seqs] = of_group * self._block_size + offsets
-        tables = rows.block_tables[scheduled.rows, : width * self._num_groups]  # [N, width * G]
-        on_device = upload_into(self._inputs, [*inputs, tables])
-        # The step's tables are narrower than the graphs': columns beyond `width` are stale, and
-        # never read.
-        of_groups = on_device[-1].view(num_seqs, width, self._num_groups).permute(2, 0, 1)
-        self._block_tables[:, :num_seqs, :width].copy_(of_groups)
-        self._replays[size]()
-        assert self._hidden is not None, "a graph was captured"
-        return self._hidden[:num_seqs], on_device[0][:num_seqs]
-
-    def _computation(self, size: int) -> Callable[[], None]:
-        """The computation of a graph of S = `size`, from the inputs to the hidden states."""
-        rows, positions, seq_lens, *slots = upload_into(self._inputs, self._padding(size))
-        tables = [of_group[:size] for of_group in self._block_tables]
-        metadata = AttentionMetadata(
-            slot_mapping=slots[0],
-            block_tables=tables[0],
-            seq_lens=seq_lens,
-            query_start_loc=self._query_start_loc[: size + 1],
-            max_query_len=1,
-            num_decodes=size,
-        )
-        metadata = with_groups(metadata, slots, tables)
-
-        def compute() -> None:
-            token_ids = self._last_token_ids.index_select(0, rows)
-            hidden = self._forward(token_ids, positions, self._pool, metadata)
-            if self._hidden is None:
-                self._hidden = hidden.new_empty(self._sizes[-1], hidden.shape[1])
-            self._hidden[:size].copy_(hidden)
-
-        return compute
-
-    def _padding(self, size: int) -> list[np.ndarray[Any, np.dtype[Any]]]:
-        """Inputs of padding rows: rows, positions int64[S], lengths int32[S], slots int64[S]..."""
-        return [
-            np.zeros(size, np.int64),
-            np.zeros(size, np.int64),
-            np.zeros(size, np.int32),
-            *(np.full(size, PAD_SLOT, np.int64) for _ in range(self._num_groups)),
-        ]
 
 
 class CudaGraphs:
@@ -189,38 +52,104 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._device_index = self._stream.device_index
 
-    def capture(self, compute: Callable[[], None]) -> Callable[[], object]:
+    def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
         """See `GraphBackend`. `compute` runs once before, on the capturing stream.
 
         The first run compiles kernels and sets up libraries, which would break a capture.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            compute()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA during a capture: "thread_local".
-        captured = torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            compute(lambda work: work())
+            torch.cuda.synchronize()
+            gc.collect()  # what is freed during a capture could break it
+            torch.cuda.empty_cache()
+            capture = _Capture(self._pool, self._stream.device_index)
+            with capture.running():
+                compute(capture.between)
+        return capture.replay
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `GraphBackend`."""
+        storage = torch._C._construct_storage_from_data_pointer(  # noqa: SLF001
+            tensor.untyped_storage().data_ptr(), tensor.device, tensor.untyped_storage().nbytes()
         )
-        with self._undone_if_it_fails(), captured:
-            compute()
-        return graph.replay
+        place = tensor.storage_offset(), tensor.size(), tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *place)
+
+
+class GraphsOfAll:
+    """The `GraphBackend` of one of several ranks: a capture that fails in one fails in all.
+
+    Ranks communicate within a step, so all must replay it, padded alike, or none. They decide from
+    the same StepBatch, and have the same graphs. In the run before a capture they communicate, too:
+    if it fails in one alone, the others wait until that one's process ends. Not run on hardware
+    yet.
+    """
+
+    def __init__(self, backend: GraphBackend, ranks: Ranks) -> None:
+        self._backend = backend
+        self._ranks = ranks
+        self.alias = backend.alias
+
+    def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
+        """See `GraphBackend`; all ranks call this with the same computation."""
+        error: Exception | None = None
+        replay: Callable[[], object] | None = None
+        try:
+            replay = self._backend.capture(compute)
+        except Exception as raised:  # noqa: BLE001 - the other ranks must know, whatever it is
+            error = raised
+        (is_captured,) = self._ranks.least(float(error is None))
+        if error is not None:
+            raise error
+        if replay is None or not is_captured:
+            raise RuntimeError("another rank could not capture the graph")
+        return replay
+
+
+class _Capture:
+    """Graphs, and the work between them, in the order of the computation."""
+
+    def __init__(self, pool: Any, device_index: int) -> None:
+        self._pool = pool
+        self._device_index = device_index
+        self._parts: list[Callable[[], object]] = []
+        self._graph = torch.cuda.CUDAGraph()
+
+    def replay(self) -> None:
+        for part in self._parts:
+            part()
+
+    def between(self, work: Callable[[], object]) -> None:
+        """See `Between`. The work is not called: nothing has been computed."""
+        self._end()
+        self._parts.append(work)
+        self._begin()
 
     @contextlib.contextmanager
-    def _undone_if_it_fails(self) -> Iterator[None]:
-        """Leave torch as it was if the capture within the block fails.
+    def running(self) -> Iterator[None]:
+        """Capture what the block computes; leave torch as it was if that fails.
 
-        Torch up to 2.13 does not: when it cannot end a capture, the capturing stream stays the
-        current one, and the allocator goes on as if the capture were running.
+        Torch up to 2.13 does not: when it cannot end a capture, the allocator goes on as if the
+        capture were running.
         """
-        stream = torch.cuda.current_stream()
         try:
+            self._begin()
             yield
+            self._end()
         except BaseException:
-            torch.cuda.set_stream(stream)
+            with contextlib.suppress(RuntimeError):  # there is nothing to end, or it has failed
+                self._graph.capture_end()
             with contextlib.suppress(RuntimeError):  # the allocator has ended it already
                 torch._C._cuda_endAllocateToPool(self._device_index, self._pool)  # noqa: SLF001
             raise
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads may call CUDA during a capture: "thread_local".
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _end(self) -> None:
+        self._graph.capture_end()
+        self._parts.append(self._graph.replay)

@@ -129,8 +129,12 @@ class Executor:
         self._busy = BusyClock(device)
 
     @torch.inference_mode()
-    def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
-        self._model_runner.capture_graphs(backend, report)
+    def capture_decodes(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        self._model_runner.capture_decodes(backend, report)
+
+    @torch.inference_mode()
+    def capture_pieces(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        self._model_runner.capture_pieces(backend, report)
 
     @property
     def max_in_flight(self) -> int:

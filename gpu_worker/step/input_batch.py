@@ -35,6 +35,57 @@ class InputBatch:
     """int64[N]: the row of each sampled token."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HostInputs:
+    """One step's inputs on the host, apart from token ids."""
+
+    row_of_token: Int64Array
+    """int64[T]."""
+    positions: Int64Array
+    """int64[T]."""
+    seq_lens: Int32Array
+    """int32[S]: tokens of each sequence, including this step's."""
+    starts: Int32Array
+    """int32[S + 1]: where each sequence's tokens start."""
+    max_query_len: int
+    slots: tuple[Int64Array, ...]
+    """By KV group: int64[T]."""
+    tables: tuple[Int32Array, ...]
+    """By KV group: int32[S, M]."""
+
+
+def gather(rows: Rows, scheduled: ScheduledRows, block_size: int) -> HostInputs:
+    """Gather a step's inputs from the rows; see `build_input_batch`."""
+    lens, num_decodes = scheduled.lens, scheduled.num_decodes
+    seq_lens = scheduled.starts + lens  # [S]
+    if num_decodes == len(lens):  # each has one token, as in most steps
+        row_of_token, positions = scheduled.rows, scheduled.starts  # [T]
+        starts, max_query_len = np.arange(num_decodes + 1, dtype=np.int32), 1
+    else:
+        starts, max_query_len = np.zeros(len(lens) + 1, np.int32), int(lens.max())
+        np.cumsum(lens, out=starts[1:])
+        row_of_token = np.repeat(scheduled.rows, lens)
+        positions = np.arange(starts[-1]) + np.repeat(scheduled.starts - starts[:-1], lens)
+    places, offsets = np.divmod(positions, block_size)  # [T]: in block table, in block
+    num_groups = rows.num_groups
+    width = -(-int(seq_lens.max()) // block_size) * num_groups
+    slots: list[Int64Array] = []
+    tables: list[Int32Array] = []
+    for group in range(num_groups):
+        blocks = rows.block_tables[row_of_token, places * num_groups + group].astype(np.int64)
+        slots.append(blocks * block_size + offsets)
+        tables.append(rows.block_tables[scheduled.rows, group:width:num_groups])
+    return HostInputs(
+        row_of_token,
+        positions,
+        seq_lens.astype(np.int32),
+        starts,
+        max_query_len,
+        tuple(slots),
+        tuple(tables),
+    )
+
+
 def build_input_batch(
     rows: Rows,
     scheduled: ScheduledRows,
@@ -55,45 +106,28 @@ def build_input_batch(
             read.
         adapters: The worker's adapters, by number.
     """
-    lens, num_decodes = scheduled.lens, scheduled.num_decodes
-    num_on_device = 0 if is_all_known else num_decodes
-    seq_lens = scheduled.starts + lens  # [S]
-    if num_decodes == len(lens):  # each has one token, as in most steps
-        row_of_token, positions = scheduled.rows, scheduled.starts  # [T]
-        starts, max_query_len = np.arange(num_decodes + 1, dtype=np.int32), 1
-    else:
-        starts, max_query_len = np.zeros(len(lens) + 1, np.int32), int(lens.max())
-        np.cumsum(lens, out=starts[1:])
-        row_of_token = np.repeat(scheduled.rows, lens)
-        positions = np.arange(starts[-1]) + np.repeat(scheduled.starts - starts[:-1], lens)
-    places, offsets = np.divmod(positions, block_size)  # [T]: in block table, in block
-    num_groups = rows.num_groups
-    width = -(-int(seq_lens.max()) // block_size) * num_groups
-    slots: list[Int64Array] = []  # by KV group, [T]
-    tables: list[Int32Array] = []  # by KV group, [S, M]
-    for group in range(num_groups):
-        blocks = rows.block_tables[row_of_token, places * num_groups + group].astype(np.int64)
-        slots.append(blocks * block_size + offsets)
-        tables.append(rows.block_tables[scheduled.rows, group:width:num_groups])
+    host = gather(rows, scheduled, block_size)
+    num_groups, positions = rows.num_groups, host.positions
+    num_on_device = 0 if is_all_known else scheduled.num_decodes
     arrays: list[npt.NDArray[Any]] = [
         positions,
-        _token_ids(rows, row_of_token[num_on_device:], positions[num_on_device:]),
+        known_token_ids(rows, host.row_of_token[num_on_device:], positions[num_on_device:]),
         scheduled.rows[:num_on_device],
         scheduled.rows[scheduled.sampling],
-        seq_lens.astype(np.int32),
-        starts,
-        *slots,
-        *tables,
+        host.seq_lens,
+        host.starts,
+        *host.slots,
+        *host.tables,
     ]
-    numbers = rows.adapter[row_of_token] if adapters else _NONE  # [T]
+    numbers = rows.adapter[host.row_of_token] if adapters else _NONE  # [T]
     of_all = step_adapters(numbers, adapters, last_token_ids.device)
     of_wanted_ones: StepAdapters | None = None
     wanted_starts: Int32Array | None = None
     if len(scheduled.sampling) < len(positions):
-        places, wanted_starts = _places_before_sampled(scheduled, starts)
+        places, wanted_starts = places_before_sampled(scheduled, host.starts)
         if of_all is not None:
             of_wanted_ones = step_adapters(numbers[places], adapters, last_token_ids.device)
-        arrays += [places, wanted_starts, *(of_group[places] for of_group in slots)]
+        arrays += [places, wanted_starts, *(of_group[places] for of_group in host.slots)]
     (
         positions_t,
         chunk_token_ids,
@@ -110,8 +144,8 @@ def build_input_batch(
         block_tables=tables_t[0],
         seq_lens=seq_lens_t,
         query_start_loc=query_start_loc,
-        max_query_len=max_query_len,
-        num_decodes=num_decodes,
+        max_query_len=host.max_query_len,
+        num_decodes=scheduled.num_decodes,
         adapters=of_all,
     )
     metadata = with_groups(metadata, slots_t, tables_t)
@@ -143,7 +177,7 @@ def with_groups(
     return replace(metadata, by_group=by_group)
 
 
-def _token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> Int64Array:
+def known_token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> Int64Array:
     """int64[len(positions)]: tokens whose values the rows have."""
     if not len(positions):
         return _NONE
@@ -171,7 +205,7 @@ def _wanted(
     return WantedTokens(places, with_groups(alone, slots, tables))
 
 
-def _places_before_sampled(
+def places_before_sampled(
     scheduled: ScheduledRows, starts: Int32Array
 ) -> tuple[Int64Array, Int32Array]:
     """The tokens before the sampled ones: each sequence's last in the step, or none.

@@ -16,9 +16,11 @@ from gpu_worker.models.attention import AttentionMetadata, Decoder
 from gpu_worker.parallel.shared_sampling import Sampling
 from gpu_worker.sampling.sampled import Sampled
 from gpu_worker.sampling.sampler import sample_others
-from gpu_worker.step.cuda_graphs import DecodeGraphs, GraphBackend
+from gpu_worker.step.cuda_graphs import GraphBackend
+from gpu_worker.step.decode_graphs import DecodeGraphs
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
 from gpu_worker.step.oom_split import TokenLimit, halves
+from gpu_worker.step.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.step.pooling import Pooler, sample_or_pool
 from gpu_worker.step.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.step.rows import Rows, ScheduledRows
@@ -80,17 +82,26 @@ class ModelRunner:
         self._last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)
         self._pooler = Pooler(sampler.table, model)
         self._graphs: DecodeGraphs | None = None
+        self._pieces: PiecewiseGraphs | None = None
         self._token_limit = TokenLimit()
 
-    def capture_graphs(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+    def capture_decodes(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture graphs for steps of decodes only. Called before the first step.
 
-        `report` gets the fraction done. Errors of the backend pass through; steps then run without
-        graphs.
+        `report` gets the fraction done. Errors of the backend pass through; such steps then run
+        without these graphs.
         """
         graphs = DecodeGraphs(self._model.forward, self._pool, self._limits, self._last_token_ids)
         graphs.capture(backend, report)
         self._graphs = graphs
+
+    def capture_pieces(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        """Capture graphs for steps of few tokens, as `capture_decodes`."""
+        pieces = PiecewiseGraphs(
+            self._model.forward, self._pool, self._limits, self._last_token_ids
+        )
+        pieces.capture(backend, report)
+        self._pieces = pieces
 
     def run(self, scheduled: ScheduledRows) -> tuple[tuple[Sampled, ...], tuple[PromptScores, ...]]:
         """Compute a step's tokens, sample, and score prompts that ask for it.
@@ -133,9 +144,13 @@ class ModelRunner:
         return tuple(sampled), tuple(scores)
 
     def _is_replayed(self, scheduled: ScheduledRows) -> bool:
+        """Whether the step is one graph."""
         if self._graphs is None or not self._graphs.takes(scheduled):
             return False
-        return not (self._adapters and self._rows.adapter[scheduled.rows].any())
+        return not self._has_adapters(scheduled)
+
+    def _has_adapters(self, scheduled: ScheduledRows) -> bool:
+        return bool(self._adapters and self._rows.adapter[scheduled.rows].any())
 
     def _run_at_once(
         self, scheduled: ScheduledRows
@@ -155,31 +170,40 @@ class ModelRunner:
         self, scheduled: ScheduledRows
     ) -> tuple[torch.Tensor, torch.Tensor, PromptScores | None]:
         """Run the model: hidden states `[N, E]` to sample from, their rows, prompt scores."""
-        with timeline.span("gather the inputs"):
-            batch = build_input_batch(
-                self._rows,
-                scheduled,
-                self._last_token_ids,
-                self._limits.block_size,
-                is_all_known=self._is_all_known,
-                adapters=self._adapters,
-            )
         table = self._sampler.table
         is_scored = table.wants_prompt_logprobs[scheduled.rows].any()
         wants_all = is_scored or table.pools_all[scheduled.rows].any()
-        metadata = replace(batch.metadata, wanted=None) if wants_all else batch.metadata
-        if wants_all and table.pooling:
-            types = self._pooler.token_types(scheduled, self._device)
-            metadata = replace(metadata, token_types=types)
-        with timeline.span("forward"):
-            hidden = forward(self._model, batch, self._pool, metadata)
+        pieces = self._pieces
+        if pieces is not None and pieces.takes(scheduled) and not self._has_adapters(scheduled):
+            with timeline.span("replay"):
+                replayed = pieces.replay(self._rows, scheduled, is_all_known=self._is_all_known)
+            of_all, sampling_rows = replayed.hidden, replayed.sampling_rows
+            hidden = of_all.index_select(0, replayed.places)
+        else:
+            with timeline.span("gather the inputs"):
+                batch = build_input_batch(
+                    self._rows,
+                    scheduled,
+                    self._last_token_ids,
+                    self._limits.block_size,
+                    is_all_known=self._is_all_known,
+                    adapters=self._adapters,
+                )
+            metadata = replace(batch.metadata, wanted=None) if wants_all else batch.metadata
+            if wants_all and table.pooling:
+                types = self._pooler.token_types(scheduled, self._device)
+                metadata = replace(metadata, token_types=types)
+            with timeline.span("forward"):
+                hidden = of_all = forward(self._model, batch, self._pool, metadata)
+            if wants_all:
+                hidden = batch.metadata.select(of_all)
+            sampling_rows = batch.sampling_rows
         prompt_scores = None
         if is_scored:
-            prompt_scores = score_prompts(hidden, self._rows, scheduled, table, self._model.logits)
+            prompt_scores = score_prompts(of_all, self._rows, scheduled, table, self._model.logits)
         if wants_all:
-            self._pooler.add(hidden, scheduled)
-            hidden = batch.metadata.select(hidden)
-        return hidden, batch.sampling_rows, prompt_scores
+            self._pooler.add(of_all, scheduled)
+        return hidden, sampling_rows, prompt_scores
 
     def _sample(
         self, hidden: torch.Tensor, sampling_rows: torch.Tensor, scheduled: ScheduledRows

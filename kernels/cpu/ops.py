@@ -14,9 +14,11 @@ from typing import Final
 import torch
 
 from kernels.checks import (
+    attention_out,
     check_caches,
     check_options,
     check_paged,
+    check_rows,
     check_suppression,
     check_tensor,
     check_values,
@@ -170,19 +172,22 @@ def paged_attention_decode(
     sinks: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with `query` [S, H, D], one token of each sequence.
 
     A row depends on no other row of the batch, to the last bit, and is what
     `paged_attention_prefill` gives for it. No length is checked against M * P.
     """
-    num_seqs = query.shape[0]
-    if block_tables.shape[0] != num_seqs:
-        raise ValueError(f"block_tables has {block_tables.shape[0]} rows, required are {num_seqs}")
+    num_seqs = block_tables.shape[0]
+    check_rows(num_seqs, len(query), out)
+    out = attention_out(out, query, value_cache.shape[3])
     caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
-    return _attend(
-        library, query, caches, block_tables, seq_lens, None, scale, window, softcap, sinks
-    )
+    _attend(
+        library, query[:num_seqs], caches, block_tables, seq_lens, None, scale,
+        window, softcap, sinks, out[:num_seqs],
+    )  # fmt: skip
+    return out
 
 
 def paged_attention_prefill(
@@ -201,25 +206,20 @@ def paged_attention_prefill(
     sinks: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with `query` [T, H, D], the last tokens of each sequence.
 
     A row depends on no other sequence, to the last bit, nor on how the prompt was cut into chunks.
     """
     check_tensor("query_start_loc", query_start_loc, (len(seq_lens) + 1,), torch.int32, query)
+    out = attention_out(out, query, value_cache.shape[3])
     caches = LayerCaches(key_cache, value_cache, key_scales, value_scales)
-    return _attend(
-        library,
-        query,
-        caches,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        scale,
-        window,
-        softcap,
-        sinks,
-    )
+    _attend(
+        library, query, caches, block_tables, seq_lens, query_start_loc, scale,
+        window, softcap, sinks, out,
+    )  # fmt: skip
+    return out
 
 
 def _attend(
@@ -233,7 +233,8 @@ def _attend(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
     keys, values, key_scales, value_scales = caches
     assert values is not None, "attention reads values"
     check_paged(query, keys, values, block_tables, seq_lens, key_scales, value_scales)
@@ -241,7 +242,6 @@ def _attend(
     num_tokens, num_heads, _ = query.shape
     value_dim = values.shape[3]
     num_seqs, max_len = len(seq_lens), block_tables.shape[1] * keys.shape[1]
-    out = query.new_empty((num_tokens, num_heads, value_dim))
     partials = query.new_empty(
         num_partials(num_heads, value_dim, num_seqs, max_len), dtype=torch.float32
     )
@@ -254,7 +254,6 @@ def _attend(
             partials=partials.data_ptr(), window=window, softcap=softcap, sinks=sinks,
         )
     )  # fmt: skip
-    return out
 
 
 def suppress(

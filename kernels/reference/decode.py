@@ -23,6 +23,7 @@ def paged_attention_decode(
     sinks: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; [S, H, DV].
 
@@ -41,8 +42,14 @@ def paged_attention_decode(
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says; K and V are the stored numbers times their scales, rounded to the
     dtype of `query`.
+
+    With `out`, contiguous [T, H, DV], it writes the first S rows of that and returns it; `query` is
+    then [T, H, D].
     """
-    out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
+    num_seqs = len(seq_lens)
+    if out is None:
+        out = query.new_empty(num_seqs, query.shape[1], value_cache.shape[3])
+    out[:num_seqs] = 0
     lens: list[int] = seq_lens.tolist()
     kv = KvGather(key_cache, value_cache, key_scales, value_scales, query.dtype)
     for seq, seq_len in enumerate(lens):

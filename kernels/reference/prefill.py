@@ -31,6 +31,7 @@ def paged_attention_prefill(
     sinks: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with each query token to its sequence's slots up to its own position; [T, H, DV].
 
@@ -39,15 +40,19 @@ def paged_attention_prefill(
     tokens are already in the caches, [B, P, HKV, D] and [B, P, HKV, DV] views. `block_tables` is
     int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1]; no query_len is above
     `max_query_len`.
-    Rows of no sequence give zeros. Softmax and sums are fp32.
+    `query_start_loc` may begin behind 0. Rows of no sequence give zeros. Softmax and sums are fp32.
 
     Not a bit of a row depends on another sequence, nor on the chunks of its prompt if these are cut
     at multiples of 64; other cuts agree up to rounding. A chunk of one token gives the same result
     as `paged_attention_decode`.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`.
+
+    With `out`, contiguous [T, H, DV], it writes to that and returns it; what happens to rows of no
+    sequence is then undefined.
     """
-    out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
+    if out is None:
+        out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
     starts: list[int] = query_start_loc.tolist()
     lens: list[int] = seq_lens.tolist()
     kv = KvGather(key_cache, value_cache, key_scales, value_scales, query.dtype)

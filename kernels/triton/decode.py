@@ -7,15 +7,18 @@ blocks per sequence, `N` splits of the longest sequence.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_options, check_paged
+from kernels.checks import attention_out, check_attended, check_options, check_rows
+from kernels.sequences import Sequences
+from kernels.triton.launch import Launch
 from kernels.triton.quantized import as_bits
-from kernels.triton.tile import LOG2_E, attend_positions, group_heads, scale_strides
+from kernels.triton.tile import LOG2_E, attend_positions, group_heads, scale_strides, strides
 from kernels.tuning.configs import DecodeConfig, config_of, num_processors, shape_of
 
 _MIN_SEQS: Final = (
@@ -269,6 +272,7 @@ def paged_attention_decode(
     sinks: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with `query` [S, H, D + REST] to each sequence's first `seq_lens` slots; [S, H, D].
 
@@ -288,83 +292,137 @@ def paged_attention_decode(
     `kernels.kv_formats` says. The scales multiply scores and weights in fp32, so stored numbers are
     not rounded again.
 
+    With `out`, contiguous [T, H, D], it writes the first S rows of that and returns it; `query` is
+    then [T, H, D + REST].
+
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or an option is not positive.
     """
-    check_paged(query, key_cache, value_cache, block_tables, seq_lens, key_scales, value_scales)
+    check_rows(len(block_tables), len(query), out)
+    sequences = Sequences(block_tables, seq_lens)
+    out = attention_out(out, query, value_cache.shape[3])
+    launch = prepare_decode(
+        query,
+        key_cache,
+        value_cache,
+        scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        out=out,
+    )
+    launch(sequences)
+    return out
+
+
+def prepare_decode(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+    out: torch.Tensor,
+) -> Callable[[Sequences], None]:
+    """Check and prepare `paged_attention_decode`, to be launched on many steps' sequences.
+
+    Each launch overwrites as many of the first rows of `out` as it has sequences.
+
+    Raises:
+        ValueError: as `paged_attention_decode`.
+    """
+    check_attended(query, key_cache, value_cache, key_scales, value_scales)
     check_options(query, window, softcap, sinks)
-    num_seqs, num_heads, query_dim = query.shape
+    _, num_heads, query_dim = query.shape
     head_dim = value_cache.shape[3]
-    if block_tables.shape[0] != num_seqs:
-        raise ValueError(f"block_tables has {block_tables.shape[0]} rows, required are {num_seqs}")
     config = config_of(DecodeConfig, query.device, shape_of(query, value_cache))
     heads = group_heads(num_heads, _MOST_ROWS, key_cache, value_cache, key_scales, value_scales)
     block_size, num_kv_heads = heads.key_cache.shape[1:3]
     max_splits = triton.cdiv(config.max_pieces, num_kv_heads)
-    most_visible = block_tables.shape[1] * block_size
-    if window is not None:
-        most_visible = min(most_visible, window + config.positions - 1)
-    num_splits = max(1, min(max_splits, triton.cdiv(most_visible, config.split)))
-    partial_out = query.new_empty((num_seqs, num_splits, num_heads, head_dim), dtype=torch.float32)
-    partial_lse = query.new_empty((num_seqs, num_splits, num_heads), dtype=torch.float32)
-    out = query.new_empty((num_seqs, num_heads, head_dim))
     num_programs = num_processors(query.device) * config.programs_per_processor
-    dims = max(16, triton.next_power_of_2(head_dim))
-    splits = {
+    both = {
+        "sinks": sinks,
+        "out": out,
+        "window": window,
+        "H": num_heads,
+        "D": head_dim,
+        "DIMS": max(16, triton.next_power_of_2(head_dim)),
         "POSITIONS": config.positions,
         "SPLIT": config.split,
         "MAX_SPLITS": max_splits,
     }
-    _attend_splits_kernel[(min(num_programs, num_seqs * num_splits * num_kv_heads),)](
-        query,
-        as_bits(heads.key_cache),
-        None if heads.value_cache is None else as_bits(heads.value_cache),
-        heads.key_scales,
-        heads.value_scales,
-        block_tables,
-        seq_lens,
-        sinks,
-        out,
-        partial_out,
-        partial_lse,
-        num_seqs,
-        num_splits,
-        scale * LOG2_E,
-        None if softcap is None else softcap * LOG2_E,
-        window,
-        *query.stride()[:2],
-        *heads.key_cache.stride()[:3],
-        *(heads.value_cache if heads.value_cache is not None else heads.key_cache).stride()[:3],
-        *scale_strides(heads.key_scales),
-        *scale_strides(heads.value_scales),
-        block_tables.stride(0),
-        H=num_heads,
-        HKV=num_kv_heads,
-        D=head_dim,
-        P=block_size,
-        SEQS=max(_MIN_SEQS, triton.next_power_of_2(num_seqs)),
-        ROWS=max(16, triton.next_power_of_2(heads.group)),
-        DIMS=dims,
-        REST=query_dim - head_dim,
-        REST_DIMS=max(16, triton.next_power_of_2(query_dim - head_dim)),
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **splits,
+    values = heads.key_cache if heads.value_cache is None else heads.value_cache
+    attend = Launch(
+        _attend_splits_kernel,
+        both
+        | {
+            "query": query,
+            "key_cache": as_bits(heads.key_cache),
+            "value_cache": None if heads.value_cache is None else as_bits(heads.value_cache),
+            "key_scales": heads.key_scales,
+            "value_scales": heads.value_scales,
+            "scale_log2": scale * LOG2_E,
+            "softcap_log2": None if softcap is None else softcap * LOG2_E,
+            **strides("query", "sh", query.stride()),
+            **strides("key", "bph", heads.key_cache.stride()),
+            **strides("value", "bph", values.stride()),
+            **strides("key_scale", "bph", scale_strides(heads.key_scales)),
+            **strides("value_scale", "bph", scale_strides(heads.value_scales)),
+            "HKV": num_kv_heads,
+            "P": block_size,
+            "ROWS": max(16, triton.next_power_of_2(heads.group)),
+            "REST": query_dim - head_dim,
+            "REST_DIMS": max(16, triton.next_power_of_2(query_dim - head_dim)),
+            "NUM_STAGES": config.num_stages,
+        },
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
-    _reduce_splits_kernel[(num_seqs, num_heads)](
-        partial_out,
-        partial_lse,
-        seq_lens,
-        sinks,
-        out,
-        num_splits,
-        window,
-        H=num_heads,
-        D=head_dim,
-        DIMS=dims,
-        SPLITS=triton.next_power_of_2(max_splits),
-        SPLIT_TILE=min(16, triton.next_power_of_2(max_splits)),
-        **splits,
+    reduce = Launch(
+        _reduce_splits_kernel,
+        both
+        | {
+            "SPLITS": triton.next_power_of_2(max_splits),
+            "SPLIT_TILE": min(16, triton.next_power_of_2(max_splits)),
+        },
+        {},
     )
-    return out
+
+    def launch(sequences: Sequences) -> None:
+        tables, seq_lens = sequences.block_tables, sequences.seq_lens
+        num_seqs, num_blocks = tables.shape
+        most_visible = num_blocks * block_size
+        if window is not None:
+            most_visible = min(most_visible, window + config.positions - 1)
+        num_splits = max(1, min(max_splits, triton.cdiv(most_visible, config.split)))
+        partials = sequences.room(num_seqs, num_splits, num_heads, head_dim)
+        lse = sequences.room(num_seqs, num_splits, num_heads)
+        num_pieces = num_seqs * num_splits * num_kv_heads
+        seqs = max(_MIN_SEQS, triton.next_power_of_2(num_seqs))
+        attend(
+            (min(num_programs, num_pieces), 1, 1),
+            seqs,
+            block_tables=tables,
+            seq_lens=seq_lens,
+            partial_out=partials,
+            partial_lse=lse,
+            num_seqs=num_seqs,
+            N=num_splits,
+            table_stride=tables.stride(0),
+            SEQS=seqs,
+        )
+        reduce(
+            (num_seqs, num_heads, 1),
+            None,
+            seq_lens=seq_lens,
+            partial_out=partials,
+            partial_lse=lse,
+            N=num_splits,
+        )
+
+    return launch

@@ -7,13 +7,17 @@ size, `M` max blocks per sequence.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
-from kernels.checks import check_options, check_paged, check_tensor
+from kernels.checks import attention_out, check_attended, check_options
+from kernels.sequences import Sequences
+from kernels.triton.launch import Launch
 from kernels.triton.quantized import as_bits
-from kernels.triton.tile import LOG2_E, attend_positions, group_heads, scale_strides
+from kernels.triton.tile import LOG2_E, attend_positions, group_heads, scale_strides, strides
 from kernels.tuning.configs import PrefillConfig, config_of, shape_of
 
 
@@ -22,7 +26,8 @@ def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
     """Return the sequence that owns `tile`: the last s with start(s) // TOKENS + s <= tile.
 
     So each sequence has at least ceil(query_len / TOKENS) tiles, and all together have
-    T // TOKENS + S, which the host knows without reading the device.
+    T // TOKENS + S, which the host knows without reading the device. Tiles before the first
+    sequence are given to it, too.
     """
     low = 0
     high = num_seqs
@@ -96,7 +101,7 @@ def _attend_chunks_kernel(
     query_len = tl.load(query_start_loc + seq + 1) - query_start
     first = (tile - (query_start // TOKENS + seq)) * TOKENS  # this tile's first token in the chunk
     seq_len = tl.load(seq_lens + seq)
-    if first >= query_len or seq_len == 0:
+    if first < 0 or first >= query_len or seq_len == 0:
         return
 
     row = tl.arange(0, ROWS)
@@ -192,72 +197,123 @@ def paged_attention_prefill(
     sinks: torch.Tensor | None = None,
     key_scales: torch.Tensor | None = None,
     value_scales: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with each query token to its sequence's slots up to its own position; [T, H, D].
 
     Sequence s owns the rows [query_start_loc[s], query_start_loc[s + 1]) of `query`, [T, H, D +
     REST], its last query_len tokens: row i has position seq_len - query_len + i. The keys and
     values of these tokens are already in the caches, as in `paged_attention_decode`. `block_tables`
-    is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1], from 0; the host does not
-    read them.
+    is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1], which may begin behind 0;
+    the host does not read them.
     Rows that belong to no sequence, or to one of length 0, give zeros. A row does not depend on
     other sequences of the batch.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`. Tiles outside
     the windows of all query tokens of a program are not read.
 
+    With `out`, contiguous [T, H, D], it writes to that and returns it; what happens to rows of no
+    sequence is then undefined.
+
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, `max_query_len` exceeds T, or an
             option is not positive.
     """
-    check_paged(query, key_cache, value_cache, block_tables, seq_lens, key_scales, value_scales)
+    if out is None:
+        out = query.new_zeros((*query.shape[:2], value_cache.shape[3]))
+    out = attention_out(out, query, value_cache.shape[3])
+    if max_query_len > len(query):
+        raise ValueError(f"max_query_len is {max_query_len}, required is at most {len(query)}")
+    sequences = Sequences(block_tables, seq_lens, query_start_loc, max_query_len)
+    launch = prepare_prefill(
+        query,
+        key_cache,
+        value_cache,
+        scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        out=out,
+    )
+    launch(sequences)
+    return out
+
+
+def prepare_prefill(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    key_scales: torch.Tensor | None = None,
+    value_scales: torch.Tensor | None = None,
+    out: torch.Tensor,
+) -> Callable[[Sequences], None]:
+    """Check and prepare `paged_attention_prefill`, to be launched on many steps' sequences.
+
+    Each launch overwrites the rows of `out` that belong to its sequences.
+
+    Raises:
+        ValueError: as `paged_attention_prefill`.
+    """
+    check_attended(query, key_cache, value_cache, key_scales, value_scales)
     check_options(query, window, softcap, sinks)
     num_tokens, num_heads, query_dim = query.shape
     head_dim = value_cache.shape[3]
-    num_seqs = seq_lens.shape[0]
-    check_tensor("query_start_loc", query_start_loc, (num_seqs + 1,), torch.int32, query)
-    if max_query_len > num_tokens:
-        raise ValueError(f"max_query_len is {max_query_len}, required is at most {num_tokens}")
     config = config_of(PrefillConfig, query.device, shape_of(query, value_cache))
     heads = group_heads(num_heads, config.rows, key_cache, value_cache, key_scales, value_scales)
     block_size, num_kv_heads = heads.key_cache.shape[1:3]
     rows = max(config.rows, triton.next_power_of_2(heads.group))
     tokens = rows // heads.group
-    dims = max(16, triton.next_power_of_2(head_dim))
-    out = query.new_zeros((num_tokens, num_heads, head_dim))
-    _attend_chunks_kernel[(num_tokens // tokens + num_seqs, num_kv_heads)](
-        query,
-        as_bits(heads.key_cache),
-        None if heads.value_cache is None else as_bits(heads.value_cache),
-        heads.key_scales,
-        heads.value_scales,
-        block_tables,
-        seq_lens,
-        query_start_loc,
-        sinks,
-        out,
-        num_seqs,
-        scale * LOG2_E,
-        None if softcap is None else softcap * LOG2_E,
-        window,
-        *query.stride()[:2],
-        *heads.key_cache.stride()[:3],
-        *(heads.value_cache if heads.value_cache is not None else heads.key_cache).stride()[:3],
-        *scale_strides(heads.key_scales),
-        *scale_strides(heads.value_scales),
-        block_tables.stride(0),
-        H=num_heads,
-        G=heads.group,
-        D=head_dim,
-        P=block_size,
-        ROWS=rows,
-        TOKENS=tokens,
-        DIMS=dims,
-        REST=query_dim - head_dim,
-        REST_DIMS=max(16, triton.next_power_of_2(query_dim - head_dim)),
-        POSITIONS=config.positions,
-        NUM_STAGES=config.num_stages,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+    values = heads.key_cache if heads.value_cache is None else heads.value_cache
+    attend = Launch(
+        _attend_chunks_kernel,
+        {
+            "query": query,
+            "key_cache": as_bits(heads.key_cache),
+            "value_cache": None if heads.value_cache is None else as_bits(heads.value_cache),
+            "key_scales": heads.key_scales,
+            "value_scales": heads.value_scales,
+            "sinks": sinks,
+            "out": out,
+            "scale_log2": scale * LOG2_E,
+            "softcap_log2": None if softcap is None else softcap * LOG2_E,
+            "window": window,
+            **strides("query", "th", query.stride()),
+            **strides("key", "bph", heads.key_cache.stride()),
+            **strides("value", "bph", values.stride()),
+            **strides("key_scale", "bph", scale_strides(heads.key_scales)),
+            **strides("value_scale", "bph", scale_strides(heads.value_scales)),
+            "H": num_heads,
+            "G": heads.group,
+            "D": head_dim,
+            "P": block_size,
+            "ROWS": rows,
+            "TOKENS": tokens,
+            "DIMS": max(16, triton.next_power_of_2(head_dim)),
+            "REST": query_dim - head_dim,
+            "REST_DIMS": max(16, triton.next_power_of_2(query_dim - head_dim)),
+            "POSITIONS": config.positions,
+            "NUM_STAGES": config.num_stages,
+        },
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
-    return out
+
+    def launch(sequences: Sequences) -> None:
+        num_seqs = sequences.block_tables.shape[0]
+        attend(
+            (num_tokens // tokens + num_seqs, num_kv_heads, 1),
+            None,
+            block_tables=sequences.block_tables,
+            seq_lens=sequences.seq_lens,
+            query_start_loc=sequences.query_start_loc,
+            num_seqs=num_seqs,
+            table_stride=sequences.block_tables.stride(0),
+        )
+
+    return launch

@@ -9,6 +9,7 @@ are their first D.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -277,6 +278,11 @@ def _load(pointer, inside, dim_mask, IS_MASKED: tl.constexpr, IS_WHOLE: tl.const
 def scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
     """Return the strides of [B, P, HKV]; zeros without scales."""
     return (0, 0, 0) if scales is None else scales.stride()
+
+
+def strides(name: str, dims: str, values: Sequence[int]) -> dict[str, int]:
+    """Return strides by the names of a kernel's arguments, `{name}_stride_{dim}`."""
+    return {f"{name}_stride_{dim}": value for dim, value in zip(dims, values, strict=False)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,14 +1,15 @@
 """Which variants of Triton's kernels a worker needs after its warm-up.
 
-A program, not a test: Triton must be imported without TRITON_INTERPRET. Takes a model directory
-and a seed. A worker's executor runs on the CPU; each op first goes through its Triton launcher,
-which launches nothing but records what Triton would compile for, and then to its twin. After
-`warm_up`, a scheduler drives random requests through the executor: prompts, decodes, mixed steps,
-prefix hits, forks, swaps, masks, draws. Prints, as JSON, how many variants the warm-up needs, and
-each variant that only the requests need.
+A program, not a test: Triton must be imported without TRITON_INTERPRET. Takes a model directory,
+a seed, and "graphs" or "eager". A worker's executor runs on the CPU; each op first goes through its
+Triton launcher, which launches nothing but records what Triton would compile for, and then to its
+twin. After the captures and `warm_up`, a scheduler drives random requests through the executor:
+prompts, decodes, mixed steps, prefix hits, forks, swaps, masks, draws. Prints, as JSON, how many
+variants the warm-up needs, and each variant that only the requests need.
 """
 
 import contextlib
+import importlib
 import json
 import random
 import sys
@@ -59,9 +60,22 @@ def through_launcher(twin):
     return op
 
 
+def prepare_launcher(name):
+    plain = getattr(ops, name)
+    launcher = getattr(importlib.import_module(f"kernels.triton.{name.split('_')[1]}"), name)
+
+    def prepare(*args, **kwargs):
+        launch, twin = launcher(*args, **kwargs), plain(*args, **kwargs)
+        return lambda sequences: (launch(sequences), twin(sequences))
+
+    return prepare
+
+
 JITFunction.run = record
 for name in reference.__all__:
     setattr(ops, name, through_launcher(getattr(reference, name)))
+for name in ("prepare_decode", "prepare_prefill"):
+    setattr(ops, name, prepare_launcher(name))
 library.native = lambda: None
 
 # After the ops are replaced: modules may import them by name.
@@ -72,6 +86,7 @@ from gpu_worker.kv.host_pool import HostPool  # noqa: E402
 from gpu_worker.models.registry import open_model  # noqa: E402
 from gpu_worker.sampling.grammars import StructuredOutput as Grammars  # noqa: E402
 from gpu_worker.sampling.sampler import Sampler  # noqa: E402
+from gpu_worker.step import piecewise_graphs  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402
 from gpu_worker.step.warm_up import warm_up  # noqa: E402
 from scheduler_svc.core.scheduler import Scheduler  # noqa: E402
@@ -87,6 +102,19 @@ def draw_by_kernel(self, logits, places, rows, positions, *, is_suppressed):
 Sampler._draw = draw_by_kernel
 
 CPU = torch.device("cpu")
+
+
+class WorkBetween:
+    """A backend whose replays only attend, between graphs."""
+
+    def capture(self, compute):
+        works = []
+        compute(lambda work: work())
+        compute(works.append)
+        return lambda: [work() for work in works]
+
+    def alias(self, tensor):
+        return tensor
 
 
 class NoStreams:
@@ -190,6 +218,10 @@ def serve(executor, limits, chance, num_requests):
 def main():
     model, seed = Path(sys.argv[1]), int(sys.argv[2])
     executor, limits = make_executor(model, num_blocks=70, num_host_blocks=60)
+    if sys.argv[3] == "graphs":
+        piecewise_graphs._MAX_TOKENS = 32  # the largest steps run eagerly
+        executor.capture_decodes(WorkBetween(), lambda _: None)
+        executor.capture_pieces(WorkBetween(), lambda _: None)
     warm_up(executor, limits, has_structured_output=True)
     known = set(VARIANTS)
     seen = serve(executor, limits, random.Random(seed), num_requests=25)

@@ -13,11 +13,15 @@ from tests.models_fixture import make_model
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])  # mistral has a sliding window
-def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(family: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("family", "steps"), [("llama", "eager"), ("mistral", "graphs")]
+)  # mistral has a sliding window
+def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(
+    family: str, steps: str, tmp_path: Path
+):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     model = make_model(tmp_path / "model", family)
-    program = [sys.executable, "-m", "tests.kernels.compile_keys", str(model), "1"]
+    program = [sys.executable, "-m", "tests.kernels.compile_keys", str(model), "1", steps]
     done = subprocess.run(program, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from kernels import reference
+from kernels import ops, reference
+from kernels.triton.decode import paged_attention_decode
 from kernels.triton.prefill import paged_attention_prefill
 from kernels.tuning import configs as tuned
 from tests.kernels.tensors import dense_attention, far_apart, make_paged, options, strided
@@ -194,3 +197,46 @@ def test_prefill_names_what_does_not_fit(device):
         paged_attention_prefill(query, *paged.args, starts_of([5], device), 6, 1.0)
     with pytest.raises(ValueError, match=r"query_start_loc has shape \(3,\), required is \(2,\)"):
         paged_attention_prefill(query, *paged.args, starts_of([2, 3], device), 3, 1.0)
+
+
+@every_dot_dtype
+@pytest.mark.parametrize(SHAPE_NAMES, SHAPES)
+def test_chunks_and_decodes_share_a_query_and_an_output(
+    num_heads, num_kv_heads, head_dim, block_size, dtype, device
+):
+    """Decodes come first, then chunks, then rows of no sequence."""
+    query_lens, seq_lens = (1, 1, 1, *(33, 1, 65, 7)), (1, 70, 33, *(33, 70, 65, 23))
+    launchers = SimpleNamespace(
+        paged_attention_decode=paged_attention_decode,
+        paged_attention_prefill=paged_attention_prefill,
+    )
+    paged = make_paged(seq_lens, num_kv_heads, head_dim, block_size, dtype, device)
+    query = strided((sum(query_lens) + 3, num_heads, head_dim), dtype, device)
+    starts = starts_of(query_lens, device)
+    scale = head_dim**-0.5
+    keys, values, tables, lens = paged.args
+    decodes = keys, values, tables[:3], lens[:3]
+    chunks = keys, values, tables[3:], lens[3:]
+    for code in (launchers, ops, reference):
+        out = torch.full_like(query.contiguous(), torch.nan)
+        same = code.paged_attention_prefill(query, *chunks, starts[3:], 65, scale, out=out)
+        assert same is out
+        assert code.paged_attention_decode(query, *decodes, scale, out=out) is out
+        rest = starts[3:] - 3
+        chunked = code.paged_attention_prefill(query[3:], *chunks, rest, 65, scale)
+        assert torch.equal(out[3:-3], chunked[:-3])
+        assert torch.equal(out[:3], code.paged_attention_decode(query[:3], *decodes, scale))
+
+
+def test_an_output_that_does_not_fit_is_named(device):
+    paged = make_paged([5], 2, 16, 8, torch.float32, device)
+    query = torch.randn(5, 4, 16, device=device)
+    starts = starts_of([5], device)
+    with pytest.raises(ValueError, match=r"out has shape \(4, 4, 16\), required is \(5, 4, 16\)"):
+        paged_attention_prefill(query, *paged.args, starts, 5, 1.0, out=query[:4])
+    with pytest.raises(ValueError, match="required is a contiguous tensor"):
+        paged_attention_decode(
+            query, *paged.args, 1.0, out=torch.empty(5, 4, 32, device=device)[..., :16]
+        )
+    with pytest.raises(ValueError, match="block_tables has 1 rows, required are 5"):
+        paged_attention_decode(query, *paged.args, 1.0)

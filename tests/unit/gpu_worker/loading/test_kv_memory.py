@@ -4,11 +4,14 @@ import pytest
 import torch
 from fake_cuda_driver import Budget, FakeCudaDriver, HostChunks
 
+from contract.limits import Limits
 from gpu_worker.loading import kv_memory
 from gpu_worker.loading.kv_memory import NoRoomError, check_size, open_pool_memory
 from gpu_worker.memory.elastic import VirtualMemoryError
+from gpu_worker.models.registry import open_model
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
+from tests.models_fixture import make_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GIB = 1024**3
@@ -106,3 +109,63 @@ def test_pool_larger_than_the_device_is_refused_with_both_sizes(changes, problem
         check_size(settings(**changes), BLOCK_BYTES, CPU)
     check_size(settings(num_blocks=4096), BLOCK_BYTES, CPU)
     check_size(settings(), BLOCK_BYTES, CPU)
+
+
+class FakeMemory:
+    """Stands in for `torch.cuda`: the memory of torch, and of the driver for each graph."""
+
+    def __init__(self, monkeypatch, bytes_of_graph):
+        self.bytes_of_graph = bytes_of_graph
+        self.num_graphs = 0
+        self.once = 0
+        self.peak = 0
+        for name in (
+            "memory_allocated",
+            "max_memory_allocated",
+            "reset_peak_memory_stats",
+            "mem_get_info",
+            "memory_reserved",
+            "empty_cache",
+        ):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name, lambda *_: 0))
+        monkeypatch.setattr(kv_memory, "CudaGraphs", lambda _: self)
+
+    def max_memory_allocated(self, _):
+        return 5000
+
+    def memory_reserved(self, _):
+        return 7000
+
+    def mem_get_info(self, _):
+        return 100_000 - 7000 - self.once - self.num_graphs * self.bytes_of_graph, 100_000
+
+    def capture(self, compute):
+        self.once = 900
+        self.num_graphs += 1
+
+        def between(_):
+            self.num_graphs += 1
+
+        compute(between)
+
+    def alias(self, tensor):
+        return tensor
+
+
+def test_graphs_take_torch_s_memory_once_and_the_driver_s_for_each_size(monkeypatch, tmp_path):
+    source = open_model(make_model(tmp_path / "model", "qwen2"))  # 3 layers: 4 pieces
+    limits = Limits(
+        max_num_seqs=4,  # graphs of 1, 2 and 4 rows
+        max_model_len=64,
+        max_num_batched_tokens=32,  # pieces of 8, 16 and 32 tokens
+        num_blocks=0,
+        block_size=4,
+        vocab_size=500,
+    )
+    model = source.load(torch.float32, CPU, lambda _: None)
+    memory = FakeMemory(monkeypatch, bytes_of_graph=10)
+    found = kv_memory.graph_bytes(model, source.config, limits, torch.float32, CPU)
+    assert found == 5000 + 6 * 4 * 10
+    assert memory.num_graphs == 2 * 4, "two sizes are captured: the first pays 900 once"
+    monkeypatch.setattr(memory, "capture", None)  # a model that cannot be captured
+    assert kv_memory.graph_bytes(model, source.config, limits, torch.float32, CPU) == 5000

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from fake_graphs import FakeGraphs
+from fake_graphs import FakeGraphs, FakePieces
 
+from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.lora.adapter_files import load_adapter
 from gpu_worker.models.registry import open_model
+from gpu_worker.speculative.draft_model import ModelDrafter
 from gpu_worker.weights.quantized_linear import Quantization
 from kernels.cpu.library import native
 from tests.lora_fixture import make_adapter, merge
@@ -136,9 +138,19 @@ def test_guesses_change_nothing(llama):
     assert oracle.num_guesses > len(PROMPTS)
 
 
+def test_guesses_are_verified_by_graphs(llama, monkeypatch):
+    outputs = expected(llama, PROMPTS, [0] * 4)
+    oracle = Oracle([prompt + out for prompt, out in zip(PROMPTS, outputs, strict=True)])
+    worker, graphs = Worker(llama, drafter=oracle), FakePieces(monkeypatch)
+    worker.executor.capture_pieces(graphs, lambda _: None)
+    assert token_lists(worker.generate(PROMPTS, [0] * 4)) == outputs
+    assert oracle.num_guesses > len(PROMPTS)
+    assert graphs.num_replays > 10
+
+
 def test_only_steps_without_an_adapter_replay_graphs(llama):
     worker, graphs = Worker(llama), FakeGraphs()
-    worker.executor.capture_graphs(graphs, lambda _: None)
+    worker.executor.capture_decodes(graphs, lambda _: None)
     prompts, numbers = ONE_PROMPT[:2], [2, 0]  # equally long, so that neither decodes alone
     results = worker.generate(prompts, numbers)
     assert token_lists(results) == expected(llama, prompts, numbers)
@@ -147,6 +159,19 @@ def test_only_steps_without_an_adapter_replay_graphs(llama):
     results = worker.generate(PROMPTS[:1], [0])
     assert token_lists(results) == expected(llama, PROMPTS[:1], [0])
     assert graphs.num_replays
+
+
+def test_a_draft_model_guesses_with_graphs(llama, monkeypatch):
+    source = open_model(llama.model)
+    pool = KvPool(source.config, LIMITS.num_blocks, LIMITS.block_size, torch.float32, CPU)
+    drafter = ModelDrafter(source.load(torch.float32, CPU, lambda _: None), pool, 3, LIMITS, CPU)
+    worker, graphs, pieces = Worker(llama, drafter=drafter), FakeGraphs(), FakePieces(monkeypatch)
+    drafter.capture_decodes(graphs, lambda _: None)
+    drafter.capture_pieces(pieces, lambda _: None)
+    outputs = expected(llama, PROMPTS, [0] * 4)
+    assert token_lists(worker.generate(PROMPTS, [0] * 4)) == outputs
+    assert graphs.num_replays > 5
+    assert pieces.num_replays > 5
 
 
 @pytest.mark.parametrize("quantization", [None, Quantization.INT8])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed import PrefixStore, destroy_process_group
 
@@ -21,9 +22,11 @@ from gpu_worker.kv.layout import kv_dtypes
 from gpu_worker.models.registry import open_model
 from gpu_worker.parallel.collectives import Ranks, find_store, open_store
 from gpu_worker.parallel.place import Place
+from gpu_worker.step.cuda_graphs import GraphsOfAll
 from gpu_worker.step.executor import Executor
 from gpu_worker.weights.quantized_linear import Quantization
 from rpc.observe import logs
+from tests.unit.gpu_worker.fake_graphs import FakePieces
 
 ADDRESS = "127.0.0.1"
 NUM_TOKENS = 64
@@ -47,10 +50,12 @@ class Case:
     pipeline_size: int = 1
     dtype: str = "float32"
     quantization: str | None = None
+    has_graphs: bool = False
+    """Whether the ranks replay their steps in pieces, from fakes."""
 
     @property
     def alone(self) -> "Case":
-        return replace(self, tensor_size=1, pipeline_size=1)
+        return replace(self, tensor_size=1, pipeline_size=1, has_graphs=False)
 
 
 def run_ranks(cases: Sequence[Case], num_ranks: int) -> list[list[Any]]:
@@ -101,6 +106,10 @@ def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:
     dtypes = kv_dtypes("auto", frozenset(), dtype, config.num_layers)
     pool = KvPool(config, limits.num_blocks, BLOCK_SIZE, dtypes, device)
     executor = Executor(model, pool, limits, (), device, ranks=ranks)
+    patches, graphs = pytest.MonkeyPatch(), None
+    if case.has_graphs and ranks is not None:
+        graphs = FakePieces(patches)
+        executor.capture_pieces(GraphsOfAll(graphs, ranks), lambda _: None)
     prompts = [np.random.default_rng(n).integers(5, 500, n).astype(np.int32) for n in PROMPT_LENS]
     first = Plan(
         step_id=1,
@@ -123,6 +132,7 @@ def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:
     )
     decodes = [Plan(step_id=i, num_decodes=num_rows) for i in range(2, NUM_TOKENS + 1)]
     outputs = [executor.step(step) for step in (first, *decodes)]
+    patches.undo()
     tokens: list[list[int]] = [[] for _ in prompts]
     for output in outputs:
         for row, token in zip(output.sampled_rows, output.sampled_token_ids, strict=True):
@@ -132,6 +142,7 @@ def run(case: Case, place: Place, ranks: Ranks | None) -> dict[str, Any]:
         "logprobs": [logprob.logprob for output in outputs for logprob in output.logprobs],
         "prompt": [t.logprob for part in outputs[0].prompt_logprobs for t in part.logprobs],
         "block_bytes": pool.block_bytes,
+        "num_replays": 0 if graphs is None else graphs.num_replays,
     }
 
 

@@ -31,6 +31,12 @@ def results(tmp_path_factory):
     cases.append(Case(str(dirs.get("llama", num_hidden_layers=1)), *TENSOR, quantization="int8"))
     directory = dirs.get("llama", num_hidden_layers=1, intermediate_size=96)
     cases.append(Case(str(write(directory, directory / "packed", FORMS["gptq_32"])), *TENSOR))
+    graphs = [("llama graphs", TENSOR), ("qwen2 graphs", PIPELINE)]
+    for name, sizes in graphs:
+        family = name.split()[0]
+        directory = dirs.get(family, **FAMILIES[family])
+        cases.append(Case(str(directory), *sizes, has_graphs=True))
+    keys += graphs
     rank_0, rank_1 = run_ranks(cases, 2)
     alone = {case: run(case, Place(), None) for case in {case.alone for case in cases}}
     expected = [alone[case.alone] for case in cases]
@@ -42,6 +48,14 @@ def test_two_ranks_sample_what_one_does(results, name, sizes):
     alone, rank_0, rank_1 = results[name, sizes]
     assert rank_0["tokens"] == alone["tokens"]
     assert rank_1["tokens"] == rank_0["tokens"]
+
+
+@pytest.mark.parametrize("key", [("llama graphs", TENSOR), ("qwen2 graphs", PIPELINE)])
+def test_ranks_that_replay_pieces_sample_what_one_does(results, key):
+    alone, *ranks = results[key]
+    for rank in ranks:
+        assert rank["tokens"] == alone["tokens"]
+        assert rank["num_replays"] > 10
 
 
 @pytest.mark.parametrize("sizes", [TENSOR, PIPELINE])

@@ -15,7 +15,7 @@ from contract.step import NewSequence, Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.loading import rank_model as model_part
 from gpu_worker.models.registry import open_model
-from gpu_worker.step.cuda_graphs import graph_sizes
+from gpu_worker.step.decode_graphs import graph_sizes
 from gpu_worker.step.executor import Executor
 from tests.models_fixture import ModelDirs
 
@@ -51,7 +51,7 @@ def row(number, tokens, blocks, sampling=GREEDY):
 def executor_of(model, pool, limits, graphs):
     executor = Executor(model, pool, limits, (), CPU)
     if graphs is not None:
-        executor.capture_graphs(graphs, lambda _: None)
+        executor.capture_decodes(graphs, lambda _: None)
     return executor
 
 
@@ -161,7 +161,10 @@ def test_failed_captures_are_logged_and_steps_run_without_graphs():
     graphs = FakeGraphs(fails_at=2)
     with structlog.testing.capture_logs() as logs:
         model_part._capture_graphs(executor, graphs, lambda *args: told.append(args))
-    assert [line["event"] for line in logs] == ["decode steps run without CUDA graphs"]
+    assert [line["event"] for line in logs] == [
+        "decode steps run without CUDA graphs",
+        "steps with prompts run without CUDA graphs",
+    ]
     assert "capturing" in str(logs[0]["exc_info"])
     assert told[1] == ("capturing CUDA graphs", pytest.approx(1 / 5))
     prompts = {n: [n + 1, 2] for n in range(4)}

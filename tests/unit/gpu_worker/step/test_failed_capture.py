@@ -4,8 +4,9 @@ import contextlib
 
 import pytest
 import torch
+from fake_graphs import FakeGraphs
 
-from gpu_worker.step.cuda_graphs import CudaGraphs
+from gpu_worker.step.cuda_graphs import CudaGraphs, GraphsOfAll
 
 DEVICE = torch.device("cuda:0")
 POOL = (0, 7)
@@ -26,60 +27,163 @@ class FakeCuda:
         self.default = FakeStream(DEVICE)
         self.current = self.default
         self.allocates_to = []
-        for name in ("Stream", "current_stream", "set_stream", "stream", "graph"):
+        self.has_failed = False
+        self.log = []
+        """What the device computed, and replays by the number of their graph."""
+        for name in ("Stream", "current_stream", "stream"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda: None)
+        self.num_graphs = 0
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(self))
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
 
     Stream = FakeStream
 
-    def replay(self):
-        pass
-
     def current_stream(self):
         return self.current
-
-    def set_stream(self, stream):
-        self.current = stream
 
     @contextlib.contextmanager
     def stream(self, stream):
         before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    @contextlib.contextmanager
-    def graph(self, _, pool, stream, **__):
-        before, self.current = self.current, stream
-        self.allocates_to.append(pool)
         try:
             yield
-        except RuntimeError:
-            raise RuntimeError("capture_end: operation failed due to a previous error") from None
-        self.allocates_to.remove(pool)
-        self.current = before
+        finally:
+            self.current = before
 
     def end(self, device_index, pool):
         assert device_index == DEVICE.index
+        if pool not in self.allocates_to:
+            raise RuntimeError("the allocator does not allocate to this pool")
         self.allocates_to.remove(pool)
 
+    def launch(self, what):
+        if not self.allocates_to:
+            self.log.append(what)
 
-def test_a_failed_capture_leaves_stream_and_allocator_as_they_were(monkeypatch):
-    cuda = FakeCuda(monkeypatch)
-    graphs = CudaGraphs(DEVICE)
-    calls = []
-
-    def waits_for_the_device():
-        calls.append(cuda.current)
-        if cuda.allocates_to:
+    def synchronize_a_stream(self):
+        if self.allocates_to:
+            self.has_failed = True
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    with pytest.raises(RuntimeError, match="capture_end"):
-        graphs.capture(waits_for_the_device)
-    assert len(calls) == 2
+
+class FakeGraph:
+    def __init__(self, cuda):
+        self.cuda = cuda
+        self.number = None
+
+    def capture_begin(self, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        assert self.cuda.current is not self.cuda.default
+        assert not self.cuda.allocates_to, "one capture at a time"
+        self.cuda.allocates_to.append(pool)
+
+    def capture_end(self):
+        if self.cuda.has_failed or not self.cuda.allocates_to:
+            self.cuda.has_failed = False
+            raise RuntimeError("capture_end: operation failed due to a previous error")
+        self.cuda.allocates_to.remove(POOL)
+        self.number = self.cuda.num_graphs
+        self.cuda.num_graphs += 1
+
+    def replay(self):
+        assert self.number is not None, "it was captured"
+        self.cuda.log.append(self.number)
+
+
+def in_pieces(cuda, *, fails):
+    def compute(between):
+        cuda.launch("first")
+        between(lambda: cuda.log.append("work"))
+        cuda.launch("second")
+        if fails:
+            cuda.synchronize_a_stream()
+
+    return compute
+
+
+def whole(cuda, *, fails):
+    def compute(_):
+        cuda.launch("first")
+        if fails:
+            cuda.synchronize_a_stream()
+
+    return compute
+
+
+@pytest.mark.parametrize("computation", [whole, in_pieces])
+def test_a_failed_capture_leaves_stream_and_allocator_as_they_were(monkeypatch, computation):
+    cuda = FakeCuda(monkeypatch)
+    graphs = CudaGraphs(DEVICE)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.capture(computation(cuda, fails=True))
     assert cuda.current is cuda.default
     assert cuda.allocates_to == []
-    graphs.capture(lambda: None)()
+    cuda.log.clear()
+    graphs.capture(computation(cuda, fails=False))
     assert cuda.current is cuda.default
+    assert cuda.allocates_to == []
+    assert cuda.log[0] == "first", "it runs once before it is captured"
+
+
+def test_an_error_of_python_ends_a_capture_too(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    num_calls = iter(range(2))
+
+    def compute(_):
+        if next(num_calls):
+            raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011  any
+        CudaGraphs(DEVICE).capture(compute)
+    assert cuda.allocates_to == []
+
+
+def test_a_replay_does_the_work_between_the_pieces(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    replay = CudaGraphs(DEVICE).capture(in_pieces(cuda, fails=False))
+    assert cuda.log == ["first", "work", "second"], "the run before"
+    cuda.log.clear()
+    replay()
+    replay()
+    assert cuda.log == [0, "work", 1] * 2
+
+
+def test_an_alias_has_the_address_and_does_not_keep_the_memory(monkeypatch):
+    FakeCuda(monkeypatch)
+    whole = torch.arange(24).view(4, 6)
+    part = whole[1:, ::2]
+    alias = CudaGraphs(DEVICE).alias(part)
+    assert torch.equal(alias, part)
+    assert (alias.data_ptr(), alias.stride()) == (part.data_ptr(), part.stride())
+    assert alias.untyped_storage()._cdata != part.untyped_storage()._cdata
+    part.fill_(7)
+    assert alias.eq(7).all()
+
+
+class OtherRank:
+    """Its ranks are this one and another one, which captures or not."""
+
+    def __init__(self, *, captures):
+        self.captures = captures
+        self.heard = []
+
+    def least(self, *values):
+        self.heard.append(values)
+        return [min(value, self.captures) for value in values]
+
+
+@pytest.mark.parametrize("other_captures", [True, False])
+@pytest.mark.parametrize("fails_at", [None, 0])
+def test_a_capture_that_fails_in_one_rank_fails_in_all(other_captures, fails_at):
+    ranks, own = OtherRank(captures=other_captures), FakeGraphs(fails_at)
+    graphs = GraphsOfAll(own, ranks)
+    if other_captures and fails_at is None:
+        graphs.capture(lambda _: None)()
+        assert own.num_replays == 1
+    else:
+        message = "another rank" if fails_at is None else "not permitted"
+        with pytest.raises(RuntimeError, match=message):
+            graphs.capture(lambda _: None)
+    assert ranks.heard == [(float(fails_at is None),)], "the other rank waits for the answer"

@@ -1,0 +1,290 @@
+"""Counts what the host does for one step on a GPU, by kind of step. Needs no GPU.
+
+    python bench/host_operations.py --json host_operations.json
+
+A worker's executor runs a decoder of a Llama's shape, 32 layers of tiny widths, on a CPU that
+passes for a GPU: each op goes through its Triton launcher, which launches nothing, and replays of
+CUDA graphs compute nothing. It counts the Python calls into torch (functions and methods, without
+reads of attributes), the operations of torch's dispatcher, launches of Triton kernels, and replays
+of graphs. `host_operations` is the sum of calls, launches and replays.
+
+The counts are exact: two runs give the same.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from harness.case import Table, arguments, main
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
+
+from gpu_worker.memory import transfer
+from kernels import ops, reference
+from kernels.cpu import library
+
+_NUM_LAYERS = 32
+_NUM_DECODES = 32
+_CONTEXT = 40
+"""Tokens of a sequence that decodes."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the host did."""
+
+    calls: int = 0
+    dispatches: int = 0
+    launches: int = 0
+    replays: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.calls + self.launches + self.replays
+
+
+class _Counter:
+    """Counts within `counting`, except within `paused`."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self._is_paused = False
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[Counts]:
+        self.counts = Counts()
+        with _Calls(self), _Dispatches(self):
+            yield self.counts
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self._is_paused = self._is_paused, True
+        yield
+        self._is_paused = before
+
+    def add(self, name: str) -> None:
+        if not self._is_paused:
+            setattr(self.counts, name, getattr(self.counts, name) + 1)
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, counter: _Counter) -> None:
+        self._counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") != "__get__":
+            self._counter.add("calls")
+        return func(*args, **(kwargs or {}))
+
+
+class _Dispatches(TorchDispatchMode):
+    def __init__(self, counter: _Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._counter.add("dispatches")
+        return func(*args, **(kwargs or {}))
+
+
+COUNTER = _Counter()
+
+
+def _through_launcher(twin: Callable[..., Any]) -> Callable[..., Any]:
+    launch = ops.launcher(twin)
+
+    def op(*args: Any, **kwargs: Any) -> Any:
+        launch(*args, **kwargs)
+        with COUNTER.paused():
+            return twin(*args, **kwargs)
+
+    return op
+
+
+def _prepare_launcher(name: str) -> Callable[..., Any]:
+    """Has attention launch its kernels, and give zeros."""
+    launcher = getattr(importlib.import_module(f"kernels.triton.{name.split('_')[1]}"), name)
+
+    def prepare(*args: Any, out: torch.Tensor, **kwargs: Any) -> Callable[[Any], None]:
+        with COUNTER.paused():
+            out.zero_()
+        launch: Callable[[Any], None] = launcher(*args, out=out, **kwargs)
+        return launch
+
+    return prepare
+
+
+def _upload(arrays: Any, device: torch.device) -> list[torch.Tensor]:
+    """As `transfer.upload` to a GPU: all arrays in one copy."""
+    buffer = torch.empty(transfer.packed_bytes(arrays), dtype=torch.uint8, device=device)
+    return transfer.upload_into(buffer, arrays)
+
+
+def _launch(*_: Any, **__: Any) -> None:
+    """Stands in for `JITFunction.run`."""
+    COUNTER.add("launches")
+
+
+JITFunction.run = _launch  # type: ignore[method-assign]
+transfer.upload = _upload
+library.native = lambda: None  # type: ignore[assignment]
+for name in reference.__all__:
+    setattr(ops, name, _through_launcher(getattr(reference, name)))
+
+for name in ("prepare_decode", "prepare_prefill"):
+    setattr(ops, name, _prepare_launcher(name))
+
+# After the replacements, because modules import these functions by name.
+from contract.limits import Limits  # noqa: E402
+from contract.sampling import SamplingParams  # noqa: E402
+from contract.step import NewSequence, Plan, StepId  # noqa: E402
+from gpu_worker.kv.device_pool import KvPool  # noqa: E402
+from gpu_worker.models.llama import build_llama  # noqa: E402
+from gpu_worker.models.llama_config import LlamaConfig  # noqa: E402
+from gpu_worker.models.rope import RopeConfig  # noqa: E402
+from gpu_worker.step import piecewise_graphs  # noqa: E402
+from gpu_worker.step.cuda_graphs import Between  # noqa: E402
+from gpu_worker.step.executor import Executor  # noqa: E402
+from gpu_worker.weights.reader import draw_weights  # noqa: E402
+
+CPU = torch.device("cpu")
+CONFIG = LlamaConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128,
+    max_model_len=1024,
+    num_layers=_NUM_LAYERS,
+    num_kv_heads=2,
+    head_dim=8,
+    eos_token_ids=(),
+    dtype="float32",
+    hidden_size=32,
+    num_heads=4,
+    intermediate_size=32,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=10000.0),
+    tie_word_embeddings=True,
+    qkv_bias=False,
+    output_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    windows=(None,) * _NUM_LAYERS,
+    experts=None,
+)
+LIMITS = Limits(
+    max_num_seqs=_NUM_DECODES + 1,
+    max_model_len=1024,
+    max_num_batched_tokens=2048,
+    num_blocks=512,
+    block_size=16,
+    vocab_size=CONFIG.vocab_size,
+)
+KINDS = {
+    "decode": (_NUM_DECODES, 0),
+    "mixed_128": (_NUM_DECODES, 96),
+    "mixed_512": (_NUM_DECODES, 480),
+    "mixed_544": (_NUM_DECODES, 512),
+    "prefill_512": (0, 512),
+}
+"""Rows that decode, and the tokens of a prompt beside them."""
+
+
+class CountedGraphs:
+    """A `GraphBackend`: a replay counts, and computes nothing."""
+
+    def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
+        parts: list[Callable[[], object]] = [self._count]
+
+        def between(work: Callable[[], object]) -> None:
+            parts.extend((work, self._count))
+
+        compute(between)
+        return lambda: [part() for part in parts]
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    @staticmethod
+    def _count() -> None:
+        COUNTER.add("replays")
+
+
+def _row(row: int, num_tokens: int) -> NewSequence:
+    blocks = np.arange(num_tokens // LIMITS.block_size + 2, dtype=np.int32) + row * 4
+    return NewSequence(
+        seq_id=row,
+        row=row,
+        token_ids=np.arange(num_tokens, dtype=np.int32) % CONFIG.vocab_size,
+        num_prompt_tokens=num_tokens,
+        num_computed_tokens=0,
+        block_ids=blocks,
+        sampling=SamplingParams(seed=0, temperature=0.0, ignore_eos=True),
+        max_total_tokens=num_tokens + 20,
+    )
+
+
+def _step(
+    executor: Executor, number: int, new: tuple[NewSequence, ...], *, counted: bool
+) -> Counts:
+    plan = Plan(
+        StepId(number),
+        int(executor.rows.is_decoding.sum()),
+        new_sequences=new,
+        chunk_rows=np.array([each.row for each in new], np.int32),
+        chunk_lens=np.array([len(each.token_ids) for each in new], np.int32),
+    )
+    if not counted:
+        executor.step(plan)
+        return Counts()
+    with COUNTER.counting() as counts:
+        executor.step(plan)
+    return counts
+
+
+def count(executor: Executor, num_decodes: int, num_prompt_tokens: int) -> Counts:
+    """Count a step of rows that decode, with a prompt beside them."""
+    executor.reset()
+    if num_decodes:
+        decoding = tuple(_row(row, _CONTEXT) for row in range(num_decodes))
+        _step(executor, 1, decoding, counted=False)
+    new = (_row(num_decodes, num_prompt_tokens),) if num_prompt_tokens else ()
+    _step(executor, 2, (), counted=False) if num_decodes else None
+    return _step(executor, 3, new, counted=True)
+
+
+def make_executor(*, has_graphs: bool) -> Executor:
+    """Build the worker's executor over the tiny decoder."""
+    model = draw_weights(lambda weights: build_llama(CONFIG, weights), torch.float32, CPU)
+    pool = KvPool(CONFIG, LIMITS.num_blocks, LIMITS.block_size, (torch.float32,) * _NUM_LAYERS, CPU)
+    executor = Executor(model, pool, LIMITS, (), CPU)
+    if has_graphs:
+        piecewise_graphs.piece_sizes = lambda _: (128, 512)  # of all sizes that steps here need
+        executor.capture_decodes(CountedGraphs(), lambda _: None)
+        executor.capture_pieces(CountedGraphs(), lambda _: None)
+    return executor
+
+
+def measure(_: Any) -> dict[str, int]:
+    """Count all kinds of steps, with graphs and without."""
+    table = Table(
+        "step:<12", "graphs:<6", "calls:d", "dispatches:d", "launches:d", "replays:d", "sum:d"
+    )
+    results: dict[str, int] = {}
+    for has_graphs in (False, True):
+        executor = make_executor(has_graphs=has_graphs)
+        for kind, (num_decodes, num_prompt_tokens) in KINDS.items():
+            counts = count(executor, num_decodes, num_prompt_tokens)
+            numbers = [getattr(counts, field.name) for field in fields(Counts)]
+            table.row(kind, "yes" if has_graphs else "no", *numbers, counts.total)
+            name = kind if has_graphs else f"{kind}_eager"
+            results[f"{name}_host_operations"] = counts.total
+            results[f"{name}_dispatches"] = counts.dispatches
+    return results
+
+
+if __name__ == "__main__":
+    main(arguments(__doc__, quick="has no effect: it takes seconds").parse_args(), measure)

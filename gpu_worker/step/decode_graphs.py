@@ -1,0 +1,160 @@
+"""Decode steps captured as CUDA graphs, one per batch size, and replayed.
+
+A graph runs the same kernels on the same addresses. So a step's inputs are copied to fixed
+addresses, in one copy; its hidden states appear at a fixed address; and kernels read the amount of
+work from the device. A step with fewer sequences than its graph is filled up with *padding rows*:
+length 0, stored nowhere, results ignored.
+
+Symbols: `S` sequences of a graph, `N` of a step, `M` blocks of the longest block table, `E` hidden
+size.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from contract.limits import Limits
+from gpu_worker.memory.transfer import packed_bytes, upload_into
+from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.step.cuda_graphs import Between, Forward, GraphBackend
+from gpu_worker.step.input_batch import with_groups
+from gpu_worker.step.rows import Rows, ScheduledRows
+from kernels import PAD_SLOT
+
+_STEP = 8
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """The batch sizes that get a graph, ascending; the last is `max_num_seqs`.
+
+    They double up to 8, then grow by 8, and from 128 on by an eighth. This keeps both the padding
+    and the number of captures low.
+    """
+    sizes, size = [], 1
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += size if size < _STEP else max(_STEP, size // _STEP // _STEP * _STEP)
+    return (*sizes, max_num_seqs)
+
+
+class DecodeGraphs:
+    """Computes steps in which every sequence decodes. Called from one thread.
+
+    Callers are in `torch.inference_mode()`, on the stream of all other computation. Each step
+    overwrites the inputs and results of the one before.
+    """
+
+    def __init__(
+        self, forward: Forward, pool: Any, limits: Limits, last_token_ids: torch.Tensor
+    ) -> None:
+        """Allocate the graphs' inputs and outputs, at fixed addresses.
+
+        Args:
+            forward: The model's forward pass.
+            pool: The KV memory.
+            limits: The worker's limits.
+            last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
+        """
+        self._forward = forward
+        self._pool = pool
+        self._block_size = limits.block_size
+        self._last_token_ids = last_token_ids
+        self.sizes = graph_sizes(limits.max_num_seqs)
+        self._replays: dict[int, Callable[[], object]] = {}
+        num_rows, width = limits.max_num_seqs, limits.max_table_len
+        self._num_groups = len(limits.kv_windows)
+        device = last_token_ids.device
+        most = [*self._padding(num_rows), np.empty((num_rows, width), np.int32)]
+        self._inputs = torch.zeros(packed_bytes(most), dtype=torch.uint8, device=device)
+        self._block_tables = torch.zeros(  # [G, max_num_seqs, M]
+            self._num_groups, num_rows, limits.max_blocks_per_row, dtype=torch.int32, device=device
+        )
+        self._query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self._hidden: torch.Tensor | None = None  # [max_num_seqs, E], after the first run
+
+    def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        """Capture all sizes, and report the fraction done; errors of the backend pass through.
+
+        The largest is captured first, because its memory is enough for all others.
+        """
+        for done, size in enumerate(reversed(self.sizes)):
+            report(done / len(self.sizes))
+            self._replays[size] = backend.capture(self._computation(size))
+
+    def rehearse(self) -> None:
+        """Compute a step of the largest size without a graph, for measuring its memory."""
+        self._computation(self.sizes[-1])(lambda work: work())
+
+    def takes(self, scheduled: ScheduledRows) -> bool:
+        """Whether all sequences of the step decode."""
+        return 0 < scheduled.num_decodes == len(scheduled.rows)
+
+    def replay(self, rows: Rows, scheduled: ScheduledRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute a step for which `takes` is true, without waiting for the device.
+
+        Args:
+            rows: The rows, after `apply`.
+            scheduled: What `apply` returned.
+
+        Returns:
+            The final hidden states, `[N, E]`, and their rows, int64[N]; on the device, valid until
+            the next step.
+        """
+        num_seqs = len(scheduled.rows)
+        size = self.sizes[bisect_left(self.sizes, num_seqs)]
+        positions = scheduled.starts  # [N]: a decode's only token
+        blocks = rows.blocks_of(scheduled.rows, positions // self._block_size).astype(np.int64)
+        width = int(positions.max()) // self._block_size + 1
+        row_numbers, places, seq_lens, *slot_mappings = inputs = self._padding(size)
+        row_numbers[:num_seqs] = scheduled.rows
+        places[:num_seqs] = positions
+        seq_lens[:num_seqs] = positions + 1
+        offsets = positions % self._block_size
+        for group, slot_mapping in enumerate(slot_mappings):
+            of_group = blocks[group :: self._num_groups]
+            slot_mapping[:num_seqs] = of_group * self._block_size + offsets
+        tables = rows.block_tables[scheduled.rows, : width * self._num_groups]  # [N, width * G]
+        on_device = upload_into(self._inputs, [*inputs, tables])
+        # The step's tables are narrower than the graphs': columns beyond `width` are stale, and
+        # never read.
+        of_groups = on_device[-1].view(num_seqs, width, self._num_groups).permute(2, 0, 1)
+        self._block_tables[:, :num_seqs, :width].copy_(of_groups)
+        self._replays[size]()
+        assert self._hidden is not None, "a graph was captured"
+        return self._hidden[:num_seqs], on_device[0][:num_seqs]
+
+    def _computation(self, size: int) -> Callable[[Between], None]:
+        """The computation of a graph of S = `size`, from the inputs to the hidden states."""
+        rows, positions, seq_lens, *slots = upload_into(self._inputs, self._padding(size))
+        tables = [of_group[:size] for of_group in self._block_tables]
+
+        def compute(_: Between) -> None:
+            # Made within the capture, and so is the room that its kernels share.
+            metadata = AttentionMetadata(
+                slot_mapping=slots[0],
+                block_tables=tables[0],
+                seq_lens=seq_lens,
+                query_start_loc=self._query_start_loc[: size + 1],
+                max_query_len=1,
+                num_decodes=size,
+            )
+            metadata = with_groups(metadata, slots, tables)
+            token_ids = self._last_token_ids.index_select(0, rows)
+            hidden = self._forward(token_ids, positions, self._pool, metadata)
+            if self._hidden is None:
+                self._hidden = hidden.new_empty(self.sizes[-1], hidden.shape[1])
+            self._hidden[:size].copy_(hidden)
+
+        return compute
+
+    def _padding(self, size: int) -> list[np.ndarray[Any, np.dtype[Any]]]:
+        """Inputs of padding rows: rows, positions int64[S], lengths int32[S], slots int64[S]..."""
+        return [
+            np.zeros(size, np.int64),
+            np.zeros(size, np.int64),
+            np.zeros(size, np.int32),
+            *(np.full(size, PAD_SLOT, np.int64) for _ in range(self._num_groups)),
+        ]

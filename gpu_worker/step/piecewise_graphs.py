@@ -1,0 +1,225 @@
+"""Steps of few tokens, computed by CUDA graphs of everything but attention.
+
+All of a model but attention depends on the number of a step's tokens alone. So for some numbers of
+tokens the forward pass is captured in pieces, one more than there are layers, and a step of any
+prompts and decodes replays the pieces of the next larger number, and launches attention between
+them, on its own sequences. What fills it up are *padding tokens*: stored nowhere, results ignored.
+
+Symbols: `T` tokens of the graphs, `N` of a step, `S` its sequences, `R` rows, `E` hidden size.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from contract.arrays import Int64Array
+from contract.limits import Limits
+from gpu_worker.memory.transfer import packed_bytes, upload_into
+from gpu_worker.models.attention import AttentionMetadata, Prepare
+from gpu_worker.step.cuda_graphs import Between, Forward, GraphBackend
+from gpu_worker.step.input_batch import (
+    gather,
+    known_token_ids,
+    places_before_sampled,
+    with_groups,
+)
+from gpu_worker.step.rows import Rows, ScheduledRows
+from kernels import PAD_SLOT
+
+_MAX_TOKENS: Final = 512
+"""Of more, an 8B model computes longer on an H200 than the host launches. Estimated, not measured.
+"""
+_LEAST: Final = 16
+_PER_DOUBLING: Final = 4
+
+
+class PiecesError(Exception):
+    """A model's forward pass cannot be captured in pieces."""
+
+
+def piece_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """The numbers of tokens that get graphs, ascending.
+
+    After 8 multiples of 16 up to 128, then four for each doubling: from 64 tokens on less than a
+    fifth is padding.
+    """
+    most = min(max_num_batched_tokens, _MAX_TOKENS)
+    sizes, size = [_LEAST // 2], _LEAST
+    while size < most:
+        sizes.append(size)
+        size += max(_LEAST, (1 << (size.bit_length() - 1)) // _PER_DOUBLING)
+    return (*(each for each in sizes if each < most), most)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replayed:
+    """What a step computed, on the device; valid until the next step."""
+
+    hidden: torch.Tensor
+    """`[N, E]`: of all tokens."""
+    places: torch.Tensor
+    """int64[*]: the tokens before the sampled ones."""
+    sampling_rows: torch.Tensor
+    """int64[*]: the row of each sampled token."""
+
+
+class PiecewiseGraphs:
+    """Computes steps of few tokens. Called as `DecodeGraphs`."""
+
+    def __init__(
+        self, forward: Forward, pool: Any, limits: Limits, last_token_ids: torch.Tensor
+    ) -> None:
+        """See `DecodeGraphs`."""
+        self._forward = forward
+        self._pool = pool
+        self._limits = limits
+        self._last_token_ids = last_token_ids
+        self._num_groups = len(limits.kv_windows)
+        self.sizes = piece_sizes(limits.max_num_batched_tokens)
+        self._replays: dict[int, Callable[[], object]] = {}
+        largest, num_rows = self.sizes[-1], limits.max_num_seqs
+        most: list[npt.NDArray[Any]] = [
+            *self._padding(largest),
+            *(np.empty(largest, np.int64) for _ in range(2)),
+            *(np.empty(num_rows + 1, np.int32) for _ in range(2)),
+            *(
+                np.empty((num_rows, limits.max_blocks_per_row), np.int32)
+                for _ in range(self._num_groups)
+            ),
+        ]
+        self._inputs = torch.zeros(
+            packed_bytes(most), dtype=torch.uint8, device=last_token_ids.device
+        )
+        self._hidden: torch.Tensor | None = None  # [the largest T, E], after the first run
+        self._step: AttentionMetadata | None = None
+        """Of the step that replays; None before the first: there is nothing to attend to."""
+
+    def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
+        """Capture all sizes, the largest first; see `DecodeGraphs.capture`.
+
+        Raises:
+            PiecesError: Not every layer attends through `models.attention`.
+        """
+        for done, size in enumerate(reversed(self.sizes)):
+            report(done / len(self.sizes))
+            self.capture_size(size, backend)
+
+    def capture_size(self, size: int, backend: GraphBackend) -> None:
+        """Capture one of `sizes`; errors of the backend pass through."""
+        self._replays[size] = backend.capture(self._computation(size, backend))
+
+    def rehearse(self) -> None:
+        """Compute as many tokens as the largest graphs, without attention, to measure memory."""
+        self._computation(self.sizes[-1], None)(lambda _: None)
+
+    def takes(self, scheduled: ScheduledRows) -> bool:
+        """Whether there are graphs for so many tokens."""
+        return 0 < scheduled.num_tokens <= self.sizes[-1]
+
+    def replay(self, rows: Rows, scheduled: ScheduledRows, *, is_all_known: bool) -> Replayed:
+        """Compute a step for which `takes` is true, without waiting for the device.
+
+        Args:
+            rows: The rows, after `apply`.
+            scheduled: What `apply` returned.
+            is_all_known: Whether `rows` has the values of all tokens.
+        """
+        host = gather(rows, scheduled, self._limits.block_size)
+        num_tokens = len(host.positions)
+        size = self.sizes[bisect_left(self.sizes, num_tokens)]
+        num_on_device = 0 if is_all_known else scheduled.num_decodes
+        sources, given, positions, *slots = padded = self._padding(size)
+        sources[:num_on_device] = scheduled.rows[:num_on_device]
+        given[num_on_device:num_tokens] = known_token_ids(
+            rows, host.row_of_token[num_on_device:], host.positions[num_on_device:]
+        )
+        positions[:num_tokens] = host.positions
+        for of_group, slot_mapping in zip(host.slots, slots, strict=True):
+            slot_mapping[:num_tokens] = of_group
+        places, _ = places_before_sampled(scheduled, host.starts)
+        sampling_rows = scheduled.rows[scheduled.sampling]
+        arrays: list[npt.NDArray[Any]] = [
+            *padded,
+            places,
+            sampling_rows,
+            host.seq_lens,
+            host.starts,
+            *host.tables,
+        ]
+        on_device = upload_into(self._inputs, arrays)
+        slots_t = on_device[3 : len(padded)]
+        places_t, sampling_rows_t, seq_lens, query_start_loc, *tables = on_device[len(padded) :]
+        metadata = AttentionMetadata(
+            slot_mapping=slots_t[0],
+            block_tables=tables[0],
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            max_query_len=host.max_query_len,
+            num_decodes=scheduled.num_decodes,
+        )
+        self._step = with_groups(metadata, slots_t, tables)
+        self._replays[size]()
+        assert self._hidden is not None, "graphs were captured"
+        return Replayed(self._hidden[:num_tokens], places_t, sampling_rows_t)
+
+    def _computation(self, size: int, backend: GraphBackend | None) -> Callable[[Between], None]:
+        """The computation of T = `size` tokens, from the inputs to the hidden states."""
+        sources, given, positions, *slots = upload_into(self._inputs, self._padding(size))
+        # A model that looked at the sequences would capture what it saw; on the meta device there
+        # is nothing to see.
+        unknown = torch.empty(2, 1, dtype=torch.int32, device="meta")
+        attended: set[int] = set()
+
+        def compute(between: Between) -> None:
+            attended.clear()
+
+            def attend_between(
+                layer: int, query: torch.Tensor, out: torch.Tensor, prepare: Prepare
+            ) -> None:
+                attended.add(layer)
+                if backend is not None:
+                    query, out = backend.alias(query), backend.alias(out)
+                attend_to = prepare(query, out)
+                between(lambda: self._step and attend_to(self._step))
+
+            metadata = AttentionMetadata(
+                slot_mapping=slots[0],
+                block_tables=unknown[:1],
+                seq_lens=unknown[0],
+                query_start_loc=unknown[:, 0],
+                max_query_len=size,
+                num_decodes=0,
+                attend_between=attend_between,
+            )
+            metadata = with_groups(metadata, slots, [unknown[:1]] * len(slots))
+            known = torch.cat([self._last_token_ids, given])
+            token_ids = known.index_select(0, sources)
+            hidden = self._forward(token_ids, positions, self._pool, metadata)
+            num_layers = len(self._pool.groups.group_of)
+            if len(attended) != num_layers or len(hidden) != size:
+                raise PiecesError(
+                    f"the forward pass of {size} tokens attends in {len(attended)} layers of"
+                    f" {num_layers}, and returns hidden states of {len(hidden)} tokens"
+                )
+            if self._hidden is None:
+                self._hidden = hidden.new_empty(self.sizes[-1], hidden.shape[1])
+            self._hidden[:size].copy_(hidden)
+
+        return compute
+
+    def _padding(self, size: int) -> list[Int64Array]:
+        """Inputs of padding tokens, int64[T]: sources, token ids, positions, and slots by group.
+
+        A source is a row, whose newest sampled token it is, or R + i for the i-th token id.
+        """
+        return [
+            np.arange(size) + self._limits.max_num_seqs,
+            np.zeros(size, np.int64),
+            np.zeros(size, np.int64),
+            *(np.full(size, PAD_SLOT, np.int64) for _ in range(self._num_groups)),
+        ]

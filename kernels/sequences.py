@@ -1,0 +1,43 @@
+"""The sequences that attention is launched on."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels.checks import check_tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """Sequences of a step, made and checked once; every layer attends to the same."""
+
+    block_tables: torch.Tensor
+    """int32[S, M]."""
+    seq_lens: torch.Tensor
+    """int32[S]."""
+    query_start_loc: torch.Tensor | None = None
+    """int32[S + 1]; None: one token each."""
+    max_query_len: int = 1
+    scratch: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    """By shape: room for partial results, which one launch after another uses. It must outlive
+    graphs that were captured with it."""
+
+    def room(self, *shape: int) -> torch.Tensor:
+        """Return float32 of this shape; the next call returns the same memory."""
+        if shape not in self.scratch:
+            device = self.seq_lens.device
+            self.scratch[shape] = torch.empty(shape, dtype=torch.float32, device=device)
+        return self.scratch[shape]
+
+    def __post_init__(self) -> None:
+        """Check the tensors.
+
+        Raises:
+            ValueError: shapes, dtypes, devices or strides do not fit.
+        """
+        num_seqs, tables = len(self.block_tables), self.block_tables
+        check_tensor("block_tables", tables, tuple(tables.shape[:2]), torch.int32, tables)
+        check_tensor("seq_lens", self.seq_lens, (num_seqs,), torch.int32, tables)
+        starts = self.query_start_loc
+        if starts is not None:
+            check_tensor("query_start_loc", starts, (num_seqs + 1,), torch.int32, tables)

@@ -1,0 +1,41 @@
+"""Launches a kernel again and again with mostly the same arguments."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+
+class Launch:
+    """A kernel with the arguments that stay.
+
+    Triton looks for the compiled kernel at each launch, by the types, alignments and values of all
+    arguments. This looks once for each variant, and then launches what Triton found.
+    """
+
+    def __init__(self, kernel: Any, fixed: Mapping[str, Any], options: Mapping[str, int]) -> None:
+        """`fixed` are arguments by name, `options` those of Triton, such as `num_warps`."""
+        self._kernel = kernel
+        self._fixed = fixed
+        self._options = options
+        self._place_of = {name: place for place, name in enumerate(kernel.arg_names)}
+        self._arguments: list[Any] = [None] * len(self._place_of)
+        for name, value in fixed.items():
+            self._arguments[self._place_of[name]] = value
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __call__(self, grid: tuple[int, int, int], variant: Hashable, **changing: Any) -> None:
+        """Launch with the other arguments.
+
+        `variant` must differ if a changing argument asks for another compiled kernel. Those that
+        are constant for the compiler do; others must be exempt from specialization.
+        """
+        compiled = self._compiled.get(variant)
+        if compiled is None:
+            compiled = self._kernel[grid](**self._fixed, **changing, **self._options)
+            if compiled is not None:  # None from the interpreter
+                self._compiled[variant] = compiled
+            return
+        arguments = self._arguments.copy()  # which would keep the step's tensors
+        for name, value in changing.items():
+            arguments[self._place_of[name]] = value
+        compiled[grid](*arguments)
