@@ -3,6 +3,7 @@
 Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,7 +70,7 @@ def pack_fp8(
     why_not = _why_not_scaled(values, scales, dtype)
     if why_not is None:
         return ScaledLinear(values.contiguous(), scales.t().contiguous(), bias)
-    _log.info("fp8 weights are multiplied as 16-bit numbers", reason=why_not)
+    _tell_once(why_not)
     return _packed(values.t(), scales.t(), None, bias, dtype)
 
 
@@ -99,6 +100,11 @@ def _why_not_scaled(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dty
         shape = tuple(values.shape)
         return f"a weight has shape {shape}, required are multiples of {_FP8_MULTIPLE}"
     return None
+
+
+@functools.cache
+def _tell_once(reason: str) -> None:
+    _log.info("fp8 weights are multiplied as 16-bit numbers", reason=reason)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -148,7 +154,7 @@ class ScaledLinear:
         x_scales = (largest / _FP8_LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
         numbers = (x / x_scales).clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
         return torch._scaled_mm(  # noqa: SLF001  there is no public name
-            numbers,
+            numbers.contiguous(),
             self.weight.t(),
             scale_a=x_scales,
             scale_b=self.scales,

@@ -287,8 +287,7 @@ class PackedMaps:
         if len(num_groups) > 1 or not gpu_linear.can_pack(
             values.shape[1], min(num_groups), self._dtype
         ):
-            _log.info("fp8 weights are dequantized", dtype=str(self._dtype), groups=num_groups)
-            return None
+            return None  # `log` counts it as dequantized
         scales = torch.cat([part.scales for part in parts_fp8]).to(self._device)
         return gpu_linear.pack_fp8(values, scales, bias, self._dtype)
 

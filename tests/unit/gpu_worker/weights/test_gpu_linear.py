@@ -119,6 +119,8 @@ def test_fp8_in_float32_is_dequantized():
 def test_rows_of_zeros_and_of_numbers_that_are_not_finite():
     weight = torch.randn(32, 64).to(E4M3)
     linear = gpu_linear.pack_fp8(weight, torch.ones(32, 1), None, torch.bfloat16)
+    columns = torch.randn(64, 4).bfloat16()
+    assert torch.equal(linear(columns.t()), linear(columns.t().contiguous()))
     x = torch.randn(4, 64).bfloat16()
     x[1], x[2, 5], x[3, 5] = 0, torch.nan, torch.inf
     out = linear(x)
