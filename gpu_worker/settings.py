@@ -47,7 +47,7 @@ class WorkerSettings(ProcessSettings):
     the model then outputs nonsense."""
     quantization: Literal["int8", "int4"] | None = None
     """Quantize the weights of linear maps when they are read, for less memory and faster decoding;
-    on CPUs, for our own implementations or yours. int8: a scale per output. int4: a scale and an
+    for our own implementations or yours. int8: a scale per output. int4: a scale and an
     offset per 32 inputs of an output; the map to the vocabulary stays int8. Maps that a quantized
     checkpoint packs stay as they are. Unset: not quantized."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
@@ -56,10 +56,11 @@ class WorkerSettings(ProcessSettings):
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     """Most tokens of a sequence, prompt and output; unset: the model's limit."""
     max_num_seqs: PositiveInt | None = None
-    """Most sequences that run at once; unset: 256 on a GPU, 64 on a CPU."""
+    """Most sequences that run at once; unset: 64 on a CPU, 256 on a GPU, 512 with 80 GB
+    and 1024 with 120 GiB or more."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Most tokens of one step; the scheduler may send fewer. Unset: 2048, or max-num-seqs if that
-    is more."""
+    """Most tokens of one step; the scheduler may send fewer. Unset: 2048, on a GPU
+    with 80 GB or more 8192, or max-num-seqs if that is more."""
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Token slots of one block of KV memory."""
     num_blocks: PositiveInt | None = None

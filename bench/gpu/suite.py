@@ -1,4 +1,4 @@
-"""Runs all GPU benchmarks and tests within ten minutes and prints one table: see gpu.sh.
+"""Runs the GPU tests and benchmarks, in up to three calls, and prints one table: see gpu.sh.
 
 Every part is a process of its own with a time limit. If a part fails or has no time left, its line
 in the table says so; the table and gpu.json are written in any case. --cpu-smoke runs every part
@@ -21,8 +21,9 @@ from harness.machine import machine_facts
 
 _BENCH: Final = Path(__file__).parents[1]
 _ROOT: Final = _BENCH.parent
-_KERNELS: Final = ("activation", "copy", "decode", "norm", "prefill", "quantized", "rotary",
-                   "rotary_store", "sample", "store")  # fmt: skip
+_KERNELS: Final = ("activation", "copy", "decode", "norm", "prefill", "quantized",
+                   "quantized_linear", "rotary", "rotary_store", "sample", "store",
+                   "suppress")  # fmt: skip
 _KERNEL_TESTS: Final = tuple(f"tests/kernels/test_{kernel}.py" for kernel in _KERNELS)
 _POOL_TEST: Final = "tests/unit/gpu_worker/memory/test_elastic.py"
 _LOG_LINES: Final = 12
@@ -85,55 +86,63 @@ _TARGETS: Final = (
 )  # fmt: skip
 
 
-def whole(bandwidth: float) -> tuple[Part, ...]:
-    """The parts on a GPU, most important first; `bandwidth` is in bytes per second."""
+def whole(bandwidth: float) -> tuple[tuple[Part, ...], ...]:
+    """The parts on a GPU, of each call: is it right, how fast is 8B, and the rest.
+
+    `bandwidth` is in bytes per second. The limits of a call add up to less than 9 minutes.
+    """
+    tests = tuple(_pytest(file) for file in _KERNEL_TESTS)
+    transformers = _module("gpu.transformers_load", "--shape", "1B", "--json", "{out}/numbers.json")
     return (
-        Part("kernels", (_kernel_bench("--out", "{out}/kernels.json"),), 150),
-        *(_serve(shape, bandwidth, 100) for shape in ("1B", "8B")),
-        Part("swap", (_module("gpu.swap", "--json", "{out}/numbers.json"),), 45),
-        Part(
-            "transformers 1B",
-            (_module("gpu.transformers_load", "--shape", "1B", "--json", "{out}/numbers.json"),),
-            75,
+        (
+            Part("kernel tests", tests, 300, {"TRITON_INTERPRET": "0"}),
+            Part("elastic pool", (_pytest(_POOL_TEST),), 60),  # alone: it reads the free memory
         ),
-        Part("elastic pool", (_pytest(_POOL_TEST),), 30),  # alone, because it reads the free memory
-        Part(
-            "kernel tests",
-            tuple(_pytest(file) for file in _KERNEL_TESTS),
-            150,
-            {"TRITON_INTERPRET": "0"},
+        (
+            Part("kernels", (_kernel_bench("--out", "{out}/kernels.json"),), 200),
+            _serve("8B", bandwidth, 200),
         ),
-        _serve("0.6B", bandwidth, 85),
+        (
+            Part("swap", (_module("gpu.swap", "--json", "{out}/numbers.json"),), 60),
+            _serve("1B", bandwidth, 150),
+            Part("transformers 1B", (transformers,), 100),
+            _serve("0.6B", bandwidth, 120),
+        ),
     )
 
 
-def smoke() -> tuple[Part, ...]:
-    """The same parts, tiny."""
+def smoke() -> tuple[tuple[Part, ...], ...]:
+    """The same calls, tiny."""
     tiny = ("--shape", "smoke", "--device", "cpu", "--json", "{out}/numbers.json")
     load = ("--concurrency", "1,2", "--input-len", "8", "--output-len", "8")
+    kernels = _kernel_bench("--cpu-smoke", "--only", "none", "--out", "{out}/kernels.json")
+    serve = ("--split-concurrency", "2", "--split-rounds", "1", "--kv-cache-memory-gb", "0.01")
+    rows = ("--num-rows", "2", "--context", "64", "--rounds", "1", "--swapped-blocks", "2")
+    swap = _module("gpu.swap", *tiny, *rows, "--pool-blocks", "8")
+    # On a CPU continuous batching does not end.
+    transformers = _module("gpu.transformers_load", *tiny, *load, "--kinds", "generate")
     return (
-        Part("kernels", (_kernel_bench("--cpu-smoke", "--only", "none", "--out",
-                                       "{out}/kernels.json"),), _SMOKE_LIMIT_S),
-        Part(
-            "serve smoke",
-            (_module("gpu.serve", *tiny, *load, "--split-concurrency", "2", "--split-rounds",
-                     "1", "--kv-cache-memory-gb", "0.01", "--bandwidth", "1e10"),),
-            _SMOKE_LIMIT_S,
+        (
+            Part(
+                "kernel tests",
+                (_pytest(_KERNEL_TESTS[0]),),
+                _SMOKE_LIMIT_S,
+                {"TRITON_INTERPRET": "1"},
+            ),
         ),
-        Part(
-            "swap",
-            (_module("gpu.swap", *tiny, "--num-rows", "2", "--context", "64", "--rounds", "1",
-                     "--swapped-blocks", "2", "--pool-blocks", "8"),),
-            _SMOKE_LIMIT_S,
+        (
+            Part("kernels", (kernels,), _SMOKE_LIMIT_S),
+            Part(
+                "serve smoke",
+                (_module("gpu.serve", *tiny, *load, *serve, "--bandwidth", "1e10"),),
+                _SMOKE_LIMIT_S,
+            ),
         ),
-        Part(  # on a CPU continuous batching does not end
-            "transformers smoke",
-            (_module("gpu.transformers_load", *tiny, *load, "--kinds", "generate"),),
-            _SMOKE_LIMIT_S,
+        (
+            Part("swap", (swap,), _SMOKE_LIMIT_S),
+            Part("transformers smoke", (transformers,), _SMOKE_LIMIT_S),
         ),
-        Part("kernel tests", (_pytest(_KERNEL_TESTS[0]),), _SMOKE_LIMIT_S,
-             {"TRITON_INTERPRET": "1"}),
-    )  # fmt: skip
+    )
 
 
 def _module(name: str, *arguments: str) -> tuple[str, ...]:
@@ -300,6 +309,9 @@ def _bandwidth(out: Path) -> float:
 def _main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="directory")
+    parser.add_argument(
+        "--call", type=int, choices=(1, 2, 3), help="1: is it right; 2: how fast; 3: the rest"
+    )
     parser.add_argument("--budget-s", type=float, default=560.0, help="in all")
     parser.add_argument("--only", default="", help="parts whose name contains this")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes, no GPU")
@@ -310,8 +322,10 @@ def _main() -> int:
     outcomes: list[Outcome] = []
     started = time.monotonic()
     try:
-        parts = smoke() if given.cpu_smoke else whole(_bandwidth(out))
-        parts = tuple(part for part in parts if given.only in part.name)
+        calls = smoke() if given.cpu_smoke else whole(_bandwidth(out))
+        if given.call is not None:
+            calls = calls[given.call - 1 : given.call]
+        parts = tuple(part for call in calls for part in call if given.only in part.name)
         outcomes += run_all(parts, out, given.budget_s - (time.monotonic() - started))
     except KeyboardInterrupt:
         with contextlib.suppress(OSError, ValueError):

@@ -42,7 +42,9 @@ from gpu_worker.weights.quantized_linear import Quantization
 from model_files.locate import find_model
 
 _GIB = 1024**3
-_DEFAULT_TOKENS = 2048
+_LARGE_GPU_BYTES = 75 * 2**30
+"""Slightly less than what a GPU of 80 GB says that it has."""
+_LARGEST_GPU_BYTES = 120 * 2**30
 """Tokens of one step."""
 _CPU_SATURATING_TOKENS = 512
 
@@ -349,13 +351,29 @@ def _layer_groups(
     return groups
 
 
+def _default_sizes(device_bytes: int | None) -> tuple[int, int]:
+    """The most sequences and tokens of a step, by a GPU's memory; None: a CPU.
+
+    Those of GPUs are not measured: devices with much memory have the arithmetic for longer steps.
+    """
+    if device_bytes is None:
+        return 64, 2048
+    if device_bytes < _LARGE_GPU_BYTES:
+        return 256, 2048
+    return (512 if device_bytes < _LARGEST_GPU_BYTES else 1024), 8192
+
+
+def _device_bytes(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
     """The limits, except `num_blocks`, which is computed from them.
 
     On a CPU, up to about 64 rows, reading the weights bounds a decode step of a 125M model; more
-    rows would only slow each other down. A step has up to 2048 prompt tokens, so that short prompts
-    that arrive together begin to decode together; if that takes too long, the scheduler sends
-    fewer. From 512 tokens on, a CPU is bound by arithmetic.
+    rows would only slow each other down. A step has 2048 prompt tokens or more, so that short
+    prompts that arrive together begin to decode together; if that takes too long, the scheduler
+    sends fewer. From 512 tokens on, a CPU is bound by arithmetic.
     """
     is_gpu = device.type == "cuda"
     max_model_len = settings.max_model_len or config.max_model_len
@@ -365,10 +383,11 @@ def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device)
             f"{config.max_model_len}"
         )
     # If only one of the two is set, it limits the other's default.
+    default_seqs, default_tokens = _default_sizes(_device_bytes(device) if is_gpu else None)
     max_num_seqs = settings.max_num_seqs or min(
-        256 if is_gpu else 64, settings.max_num_batched_tokens or _DEFAULT_TOKENS
+        default_seqs, settings.max_num_batched_tokens or default_tokens
     )
-    most_tokens = max(_DEFAULT_TOKENS, max_num_seqs)
+    most_tokens = max(default_tokens, max_num_seqs)
     if config.num_layers == 0:
         # A prompt is computed in one step, and its vector counts as a token of its row.
         if (settings.max_num_batched_tokens or max_model_len) < max_model_len:

@@ -119,10 +119,10 @@ class _CheckpointSource:
         progress: Callable[[float], None],
         ranks: Ranks | None = None,
     ) -> Decoder:
-        if self._quantization is not None and device.type != "cpu":
+        if self._quantization is not None and device.type not in ("cpu", "cuda"):
             raise ModelError(
                 f"quantization is {self._quantization.value}; the device is {device}, and it is"
-                " supported on cpu alone"
+                " supported on cpu and cuda alone"
             )
 
         def build(weights: Weights) -> Decoder:

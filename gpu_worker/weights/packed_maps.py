@@ -7,11 +7,13 @@ Symbols: `N` output features of a linear map, `K` its input features, `G` groups
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 import structlog
 import torch
 
+from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.checkpoint import has_nan
 from gpu_worker.weights.gguf_blocks import BLOCK_BYTES, BLOCK_SIZES, unpack_blocks
 from gpu_worker.weights.json_fields import ModelError
@@ -137,13 +139,43 @@ def fp8_tensors(stored: Fp8Format, num_out: int, num_in: int) -> dict[str, Tenso
     }
 
 
-def dequantize_fp8(stored: Fp8Format, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The weight of a map: float32 `[N, K]`; `tensors` as named by `fp8_tensors`."""
-    weight, scales = tensors["weight"].float(), tensors[stored.scale_name]
-    if not isinstance(stored.scale_shape, ScaleShape):
-        for dim, block in enumerate(stored.scale_shape):
-            scales = scales.repeat_interleave(block, dim).narrow(dim, 0, weight.shape[dim])
-    return weight * scales
+@dataclass(frozen=True, slots=True, eq=False)
+class Fp8Weight:
+    """A weight `[N, K]` as fp8 numbers: `values * scale`."""
+
+    values: torch.Tensor
+    """float8_e4m3fn[N, K]"""
+    scales: torch.Tensor
+    """float32 `[N, G]`, each for K / G values of a row."""
+
+    def to(self, device: torch.device) -> "Fp8Weight":
+        """The same on `device`."""
+        return Fp8Weight(self.values.to(device), self.scales.to(device))
+
+    def dequantized(self) -> torch.Tensor:
+        """The weight: float32 `[N, K]`."""
+        by_group = self.values.float().view(*self.scales.shape, -1)
+        return (by_group * self.scales.unsqueeze(2)).view(self.values.shape)
+
+
+def unpack_fp8(
+    stored: Fp8Format, tensors: Mapping[str, torch.Tensor], rows: slice, columns: slice
+) -> Fp8Weight:
+    """A part of the weight of a map; exact. `tensors` as named by `fp8_tensors`.
+
+    Blocks are split into smaller ones with the same scale, so that none is cut in two.
+    """
+    weight, scales = tensors["weight"], tensors[stored.scale_name]
+    num_out, num_in = weight.shape
+    if isinstance(stored.scale_shape, ScaleShape):
+        scales = scales.view(-1, 1).expand(num_out, 1)
+    else:
+        out_block, in_block = stored.scale_shape
+        start, stop, _ = columns.indices(num_in)
+        size = math.gcd(in_block, start, stop)
+        scales = scales.repeat_interleave(out_block, 0)[:num_out]
+        scales = scales.repeat_interleave(in_block // size, 1)[:, start // size : stop // size]
+    return Fp8Weight(weight[rows, columns], scales[rows].contiguous())
 
 
 def _join(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -160,6 +192,9 @@ def _join(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     ).without_zero_offsets()
 
 
+_Part: TypeAlias = QuantizedWeight | Fp8Weight | torch.Tensor
+"""The weight of a piece: quantized, or as float32."""
+
 _CPU: Final = torch.device("cpu")
 _META: Final = torch.device("meta")
 _GIB: Final = 1024**3
@@ -170,8 +205,8 @@ _log = structlog.get_logger()
 class PackedMaps:
     """Makes linear maps from packed tensors, and counts how many stay packed.
 
-    Integers stay integers on a CPU that can multiply them; otherwise, and for fp8, weights become
-    `dtype`.
+    Integers stay integers where a kernel can multiply them, fp8 numbers on a GPU; other weights
+    become `dtype`.
     """
 
     def __init__(
@@ -223,16 +258,38 @@ class PackedMaps:
         if self._device == _META:
             shape = sum(piece.piece_shape[0] for piece in pieces), pieces[0].piece_shape[1]
             return make_linear(torch.empty(shape, dtype=self._dtype, device=_META), bias)
-        integers = [part for part in parts if isinstance(part, QuantizedWeight)]
-        kinds = {(part.quantization, part.scales.shape[1]) for part in integers}
-        if len(integers) == len(parts) and len(kinds) == 1 and self._device == _CPU:
-            joined = _join(integers)
-            if can_multiply(joined, self._dtype):
-                self._num_packed += joined.values.numel()
-                return make_quantized_linear(joined, bias, self._dtype)
+        linear = self._of_integers(parts, bias) or self._of_fp8(parts, bias)
+        if linear is not None:
+            self._num_packed += sum(math.prod(piece.piece_shape) for piece in pieces)
+            return linear
         weight = torch.cat([self._dequantized(part) for part in parts])
         self._num_dequantized += weight.numel()
         return make_linear(weight, bias)
+
+    def _of_integers(self, parts: Sequence[_Part], bias: torch.Tensor | None) -> Linear | None:
+        """The map of integers, if all parts are, alike, and a kernel takes them."""
+        integers = [part for part in parts if isinstance(part, QuantizedWeight)]
+        kinds = {(part.quantization, part.scales.shape[1]) for part in integers}
+        if len(integers) < len(parts) or len(kinds) > 1:
+            return None
+        joined = _join(integers).to(self._device)
+        if not can_multiply(joined, self._dtype):
+            return None
+        return make_quantized_linear(joined, bias, self._dtype)
+
+    def _of_fp8(self, parts: Sequence[_Part], bias: torch.Tensor | None) -> Linear | None:
+        """The map of fp8 numbers, if all parts are, on a GPU that takes them."""
+        parts_fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
+        if len(parts_fp8) < len(parts) or not gpu_linear.is_here(self._device):
+            return None
+        values = torch.cat([part.values for part in parts_fp8]).to(self._device)
+        num_groups = {part.scales.shape[1] for part in parts_fp8}
+        if len(num_groups) > 1 or not gpu_linear.can_pack(
+            values.shape[1], min(num_groups), self._dtype
+        ):
+            return None  # `log` counts it as dequantized
+        scales = torch.cat([part.scales for part in parts_fp8]).to(self._device)
+        return gpu_linear.pack_fp8(values, scales, bias, self._dtype)
 
     def dense(self, piece: Piece) -> torch.Tensor:
         """The weight `[N, K]` of a piece, dequantized.
@@ -256,7 +313,7 @@ class PackedMaps:
             dequantized_gib=round(self._num_dequantized * self._dtype.itemsize / _GIB, 3),
         )
 
-    def _part(self, piece: Piece, *, has_bias: bool) -> QuantizedWeight | torch.Tensor:
+    def _part(self, piece: Piece, *, has_bias: bool) -> _Part:
         """The weight of a piece: quantized if its groups can be kept, else in float32.
 
         Tensors are read whole even for a part: the cut may go through groups or blocks.
@@ -272,7 +329,7 @@ class PackedMaps:
             tensors = self._read(name, fp8_tensors(self._stored, num_out, num_in))
             if self._device == _META:
                 return tensors["weight"]
-            return dequantize_fp8(self._stored, tensors)[rows, columns]
+            return unpack_fp8(self._stored, tensors, rows, columns)
         if isinstance(self._stored, GgufFormat):
             return self._of_blocks(name, piece)
         self._refuse_sizes(self._stored, name, num_out, num_in)
@@ -286,7 +343,7 @@ class PackedMaps:
         cut = cut_weight(whole, rows, columns)
         return whole.dequantized()[rows, columns] if cut is None else cut
 
-    def _of_blocks(self, name: str, piece: Piece) -> QuantizedWeight | torch.Tensor:
+    def _of_blocks(self, name: str, piece: Piece) -> _Part:
         kind = next(kind for kind in BLOCK_SIZES if f"{name}.{kind}" in self._names)
         num_out, num_in = piece.shape
         row_bytes = num_in // BLOCK_SIZES[kind] * BLOCK_BYTES[kind]
@@ -348,6 +405,6 @@ class PackedMaps:
         if not bias.is_meta and bias.any():
             raise ModelError(f"{name}.bias is not zero; by config.json the map has none")
 
-    def _dequantized(self, part: QuantizedWeight | torch.Tensor) -> torch.Tensor:
-        weight = part.dequantized() if isinstance(part, QuantizedWeight) else part
+    def _dequantized(self, part: _Part) -> torch.Tensor:
+        weight = part if isinstance(part, torch.Tensor) else part.dequantized()
         return weight.to(self._device, self._dtype)

@@ -3,12 +3,14 @@
 Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
 
 import torch
 
+from gpu_worker.weights import gpu_linear
 from gpu_worker.weights.linear import Linear, make_linear
 from kernels.cpu import linear as native
 
@@ -50,6 +52,13 @@ class QuantizedWeight:
     The kernel multiplies with scales and offsets in float16; at 4 bits, with the offsets for values
     from 0 to 15, so that GGUF's Q4_0 and Q4_1 are kept exactly.
     """
+
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """The same on `device`."""
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return replace(
+            self, values=self.values.to(device), scales=self.scales.to(device), offsets=offsets
+        )
 
     def dequantized(self) -> torch.Tensor:
         """The weight, unrounded: float32 `[N, K]`."""
@@ -143,11 +152,18 @@ def _rounded(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def can_multiply(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-    """Whether our own kernel takes this weight, for activations of `dtype`.
+    """Whether our own kernel for the weight's device takes it, for activations of `dtype`.
 
-    4-bit groups must have 32, 64 or 128 input features. In float32 a weight is multiplied only as
-    it is: scales and offsets must fit in float16.
+    On a CPU 4-bit groups must have 32, 64 or 128 input features. In float32 a weight is multiplied
+    only as it is: scales and offsets must fit in float16. A GPU multiplies float32 dequantized.
     """
+    if gpu_linear.is_here(weight.values.device):
+        return gpu_linear.can_pack(
+            weight.values.shape[1],
+            weight.scales.shape[1],
+            dtype,
+            is_int4=weight.quantization is Quantization.INT4,
+        )
     group_size = weight.values.shape[1] // weight.scales.shape[1]
     if weight.quantization is Quantization.INT4 and group_size not in _INT4_KERNEL_GROUPS:
         return False
@@ -171,7 +187,10 @@ def make_quantized_linear(
     if not can_multiply(weight, dtype):
         return make_linear(weight.dequantized().to(dtype), bias)
     bits = 8 if weight.quantization is Quantization.INT8 else 4
-    return native.pack_integers(bits, weight.values, weight.scales, weight.offsets, bias, dtype)
+    pack: Callable[..., Linear] = native.pack_integers
+    if gpu_linear.is_here(weight.values.device):
+        pack = gpu_linear.pack_integers
+    return pack(bits, weight.values, weight.scales, weight.offsets, bias, dtype)
 
 
 def _no_zeros(scales: torch.Tensor) -> torch.Tensor:

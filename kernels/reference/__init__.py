@@ -8,6 +8,7 @@ from kernels.reference.copy import copy_blocks, gather_blocks, scatter_blocks
 from kernels.reference.decode import paged_attention_decode
 from kernels.reference.norm import add_rms_norm, rms_norm
 from kernels.reference.prefill import paged_attention_prefill
+from kernels.reference.quantized_linear import quantized_linear
 from kernels.reference.rotary import rotary
 from kernels.reference.rotary_store import rotary_store_kv
 from kernels.reference.sample import sample
@@ -20,6 +21,7 @@ __all__ = [
     "gather_blocks",
     "paged_attention_decode",
     "paged_attention_prefill",
+    "quantized_linear",
     "rms_norm",
     "rotary",
     "rotary_store_kv",

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
 from kernels import ops, reference
+from kernels.triton.quantized_linear import FEWEST_ROWS
 from kernels.tuning import configs as tuned
 from tests.kernels.tensors import make_paged, make_quantized
 
@@ -137,6 +138,19 @@ def launch_others(dtype, num_heads, num_kv_heads, head_dim):
     launchers.sample(torch.zeros(4, 150_000), numbers, ids, numbers.double(), numbers, ids, ids)
 
 
+def launch_quantized_linear(dtype):
+    """Each kind of weight in each tile; activations of 32 bits keep their weights dequantized."""
+    dtype = dtype if dtype.itemsize == 2 else torch.float16
+    for num_rows in FEWEST_ROWS:
+        x = torch.zeros(num_rows, 4096, dtype=dtype)
+        scales = torch.zeros(128, 64, dtype=torch.float16)
+        nibbles = torch.zeros(2048, 64, dtype=torch.uint8)
+        launchers.quantized_linear(x, nibbles, scales, scales, x[0, :64])
+        for stored in (torch.int8, torch.float8_e4m3fn):
+            values = torch.zeros(4096, 64).to(stored)
+            launchers.quantized_linear(x, values, scales[:1].float(), None, None)
+
+
 def main():
     dtype, (num_heads, num_kv_heads, head_dim, block_size) = sys.argv[2], map(int, sys.argv[3:7])
     dtype = getattr(torch, dtype)
@@ -146,6 +160,7 @@ def main():
         else:
             launch_attention(kind, dtype, num_heads, num_kv_heads, head_dim, block_size)
     launch_others(dtype, num_heads, num_kv_heads, head_dim)
+    launch_quantized_linear(dtype)
 
 
 LATENT_DIM = 512

@@ -21,6 +21,8 @@ KERNELS = {
     "_rotary_kernel",
     "_silu_mul_kernel",
     "_suppress_kernel",
+    "_quantized_linear_kernel",
+    "_sum_splits_kernel",
     "_scale_kernel",
     "_sample_kernel",
 }

@@ -135,8 +135,8 @@ class UpSettings(ProcessSettings):
     """Number format of weights and activations; auto is the checkpoint's if the device is fast with
     it, else float32."""
     quantization: Literal["int8", "int4"] | None = None
-    """Round the weights of linear maps to int8 or int4, for less memory and faster decoding, on
-    CPUs. Default: keep them in --dtype."""
+    """Round the weights of linear maps to int8 or int4, for less memory and faster decoding.
+    Default: keep them in --dtype."""
     max_model_len: PositiveInt | None = None
     """Most tokens of prompt and output together; default: the model's context length."""
     max_num_seqs: PositiveInt | None = None

@@ -76,7 +76,23 @@ def test_without_time_nothing_is_started(gpu, tmp_path):
     assert outcome.results == {}
 
 
+def test_each_call_takes_less_than_nine_minutes_and_the_first_tests(gpu):
+    probe_s = 40  # of the bandwidth
+    calls = gpu.whole(4e12)
+    assert len(calls) == len(gpu.smoke()) == 3
+    assert all(probe_s + sum(part.limit_s for part in call) < 9 * 60 for call in calls)
+    assert [part.name for part in calls[0]] == ["kernel tests", "elastic pool"]
+
+
+def test_one_call_runs_only_its_parts(gpu, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(gpu, "run_all", lambda parts, *_: ran.extend(parts) or [])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--cpu-smoke", "--call", "2", "--out", str(tmp_path)])
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    assert gpu._main() == 0
+    assert [part.name for part in ran] == ["kernels", "serve smoke"]
+
+
 def test_targets_name_parts_that_are_run(gpu):
-    names = {part.name for part in gpu.whole(4e12)} | {"ratios"}
+    names = {part.name for call in gpu.whole(4e12) for part in call} | {"ratios"}
     assert {target.part for target in gpu._TARGETS} <= names
-    assert sum(part.limit_s for part in gpu.whole(4e12)) < 750

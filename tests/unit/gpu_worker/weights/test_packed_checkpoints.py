@@ -14,9 +14,9 @@ from gpu_worker.weights.json_fields import JsonFields, ModelError
 from gpu_worker.weights.packed_maps import (
     PackedMaps,
     cut_weight,
-    dequantize_fp8,
     fp8_tensors,
     integer_tensors,
+    unpack_fp8,
     unpack_integers,
     unpack_words,
 )
@@ -114,7 +114,10 @@ def test_fp8_by_hand():
         scale = torch.tensor(scales)
         assert fp8_tensors(stored, 2, 3)[stored.scale_name] == (scale.shape, torch.float32)
         tensors = {"weight": weight, stored.scale_name: scale}
-        assert dequantize_fp8(stored, tensors).tolist() == expected
+        whole = slice(None)
+        assert unpack_fp8(stored, tensors, whole, whole).dequantized().tolist() == expected
+        part = unpack_fp8(stored, tensors, slice(1, 2), slice(1, 3)).dequantized()
+        assert part.tolist() == [expected[1][1:]]
 
 
 # Shares of a map.

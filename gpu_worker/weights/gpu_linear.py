@@ -1,0 +1,163 @@
+"""Linear maps with weights of 8 or 4 bits on a GPU.
+
+Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+import torch
+
+from gpu_worker.weights.linear import Linear
+from kernels import ops
+from kernels.reference.quantized_linear import pack_nibbles
+
+_RUN: Final = 32
+"""Groups of features are multiples of this, but for one group of all."""
+_FP8_LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
+_FP8_MULTIPLE: Final = 16
+"""`torch._scaled_mm` takes numbers of features that are multiples of this."""
+_FP8_CAPABILITY: Final = (9, 0)
+"""The least for products of fp8 numbers with a scale for each row."""
+
+_log = structlog.get_logger()
+
+
+def is_here(device: torch.device) -> bool:
+    """Whether maps on `device` are multiplied by the code of this module."""
+    return device.type == "cuda"
+
+
+def can_pack(num_in: int, num_groups: int, dtype: torch.dtype, *, is_int4: bool = False) -> bool:
+    """Whether the kernel takes K features in G groups, for activations of `dtype`."""
+    # In float32 a weight is multiplied exactly as it is.
+    is_whole = num_groups == 1 and not is_int4
+    return dtype is not torch.float32 and (is_whole or num_in // num_groups % _RUN == 0)
+
+
+def pack_integers(
+    bits: int,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> "PackedLinear":
+    """Lay out a quantized weight as `kernels.cpu.linear.pack_integers` does; `can_pack` must hold.
+
+    Scales and offsets are rounded to float16: at 4 bits, those for values from 0 to 15.
+    """
+    values = values.t()
+    if bits == 4:  # noqa: PLR2004
+        assert offsets is not None, "integers of 4 bits begin at 0"
+        values = pack_nibbles((values + 8).to(torch.uint8).contiguous())
+        offsets = offsets - 8 * scales
+    return _packed(
+        values,
+        scales.t().to(torch.float16),
+        None if offsets is None else offsets.t().to(torch.float16),
+        bias,
+        dtype,
+    )
+
+
+def pack_fp8(
+    values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> Linear:
+    """Lay out `values` e4m3 [N, K] times `scales` fp32 [N, G]; `can_pack` must hold."""
+    why_not = _why_not_scaled(values, scales, dtype)
+    if why_not is None:
+        return ScaledLinear(values.contiguous(), scales.t().contiguous(), bias)
+    _tell_once(why_not)
+    return _packed(values.t(), scales.t(), None, bias, dtype)
+
+
+def _packed(
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> "PackedLinear":
+    offsets = None if offsets is None else offsets.contiguous()
+    linear = PackedLinear(values.contiguous(), scales.contiguous(), offsets, bias)
+    linear.compile(dtype)
+    return linear
+
+
+def _why_not_scaled(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """Why `ScaledLinear` does not take a weight; None: it does."""
+    capability = _capability(values.device)
+    if capability < _FP8_CAPABILITY:
+        return f"the device has compute capability {capability}, required is {_FP8_CAPABILITY}"
+    if scales.shape[1] != 1:
+        return f"an output has {scales.shape[1]} scales, required is 1"
+    if dtype is not torch.bfloat16:
+        return f"the dtype is {dtype}, required is {torch.bfloat16}"
+    if any(size % _FP8_MULTIPLE for size in values.shape):
+        shape = tuple(values.shape)
+        return f"a weight has shape {shape}, required are multiples of {_FP8_MULTIPLE}"
+    return None
+
+
+@functools.cache
+def _tell_once(reason: str) -> None:
+    _log.info("fp8 weights are multiplied as 16-bit numbers", reason=reason)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """A map whose weight is dequantized within the product; see `ops.quantized_linear`."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    offsets: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[T, K]` to `[T, N]`."""
+        return ops.quantized_linear(x, self.values, self.scales, self.offsets, self.bias)
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Launch each variant of the kernel once, so that none is compiled while serving."""
+        if not self.values.is_cuda:
+            return
+        from kernels.triton.quantized_linear import FEWEST_ROWS  # noqa: PLC0415  needs Triton
+
+        num_in = self.values.shape[0] * (2 if self.values.dtype is torch.uint8 else 1)
+        for num_rows in FEWEST_ROWS:
+            self(torch.zeros(num_rows, num_in, dtype=dtype, device=self.values.device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledLinear:
+    """A map of fp8 numbers: activations are rounded to fp8, too, with a scale for each token."""
+
+    weight: torch.Tensor
+    """e4m3 [N, K], contiguous: its transpose is what the product takes."""
+    scales: torch.Tensor
+    """fp32 [1, N]"""
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `[T, K]` to `[T, N]`."""
+        if not len(x):
+            return x.new_empty(0, len(self.weight))
+        largest = x.abs().amax(1, keepdim=True).float()  # [T, 1]
+        # Of a row of zeros any scale will do; one that is not finite stays so, and shows.
+        x_scales = (largest / _FP8_LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+        numbers = (x / x_scales).clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
+        return torch._scaled_mm(  # noqa: SLF001  there is no public name
+            numbers.contiguous(),
+            self.weight.t(),
+            scale_a=x_scales,
+            scale_b=self.scales,
+            bias=self.bias,
+            out_dtype=x.dtype,
+        )

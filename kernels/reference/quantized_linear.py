@@ -1,0 +1,47 @@
+"""Linear maps whose weights have 8 or 4 bits, in plain torch.
+
+Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features.
+"""
+
+import torch
+from torch.nn import functional
+
+HALF_RUN = 16
+"""Of 32 consecutive 4-bit values of an output, the first 16 are the low nibbles of 16 bytes."""
+
+
+def quantized_linear(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return `x @ w + bias` [T, N] for `x` [T, K], where `w = values * scale + offset`.
+
+    The dtype of `values` says how they are stored: int8 or float8_e4m3fn [K, N]; or uint8
+    [K / 2, N] with two numbers from 0 to 15 each, as `pack_nibbles` lays them out. `scales` [G, N]
+    are floats, each for K / G consecutive values of a column; `offsets` are as the scales, or None
+    for zeros. K / G is a multiple of 32, or G is 1. `bias` is [N], of the dtype of `x`.
+
+    Each weight is computed in fp32 and rounded to the dtype of `x`; sums are fp32.
+    """
+    numbers = unpack_nibbles(values) if values.dtype is torch.uint8 else values
+    by_group = numbers.float().view(scales.shape[0], -1, numbers.shape[1])
+    weight = by_group * scales.float().unsqueeze(1)
+    if offsets is not None:
+        weight += offsets.float().unsqueeze(1)
+    weight = weight.view(numbers.shape).to(x.dtype)
+    return functional.linear(x, weight.t(), bias)
+
+
+def pack_nibbles(numbers: torch.Tensor) -> torch.Tensor:
+    """Pack uint8[K, N] of numbers from 0 to 15 into uint8[K / 2, N]; K is a multiple of 32."""
+    low, high = numbers.view(-1, 2, HALF_RUN, numbers.shape[1]).unbind(1)
+    return (low | high << 4).flatten(0, 1)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Return the numbers that `pack_nibbles` was given."""
+    runs = packed.view(-1, 1, HALF_RUN, packed.shape[1])
+    return torch.cat((runs & 15, runs >> 4), dim=1).flatten(0, 2)

@@ -1,0 +1,242 @@
+"""Linear maps whose weights have 8 or 4 bits, dequantized within the product.
+
+Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features, `R`
+runs of 32 input features.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.checks import check_float, check_tensor
+from kernels.triton.quantized import as_bits, plain_numbers
+from kernels.tuning.configs import num_processors
+
+_RUN: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How the product is cut. No number of these was measured."""
+
+    rows: int
+    columns: int
+    runs: int
+    """Of 32 input features that are multiplied at once."""
+    num_warps: int
+    num_stages: int
+    max_splits: int
+    """Most parts of the input features that are summed apart, so that few tiles fill a device."""
+
+
+TILES: Final = (Tile(16, 64, 4, 4, 4, 16), Tile(64, 128, 2, 8, 3, 1), Tile(128, 128, 2, 8, 3, 1))
+"""The first with enough rows is taken, else the last. Rows alone choose, so a captured step replays
+what it was captured with."""
+FEWEST_ROWS: Final = (1, *(tile.rows + 1 for tile in TILES[:-1]))
+"""For each tile a number of rows that chooses it."""
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+def _quantized_linear_kernel(
+    x,  # [T, K]
+    values,  # int8 or bits of e4m3 [K, N], or uint8[K / 2, N] of two numbers each
+    scales,  # floats [G, N]
+    offsets,  # as scales, or None
+    bias,  # [N], or None
+    out,  # [T, N]; fp32 [SPLITS, T, N] if there are several
+    num_rows,  # T
+    num_splits,
+    x_stride,
+    N,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,  # input features of a group; K if there is one group
+    IS_FP8: tl.constexpr,
+    IS_INT4: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RUNS: tl.constexpr,  # R
+    IS_PARTIAL: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """`out = x @ (values * scale + offset) + bias`, with sums and each weight's product in fp32.
+
+    One program for each tile of `out` and part of K. A weight is rounded to the dtype of `x`. Each
+    byte of a 4-bit tile holds features 16 apart, so its low and its high nibbles are the weights
+    of two products, and nothing is interleaved.
+    """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(2)
+    inside = column < N
+    BYTES: tl.constexpr = 16 if IS_INT4 else 32  # rows of `values` in a run
+    TILE: tl.constexpr = RUNS * 32
+    num_tiles = tl.cdiv(K, TILE)
+    first = num_tiles * split // num_splits
+    last = num_tiles * (split + 1) // num_splits
+    run = tl.arange(0, RUNS)
+    part = tl.arange(0, BYTES)
+    flat = tl.arange(0, RUNS * BYTES)
+    x_row = x + row.to(tl.int64)[:, None] * x_stride
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for nth in tl.range(first, last, num_stages=NUM_STAGES):
+        start = nth * TILE
+        feature = start + run * 32  # of each run, the first
+        byte_row = (feature // 32 * BYTES)[:, None] + part[None, :]  # [R, BYTES]
+        is_weight = ((feature[:, None] + part[None, :]) < K)[:, :, None] & inside[None, None, :]
+        place = byte_row.to(tl.int64)[:, :, None] * N + column[None, None, :]
+        stored = tl.load(values + place, mask=is_weight, other=0)
+        group = (tl.minimum(feature, K - 1) // GROUP).to(tl.int64)
+        scale_place = (group[:, None] * N + column[None, :])[:, None, :]
+        scale = tl.load(scales + scale_place, mask=inside[None, None, :], other=0.0).to(tl.float32)
+        offset = None
+        if offsets is not None:
+            offset = tl.load(offsets + scale_place, mask=inside[None, None, :], other=0.0)
+        x_column = start + flat // BYTES * 32 + flat % BYTES
+        is_x = (row < num_rows)[:, None] & (x_column < K)[None, :]
+        some_x = tl.load(x_row + x_column[None, :], mask=is_x, other=0.0)
+        if IS_INT4:
+            low = _weight((stored & 15).to(tl.float32), scale, offset, x.dtype.element_ty)
+            high = _weight((stored >> 4).to(tl.float32), scale, offset, x.dtype.element_ty)
+            other_x = tl.load(x_row + x_column[None, :] + 16, mask=is_x, other=0.0)
+            low = tl.reshape(low, [RUNS * BYTES, COLUMNS])
+            high = tl.reshape(high, [RUNS * BYTES, COLUMNS])
+            acc = tl.dot(some_x, low, acc, input_precision="ieee")
+            acc = tl.dot(other_x, high, acc, input_precision="ieee")
+        else:
+            # Numbers of fp8 are in units of 2^8.
+            numbers = plain_numbers(stored, tl.float32) * (256.0 if IS_FP8 else 1.0)
+            weight = _weight(numbers, scale, offset, x.dtype.element_ty)
+            weight = tl.reshape(weight, [RUNS * BYTES, COLUMNS])
+            acc = tl.dot(some_x, weight, acc, input_precision="ieee")
+
+    is_out = (row < num_rows)[:, None] & inside[None, :]
+    out_row = split.to(tl.int64) * num_rows + row
+    out_place = out_row[:, None] * N + column[None, :]
+    if IS_PARTIAL:
+        tl.store(out + out_place, acc, mask=is_out)
+    else:
+        _store(out + out_place, acc, bias, column, inside, is_out)
+
+
+@triton.jit
+def _weight(number, scale, offset, dtype: tl.constexpr):
+    weight = number * scale
+    if offset is not None:
+        weight += offset.to(tl.float32)
+    return weight.to(dtype)
+
+
+@triton.jit
+def _store(place, sums, bias, column, inside, is_out):
+    if bias is not None:
+        sums += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(place, sums.to(place.dtype.element_ty), mask=is_out)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+def _sum_splits_kernel(
+    partial,  # fp32 [SPLITS, T, N]
+    bias,  # [N], or None
+    out,  # [T, N]
+    num_rows,
+    num_splits,
+    N,
+    COLUMNS: tl.constexpr,
+):
+    """`out = sum of partial + bias`, in the order of the splits."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < N
+    sums = tl.zeros([1, COLUMNS], tl.float32)
+    for split in range(num_splits):
+        place = partial + (split * num_rows + row) * N + column
+        sums += tl.load(place, mask=inside, other=0.0)[None, :]
+    _store((out + row * N + column)[None, :], sums, bias, column, inside, inside[None, :])
+
+
+def quantized_linear(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return `x @ w + bias` [T, N], as `kernels.reference.quantized_linear` says.
+
+    `values`, `scales` and `offsets` are contiguous. A row's result depends on other rows only by
+    their number, which chooses the tile and into how many parts K is cut. Needs fp32 scratch of up
+    to 16 * T * N if T is at most 16.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides do not fit.
+    """
+    check_float("x", x, 2)
+    num_rows, num_in = x.shape
+    is_int4 = values.dtype is torch.uint8
+    if values.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn):
+        raise ValueError(f"values has dtype {values.dtype}, required is uint8, int8 or e4m3")
+    num_out = values.shape[1]
+    check_tensor("values", values, (num_in // 2 if is_int4 else num_in, num_out), values.dtype, x)
+    num_groups = scales.shape[0]
+    check_float("scales", scales, 2)
+    check_tensor("scales", scales, (num_groups, num_out), scales.dtype, x)
+    group = num_in // num_groups
+    if num_in % num_groups or (num_groups > 1 and group % _RUN) or (is_int4 and num_in % _RUN):
+        raise ValueError(
+            f"scales has {num_groups} groups for {num_in} input features, required are groups of a"
+            f" multiple of {_RUN}"
+        )
+    for name, tensor in (("values", values), ("scales", scales), ("offsets", offsets)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} is not contiguous, required is that it is")
+    if offsets is not None:
+        check_tensor("offsets", offsets, (num_groups, num_out), offsets.dtype, x)
+    if bias is not None:
+        check_tensor("bias", bias, (num_out,), x.dtype, x)
+    out = x.new_empty((num_rows, num_out))
+    if num_rows == 0:
+        return out
+    tile = next((each for each in TILES if num_rows <= each.rows), TILES[-1])
+    grid = triton.cdiv(num_out, tile.columns), triton.cdiv(num_rows, tile.rows)
+    splits = min(
+        tile.max_splits,
+        triton.cdiv(num_in, _RUN * tile.runs),
+        max(1, 4 * num_processors(x.device) // grid[0]),
+    )
+    partial = out
+    if splits > 1:
+        partial = x.new_empty((splits, num_rows, num_out), dtype=torch.float32)
+    _quantized_linear_kernel[(*grid, splits)](
+        x,
+        as_bits(values),
+        scales,
+        offsets,
+        bias,
+        partial,
+        num_rows,
+        splits,
+        x.stride(0),
+        num_out,
+        K=num_in,
+        GROUP=group,
+        IS_FP8=values.dtype is torch.float8_e4m3fn,
+        IS_INT4=is_int4,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        RUNS=tile.runs,
+        IS_PARTIAL=splits > 1,
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    if splits > 1:
+        columns = 256
+        _sum_splits_kernel[(num_rows, triton.cdiv(num_out, columns))](
+            partial, bias, out, num_rows, splits, num_out, COLUMNS=columns
+        )
+    return out
