@@ -42,13 +42,6 @@ FAMILIES = {
         "shared_intermediate_size": 48,
     },
     "bamba": MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [2]},
-    "jamba": {
-        "num_hidden_layers": 4,
-        "attn_layer_period": 4,
-        "attn_layer_offset": 2,
-        "mamba_d_state": 16,
-        "num_experts": 2,
-    },
     "falcon_h1": MAMBA | {"mamba_d_ssm": 128},
     "nemotron_h": {
         "num_hidden_layers": 4,

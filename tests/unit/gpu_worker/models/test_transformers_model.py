@@ -157,7 +157,7 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
             {},
             (
                 "it has state other than keys and values; such models are supported of the types"
-                " bamba, falcon_h1, granitemoehybrid, jamba, lfm2, lfm2_moe, nemotron_h,"
+                " bamba, falcon_h1, granitemoehybrid, lfm2, lfm2_moe, nemotron_h,"
                 " olmo_hybrid, qwen3_5_text, qwen3_next"
             ),
         ),
