@@ -5,6 +5,10 @@ from dataclasses import dataclass, field
 
 from contract.lora import LoraAdapter
 
+STATE_WINDOW = 2
+"""The window of a KV group of recurrent layers: a token needs only the state after the one before.
+The block that holds a token's place holds the state after it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

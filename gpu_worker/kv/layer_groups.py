@@ -6,8 +6,10 @@ have room to spare.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
+
+from contract.limits import STATE_WINDOW
 
 MAX_GROUPS: Final = 8
 """More groups waste less memory, but each costs the scheduler time. Chosen, not measured."""
@@ -23,6 +25,10 @@ class LayerGroups:
     """By layer: its group, which says in which blocks its KV is."""
     place_of: tuple[int, ...]
     """By layer: its place in the blocks of its group."""
+    num_state_groups: int = 0
+    """The last so many groups hold the states of recurrent layers, which are numbered apart."""
+    states_per_block: int = 1
+    """Recurrent layers whose states a block holds."""
 
     @property
     def layers_per_block(self) -> int:
@@ -60,3 +66,30 @@ def group_layers(windows: tuple[int | None, ...], max_model_len: int) -> LayerGr
                 of_groups.append(window)
             group_of[layer], place_of[layer] = len(of_groups) - 1, index % size
     return LayerGroups(tuple(of_groups), tuple(group_of), tuple(place_of))
+
+
+def fitting_block_size(
+    block_size: int, block_bytes: int, state_bytes: int, num_states: int, num_groups: int
+) -> int:
+    """Return the least multiple of `block_size` with which `MAX_GROUPS` groups hold all states.
+
+    Args:
+        block_size: Token slots of a block.
+        block_bytes: Bytes of such a block.
+        state_bytes: The state of one recurrent layer.
+        num_states: Recurrent layers.
+        num_groups: The groups of attention.
+    """
+    per_block = -(-num_states // max(1, MAX_GROUPS - num_groups))
+    return block_size * -(-per_block * state_bytes // block_bytes)
+
+
+def add_states(groups: LayerGroups, per_block: int, num_states: int) -> LayerGroups:
+    """Add the groups of recurrent layers, with the states of `per_block` layers in a block."""
+    num_groups = -(-num_states // per_block)
+    return replace(
+        groups,
+        windows=(*groups.windows, *[STATE_WINDOW] * num_groups),
+        num_state_groups=num_groups,
+        states_per_block=per_block,
+    )

@@ -13,7 +13,13 @@ import torch
 from contract.limits import Limits
 from contract.pooling import Abilities
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.kv.layer_groups import LayerGroups, group_layers, one_group
+from gpu_worker.kv.layer_groups import (
+    LayerGroups,
+    add_states,
+    fitting_block_size,
+    group_layers,
+    one_group,
+)
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.loading import kv_memory
 from gpu_worker.loading.device import pick_device, pick_dtype, set_num_threads
@@ -45,8 +51,9 @@ _GIB = 1024**3
 _LARGE_GPU_BYTES = 75 * 2**30
 """Slightly less than what a GPU of 80 GB says that it has."""
 _LARGEST_GPU_BYTES = 120 * 2**30
-"""Tokens of one step."""
 _CPU_SATURATING_TOKENS = 512
+_MAX_BLOCK_SIZE = 8192
+"""With larger blocks the prefix cache would find little. Chosen, not measured."""
 
 _log = structlog.get_logger()
 
@@ -130,7 +137,9 @@ def _load_rank_model(
     groups = _layer_groups(settings, config, limits, place, dtypes) if has_kv else one_group(0)
     block_config = replace(local_config, num_layers=groups.layers_per_block)
     block_dtypes = dtypes[: groups.layers_per_block]
-    bytes_per_block = block_bytes(block_config, settings.block_size, block_dtypes)
+    if config.num_states:
+        groups, limits = _with_states(settings, config, block_config, block_dtypes, groups, limits)
+    bytes_per_block = block_bytes(block_config, limits.block_size, block_dtypes)
     if has_kv:
         kv_memory.check_size(settings, bytes_per_block, device)
     else:
@@ -166,7 +175,7 @@ def _load_rank_model(
     if has_kv:
         pool_memory = open_pool_memory(settings, num_blocks, bytes_per_block, device)
     pool = KvPool(
-        block_config, num_blocks, settings.block_size, block_dtypes, device, pool_memory, groups
+        block_config, num_blocks, limits.block_size, block_dtypes, device, pool_memory, groups
     )
     undo.callback(pool.close)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
@@ -365,6 +374,49 @@ def _default_sizes(device_bytes: int | None) -> tuple[int, int]:
 
 def _device_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
+def _with_states(
+    settings: WorkerSettings,
+    config: ModelConfig,
+    block_config: ModelConfig,
+    dtypes: KvDtypes,
+    groups: LayerGroups,
+    limits: Limits,
+) -> tuple[LayerGroups, Limits]:
+    """Add the groups of recurrent layers, and make blocks large enough for their states.
+
+    Raises:
+        ModelError: A setting does not go with recurrent layers.
+    """
+    if settings.speculative is not None:
+        raise ModelError(
+            f"speculative is {settings.speculative}; {config.architecture} has recurrent layers,"
+            " whose states cannot go back behind a wrong guess"
+        )
+    for name in ("host_codec", "disk_codec"):
+        if (codec := getattr(settings, name)).is_quantized:
+            raise ModelError(
+                f"{name.replace('_', '-')} is {codec}; {config.architecture} has recurrent layers,"
+                " whose states must not be rounded"
+            )
+    asked, num_states = settings.block_size, config.num_states
+    size = fitting_block_size(
+        asked,
+        block_bytes(block_config, asked, dtypes),
+        config.state_bytes,
+        num_states,
+        len(groups.windows),
+    )
+    if size > _MAX_BLOCK_SIZE:
+        raise ModelError(
+            f"the state of a recurrent layer has {config.state_bytes} bytes, and a block would need"
+            f" {size} tokens to hold as much; at most {_MAX_BLOCK_SIZE} are supported"
+        )
+    per_block = block_bytes(block_config, size, dtypes) // config.state_bytes
+    groups = add_states(groups, min(per_block, num_states), num_states)
+    _log.info(
+        "recurrent layers", layers=num_states, block_size=size, state_groups=groups.num_state_groups
+    )
+    return groups, replace(limits, block_size=size)
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:

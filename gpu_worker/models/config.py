@@ -31,6 +31,10 @@ class ModelConfig:
     """From config.json and generation_config.json; may be empty."""
     windows: tuple[int | None, ...] = ()
     """By layer: how many tokens a token sees, itself included; None: all. Empty: all in each."""
+    num_states: int = 0
+    """Recurrent layers, each with a state for a sequence."""
+    state_bytes: int = 0
+    """The largest of these states."""
     dtype: str
     """The checkpoint's dtype, one of `DTYPES`; float32 if config.json has none."""
 

@@ -5,6 +5,7 @@ Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
@@ -17,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from gpu_worker.models.recurrent import RecurrentLayer, StateRecorder
 from gpu_worker.weights.json_fields import ModelError
 
 MaskFunction = Callable[
@@ -125,11 +127,18 @@ def read_options(query: torch.Tensor, given: dict[str, Any]) -> AttentionOptions
     )
 
 
-def record_calls(config: PreTrainedConfig, max_model_len: int) -> tuple[AttentionCall, ...]:
-    """All calls of attention in one forward pass, by layer.
+def record_calls(
+    config: PreTrainedConfig, max_model_len: int, *, is_recurrent: bool = False
+) -> tuple[tuple[AttentionCall, ...], tuple[RecurrentLayer, ...]]:
+    """All calls of attention in one forward pass, by layer; and the recurrent layers.
 
     The model is built on the meta device, where tensors have shapes but no contents. Its masks are
     checked up to `max_model_len` tokens.
+
+    Args:
+        config: The model's config.
+        max_model_len: Its longest sequence.
+        is_recurrent: Whether some layers keep a state. The others then need not attend.
 
     Raises:
         ModelError: The model attends in a way that paged attention does not support, or not once
@@ -140,21 +149,27 @@ def record_calls(config: PreTrainedConfig, max_model_len: int) -> tuple[Attentio
     for rope in batch_dependent_ropes(config):
         rope["rope_type"] = "default"  # other types read positions, which have no contents here
     name = register_attention(recorder.attend)
+    # In bfloat16 it shows which states are float32 in any case.
+    dtype = {"dtype": torch.bfloat16} if is_recurrent else {}
+    states: StateRecorder | None = None
     AttentionMaskInterface.register(name, recorder.mask)
     try:
         with torch.device("meta"), torch.inference_mode():
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation=name, experts_implementation="batched_mm"
+                config, attn_implementation=name, experts_implementation="batched_mm", **dtype
             ).eval()
+            states = StateRecorder(config, model.base_model) if is_recurrent else None
             tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64)
-            model.base_model(
-                input_ids=tokens,
-                position_ids=tokens,
-                # Without an attention mask, transformers looks for several sequences in
-                # `position_ids`.
-                attention_mask=torch.ones_like(tokens),
-                use_cache=False,
-            )
+            with nullcontext() if states is None else states.watch():
+                model.base_model(
+                    input_ids=tokens,
+                    position_ids=tokens,
+                    # Without an attention mask or a cache, transformers looks for several
+                    # sequences in `position_ids`.
+                    attention_mask=None if is_recurrent else torch.ones_like(tokens),
+                    past_key_values=states,
+                    use_cache=is_recurrent,
+                )
     except ModelError:
         raise
     except Exception as error:  # any error of its code
@@ -164,13 +179,16 @@ def record_calls(config: PreTrainedConfig, max_model_len: int) -> tuple[Attentio
     layers = sorted(call.layer for call in recorder.calls)
     if not layers:
         raise ModelError(_OWN_ATTENTION)
-    if layers != list(range(config.num_hidden_layers)):
+    if states is not None:
+        if layers != sorted(states.attending):
+            raise ModelError(_OWN_ATTENTION)
+    elif layers != list(range(config.num_hidden_layers)):
         raise ModelError(
             f"of its {config.num_hidden_layers} layers these attend: {layers}; each must, once"
         )
     calls = tuple(sorted(recorder.calls, key=lambda call: call.layer))
     _refuse_window_in_mask_only(config, calls, recorder.mask_windows)
-    return calls
+    return calls, () if states is None else tuple(states.layers_by_module.values())
 
 
 def _refuse_window_in_mask_only(
@@ -180,8 +198,9 @@ def _refuse_window_in_mask_only(
 
     A model may make masks for kinds of layers that it does not have, so unused masks are allowed.
     """
-    layer_types = getattr(config, "layer_types", None) or [None] * len(calls)
-    for call, layer_type in zip(calls, layer_types, strict=True):
+    layer_types = getattr(config, "layer_types", None)
+    for call in calls:
+        layer_type = layer_types[call.layer] if layer_types else None
         is_unasked = bool(mask_windows) and call.window not in mask_windows
         if layer_type == "sliding_attention" and call.window is None:
             is_unasked = bool(mask_windows - {None})

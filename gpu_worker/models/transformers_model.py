@@ -6,7 +6,7 @@ Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head di
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ from transformers.utils import logging
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, paged_attention
 from gpu_worker.models.config import ModelConfig, read_architecture, read_dtype, read_eos_token_ids
+from gpu_worker.models.recurrent import RecurrentLayer, RecurrentStates
 from gpu_worker.models.transformers_attention import (
     AttentionCall,
     batch_dependent_ropes,
@@ -45,15 +46,33 @@ class TransformersModel:
         self._head: Any = None
         self._pool: KvPool | None = None
         self._metadata: AttentionMetadata | None = None
+        self._attending: dict[int, int] = {}
+        self._states: RecurrentStates | None = None
 
-    def use(self, causal: Any) -> None:
-        """Take over a causal language model whose attention is `attend`. Called once."""
+    @property
+    def keeps_states(self) -> bool:
+        """Whether it has recurrent layers, whose states a token must advance only once."""
+        return self._states is not None
+
+    def use(
+        self, causal: Any, attending: Sequence[int], recurrent: tuple[RecurrentLayer, ...]
+    ) -> None:
+        """Take over a causal language model whose attention is `attend`. Called once.
+
+        Args:
+            causal: The model.
+            attending: Its layers with attention, in order.
+            recurrent: Its recurrent layers.
+        """
+        self._attending = {layer: number for number, layer in enumerate(attending)}
+        if recurrent:
+            self._states = RecurrentStates(causal.base_model, recurrent)
         for module in causal.modules():
             _replace_linear(module)
         self._base = causal.base_model
         # `head` is the rest of the causal model after its base: the map to logits, scales, caps,
         # biases.
-        setattr(causal, causal.base_model_prefix, _Given())
+        setattr(causal, causal.base_model_prefix, _Given(self._base))
         self._head = causal
 
     def forward(
@@ -65,6 +84,8 @@ class TransformersModel:
     ) -> torch.Tensor:
         """Compute a step's tokens; see `LlamaDecoder.forward`."""
         self._pool, self._metadata = pool, metadata
+        if self._states is not None:
+            self._states.begin_step(pool, metadata)
         try:
             out = self._base(
                 input_ids=token_ids.unsqueeze(0),
@@ -73,6 +94,8 @@ class TransformersModel:
             )
         finally:
             self._pool = self._metadata = None
+            if self._states is not None:
+                self._states.end_step()
         hidden: torch.Tensor = out.last_hidden_state[0]
         return metadata.select(hidden)
 
@@ -94,7 +117,8 @@ class TransformersModel:
         assert self._pool is not None, "only `forward` attends"
         assert self._metadata is not None, "only `forward` attends"
         options = read_options(query, given)
-        layer: Any = module.layer_idx
+        layer_idx: Any = module.layer_idx
+        layer = self._attending[layer_idx]
         value_dim, missing = value.shape[3], key.shape[3] - value.shape[3]
         if missing:  # the pool has the same head dim for keys and values
             value = functional.pad(value, (0, missing))
@@ -118,6 +142,13 @@ class TransformersModel:
 
 class _Given(nn.Module):
     """Replaces a causal model's base: returns its input as hidden states."""
+
+    def __init__(self, base: nn.Module) -> None:
+        """Keep the numbers that causal models read from their base, such as a scale of logits."""
+        super().__init__()
+        for name, value in vars(base).items():
+            if isinstance(value, (int, float)):
+                setattr(self, name, value)
 
     def forward(
         self,
@@ -156,12 +187,26 @@ def _replace_linear(module: nn.Module) -> None:
     module.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return linear(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+        return linear(x.flatten(0, -2).contiguous()).view(*x.shape[:-1], -1)
 
     module.forward = forward  # type: ignore[method-assign]
 
 
 _LAYER_TYPES: Final = {"full_attention", "sliding_attention"}
+_RECURRENT_TYPES: Final = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
+_RECURRENT_FAMILIES: Final = {
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
+    "nemotron_h",
+    "olmo_hybrid",
+    "qwen3_5_text",
+    "qwen3_next",
+}
+"""Model types with recurrent layers that the tests compare with transformers. Jamba and Mamba are
+not among them, because there a prompt cannot be continued from a state but token by token."""
 
 
 class TransformersSource:
@@ -185,12 +230,15 @@ class TransformersSource:
         try:
             _refuse_config(self._hf_config)
             max_model_len = _max_model_len(self._hf_config)
-            calls = record_calls(self._hf_config, max_model_len)
+            calls, self._recurrent = record_calls(
+                self._hf_config, max_model_len, is_recurrent=_is_recurrent(self._hf_config)
+            )
             _refuse_calls(calls)
         except ModelError as error:
             raise fields.error("architectures", f"names {architecture}: {error}") from error
         if hasattr(self._hf_config, "output_router_logits"):
             self._hf_config.output_router_logits = False  # only for training
+        self._attending = [call.layer for call in calls]
         self.config = self.local_config = ModelConfig(
             architecture=architecture,
             vocab_size=self._hf_config.vocab_size,
@@ -199,6 +247,8 @@ class TransformersSource:
             num_kv_heads=calls[0].num_kv_heads,
             head_dim=calls[0].head_dim,
             windows=tuple(call.window for call in calls),
+            num_states=len(self._recurrent),
+            state_bytes=max((layer.num_bytes for layer in self._recurrent), default=0),
             eos_token_ids=read_eos_token_ids(fields),
             dtype=read_dtype(fields),
         )
@@ -212,6 +262,11 @@ class TransformersSource:
     ) -> TransformersModel:
         """Let transformers read the weights, memory-mapped; see `ModelSource.load`."""
         assert ranks is None, "its models are on one device"
+        if self._recurrent and device.type != "cpu":
+            raise ModelError(
+                f"the device is {device}; {self.config.architecture} has recurrent layers, which"
+                " are supported on cpu alone"
+            )
         Checkpoint(self._directory)  # its errors name the file
         model = TransformersModel()
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -237,7 +292,7 @@ class TransformersSource:
         for name, parameter in causal.named_parameters():
             if has_nan(parameter):
                 raise ModelError(f"{self._directory}: {name} has NaN")
-        model.use(causal.to(device).eval())
+        model.use(causal.to(device).eval(), self._attending, self._recurrent)
         progress(1.0)
         return model
 
@@ -264,15 +319,24 @@ def _refuse_config(config: PreTrainedConfig) -> None:
         raise ModelError("it has inputs other than text")
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise ModelError("it has an encoder")
-    if getattr(model_class, "_is_stateful", False):
-        raise ModelError("it has state other than keys and values")
-    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    if _is_recurrent(config) and config.model_type not in _RECURRENT_FAMILIES:
+        raise ModelError(
+            "it has state other than keys and values; such models are supported of the types"
+            f" {', '.join(sorted(_RECURRENT_FAMILIES))}"
+        )
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES - _RECURRENT_TYPES
     if others:
         raise ModelError(f"it has layers of type {', '.join(sorted(others))}")
     if getattr(config, "num_kv_shared_layers", 0):
         raise ModelError("some of its layers share their keys and values")
     if "position_ids" not in inspect.signature(model_class.forward).parameters:
         raise ModelError("it takes no position_ids")
+
+
+def _is_recurrent(config: PreTrainedConfig) -> bool:
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    has_types = not _RECURRENT_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
+    return has_types or getattr(model_class, "_is_stateful", False)
 
 
 def _refuse_calls(calls: tuple[AttentionCall, ...]) -> None:

@@ -121,8 +121,11 @@ class Executor:
             self._sampler,
             limits,
             device,
-            # An encoder keeps no KV: the parts of a prompt would not see each other.
-            takes_parts=ranks is None and not takes_whole_prompts,
+            # An encoder keeps no KV: the parts of a prompt would not see each other. And a step
+            # that was broken off has advanced some states.
+            takes_parts=ranks is None
+            and not takes_whole_prompts
+            and not getattr(model, "keeps_states", False),
             is_all_known=drafter is not None,
             adapters=self._adapters.by_number,
         )

@@ -140,7 +140,8 @@ class Preemption:
         is_loading = bool(seq.loading_block_ids)
         num_swapped_out = 0
         self._running.stop(seq)
-        if not can_swap or seq.request.pools:
+        # Steps in flight advance a recurrent state beyond the known tokens.
+        if not can_swap or seq.request.pools or self._groups.has_states:
             self._host_room.release(seq)
         elif is_loading:  # its KV is in its own host blocks, or in cached ones
             num_computed = num_computed if seq.host_block_ids else 0

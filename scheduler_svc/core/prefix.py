@@ -198,7 +198,8 @@ class Publisher:
         """Publish the last block of each table, which is full.
 
         Blocks of groups with a window are published when the sequence stops (`publish_windows`):
-        those that a decode leaves behind could serve only a sequence that branches off there. The
+        those that a decode leaves behind could serve only a sequence that branches off there. A
+        recurrent state is published, since a sequence can only go back to a full block. The
         block's last token is the input of the step before the one being planned, so its value
         is known. This call is most of the cost of a steady step, so it reads and publishes the
         blocks of all sequences at once.
@@ -207,7 +208,7 @@ class Publisher:
             seqs: Sequences that decode.
             rows: Their rows, parallel to `seqs`.
         """
-        if not (self._is_enabled and self._groups.without_window):
+        if not (self._is_enabled and self._groups.published):
             return
         blocks: list[DeviceBlockId] = []
         names: list[BlockHash] = []
@@ -225,7 +226,7 @@ class Publisher:
                     blocks.append(seq.block_ids[last])
                     names.append(name)
                 else:
-                    for group in self._groups.without_window:
+                    for group in self._groups.published:
                         blocks.append(seq.block_ids[last * num_groups + group])
                         names.append(group_hash(name, group))
             else:  # the sequence has more blocks to publish, or none yet

@@ -180,6 +180,8 @@ class RunningSet:
 
     def can_fork(self, parent: Sequence, child: Sequence) -> bool:
         """Whether the parent still has what the child sees; it may know more tokens already."""
+        if self._groups.has_states:  # the child computes a token that the parent's state has seen
+            return False
         places = () if self._groups.is_plain else self._groups.kept(len(child.token_ids) - 1)
         return not any(parent.block_ids[place] == NULL_BLOCK for place in places)
 

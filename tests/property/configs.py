@@ -2,6 +2,7 @@
 
 from hypothesis import strategies as st
 
+from contract.limits import STATE_WINDOW
 from scheduler_svc.core.space.eviction import Eviction
 from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
 
@@ -11,7 +12,9 @@ POLICIES = st.sampled_from(
 CHOICES = {
     "num_blocks": st.integers(2, 12),
     "block_size": st.integers(1, 4),
-    "kv_windows": st.sampled_from([(None,), (None,), (4,), (7,), (None, 5), (None, 3, 3)]),
+    "kv_windows": st.sampled_from(
+        [(None,), (None,), (4,), (7,), (None, 5), (None, 3, 3), (None, 2), (None, 4, 2, 2)]
+    ),
     "max_num_seqs": st.integers(1, 4),
     "extra_budget": st.integers(0, 6),
     "caching": st.booleans(),
@@ -69,7 +72,7 @@ def tiny_config(
             None if num_more_blocks is None else num_blocks * len(kv_windows) + 1 + num_more_blocks
         ),
         max_num_seqs=max_num_seqs,
-        num_draft_tokens=min(num_draft_tokens, block_size - 1),
+        num_draft_tokens=0 if STATE_WINDOW in kv_windows else min(num_draft_tokens, block_size - 1),
         max_num_batched_tokens=max_num_seqs + extra_budget,
         max_model_len=24,
         max_waiting=8,

@@ -37,7 +37,7 @@ COUNTERS = (
 )
 
 
-WINDOWS = [(None,), (None,), (3,), (6,), (None, 4), (None, 2, 5)]
+WINDOWS = [(None,), (None,), (3,), (6,), (None, 4), (None, 3, 5), (None, 2)]
 """KV groups of the histories."""
 
 

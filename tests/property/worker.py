@@ -13,6 +13,7 @@ import numpy as np
 
 from contract.arrays import Int32Array, ints
 from contract.hashing import HASH_BYTES, BlockHash
+from contract.limits import STATE_WINDOW
 from contract.state import HeldBlocks, HeldRow, Holdings
 from contract.step import NewSequence, Plan, Result, StepLogprob
 from scheduler_svc.core.values.config import SchedulerConfig
@@ -318,12 +319,24 @@ class FakeWorker:
         assert row.computed + count <= len(row.tokens)
         for group, window in enumerate(self.config.kv_windows):
             slots = self._slots(row, row.computed, row.computed + count, group)
+            if window == STATE_WINDOW:
+                self._advance(row, slots[-1], group)
             for position, slot in enumerate(slots, row.computed):
                 is_null = slot < self.config.block_size and self.config.has_windows
                 assert not is_null, f"the null block is written, window {window}"
                 self.slots[slot] = row.content(position, group)
                 self.labels.pop(slot // self.config.block_size, None)
         row.computed += count
+
+    def _advance(self, row: Row, last: int, group: int) -> None:
+        """Check that a state is what the tokens before have made of it, and no later ones."""
+        size = self.config.block_size
+        if row.computed:
+            (slot,) = self._slots(row, row.computed - 1, row.computed, group)
+            later = self.slots[slot + 1 : (slot // size + 1) * size]
+            assert {*later} <= {None, VOID, BROKEN}, f"a state is ahead of {row.computed} tokens"
+        for slot in range(last + 1, (last // size + 1) * size):
+            self.slots[slot] = None
 
     def _spread(self, row: Row, count: int) -> None:
         """Mark KV as VOID if it is computed from a failed swap-in."""

@@ -266,6 +266,9 @@ class Takeover:
         its KV on the host.
         """
         num_computed = min(row.num_computed_tokens, len(seq.token_ids) - 1)
+        if self._groups.has_states and (row.has_stopped or num_computed != row.num_computed_tokens):
+            self._free(row)  # its state is ahead of the known tokens
+            return False
         num_full, num_in_tail = divmod(num_computed, self._config.block_size)
         num_groups, table = self._groups.num, self._table(row)
         kept = table[: (num_full + bool(num_in_tail)) * num_groups]
@@ -311,6 +314,8 @@ class Takeover:
 
     def _adopt_swapped(self, seq: Sequence) -> bool:
         """Queue a sequence as SWAPPED if host and disk hold its KV; return whether they do."""
+        if self._groups.has_states:  # only full blocks are of use, which admission finds
+            return False
         kv = self._find_swapped(seq.request, seq.output_index, seq.block_hashes)
         if kv is None or len(kv.host) + len(kv.disk) > self._tier.pool.num_blocks:
             return False  # a swap-in needs all of it on the host at once

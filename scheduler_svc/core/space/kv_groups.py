@@ -19,6 +19,7 @@ and the group, so pools, tiers and labels need not know groups.
 from collections.abc import Callable, Iterable, Sequence
 
 from contract.hashing import BlockHash, group_hash
+from contract.limits import STATE_WINDOW
 from scheduler_svc.core.space.blocks import DeviceBlockId
 from scheduler_svc.core.values.config import SchedulerConfig
 
@@ -36,8 +37,11 @@ class KvGroups:
         """Blocks of the pool that no sequence can have."""
         self._windows = config.kv_windows
         self._with_window = [g for g, w in enumerate(self._windows) if w is not None]
-        self.without_window = [g for g, w in enumerate(self._windows) if w is None]
-        """The groups whose tokens see all earlier ones."""
+        self.has_states = STATE_WINDOW in self._windows
+        """Whether the model has recurrent layers. Their state after a token cannot be undone: a
+        sequence computes a token again only from an earlier full block, or from its beginning."""
+        self.published = [g for g, w in enumerate(self._windows) if w in {None, STATE_WINDOW}]
+        """The groups whose blocks a decode publishes as soon as they are full."""
         self._block_size = size = config.block_size
         chunk = config.max_chunk or config.max_num_batched_tokens
         # With drafts, decodes hold blocks for all tokens that the steps in flight may bring.

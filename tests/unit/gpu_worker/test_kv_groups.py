@@ -16,7 +16,8 @@ from contract.limits import Limits
 from contract.sampling import SamplingParams
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
-from gpu_worker.kv.layer_groups import group_layers
+from gpu_worker.kv.layer_groups import add_states, fitting_block_size, group_layers
+from gpu_worker.kv.layout import block_bytes
 from gpu_worker.models.registry import open_model
 from gpu_worker.service.step_wire import plan_of
 from gpu_worker.step.executor import Executor
@@ -62,10 +63,19 @@ class Service:
         source = open_model(self.directory)
         config = source.config
         groups = group_layers(config.windows, config.max_model_len)
+        block_config = replace(config, num_layers=groups.layers_per_block)
+        block_size = BLOCK_SIZE
+        if config.num_states:
+            num_bytes, num_states = config.state_bytes, config.num_states
+            of_block = block_bytes(block_config, block_size, torch.float32)
+            num_groups = len(groups.windows)
+            block_size = fitting_block_size(block_size, of_block, num_bytes, num_states, num_groups)
+            of_block = block_bytes(block_config, block_size, torch.float32)
+            groups = add_states(groups, min(num_states, of_block // num_bytes), num_states)
         assert groups.windows != (None,)
         config_of_core = SchedulerConfig(
             num_blocks=1,
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
             kv_windows=groups.windows,
             max_num_seqs=8,
             max_num_batched_tokens=64,
@@ -83,14 +93,13 @@ class Service:
             max_model_len=config.max_model_len,
             max_num_batched_tokens=64,
             num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
             vocab_size=config.vocab_size,
             kv_windows=groups.windows,
             num_host_blocks=NUM_HOST_BLOCKS,
         )
-        block_config = replace(config, num_layers=groups.layers_per_block)
         model = source.load(torch.float32, CPU, lambda _: None)
-        pool = KvPool(block_config, num_blocks, BLOCK_SIZE, torch.float32, CPU, groups=groups)
+        pool = KvPool(block_config, num_blocks, block_size, torch.float32, CPU, groups=groups)
         pool.blocks_as_bytes[0].fill_(255)  # NaN, so that reading the null block shows
         host = HostPool(pool.blocks_as_bytes, NUM_HOST_BLOCKS)
         self.executor = Executor(model, pool, self.limits, (), CPU, host_pool=host)

@@ -1,0 +1,319 @@
+"""Runs the recurrent layers of a `transformers` model on states that are in blocks of the KV pool.
+
+To the block space a recurrent layer is one whose tokens see only the token before: a window of two.
+The block that holds a token's place holds the state after that token, so each token overwrites the
+state in its block, and a full block is a checkpoint: the state after its last token. Nothing
+rewinds a state. A sequence that must compute a token again starts from a full block, or from
+nothing.
+
+A module of `transformers` takes sequences of one length. So a prompt's chunk is computed apart,
+piece by piece between block borders, and decodes are computed together.
+
+Symbols: `T` tokens, `S` sequences, `E` hidden size.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedConfig
+
+from gpu_worker.kv.device_pool import KvPool
+from gpu_worker.models.attention import AttentionMetadata
+from gpu_worker.weights.json_fields import ModelError
+
+_CACHE_NAMES: Final = ("cache_params", "past_key_values")
+_STORED: Final = torch.float32
+"""States are stored in float32, which holds those of all dtypes exactly."""
+_ALIGNMENT: Final = 16
+
+_Key = tuple[str, int]
+"""Whether it is a "conv" or a "recurrent" state, and which."""
+
+
+@dataclass(slots=True)
+class StateTensor:
+    """One tensor of a layer's state."""
+
+    shape: tuple[int, ...]
+    """Of one sequence."""
+    is_float32: bool
+    """Whether its dtype is float32 whatever the model's is."""
+
+
+@dataclass(slots=True)
+class RecurrentLayer:
+    """A module that keeps a state."""
+
+    module: str
+    """Its name in the model's base."""
+    tensors: dict[_Key, StateTensor]
+
+    @property
+    def num_bytes(self) -> int:
+        size = sum(prod(tensor.shape) for tensor in self.tensors.values()) * _STORED.itemsize
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class StateRecorder(DynamicCache):
+    """A cache that records, on the meta device, which modules keep which state."""
+
+    def __init__(self, config: PreTrainedConfig, base: nn.Module) -> None:
+        super().__init__(config=config)
+        self.layers_by_module: dict[str, RecurrentLayer] = {}
+        self.attending: set[int] = set()
+        """Layers that store keys and values."""
+        self._base = base
+        self._running: list[str] = []
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Know which module runs."""
+        handles = []
+        for name, module in self._base.named_modules():
+            if _cache_name(module) is None:
+                continue
+
+            def enter(_module: nn.Module, _args: Any, name: str = name) -> None:
+                self._running.append(name)
+
+            def leave(_module: nn.Module, _args: Any, _out: Any) -> None:
+                self._running.pop()
+
+            handles += [module.register_forward_pre_hook(enter)]
+            handles += [module.register_forward_hook(leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def update(
+        self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **_: Any
+    ) -> Any:
+        del args
+        self.attending.add(layer_idx)
+        return key_states, value_states
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        size = kwargs.get("conv_kernel_size") or conv_states.shape[-1]
+        self._record(("conv", state_idx), (*conv_states.shape[1:-1], size), conv_states.dtype)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        shape, dtype = tuple(recurrent_states.shape[1:]), recurrent_states.dtype
+        self._record(("recurrent", state_idx), shape, dtype)
+        return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def _record(self, key: _Key, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if not self._running or not self._running[-1]:
+            raise ModelError("it keeps a state outside of a module that takes a cache")
+        name = self._running[-1]
+        layer = self.layers_by_module.setdefault(name, RecurrentLayer(name, {}))
+        layer.tensors[key] = StateTensor(shape, dtype == torch.float32)
+
+
+class RecurrentStates:
+    """The states of one model's recurrent layers, during its steps."""
+
+    def __init__(self, base: nn.Module, layers: tuple[RecurrentLayer, ...]) -> None:
+        """Let the modules of `layers` compute with states of the pool."""
+        self._pool: KvPool | None = None
+        self._pieces: list[_Pieces] = []
+        for number, layer in enumerate(layers):
+            self._take_over(base.get_submodule(layer.module), number, layer)
+
+    def begin_step(self, pool: KvPool, metadata: AttentionMetadata) -> None:
+        """Read from the block tables which blocks each piece reads and writes."""
+        self._pool = pool
+        query_starts = metadata.query_start_loc.tolist()
+        seq_lens = metadata.seq_lens.tolist()
+        spans = [
+            (end - (stop - start), end, start)
+            for start, stop, end in zip(query_starts, query_starts[1:], seq_lens, strict=False)
+        ]
+        first = len(pool.groups.windows) - pool.groups.num_state_groups
+        self._pieces = []
+        for group in range(first, len(pool.groups.windows)):
+            of_group = metadata.by_group[group] if metadata.by_group else metadata
+            tables = of_group.block_tables.tolist()
+            self._pieces.append(_cut(spans, tables, pool.block_size))
+
+    def end_step(self) -> None:
+        self._pool, self._pieces = None, []
+
+    def _take_over(self, module: nn.Module, number: int, layer: RecurrentLayer) -> None:
+        original = module.forward
+        signature = inspect.signature(original)
+        cache_name = _cache_name(module)
+        assert cache_name is not None, "the recorder has seen it"
+        hidden_name = next(iter(signature.parameters))
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = signature.bind_partial(*args, **kwargs)
+            hidden = given.arguments[hidden_name]  # [1, T, E]
+            if "attention_mask" in given.arguments:
+                given.arguments["attention_mask"] = None
+
+            def compute(part: torch.Tensor, state: "_State") -> torch.Tensor:
+                given.arguments[hidden_name] = part
+                given.arguments[cache_name] = state
+                out: torch.Tensor = original(*given.args, **given.kwargs)
+                return out
+
+            return self._run(number, layer, hidden[0], compute)
+
+        module.forward = forward
+
+    def _run(
+        self, number: int, layer: RecurrentLayer, hidden: torch.Tensor, compute: Any
+    ) -> torch.Tensor:
+        """Compute a layer for the step's tokens `[T, E]`; returns `[1, T, E]`."""
+        pool = self._pool
+        assert pool is not None, "only `forward` runs it"
+        group, place = divmod(number, pool.groups.states_per_block)
+        start = place * layer.num_bytes
+        memory = pool.blocks_as_bytes[:, start : start + layer.num_bytes].view(_STORED)  # [B, N]
+        pieces = self._pieces[group]
+        out: torch.Tensor | None = None
+
+        def put(places: Any, computed: torch.Tensor) -> None:
+            nonlocal out
+            if out is None:
+                out = computed.new_empty(1, len(hidden), computed.shape[-1])
+            out[0, places] = computed
+
+        if pieces.together_places:
+            state = _State(layer.tensors, memory[pieces.together_reads], hidden.dtype)
+            computed = compute(hidden[pieces.together_places].unsqueeze(1), state)  # [S, 1, E]
+            put(pieces.together_places, computed[:, 0])
+            memory[pieces.together_writes] = state.packed(memory.shape[1])
+        for start, stop, read, write in pieces.apart:
+            numbers = None if read is None else memory[read : read + 1]
+            state = _State(layer.tensors, numbers, hidden.dtype)
+            put(slice(start, stop), compute(hidden[start:stop].unsqueeze(0), state)[0])
+            memory[write] = state.packed(memory.shape[1])[0]
+        assert out is not None, "a step has tokens"
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The parts of a step in which states advance; none crosses a block border."""
+
+    together_places: list[int]
+    """Of single tokens that follow others: each one's place in the batch."""
+    together_reads: list[int]
+    together_writes: list[int]
+    apart: list[tuple[int, int, int | None, int]]
+    """In order: `[start, stop)` in the batch, the block with the state before, or None at a
+    sequence's beginning, and the block that gets the state after."""
+
+
+def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size: int) -> _Pieces:
+    """Cut a step at block borders.
+
+    Args:
+        spans: By sequence: its first position in the step, the end, and its place in the batch.
+        tables: By sequence: its blocks in one group.
+        block_size: Token slots of a block.
+    """
+    cut: list[tuple[int, int, int | None, int]] = []
+    for (begin, end, place), table in zip(spans, tables, strict=True):
+        position = begin
+        while position < end:
+            stop = min(end, (position // block_size + 1) * block_size)
+            read = table[(position - 1) // block_size] if position else None
+            at = place + position - begin
+            cut.append((at, at + stop - position, read, table[position // block_size]))
+            position = stop
+    # What another piece writes in this step is read after it: a sequence's own piece before, or a
+    # checkpoint that another sequence publishes. Plans name the writer first.
+    num_writes = Counter(write for *_, write in cut)
+    together: list[tuple[int, int, int | None, int]] = []
+    apart: list[tuple[int, int, int | None, int]] = []
+    for piece in cut:
+        start, stop, read, write = piece
+        is_free = read is not None and num_writes[read] == (read == write)
+        (together if is_free and stop - start == 1 else apart).append(piece)
+    return _Pieces(
+        [start for start, *_ in together],
+        [read for *_, read, _ in together if read is not None],
+        [write for *_, write in together],
+        apart,
+    )
+
+
+class _State:
+    """The cache that a module of `transformers` sees: the states of its layer, in one batch.
+
+    As in `transformers.cache_utils.LinearAttentionLayer`; a module may change the tensors in place.
+    """
+
+    def __init__(
+        self, tensors: dict[_Key, StateTensor], numbers: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        """`numbers`: float32[S, N], the stored states; None: there are none yet."""
+        self._tensors = tensors
+        self._values: dict[_Key, torch.Tensor] = {}
+        if numbers is None:
+            return
+        start = 0
+        for key, tensor in tensors.items():
+            size = prod(tensor.shape)
+            value = numbers[:, start : start + size].reshape(-1, *tensor.shape)
+            self._values[key] = value.to(_STORED if tensor.is_float32 else dtype, copy=True)
+            start += size
+
+    def packed(self, num_numbers: int) -> torch.Tensor:
+        """The states as they are stored: float32[S, N]."""
+        parts = [self._values[key].flatten(1).to(_STORED) for key in self._tensors]
+        packed = torch.cat(parts, dim=1)
+        return nn.functional.pad(packed, (0, num_numbers - packed.shape[1]))
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        return bool(self._values)
+
+    def is_recording_past(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    def get_conv_state(self, _layer: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._values.get(("conv", state_idx))
+
+    def get_recurrent_state(self, _layer: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._values.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, _layer: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        key = ("conv", state_idx)
+        size = self._tensors[key].shape[-1]
+        before = self._values.get(key)
+        if before is not None:
+            conv_states = torch.cat([before, conv_states], dim=-1)
+        elif conv_states.shape[-1] < size:
+            conv_states = nn.functional.pad(conv_states, (size - conv_states.shape[-1], 0))
+        self._values[key] = conv_states[..., -size:].clone()
+        return conv_states
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        del layer_idx
+        self._values["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+
+def _cache_name(module: nn.Module) -> str | None:
+    names = inspect.signature(module.forward).parameters
+    return next((name for name in _CACHE_NAMES if name in names), None)

@@ -1,0 +1,101 @@
+"""Models with recurrent layers: outputs equal transformers, whatever happens to their states.
+
+As `test_kv_groups.py`, with states in blocks of the same pool.
+"""
+
+import pytest
+
+from scheduler_svc.core.values.request import SourceId
+from tests.unit.gpu_worker.models.paged_loop import random_prompt
+from tests.unit.gpu_worker.test_kv_groups import Service
+
+LINEAR, FULL = "linear_attention", "full_attention"
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": [LINEAR, LINEAR, LINEAR, FULL],
+}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 16,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "conv", FULL, "conv"]}
+FAMILIES = {
+    "qwen3_next": EXPERTS | DELTA | {"head_dim": 16, "shared_expert_intermediate_size": 48},
+    "qwen3_5_text": DELTA | {"head_dim": 16},
+    "olmo_hybrid": DELTA | {"pad_token_id": 0},
+    "lfm2": CONV | {"block_auto_adjust_ff_dim": False},
+    "lfm2_moe": CONV | EXPERTS | {"num_dense_layers": 1},
+    "granitemoehybrid": MAMBA
+    | {
+        "num_hidden_layers": 4,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+    },
+    "bamba": MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [2]},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 128},
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "moe", "attention", "mamba"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 16,
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 48,
+    },
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def directory(model_dirs, request):
+    return model_dirs.get(request.param, **FAMILIES[request.param])
+
+
+def test_outputs_equal_transformers_whatever_happens(directory):
+    """Alone; with prefix hits, forked, in chunks and in a batch; preempted; taken over."""
+    service = Service(directory)
+    assert service.core.groups.has_states
+    first = random_prompt(150, seed=1)
+    service.submit(0, first)
+    service.run()
+    service.check_all()
+    service.submit(1, first[:90] + random_prompt(30, seed=2))
+    service.submit(2, first + service.outputs[0][:12])  # the conversation goes on
+    service.submit(3, random_prompt(50, seed=7), n=2)
+    service.submit(5, random_prompt(1, seed=8))
+    service.run(18)
+    assert service.core.load().prefix_cache_hits > 100
+    for seq in list(service.core.running):
+        service.core.preemption.preempt(seq)
+    service.run(3)
+    service.core.cancel(SourceId(0), [5])
+    del service.outputs[5]
+    service.run(6)
+    service.change_scheduler()
+    service.run()
+    service.check_all()
+
+
+def test_a_long_output_equals_transformers(directory, monkeypatch):
+    monkeypatch.setattr("tests.unit.gpu_worker.test_kv_groups.NUM_TOKENS", 128)
+    service = Service(directory)
+    service.submit(0, random_prompt(41, seed=3))
+    service.submit(1, random_prompt(2, seed=4))
+    service.run()
+    service.check_all()
+    outputs = [token for output in service.outputs.values() for token in output]
+    assert len(set(outputs)) > 20, "a repetitive model would test little"
