@@ -23,6 +23,7 @@ from scheduler_svc.journal.record import Recordings
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.observers.spans import SequenceSpans
+from scheduler_svc.operations.handoff import Handoff
 from scheduler_svc.operations.loading import Loading, WorkerCalls
 from scheduler_svc.operations.migration import Drainer, Migrator
 from scheduler_svc.operations.resizing import Resizer
@@ -105,6 +106,7 @@ async def _run_scheduler(
     )
     roster = fleet.roster
     migrator = Migrator(roster, metrics.migrations)
+    handoff = Handoff(roster, migrator)
     pace = Pace(settings.max_decode_slowdown, settings.max_prompt_step_s)
 
     kv_events, kv_event_service = _open_kv_events(epoch) if settings.kv_events else (None, None)
@@ -169,6 +171,7 @@ async def _run_scheduler(
         if settings.rebalance and (len(settings.workers) > 1 or not workers.is_static):
             side_tasks.run(migrator.rebalance(), "rebalancing")
         side_tasks.run(drainer.run(), "draining workers")
+        side_tasks.run(handoff.run(), "moves from prefill to decode workers")
         if on_started is not None:
             await on_started(addresses)
 
@@ -185,6 +188,7 @@ async def _run_scheduler(
                 stop=stop,
             )
         finally:
+            handoff.stop()
             migrator.stop()
             resizer.stop()
             loading.stop()

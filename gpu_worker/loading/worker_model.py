@@ -123,6 +123,7 @@ def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
         else min(limits.max_blocks_per_row, limits.num_blocks),
         host_is_device_memory=loaded.device.type == "cpu",
         can_unload=num_ranks == 1,
+        role=settings.role,
         tasks=loaded.abilities.tasks,
         embedding_size=loaded.abilities.embedding_size,
         pooling=loaded.abilities.pooling,

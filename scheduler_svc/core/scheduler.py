@@ -143,6 +143,7 @@ class Scheduler:
             live=self.live,
             queue=self.queue,
             host_room=self.host_room,
+            running=self.running,
             preemption=self.preemption,
             policy=self.policy,
         )

@@ -94,7 +94,7 @@ class Migrator:
 
     async def move(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
         """Move a live request of `source`; raises the same errors as `migrate`."""
-        return await self._moves.run(self._run(live, source, target))
+        return await self._moves.run(self.run(live, source, target))
 
     async def rebalance(self) -> None:
         """Move requests that wait with KV on the host to workers with room, until cancelled."""
@@ -103,7 +103,7 @@ class Migrator:
             if not self._moves.is_busy and (choice := self._find_imbalance()) is not None:
                 try:
                     await self.move(*choice)
-                except QuireError:  # `_run` has logged it
+                except QuireError:  # `run` has logged it
                     await asyncio.sleep(_PAUSE_S)
 
     def stop(self) -> None:
@@ -112,8 +112,8 @@ class Migrator:
 
     # --- one move -------------------------------------------------------------------------------
 
-    async def _run(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
-        """Move a request; log and count the result."""
+    async def run(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
+        """As `move`, but a move ends with its caller. Reserves room before it waits."""
         who = {"request_id": live.request_id, "source": source.target, "target": target.target}
         started = time.perf_counter()
         try:
@@ -129,7 +129,7 @@ class Migrator:
 
     async def _move(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
         giving, taking = source.attached_session(), target.attached_session()
-        _check_exchange(giving, taking)
+        check_exchange(giving, taking)
         with _refusals(live):
             export = giving.call(lambda core: core.begin_export(live.source, live.first_seq_key))
         room = None
@@ -180,7 +180,7 @@ class Migrator:
             if (live := session.call(lambda core: core.moves.first_swapped())) is None:
                 continue
             for target, room in sorted(targets, key=lambda pair: -_num_free_blocks(pair[1])):
-                if _has_room(room, live):
+                if _has_room(room, live) and _has_same_part(session, target):
                     return live, source, target
         return None
 
@@ -242,18 +242,27 @@ class Drainer:
 
     def _find_target(self, source: Engine) -> Engine | None:
         """Find the worker with the most room among those that can receive the source's KV."""
-        if source.session is None or not _keeps_kv(source.session):
+        giving = source.session
+        if giving is None or not keeps_kv(giving):
             return None
         loads = [
-            (session.load(), engine)
+            (_has_same_part(giving, engine), _num_free_blocks(session.load()), engine)
             for engine in self._fleet.roster.engines
             if (session := engine.session) is not None
-            and _keeps_kv(session)
+            and keeps_kv(session)
             and not session.is_draining
         ]
         if not loads:
             return None
-        return max(loads, key=lambda each: _num_free_blocks(each[0]))[1]
+        return max(loads, key=lambda each: each[:2])[2]
+
+
+def _has_same_part(session: Session, other: Engine) -> bool:
+    """Whether another worker is for what a worker has: prompts, or sequences that decode."""
+    if other.session is None:
+        return False
+    role = other.session.role
+    return role.decodes if session.role.decodes else role.prefills
 
 
 def _num_free_blocks(load: SchedulerLoad) -> int:
@@ -274,8 +283,12 @@ def _has_answered(step: StepId) -> Condition:
     return lambda core: core.steps.last_answered >= step
 
 
-def _check_exchange(giving: Session, taking: Session) -> None:
-    """Check properties of the workers that their cores do not know."""
+def check_exchange(giving: Session, taking: Session) -> None:
+    """Check properties of the workers that their cores do not know.
+
+    Raises:
+        FailedPreconditionError: They cannot exchange KV.
+    """
     if taking.is_draining:
         raise FailedPreconditionError(f"worker {taking.info.worker_id} is draining")
     for session, verb in ((giving, "give"), (taking, "take")):
@@ -309,5 +322,6 @@ def _go_back(giving: Session, export: Export, taking: Session, room: Import | No
             taking.call(lambda core: core.end_import(import_id, ()))
 
 
-def _keeps_kv(session: Session) -> bool:
+def keeps_kv(session: Session) -> bool:
+    """Whether a worker can exchange KV with others."""
     return session.info.takes_kv and session.info.limits.num_host_blocks > 0

@@ -27,7 +27,7 @@ from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.wire.router import finished_to_proto
 from scheduler_svc.workers.adapters import Adapters, AdapterUse, check_adapter
 from scheduler_svc.workers.engine import Engine
-from scheduler_svc.workers.placement import Placer, UnplacedRequests
+from scheduler_svc.workers.placement import Placer, UnplacedRequests, for_prompts
 from scheduler_svc.workers.roster import Roster, ServedModel, ask_all
 from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.stream import WorkerLink
@@ -164,7 +164,7 @@ class Fleet:
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
             return max(0, self.max_waiting - self._unplaced.num_seqs)
-        loads = [session.placement_load() for session in sessions]
+        loads = [session.placement_load() for session in for_prompts(sessions)]
         return max(0, *(load.max_waiting - load.num_waiting for load in loads))
 
     @property
@@ -344,7 +344,7 @@ class Fleet:
         sessions = [each for each in sessions if each.trouble() is None] or sessions
         choice = self._placer.choose(command.request, sessions, can_refuse=can_refuse)
         if choice is None:
-            loads = [session.placement_load() for session in sessions]
+            loads = [session.placement_load() for session in for_prompts(sessions)]
             raise self._too_busy(min(load.num_waiting for load in loads), n)
         sessions[choice.index].post(command, choice.num_tokens)
 

@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 
 from contract.errors import UnavailableError
 from contract.hashing import BlockHash
-from contract.info import MemoryLevel, ModelInfo, WorkerInfo
+from contract.info import MemoryLevel, ModelInfo, Role, WorkerInfo
 from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.observe import timeline
 from scheduler_svc.core.compact.fragmentation import SpaceReport
@@ -176,6 +176,11 @@ class Session:
     def info(self) -> WorkerInfo:
         """The worker's description of itself."""
         return self.link.info
+
+    @property
+    def role(self) -> Role:
+        """Which part of requests the worker is for."""
+        return self.link.info.role
 
     def load(self) -> SchedulerLoad:
         """Return a snapshot of the core's load."""

@@ -25,6 +25,10 @@ class MovableRequest:
     """Number of sequences that have not ended."""
     num_host_blocks: int
     """Host blocks that hold their KV now."""
+    num_device_blocks: int
+    """Device blocks that they hold now."""
+    max_total_tokens: int
+    """The length, prompt and output together, at which a sequence ends."""
     max_device_blocks: int
     """Device blocks of all sequences at their maximum length."""
 

@@ -42,6 +42,7 @@ from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.request import Request, SeqKey, SourceId
 from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_room import HostRoom
@@ -76,6 +77,7 @@ class Moves:
         live: LiveSequences,
         queue: WaitingQueue,
         host_room: HostRoom,
+        running: RunningSet,
         preemption: Preemption,
         policy: Policy,
     ) -> None:
@@ -88,6 +90,7 @@ class Moves:
         self._live = live
         self._queue = queue
         self._host_room = host_room
+        self._running = running
         self._preemption = preemption
         self._policy = policy
         self._exports: dict[ExportId, _Leaving] = {}
@@ -112,6 +115,20 @@ class Moves:
             if all(seq.status in QUEUED and not seq.siblings for seq in group):
                 return self._describe(group)
         return None
+
+    def find_decoding(self) -> list[MovableRequest]:
+        """Return the requests that decode and that `begin_export` accepts now, oldest first.
+
+        Each running sequence has gained a token since it started, so no move delays a first token.
+        """
+        found: dict[tuple[SourceId, SeqKey], list[Sequence]] = {}
+        for seq in self._running:
+            request = seq.request
+            name = (request.source, request.first_seq_key)
+            if seq.status is SeqStatus.DECODE and seq.group is None and name not in found:
+                found[name] = [seq] if request.n == 1 else self._group(*name)
+        groups = sorted(found.values(), key=lambda seqs: seqs[0].seq_id)
+        return [self._describe(seqs) for seqs in groups if self._decodes(seqs)]
 
     # --- source core ----------------------------------------------------------------------------
 
@@ -261,8 +278,23 @@ class Moves:
             request_id=request.request_id,
             num_seqs=len(seqs),
             num_host_blocks=sum(len(seq.host_block_ids) for seq in seqs),
+            num_device_blocks=sum(len(self._groups.held(seq.block_ids)) for seq in seqs),
+            max_total_tokens=seqs[0].max_total_tokens,
             max_device_blocks=len(seqs) * num_blocks,
         )
+
+    def _decodes(self, seqs: list[Sequence]) -> bool:
+        """Whether all running ones have gained a token, and the request can leave."""
+        for seq in seqs:
+            if seq.row is not None and self._rows.num_tokens(seq.row) == len(seq.token_ids):
+                return False
+            if seq.last_step is not None and seq.last_step <= self._steps.last:
+                return False  # its last token is on its way
+        try:
+            self._check_can_leave(seqs)
+        except MigrationRefusedError:
+            return False
+        return True
 
     def _check_can_leave(self, seqs: list[Sequence]) -> None:
         if not seqs:
