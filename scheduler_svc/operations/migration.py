@@ -8,7 +8,7 @@ its worker; if that worker is lost, the request continues elsewhere, like all it
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -136,8 +136,8 @@ class Migrator:
         try:
             with _refusals(live):
                 room = taking.call(lambda core: core.begin_import(export.moved))
-            await giving.wait_until(_has_answered(export.ready_step))
-            await taking.wait_until(_has_answered(room.ready_step))
+            await giving.wait_until(has_answered(export.ready_step))
+            await taking.wait_until(has_answered(room.ready_step))
             sources, targets = export.moved.host_block_ids, room.host_block_ids
             if sources:
                 instance_id = giving.info.instance_id
@@ -147,13 +147,37 @@ class Migrator:
         except QuireError:
             _go_back(giving, export, taking, room)
             raise
-        # No await from here on: the request leaves one core and joins the other.
-        num_crashes = giving.crashes.take(export.moved.request)
-        indices = giving.call(lambda core: core.end_export(export.export_id, leaves=True))
-        taking.call(lambda core: core.end_import(room.import_id, indices))
-        if indices:
-            taking.crashes.set(export.moved.request, num_crashes)
-        return Migration(source.target, len(indices), len(sources))
+        num_arrived = _hand_over(giving, export, taking, room)
+        return Migration(source.target, num_arrived, len(sources))
+
+    def switch(
+        self, live: MovableRequest, source: Engine, target: Engine, receive: Callable[[], None]
+    ) -> None:
+        """Move a request at once, without its KV, after its blocks were copied.
+
+        `receive` lets the target core find these.
+
+        Raises:
+            FailedPreconditionError: The request cannot be moved.
+            UnavailableError: A worker is lost.
+        """
+        giving, taking = source.attached_session(), target.attached_session()
+        check_exchange(giving, taking)
+        taking.check_alive()
+        with _refusals(live):
+            export = giving.call(
+                lambda core: core.begin_export(live.source, live.first_seq_key, keeps_kv=False)
+            )
+        try:
+            with _refusals(live):
+                room = taking.call(lambda core: core.begin_import(export.moved))
+            receive()
+        except QuireError:
+            _go_back(giving, export, taking, None)
+            self._count(source, target, "failed")
+            raise
+        num_arrived = _hand_over(giving, export, taking, room)
+        self._count(source, target, "arrived" if num_arrived else "ended")
 
     def _count(self, source: Engine, target: Engine, end: str) -> None:
         self._migrations.labels(source.target, target.target, end).inc()
@@ -279,7 +303,8 @@ def _has_room(load: SchedulerLoad, live: MovableRequest) -> bool:
     )
 
 
-def _has_answered(step: StepId) -> Condition:
+def has_answered(step: StepId) -> Condition:
+    """Whether a core has the result of a step."""
     return lambda core: core.steps.last_answered >= step
 
 
@@ -300,6 +325,19 @@ def check_exchange(giving: Session, taking: Session) -> None:
         raise FailedPreconditionError(
             f"dtype is {giving.info.dtype} here and {taking.info.dtype} at that worker"
         )
+
+
+def _hand_over(giving: Session, export: Export, taking: Session, room: Import) -> int:
+    """Let a request leave one core and join the other; return how many sequences arrived.
+
+    Never awaits, so that the request is always live at exactly one of the two.
+    """
+    num_crashes = giving.crashes.take(export.moved.request)
+    indices = giving.call(lambda core: core.end_export(export.export_id, leaves=True))
+    taking.call(lambda core: core.end_import(room.import_id, indices))
+    if indices:
+        taking.crashes.set(export.moved.request, num_crashes)
+    return len(indices)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ even if a sequence ends before the move does.
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from contract.hashing import extend_chain, root_hash
+from contract.hashing import BlockHash, extend_chain, root_hash
 from contract.step import StepId
 from scheduler_svc.core.blocks import BlockPool, DeviceBlockId, HostBlockId
 from scheduler_svc.core.config import SchedulerConfig
@@ -33,6 +33,7 @@ from scheduler_svc.core.handover.moved_request import (
     MovableRequest,
     MovedRequest,
     MovedSequence,
+    Progress,
 )
 from scheduler_svc.core.kv_groups import KvGroups
 from scheduler_svc.core.limits import check_length
@@ -47,6 +48,9 @@ from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
+
+_WITH_KV_BELOW = frozenset({SeqStatus.SWAPPED, SeqStatus.FETCHING})
+"""The states in which a sequence has KV of its own on the host or the disk, or waits for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,24 +120,37 @@ class Moves:
                 return self._describe(group)
         return None
 
-    def find_decoding(self) -> list[MovableRequest]:
-        """Return the requests that decode and that `begin_export` accepts now, oldest first.
+    def find_running(self) -> list[tuple[SourceId, SeqKey]]:
+        """Return source and first key of the running requests that could ever move."""
+        requests = dict.fromkeys(
+            seq.request
+            for seq in self._running
+            if seq.group is None and not seq.request.pools and seq.request.max_tokens > 1
+        )
+        return [(request.source, request.first_seq_key) for request in requests]
 
-        Each running sequence has gained a token since it started, so no move delays a first token.
-        """
-        found: dict[tuple[SourceId, SeqKey], list[Sequence]] = {}
-        for seq in self._running:
-            request = seq.request
-            name = (request.source, request.first_seq_key)
-            if seq.status is SeqStatus.DECODE and seq.group is None and name not in found:
-                found[name] = [seq] if request.n == 1 else self._group(*name)
-        groups = sorted(found.values(), key=lambda seqs: seqs[0].seq_id)
-        return [self._describe(seqs) for seqs in groups if self._decodes(seqs)]
+    def progress(self, source: SourceId, first_seq_key: SeqKey) -> Progress | None:
+        """Return what a request has computed; None: it has ended, or is leaving."""
+        seqs = self._group(source, first_seq_key)
+        if not seqs or any(seq.status is SeqStatus.MIGRATING for seq in seqs):
+            return None
+        hashes = {name: None for seq in seqs if seq.row is not None for name in _named(seq)}
+        can_copy = (
+            self._config.enable_prefix_caching
+            and self._groups.is_plain
+            and seqs[0].request.reads_prefix_cache
+            and not any(seq.status in _WITH_KV_BELOW for seq in seqs)
+        )
+        return Progress(self._describe(seqs), can_copy, tuple(hashes), self._decodes(seqs))
 
     # --- source core ----------------------------------------------------------------------------
 
-    def begin_export(self, source: SourceId, first_seq_key: SeqKey) -> Export:
+    def begin_export(
+        self, source: SourceId, first_seq_key: SeqKey, *, keeps_kv: bool = True
+    ) -> Export:
         """Preempt a live request, swap its KV to the host, and take it out of the queue.
+
+        Without `keeps_kv` a running request drops its KV, which the target core has (`Copies`).
 
         Raises:
             MigrationRefusedError: The request cannot leave now; nothing has changed.
@@ -143,7 +160,7 @@ class Moves:
         request = resubmittable(seqs, self._rows.known_tokens)
         for seq in seqs:
             if seq.status in RUNNING:
-                self._preemption.preempt(seq, must_swap=True)
+                self._preemption.take_out(seq, can_swap=keeps_kv, must_swap=True)
             self._tier.pool.drop(seq.fetched_block_ids)
             seq.fetched_block_ids = ()
             self._queue.remove(seq)
@@ -195,12 +212,15 @@ class Moves:
         self._imports[import_id] = _Arriving(moved, blocks)
         return Import(import_id, blocks, self._step_of_last_move)
 
-    def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> None:
+    def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> list[Sequence]:
         """Queue the sequences that have arrived; free the blocks reserved for the others.
 
         Args:
             import_id: The import. Its contents have arrived, unless `output_indices` is empty.
             output_indices: The result of `end_export`; empty: the request does not arrive.
+
+        Returns:
+            The sequences that have arrived.
         """
         arriving = self._imports.pop(import_id)
         moved, blocks = arriving.moved, iter(arriving.host_block_ids)
@@ -212,7 +232,7 @@ class Moves:
         for index in tables.keys() - set(output_indices):
             self._tier.pool.drop(tables[index])
         if not output_indices:
-            return
+            return []
         request = replace(
             moved.request,
             outputs=tuple(
@@ -221,7 +241,8 @@ class Moves:
             ),
         )
         rank = self._policy.rank(request, moved.arrived)
-        for seq in self._live.add(request, rank, moved.arrived):
+        seqs = self._live.add(request, rank, moved.arrived)
+        for seq in seqs:
             arrived = index_to_moved[seq.output_index]
             seq.num_computed_tokens = arrived.num_computed_tokens
             seq.num_charged_tokens = arrived.num_charged_tokens
@@ -232,6 +253,7 @@ class Moves:
             if seq.host_block_ids:
                 seq.set_status(SeqStatus.SWAPPED)
             self._queue.push(seq)
+        return seqs
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -345,6 +367,11 @@ class Moves:
         extend_chain(seq.block_hashes, root, seq.token_ids, self._config.block_size)
         names = self._host_room.names(seq) if seq.host_block_ids else []
         self._tier.pool.publish(seq.host_block_ids[: len(names)], names)
+
+
+def _named(seq: Sequence) -> list[BlockHash]:
+    """Return the hashes of the full blocks that a running sequence has computed or found."""
+    return seq.block_hashes[: seq.num_published_blocks]
 
 
 def _moved(seq: Sequence) -> MovedSequence:

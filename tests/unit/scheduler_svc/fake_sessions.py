@@ -56,6 +56,8 @@ class FakeSession:
         self.may_pull = asyncio.Event()
         self.may_pull.set()
         self.pull_error = None
+        self.is_read = False
+        """Whether another one's pull waits; then it does not step by itself."""
         self.is_lost = False
         self.is_draining = False
         self.crashes = CrashCounter()
@@ -99,13 +101,17 @@ class FakeSession:
     async def wait_until(self, condition):
         self.check_alive()
         while not condition(self.core):
-            self.step()
+            if not self.is_read:
+                self.step()
             await asyncio.sleep(0)
             self.check_alive()
 
     async def pull_kv(self, source_target, source_instance_id, sources, targets):
         self.pulling.set()
-        await self.may_pull.wait()
+        if not self.may_pull.is_set():
+            self.others[source_target].is_read = True
+            await self.may_pull.wait()
+            self.others[source_target].is_read = False
         if self.pull_error is not None:
             raise self.pull_error
         source = self.others[source_target]
