@@ -8,9 +8,10 @@ link between workers of --link-gbit. Prompts and outputs have log-normal lengths
 means, no prefix is shared, and requests arrive at random (Poisson).
 
 A request is good if its first token comes within the first objective, and 95 of 100 gaps between
-its tokens are within the second. *Goodput* is the highest rate, per worker, at which 90 of 100
-requests are good; there is a strict and an easy objective between tokens. "2P+1D" are two workers that prefill and one that decodes, "3" are three that do
-both; `--slowdown` is the scheduler's --max-decode-slowdown, which matters to these.
+its tokens are within the second, of which there is a strict and an easy one. *Goodput* is the
+highest rate, per worker, at which 90 of 100 requests are good. "2P+1D" are two workers that prefill
+and one that decodes, "3" are three that do both; `--slowdown` is the scheduler's
+--max-decode-slowdown, which matters to these.
 """
 
 import argparse

@@ -135,8 +135,10 @@ class Copies:
     @property
     def held_host_blocks(self) -> Iterator[HostBlockId]:
         """The host blocks that copies hold; a block occurs once per reference."""
-        for each in (*self._loans.values(), *self._rooms.values()):
-            yield from each.host_block_ids
+        for loan in self._loans.values():
+            yield from loan.host_block_ids
+        for room in self._rooms.values():
+            yield from room.host_block_ids
 
     @property
     def _step_of_last_move(self) -> StepId:

@@ -306,9 +306,12 @@ class Moves:
         )
 
     def _decodes(self, seqs: list[Sequence]) -> bool:
-        """Whether all running ones have gained a token, and the request can leave."""
-        for seq in seqs:
-            if seq.row is not None and self._rows.num_tokens(seq.row) == len(seq.token_ids):
+        """Whether some run and all of these have gained a token, and the request can leave."""
+        running = [seq for seq in seqs if seq.row is not None]
+        if not running:
+            return False
+        for seq in running:
+            if seq.row is None or self._rows.num_tokens(seq.row) == len(seq.token_ids):
                 return False
             if seq.last_step is not None and seq.last_step <= self._steps.last:
                 return False  # its last token is on its way

@@ -105,3 +105,46 @@ def test_lost_blocks_end_a_loan_early():
     hashes = hashes_of(core)
     loan = core.lend([hashes[0], b"x" * 32, hashes[1]])
     assert loan.hashes == (hashes[0],)
+
+
+class TestProgress:
+    def test_a_request_may_leave_when_it_has_gained_a_token(self):
+        core = make_host_core(max_prefill_chunk=4)
+        submit(core, KEY, range(6))
+        answer(core, schedule(core))
+        assert not core.moves.progress(ROUTER, KEY).decodes, "its prompt is not computed"
+        plan = schedule(core)
+        assert not core.moves.progress(ROUTER, KEY).decodes, "its first token is on its way"
+        answer(core, plan, 0)
+        assert core.moves.progress(ROUTER, KEY).decodes
+
+    def test_one_whose_last_token_is_on_its_way_stays(self):
+        core = make_host_core()
+        submit(core, KEY, range(6), max_tokens=2)
+        answer(core, schedule(core), 0)
+        plan = schedule(core)
+        assert not core.moves.progress(ROUTER, KEY).decodes
+        answer(core, plan, 0)
+        assert core.moves.progress(ROUTER, KEY) is None
+
+    def test_one_that_is_preempted_stays_until_it_runs_again(self):
+        core = make_host_core(max_prefill_chunk=4)
+        submit(core, KEY, range(10))
+        answer(core, schedule(core))
+        export = core.begin_export(ROUTER, KEY)
+        assert core.moves.progress(ROUTER, KEY) is None, "it is leaving"
+        answer(core, schedule(core))
+        core.end_export(export.export_id, leaves=False)
+        progress = core.moves.progress(ROUTER, KEY)
+        assert (progress.can_copy, progress.decodes, progress.hashes) == (False, False, ())
+
+    def test_searches_and_single_tokens_are_not_followed(self):
+        core = make_host_core()
+        submit(core, KEY, range(6), max_tokens=1)
+        schedule(core)
+        assert core.moves.find_running() == []
+
+    def test_without_hashes_nothing_can_be_copied(self):
+        core = running(make_host_core(enable_prefix_caching=False))
+        progress = core.moves.progress(ROUTER, KEY)
+        assert (progress.can_copy, progress.decodes) == (False, True)
