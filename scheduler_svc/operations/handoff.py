@@ -10,24 +10,22 @@ speed and no request.
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import structlog
 
 from contract.errors import FailedPreconditionError, QuireError, UnavailableError
-from contract.hashing import BlockHash
 from contract.step import StepId
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.config import SchedulerLoad
-from scheduler_svc.core.handover.copies import Loan, RoomId
 from scheduler_svc.core.handover.moved_request import MovableRequest, Progress
 from scheduler_svc.core.request import SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.operations.migration import Migrator, check_exchange, has_answered, keeps_kv
+from scheduler_svc.operations.migration import Migrator
 from scheduler_svc.workers.engine import Engine
+from scheduler_svc.workers.kv_copy import KvCopy, check_exchange, keeps_kv
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Session
 
@@ -46,6 +44,14 @@ log = structlog.get_logger()
 _Name = tuple[SourceId, SeqKey]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ahead:
+    """Where a request is to move, and its blocks that are there."""
+
+    engine: Engine
+    copy: KvCopy
+
+
 class Handoff:
     """Watches the prefill workers, and follows each request there until it has moved."""
 
@@ -53,8 +59,7 @@ class Handoff:
         self._roster = roster
         self._migrator = migrator
         self._tasks = BackgroundTasks()
-        self._num_bound: Counter[Engine] = Counter()
-        """Requests that are about to move to each worker."""
+        self._ahead: set[_Ahead] = set()
         self._paused_until: dict[tuple[Engine, Engine], float] = {}
 
     async def run(self) -> None:
@@ -66,9 +71,14 @@ class Handoff:
                 now = time.monotonic()
                 pauses = self._paused_until.items()
                 self._paused_until = {pair: until for pair, until in pauses if until > now}
+                sessions = [each.session for each in self._roster.engines if each.session]
+                takes_decodes = any(each.role.decodes and keeps_kv(each) for each in sessions)
                 for engine in self._roster.engines:
                     session = engine.session
-                    if session is not None and not session.role.decodes and session not in watched:
+                    if session is None or session.role.decodes:
+                        continue
+                    session.paces_prompts = not takes_decodes
+                    if session not in watched:
                         watched[session] = tasks.create_task(self._watch(engine, session))
                 await asyncio.sleep(_LOOK_S)
 
@@ -96,10 +106,10 @@ class Handoff:
             try:
                 while (progress := giving.call(partial(_progress, name))) is not None:
                     last = giving.call(_last_answered)
-                    if ahead is None and (found := self._find_target(source, giving, progress)):
-                        ahead = _Ahead(source, giving, found, self._num_bound)
+                    if ahead is None or not self._has_room(ahead, progress):
+                        ahead = self._choose_again(ahead, source, giving, progress)
                     try:
-                        if ahead is not None and await self._advance(progress, ahead):
+                        if ahead is not None and await self._advance(progress, source, ahead):
                             continue
                     except QuireError as error:
                         giving.check_alive()
@@ -107,38 +117,49 @@ class Handoff:
                         pair = {"source": source.target, "target": ahead.engine.target}
                         log.warning("no moves between two workers", **pair, reason=str(error))
                         self._paused_until[source, ahead.engine] = time.monotonic() + _PAUSE_S
-                        ahead.give_up()
+                        self._give_up(ahead)
                         ahead = None
-                    if (
-                        ahead is not None
-                        and not self._has_room(ahead, progress)
-                        and (found := self._find_target(source, giving, progress)) is not None
-                    ):
-                        ahead.give_up()
-                        ahead = _Ahead(source, giving, found, self._num_bound)
                     await giving.wait_until(partial(_has_answered_after, last))
             finally:
                 if ahead is not None:
-                    ahead.give_up()
+                    self._give_up(ahead)
 
-    async def _advance(self, progress: Progress, ahead: "_Ahead") -> bool:
+    def _choose_again(
+        self, ahead: _Ahead | None, source: Engine, giving: Session, progress: Progress
+    ) -> _Ahead | None:
+        """Choose a worker with room, if there is one; else return `ahead`, which waits for it."""
+        if (found := self._find_target(source, giving, progress)) is None:
+            return ahead
+        if ahead is not None:
+            self._give_up(ahead)
+        ahead = _Ahead(found, KvCopy(source.target, giving, found.attached_session()))
+        self._ahead.add(ahead)
+        return ahead
+
+    def _give_up(self, ahead: _Ahead) -> None:
+        """Free what is held for a request where it will not move, or has moved."""
+        ahead.copy.give_up()
+        self._ahead.discard(ahead)
+
+    async def _advance(self, progress: Progress, source: Engine, ahead: _Ahead) -> bool:
         """Copy what is new, or move the request; return whether to look at once again.
 
         Raises:
             QuireError: A worker is lost, or the copy or move has failed.
         """
+        copy = ahead.copy
         may_move = (
-            progress.decodes and not ahead.giving.is_draining and self._has_room(ahead, progress)
+            progress.decodes and not copy.giving.is_draining and self._has_room(ahead, progress)
         )
         if progress.can_copy:
-            if may_move and ahead.num_missing(progress.hashes) <= _MAX_LEFT_BLOCKS:
-                self._migrator.switch(progress.live, ahead.source, ahead.engine, ahead.receive)
+            if may_move and copy.num_missing(progress.hashes) <= _MAX_LEFT_BLOCKS:
+                self._migrator.switch(progress.live, source, ahead.engine, copy.receive)
                 return True
-            if await ahead.extend(progress.hashes):
+            if await copy.extend(progress.hashes):
                 return True
         if may_move:
-            ahead.give_up()
-            await self._migrator.run(progress.live, ahead.source, ahead.engine)
+            copy.give_up()
+            await self._migrator.run(progress.live, source, ahead.engine)
         return may_move
 
     def _find_target(self, source: Engine, giving: Session, progress: Progress) -> Engine | None:
@@ -159,109 +180,17 @@ class Handoff:
                 continue
             load = taking.load()
             if _has_room(load, progress.live):
-                num_seqs = load.num_running + load.num_waiting + self._num_bound[engine]
-                found.append((num_seqs, engine))
+                num_bound = sum(each.engine is engine for each in self._ahead)
+                found.append((load.num_running + load.num_waiting + num_bound, engine))
         return min(found, key=lambda each: each[0])[1] if found else None
 
-    def _has_room(self, ahead: "_Ahead", progress: Progress) -> bool:
-        return _has_room(ahead.taking.load(), progress.live, ahead.num_reserved)
-
-
-class _Ahead:
-    """The blocks of one request that were copied to one worker, before the request moves there."""
-
-    def __init__(
-        self, source: Engine, giving: Session, engine: Engine, num_bound: Counter[Engine]
-    ) -> None:
-        self.source, self.giving = source, giving
-        self.engine, self.taking = engine, engine.attached_session()
-        self.num_reserved = 0
-        """Host blocks that are held there for it."""
-        self._rooms: dict[RoomId, int] = {}  # with the number of blocks that have arrived
-        self._there: set[BlockHash] = set()
-        self._num_bound = num_bound
-        self._is_bound = True
-        num_bound[engine] += 1
-
-    def num_missing(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many of a request's blocks are not there."""
-        return sum(each not in self._there for each in hashes)
-
-    async def extend(self, hashes: Sequence[BlockHash]) -> bool:
-        """Copy the blocks that are not there; return whether any has come.
-
-        Raises:
-            UnavailableError: A worker is lost, or the copy has failed.
-        """
-        new = [each for each in hashes if each not in self._there]
-        if not new:
-            return False
-        room = self.taking.call(lambda core: core.expect(new))
-        loan: Loan | None = None
-        num_arrived = 0
-        self._rooms[room.room_id] = 0
-        self.num_reserved += len(room.hashes)
-        try:
-            loan = self.giving.call(lambda core: core.lend(room.hashes))
-            if num_lent := len(loan.hashes):
-                await self.giving.wait_until(has_answered(loan.ready_step))
-                await self.taking.wait_until(has_answered(room.ready_step))
-                targets = room.host_block_ids[:num_lent]
-                await self.taking.link.pull_kv(
-                    *(self.source.target, self.giving.info.instance_id),
-                    *(loan.host_block_ids, targets),
-                )
-            self.giving.check_alive()
-            num_arrived = num_lent
-        finally:
-            if loan is not None:
-                loan_id = loan.loan_id
-                with contextlib.suppress(UnavailableError):
-                    self.giving.call(lambda core: core.end_loan(loan_id))
-        missing = {*room.hashes[num_arrived:], *room.refused}
-        there = [each for each in new if each not in missing]
-        self._there.update(there)
-        if num_arrived:
-            self._rooms[room.room_id] = num_arrived
-        else:
-            self._end_room(room.room_id, len(room.hashes))
-        return bool(there)
-
-    def receive(self) -> None:
-        """Let the request find its blocks there.
-
-        Raises:
-            UnavailableError: The worker is lost.
-        """
-        for room_id, num_arrived in self._rooms.items():
-            self.taking.call(partial(_receive, room_id, num_arrived))
-        self._rooms.clear()
-        self._unbind()
-
-    def give_up(self) -> None:
-        """Free what is held there; does nothing after `receive`."""
-        with contextlib.suppress(UnavailableError):
-            for room_id in self._rooms:
-                self.taking.call(partial(_receive, room_id, 0))
-        self._rooms.clear()
-        self._unbind()
-
-    def _end_room(self, room_id: RoomId, num_blocks: int) -> None:
-        del self._rooms[room_id]
-        self.num_reserved -= num_blocks
-        self.taking.call(partial(_receive, room_id, 0))
-
-    def _unbind(self) -> None:
-        self._num_bound[self.engine] -= self._is_bound
-        self._is_bound = False
+    def _has_room(self, ahead: _Ahead, progress: Progress) -> bool:
+        copy = ahead.copy
+        return _has_room(copy.taking.load(), progress.live, copy.num_reserved)
 
 
 def _progress(name: _Name, core: Scheduler) -> Progress | None:
     return core.moves.progress(*name)
-
-
-def _receive(room_id: RoomId, num_arrived: int, core: Scheduler) -> None:
-    core.receive(room_id, num_arrived)
 
 
 def _runs(core: Scheduler) -> bool:

@@ -22,15 +22,15 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
-from contract.step import StepId
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.config import SchedulerLoad
 from scheduler_svc.core.errors import MigrationRefusedError
 from scheduler_svc.core.handover.moved_request import Export, Import, MovableRequest
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.fleet import Fleet
+from scheduler_svc.workers.kv_copy import check_exchange, has_answered, keeps_kv
 from scheduler_svc.workers.roster import Roster
-from scheduler_svc.workers.session import Condition, Session
+from scheduler_svc.workers.session import Session
 
 _REBALANCE_S: Final = 0.25
 """How often to check whether a worker has room for a request that waits at another."""
@@ -303,30 +303,6 @@ def _has_room(load: SchedulerLoad, live: MovableRequest) -> bool:
     )
 
 
-def has_answered(step: StepId) -> Condition:
-    """Whether a core has the result of a step."""
-    return lambda core: core.steps.last_answered >= step
-
-
-def check_exchange(giving: Session, taking: Session) -> None:
-    """Check properties of the workers that their cores do not know.
-
-    Raises:
-        FailedPreconditionError: They cannot exchange KV.
-    """
-    if taking.is_draining:
-        raise FailedPreconditionError(f"worker {taking.info.worker_id} is draining")
-    for session, verb in ((giving, "give"), (taking, "take")):
-        if not session.info.takes_kv:
-            raise FailedPreconditionError(
-                f"worker {session.info.worker_id} cannot {verb} KV (takes_kv is false)"
-            )
-    if giving.info.dtype != taking.info.dtype:
-        raise FailedPreconditionError(
-            f"dtype is {giving.info.dtype} here and {taking.info.dtype} at that worker"
-        )
-
-
 def _hand_over(giving: Session, export: Export, taking: Session, room: Import) -> int:
     """Let a request leave one core and join the other; return how many sequences arrived.
 
@@ -358,8 +334,3 @@ def _go_back(giving: Session, export: Export, taking: Session, room: Import | No
         import_id = room.import_id
         with contextlib.suppress(UnavailableError):
             taking.call(lambda core: core.end_import(import_id, ()))
-
-
-def keeps_kv(session: Session) -> bool:
-    """Whether a worker can exchange KV with others."""
-    return session.info.takes_kv and session.info.limits.num_host_blocks > 0

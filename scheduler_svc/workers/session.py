@@ -74,6 +74,9 @@ class Session:
         self.link = link
         self.step_log = StepLog()
         self.crashes = CrashCounter()
+        self.paces_prompts = True
+        """Whether prompts may delay decodes no more than `pace` allows; a worker whose decodes
+        move to others computes prompts at full speed."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
         self._core = core
@@ -333,7 +336,8 @@ class Session:
             started = time.perf_counter()
             with timeline.span("schedule"):
                 pacer, prompts = self._pacing.pacer, read_prompts(self._core)
-                bounds = (pacer.max_paced_tokens(prompts), pacer.max_prompt_tokens)
+                paced = pacer.max_paced_tokens(prompts) if self.paces_prompts else None
+                bounds = (paced, pacer.max_prompt_tokens)
                 plan = self._core.schedule(time.monotonic(), *bounds)
             if expired := self._core.take_expired():
                 self._events.on_ended(expired)
