@@ -330,9 +330,10 @@ async def serve(
     handoff = Handoff(roster, Migrator(roster, migrations))
     handing_off = asyncio.create_task(handoff.run())
     placer = Placer()
-    num_requests = int(rate * given.seconds)
+    output_s = load.output * model.gaps_s[-1]
+    num_requests = int(rate * max(given.seconds, 2 * output_s))
     lengths = [
-        np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8, num_requests), 4, 16_000).astype(int)
+        np.clip(rng.lognormal(np.log(mean) - 0.32, 0.8, num_requests), 4, 4 * mean).astype(int)
         for mean in (load.prompt, load.output)
     ]
     for key, (prompt_len, max_tokens) in enumerate(zip(*lengths, strict=True)):
@@ -343,7 +344,7 @@ async def serve(
         choice = placer.choose(request, sessions, can_refuse=False)
         assert choice is not None
         sessions[choice.index].submit(request)
-    end_s = loop.time() + given.seconds  # who is not served until then is not served well
+    end_s = loop.time() + 5 * output_s  # who is not served until then is not served well
     while loop.time() < end_s and any(not each.is_complete for each in histories.values()):  # noqa: ASYNC110
         await asyncio.sleep(0.5)
     handing_off.cancel()

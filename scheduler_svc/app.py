@@ -36,6 +36,7 @@ from scheduler_svc.workers.attach import attach, newest_epoch
 from scheduler_svc.workers.engine import Engine, OpenCore
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.placement import PlacementMethod, Placer
+from scheduler_svc.workers.prefix_pulls import PrefixPulls
 from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.standby import wait_for_vacancy
 from scheduler_svc.workers.stream import WorkerClientConfig
@@ -96,6 +97,7 @@ async def _run_scheduler(
     streams = RouterStreams(settings.max_backlog_mb * _MIB, resumables)
     spans = SequenceSpans()
     metrics = SchedulerMetrics(registry)
+    pulls = PrefixPulls() if settings.pull_prefixes else None
     fleet = Fleet(
         streams=streams,
         spans=spans,
@@ -103,6 +105,7 @@ async def _run_scheduler(
         max_waiting=settings.max_waiting,
         step_timeout_s=settings.step_timeout_s,
         placer=Placer(PlacementMethod(settings.placement)),
+        pulls=pulls,
     )
     roster = fleet.roster
     migrator = Migrator(roster, metrics.migrations)
@@ -188,6 +191,8 @@ async def _run_scheduler(
                 stop=stop,
             )
         finally:
+            if pulls is not None:
+                pulls.stop()
             handoff.stop()
             migrator.stop()
             resizer.stop()

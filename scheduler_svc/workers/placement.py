@@ -187,6 +187,15 @@ class UnplacedRequests:
         commands, self._commands = self._commands, []
         return commands
 
+    def take(self, source: SourceId, first_seq_key: SeqKey) -> SubmitRequest | None:
+        """Remove and return the command of a request; None: it is not here any more."""
+        for command in self._commands:
+            request = command.request
+            if (request.source, request.first_seq_key) == (source, first_seq_key):
+                self._commands.remove(command)
+                return command
+        return None
+
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> tuple[Finished, ...]:
         """Cancel the sequences that wait here; other keys are ignored."""
         keys = frozenset(seq_keys)
@@ -213,7 +222,9 @@ class UnplacedRequests:
 
 def _num_tokens_left(request: Request, num_tokens: int, workers: Sequence[Worker]) -> list[int]:
     """Return how many of a request's known tokens each worker's prefix cache lacks."""
-    size_to_hashes = {size: _hash(request, size) for size in {w.block_size for w in workers}}
+    size_to_hashes = {
+        size: prompt_hashes(request, size) for size in {w.block_size for w in workers}
+    }
     return [
         num_tokens - worker.num_cached_blocks(size_to_hashes[worker.block_size]) * worker.block_size
         for worker in workers
@@ -229,7 +240,7 @@ def num_known_tokens(request: Request) -> int:
     return sum(num_prompt_tokens + len(output.token_ids) for output in outputs)
 
 
-def _hash(request: Request, block_size: int) -> list[BlockHash]:
+def prompt_hashes(request: Request, block_size: int) -> list[BlockHash]:
     """Hash the part of the prompt that admission looks up, which excludes its last token."""
     hashes: list[BlockHash] = []
     if not request.reads_prefix_cache:

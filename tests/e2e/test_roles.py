@@ -121,3 +121,16 @@ def test_killed_prefill_worker_is_replaced_by_the_other(apart, service):
     late = [request_of("late", 90, 30)]
     assert read_all(apart, late) == expected_of(service, late)
     apart.start_first_again()
+
+
+def test_a_prefix_is_pulled_from_the_worker_that_has_it(long_llama, run_dir, service):
+    scheduler = ("--placement=round-robin",)
+    with TwoWorkers(run_dir(), long_llama, worker=WORKER, scheduler=scheduler) as both:
+        both.wait_until_both_are_attached()
+        first, second = request_of("first", 1500, 8), request_of("second", 1500, 8)
+        assert [read(both.stub.Generate(first)).outputs] == expected_of(service, [first])
+        result = read(both.stub.Generate(second))
+        assert [result.outputs] == expected_of(service, [first])
+        assert result.usage.cached_tokens == 1499 // 16 * 16
+        used = [any(tier.num_cached for tier in both.kv(each).tiers) for each in both.targets]
+        assert used == [True, True]

@@ -48,7 +48,11 @@ class FakeSession:
             instance_id=instance_id,
             takes_kv=True,
             role=role,
-            limits=SimpleNamespace(num_host_blocks=config.num_host_blocks),
+            limits=SimpleNamespace(
+                num_host_blocks=config.num_host_blocks, kv_windows=config.kv_windows
+            ),
+            block_bytes=config.bytes_per_block,
+            prefill_tokens_per_s=1.0,
         )
         self.unanswered = deque()
         self.others = {}  # sessions by target
@@ -56,6 +60,7 @@ class FakeSession:
         self.may_pull = asyncio.Event()
         self.may_pull.set()
         self.pull_error = None
+        self.paces_prompts = True
         self.is_read = False
         """Whether another one's pull waits; then it does not step by itself."""
         self.is_lost = False
@@ -89,6 +94,13 @@ class FakeSession:
 
     def placement_load(self):
         return SimpleNamespace(max_request_len=self.core.max_request_len)
+
+    @property
+    def block_size(self):
+        return self.core.config.block_size
+
+    def num_cached_blocks(self, hashes):
+        return self.core.lookup.num_cached_blocks(hashes)
 
     def call(self, function):
         self.check_alive()

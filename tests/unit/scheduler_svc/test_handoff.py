@@ -83,7 +83,14 @@ async def test_without_a_decode_worker_it_decodes_where_it_is(p):
     async with handing_off(p=p):
         p.submit(0, PROMPT, MAX_TOKENS)
         await until(lambda: not p.oracle.live)
+        assert p.paces_prompts
     finish(p)
+
+
+async def test_prompts_need_not_be_paced_where_decodes_move_away(p, d):
+    async with handing_off(p=p, d=d):
+        await until(lambda: not p.paces_prompts)
+    assert d.paces_prompts
 
 
 async def test_it_decodes_where_it_is_until_the_other_has_room(p, d):
