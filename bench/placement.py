@@ -18,6 +18,7 @@ from harness.case import Results, Table, arguments, main
 from harness.device import Clock, SimulatedWorker
 
 from contract.hashing import BlockHash, extend_chain, root_hash
+from contract.info import Role
 from contract.step import Result
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.values.config import SchedulerConfig
@@ -67,6 +68,7 @@ class SimulatedReplica:
     """A core and its worker, one step after another; a `placement.Worker`."""
 
     block_size = CONFIG.block_size
+    role = Role.BOTH
 
     def __init__(self, clock: Clock, first_token_s: dict[int, float]) -> None:
         """`first_token_s` gets the time of each sequence's first token."""

@@ -2,7 +2,7 @@
 
 import secrets
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
 from contract.limits import Limits
 from contract.lora import LoraAdapter
@@ -17,6 +17,24 @@ class MemoryLevel(Enum):
     """Running sequences continue; no more sequences start."""
     CRITICAL = 2
     """The scheduler must soon run fewer sequences."""
+
+
+class Role(StrEnum):
+    """What a worker is for, while there are workers for the rest. It can compute everything."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    """Prompts. When its prompt is computed, a request moves to a worker that decodes."""
+    DECODE = "decode"
+    """Decoding of requests whose prompts other workers have computed."""
+
+    @property
+    def prefills(self) -> bool:
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self is not Role.PREFILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +113,7 @@ class WorkerInfo:
     """Whether it can unload its model, which frees the device, and load one again."""
     takes_whole_prompts: bool = False
     """Whether a prompt must be computed in one step, as by an encoder, which keeps no KV."""
+    role: Role = Role.BOTH
     abilities: Abilities = ONLY_GENERATES
 
     # These fields are set at the worker only.

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from contract.info import Role
 from contract.lora import is_adapter_name
 from gpu_worker.kv.codecs.names import CodecSpec, parse_codec
 from model_files.locate import DEFAULT_CACHE_DIR, name_of
@@ -37,6 +38,10 @@ class WorkerSettings(ProcessSettings):
     """The model's name in requests; empty: the directory's name."""
     worker_id: str = Field(default_factory=socket.gethostname)
     """This worker's name in logs and for the scheduler; unset: the machine's name."""
+    role: Role = Role.BOTH
+    """What the scheduler gives this worker while other workers take the rest: prompts (prefill),
+    decoding (decode), or both. Requests move with their KV through host-kv-memory-gb of both
+    workers (docs/fleet.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the model runs: cpu, cuda, cuda:N; auto is cuda if there is one."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -90,8 +95,9 @@ class WorkerSettings(ProcessSettings):
     of the rest for every ten seconds that it lasts. 0: never. Unset: 0.01, or a quarter of the
     share available when the worker is ready, if that is less."""
     host_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Host memory in GiB for KV that does not fit the device; unset: with a GPU 4 GiB or a quarter
-    of the free memory, whichever is less; on a CPU none, because it is the same memory."""
+    """Host memory in GiB for KV that does not fit the device; unset: with a GPU, or a role, 4 GiB
+    or a quarter of the free memory, whichever is less; else on a CPU none, because it is the same
+    memory."""
     host_kv_codec: str = "none"
     """How KV is encoded in host memory: none, as on the device; int8 or fp8, in half the memory but
     less precise, so that a sequence's output after a swap may differ."""
@@ -237,6 +243,16 @@ class WorkerSettings(ProcessSettings):
         if host.is_quantized and disk.is_quantized and host != disk:
             raise ValueError(
                 f"disk_kv_codec is {disk}; it must not quantize again where host_kv_codec is {host}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_move_requests(self) -> Self:
+        if self.role is not Role.BOTH and (self.host_kv_memory_gb == 0 or self.num_ranks > 1):
+            obstacle = "host_kv_memory_gb 0" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+            raise ValueError(
+                f"role is {self.role}; it must be both with {obstacle}, since requests move between"
+                " workers through the host memory of one device"
             )
         return self
 

@@ -25,11 +25,15 @@ class BackgroundTasks:
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of `work`, which continues if the caller is cancelled."""
+        return await asyncio.shield(self.start(work))
+
+    def start(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Start a task."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(retrieve)
-        return await asyncio.shield(task)
+        return task
 
     def stop(self) -> None:
         """Cancel all tasks."""

@@ -23,6 +23,7 @@ from scheduler_svc.journal.record import Recordings
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.observers.spans import SequenceSpans
+from scheduler_svc.operations.handoff import Handoff
 from scheduler_svc.operations.loading import Loading, WorkerCalls
 from scheduler_svc.operations.migration import Drainer, Migrator
 from scheduler_svc.operations.resizing import Resizer
@@ -35,6 +36,7 @@ from scheduler_svc.workers.attach import attach, newest_epoch
 from scheduler_svc.workers.engine import Engine, OpenCore
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.placement import PlacementMethod, Placer
+from scheduler_svc.workers.prefix_pulls import PrefixPulls
 from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.standby import wait_for_vacancy
 from scheduler_svc.workers.stream import WorkerClientConfig
@@ -95,6 +97,7 @@ async def _run_scheduler(
     streams = RouterStreams(settings.max_backlog_mb * _MIB, resumables)
     spans = SequenceSpans()
     metrics = SchedulerMetrics(registry)
+    pulls = PrefixPulls() if settings.pull_prefixes else None
     fleet = Fleet(
         streams=streams,
         spans=spans,
@@ -102,9 +105,11 @@ async def _run_scheduler(
         max_waiting=settings.max_waiting,
         step_timeout_s=settings.step_timeout_s,
         placer=Placer(PlacementMethod(settings.placement)),
+        pulls=pulls,
     )
     roster = fleet.roster
     migrator = Migrator(roster, metrics.migrations)
+    handoff = Handoff(roster, migrator)
     pace = Pace(settings.max_decode_slowdown, settings.max_prompt_step_s)
 
     kv_events, kv_event_service = _open_kv_events(epoch) if settings.kv_events else (None, None)
@@ -169,6 +174,7 @@ async def _run_scheduler(
         if settings.rebalance and (len(settings.workers) > 1 or not workers.is_static):
             side_tasks.run(migrator.rebalance(), "rebalancing")
         side_tasks.run(drainer.run(), "draining workers")
+        side_tasks.run(handoff.run(), "moves from prefill to decode workers")
         if on_started is not None:
             await on_started(addresses)
 
@@ -185,6 +191,9 @@ async def _run_scheduler(
                 stop=stop,
             )
         finally:
+            if pulls is not None:
+                pulls.stop()
+            handoff.stop()
             migrator.stop()
             resizer.stop()
             loading.stop()

@@ -125,6 +125,9 @@ class SchedulerSettings(ProcessSettings):
     rebalance: bool = True
     """Whether a request that waits with its KV in host memory is moved to a worker with room for
     it. Both workers need host memory for KV."""
+    pull_prefixes: bool = True
+    """Whether a request whose prefix another worker has cached waits until it is copied, where that
+    is faster than computing it again. Both workers need host memory for KV."""
     claim_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """How long KV that a worker held for an earlier scheduler is reserved for requests that are
     submitted again, in seconds. Afterwards full blocks stay cached, and the others are freed."""

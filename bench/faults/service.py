@@ -67,9 +67,13 @@ class ChaosService:
         *,
         has_standby: bool,
         worker_flags: Sequence[str],
+        roles: Sequence[str],
         keeps_turns: bool,
     ) -> None:
-        """`directory` is for sockets, logs and turns; each device pool has `num_blocks`."""
+        """`directory` is for sockets, logs and turns; each device pool has `num_blocks`.
+
+        `roles` has one for each worker.
+        """
         self._directory = directory
         self._processes: dict[str, Process] = {}
         self._links: dict[str, Link] = {}
@@ -78,10 +82,11 @@ class ChaosService:
         self.routers = ["router-0", "router-1"]
         workers = ["worker-0", "worker-1"]
         self._ports = iter(free_ports(len((*workers, *self._schedulers, *self.routers))))
-        for worker in workers:
+        for worker, role in zip(workers, roles, strict=True):
             self._add(
                 *(worker, "gpu_worker", "--device=cpu", "--num-threads=1", f"--model={model}"),
-                *(f"--num-blocks={num_blocks}", "--max-num-batched-tokens=512", *worker_flags),
+                *(f"--num-blocks={num_blocks}", "--max-num-batched-tokens=512", f"--role={role}"),
+                *worker_flags,
             )
         for scheduler in self._schedulers:
             self._add(
@@ -249,6 +254,7 @@ async def chaos_service(
     *,
     has_standby: bool = False,
     worker_flags: Sequence[str] = ("--dtype=float32", "--host-kv-memory-gb=0.1"),
+    roles: Sequence[str] = ("both", "both"),
     keeps_turns: bool = False,
 ) -> AsyncIterator[ChaosService]:
     """Start the service and wait until it is ready; it ends with the block, or with us."""
@@ -258,6 +264,7 @@ async def chaos_service(
         num_blocks,
         has_standby=has_standby,
         worker_flags=worker_flags,
+        roles=roles,
         keeps_turns=keeps_turns,
     )
     try:

@@ -53,6 +53,10 @@ _NOT_STUDIED = {
     "resize": "a change of the pool's size",
     "begin_export": "requests that moved between workers",
     "end_export": "requests that moved between workers",
+    "lend": "blocks that were copied between workers",
+    "end_loan": "blocks that were copied between workers",
+    "expect": "blocks that were copied between workers",
+    "receive": "blocks that were copied between workers",
     "begin_import": "requests that moved between workers",
     "end_import": "requests that moved between workers",
 }

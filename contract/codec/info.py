@@ -8,7 +8,7 @@ from typing import Any, Final
 from contract.codec.message_checks import check_number
 from contract.codec.sampling import pooling_from_proto, pooling_to_proto
 from contract.errors import InvalidArgumentError
-from contract.info import MemoryLevel, ModelInfo, WorkerInfo
+from contract.info import MemoryLevel, ModelInfo, Role, WorkerInfo
 from contract.limits import Limits
 from contract.lora import DIGEST_BYTES, LoraAdapter
 from contract.pooling import Abilities, Task
@@ -49,6 +49,12 @@ TASK_TO_PROTO: Final = {
     Task.EMBED: common_pb2.TASK_EMBED,
     Task.SCORE: common_pb2.TASK_SCORE,
 }
+_ROLE_TO_PROTO: Final = {
+    Role.BOTH: worker_pb2.WORKER_ROLE_UNSPECIFIED,
+    Role.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
+    Role.DECODE: worker_pb2.WORKER_ROLE_DECODE,
+}
+_ROLE_FROM_PROTO: Final = {number: role for role, number in _ROLE_TO_PROTO.items()}
 _TASK_FROM_PROTO: Final = {number: task for task, number in TASK_TO_PROTO.items()}
 _LEVEL_FROM_PROTO: Final = {number: level for level, number in _LEVEL_TO_PROTO.items()}
 
@@ -71,6 +77,7 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         min_num_blocks=0 if info.max_num_blocks is None else info.min_num_blocks,
         num_saturating_tokens=info.limits.num_saturating_tokens,
         kv_windows=map(_or_0, info.limits.kv_windows) if info.limits.has_windows else (),
+        role=_ROLE_TO_PROTO[info.role],
     )
 
 
@@ -98,6 +105,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
         ),
         max_num_blocks=message.max_num_blocks if message.HasField("max_num_blocks") else None,
         min_num_blocks=message.min_num_blocks or 1,
+        role=_ROLE_FROM_PROTO.get(message.role, Role.BOTH),
     )
     _check_ranges(info)
     _check_together(info)

@@ -7,6 +7,7 @@ import numpy as np
 import structlog
 import torch
 
+from contract.info import Role
 from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan, StepId
@@ -80,13 +81,14 @@ def free_cpu_kv_bytes() -> int:
     return min(_DEFAULT_CPU_BYTES, int(available_bytes() * _CPU_SHARE))
 
 
-def free_host_kv_bytes(device: torch.device) -> int:
+def free_host_kv_bytes(device: torch.device, role: Role = Role.BOTH) -> int:
     """Default host memory for KV.
 
     With a GPU 4 GiB, or a quarter of the free memory if that is less, because no other process can
-    use pinned memory. On a CPU none: the pool could hold the same KV in the same memory.
+    use pinned memory. On a CPU none: the pool could hold the same KV in the same memory. But
+    prefill and decode workers need host memory, through which requests move.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" and role is Role.BOTH:
         return 0
     return min(_DEFAULT_HOST_BYTES, int(available_bytes() * _HOST_SHARE))
 

@@ -45,7 +45,7 @@ def open_lower_tiers(settings: WorkerSettings, pool: KvPool, config: ModelConfig
     """
     host_codec = _quantized(settings.host_codec, pool.block_bytes, config, pool.layout.dtypes[0])
     host_block_bytes = pool.block_bytes if host_codec is None else host_codec.record_bytes
-    num_bytes = free_host_kv_bytes(pool.device)
+    num_bytes = free_host_kv_bytes(pool.device, settings.role)
     if settings.host_kv_memory_gb is not None:
         num_bytes = int(settings.host_kv_memory_gb * _GIB)
     if num_host_blocks := num_bytes // host_block_bytes:

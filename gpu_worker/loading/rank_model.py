@@ -374,6 +374,8 @@ def _default_sizes(device_bytes: int | None) -> tuple[int, int]:
 
 def _device_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def _with_states(
     settings: WorkerSettings,
     config: ModelConfig,

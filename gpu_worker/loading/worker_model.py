@@ -121,6 +121,7 @@ def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
         min_num_blocks=limits.min_num_blocks,
         host_is_device_memory=loaded.device.type == "cpu",
         can_unload=num_ranks == 1,
+        role=settings.role,
         abilities=loaded.abilities,
         takes_whole_prompts=not loaded.abilities.generates,
         instance_id=new_instance_id(),

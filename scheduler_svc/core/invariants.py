@@ -183,6 +183,7 @@ def _check_host(core: Scheduler, live: list[Sequence]) -> None:
         holders.update(seq.host_block_ids)
         holders.update(seq.fetched_block_ids)
     holders.update(core.moves.held_host_blocks)
+    holders.update(core.copies.held_host_blocks)
     _check_pool(tier.pool, holders)
     hashes = core.pool.books.hashes
     for source, target in books.targets.items():

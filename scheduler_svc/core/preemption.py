@@ -121,6 +121,10 @@ class Preemption:
             must_swap: Swap regardless of the cost; the caller has checked that the host has room.
         """
         self.num_preemptions += 1
+        self.take_out(seq, can_swap=can_swap, must_swap=must_swap)
+
+    def take_out(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
+        """As `preempt`, for a sequence that leaves: it does not count as preempted."""
         done = None if self.observer is None else self.observer(seq, can_swap)
         if seq.group is not None:
             self._queue.push(self._beams.preempt(seq.group))

@@ -18,8 +18,10 @@ sequences of an earlier scheduler that no router has submitted again.
 """
 
 from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Seq
 from typing import Final
 
+from contract.hashing import BlockHash
 from contract.info import MemoryLevel
 from contract.state import Holdings
 from contract.step import Plan, Result, StepId
@@ -36,6 +38,7 @@ from scheduler_svc.core.bounds.pressure import Pressure
 from scheduler_svc.core.budget import TokenBudget
 from scheduler_svc.core.compact.defragment import DefragmentationReport, Defragmenter
 from scheduler_svc.core.compact.resize import Resizing
+from scheduler_svc.core.handover.copies import Copies, Loan, LoanId, Room, RoomId
 from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.handover.moved_request import (
     Export,
@@ -143,9 +146,11 @@ class Scheduler:
             live=self.live,
             queue=self.queue,
             host_room=self.host_room,
+            running=self.running,
             preemption=self.preemption,
             policy=self.policy,
         )
+        self.copies: Final = Copies(config, pool=self.pool, tier=self.tier, steps=self.steps)
         self.resizing: Final = Resizing(
             config,
             pool=self.pool,
@@ -349,9 +354,11 @@ class Scheduler:
         """Set the number of device blocks that the worker has now; see `Resizing.resize`."""
         self.resizing.resize(num_blocks)
 
-    def begin_export(self, source: SourceId, first_seq_key: SeqKey) -> Export:
+    def begin_export(
+        self, source: SourceId, first_seq_key: SeqKey, *, keeps_kv: bool = True
+    ) -> Export:
         """Prepare a live request to leave; see `Moves.begin_export`."""
-        return self.moves.begin_export(source, first_seq_key)
+        return self.moves.begin_export(source, first_seq_key, keeps_kv=keeps_kv)
 
     def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
         """Remove an exported request, or keep it; see `Moves.end_export`."""
@@ -363,7 +370,25 @@ class Scheduler:
 
     def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> None:
         """Queue the sequences that have arrived; see `Moves.end_import`."""
-        self.moves.end_import(import_id, output_indices)
+        for seq in self.moves.end_import(import_id, output_indices):
+            if seq.status is SeqStatus.WAITING:
+                self.queue.discount_cached(seq, self.lookup.find(seq).num_tokens)
+
+    def lend(self, hashes: Seq[BlockHash]) -> Loan:
+        """Hold blocks for another core to copy; see `Copies.lend`."""
+        return self.copies.lend(hashes)
+
+    def end_loan(self, loan_id: LoanId) -> None:
+        """Give up blocks that were lent; see `Copies.end_loan`."""
+        self.copies.end_loan(loan_id)
+
+    def expect(self, hashes: Seq[BlockHash]) -> Room:
+        """Reserve host blocks for copies from another core; see `Copies.expect`."""
+        return self.copies.expect(hashes)
+
+    def receive(self, room_id: RoomId, num_arrived: int) -> None:
+        """Let blocks that have arrived be found; see `Copies.receive`."""
+        self.copies.receive(room_id, num_arrived)
 
     def inherit(self, holdings: Holdings, now: float) -> None:
         """Take over what the worker holds; call once, before anything else. See `Takeover`."""

@@ -41,6 +41,10 @@ CALLS: Final = (
     "end_export",
     "begin_import",
     "end_import",
+    "lend",
+    "end_loan",
+    "expect",
+    "receive",
 )
 """The methods of `Scheduler` that change it; calls of these are recorded."""
 

@@ -8,7 +8,7 @@ its worker; if that worker is lost, the request continues elsewhere, like all it
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,15 +22,15 @@ from contract.errors import (
     QuireError,
     UnavailableError,
 )
-from contract.step import StepId
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.moved_request import Export, Import, MovableRequest
 from scheduler_svc.core.values.config import SchedulerLoad
 from scheduler_svc.core.values.errors import MigrationRefusedError
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.fleet import Fleet
+from scheduler_svc.workers.kv_copy import check_exchange, has_answered, keeps_kv
 from scheduler_svc.workers.roster import Roster
-from scheduler_svc.workers.session import Condition, Session
+from scheduler_svc.workers.session import Session
 
 _REBALANCE_S: Final = 0.25
 """How often to check whether a worker has room for a request that waits at another."""
@@ -94,7 +94,7 @@ class Migrator:
 
     async def move(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
         """Move a live request of `source`; raises the same errors as `migrate`."""
-        return await self._moves.run(self._run(live, source, target))
+        return await self._moves.run(self.run(live, source, target))
 
     async def rebalance(self) -> None:
         """Move requests that wait with KV on the host to workers with room, until cancelled."""
@@ -103,7 +103,7 @@ class Migrator:
             if not self._moves.is_busy and (choice := self._find_imbalance()) is not None:
                 try:
                     await self.move(*choice)
-                except QuireError:  # `_run` has logged it
+                except QuireError:  # `run` has logged it
                     await asyncio.sleep(_PAUSE_S)
 
     def stop(self) -> None:
@@ -112,8 +112,8 @@ class Migrator:
 
     # --- one move -------------------------------------------------------------------------------
 
-    async def _run(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
-        """Move a request; log and count the result."""
+    async def run(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
+        """As `move`, but a move ends with its caller. Reserves room before it waits."""
         who = {"request_id": live.request_id, "source": source.target, "target": target.target}
         started = time.perf_counter()
         try:
@@ -129,15 +129,15 @@ class Migrator:
 
     async def _move(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
         giving, taking = source.attached_session(), target.attached_session()
-        _check_exchange(giving, taking)
+        check_exchange(giving, taking)
         with _refusals(live):
             export = giving.call(lambda core: core.begin_export(live.source, live.first_seq_key))
         room = None
         try:
             with _refusals(live):
                 room = taking.call(lambda core: core.begin_import(export.moved))
-            await giving.wait_until(_has_answered(export.ready_step))
-            await taking.wait_until(_has_answered(room.ready_step))
+            await giving.wait_until(has_answered(export.ready_step))
+            await taking.wait_until(has_answered(room.ready_step))
             sources, targets = export.moved.host_block_ids, room.host_block_ids
             if sources:
                 instance_id = giving.info.instance_id
@@ -147,13 +147,37 @@ class Migrator:
         except QuireError:
             _go_back(giving, export, taking, room)
             raise
-        # No await from here on: the request leaves one core and joins the other.
-        num_crashes = giving.crashes.take(export.moved.request)
-        indices = giving.call(lambda core: core.end_export(export.export_id, leaves=True))
-        taking.call(lambda core: core.end_import(room.import_id, indices))
-        if indices:
-            taking.crashes.set(export.moved.request, num_crashes)
-        return Migration(source.target, len(indices), len(sources))
+        num_arrived = _hand_over(giving, export, taking, room)
+        return Migration(source.target, num_arrived, len(sources))
+
+    def switch(
+        self, live: MovableRequest, source: Engine, target: Engine, receive: Callable[[], None]
+    ) -> None:
+        """Move a request at once, without its KV, after its blocks were copied.
+
+        `receive` lets the target core find these.
+
+        Raises:
+            FailedPreconditionError: The request cannot be moved.
+            UnavailableError: A worker is lost.
+        """
+        giving, taking = source.attached_session(), target.attached_session()
+        check_exchange(giving, taking)
+        taking.check_alive()
+        with _refusals(live):
+            export = giving.call(
+                lambda core: core.begin_export(live.source, live.first_seq_key, keeps_kv=False)
+            )
+        try:
+            with _refusals(live):
+                room = taking.call(lambda core: core.begin_import(export.moved))
+            receive()
+        except QuireError:
+            _go_back(giving, export, taking, None)
+            self._count(source, target, "failed")
+            raise
+        num_arrived = _hand_over(giving, export, taking, room)
+        self._count(source, target, "arrived" if num_arrived else "ended")
 
     def _count(self, source: Engine, target: Engine, end: str) -> None:
         self._migrations.labels(source.target, target.target, end).inc()
@@ -180,7 +204,7 @@ class Migrator:
             if (live := session.call(lambda core: core.moves.first_swapped())) is None:
                 continue
             for target, room in sorted(targets, key=lambda pair: -_num_free_blocks(pair[1])):
-                if _has_room(room, live):
+                if _has_room(room, live) and _has_same_part(session, target):
                     return live, source, target
         return None
 
@@ -242,18 +266,27 @@ class Drainer:
 
     def _find_target(self, source: Engine) -> Engine | None:
         """Find the worker with the most room among those that can receive the source's KV."""
-        if source.session is None or not _keeps_kv(source.session):
+        giving = source.session
+        if giving is None or not keeps_kv(giving):
             return None
         loads = [
-            (session.load(), engine)
+            (_has_same_part(giving, engine), _num_free_blocks(session.load()), engine)
             for engine in self._fleet.roster.engines
             if (session := engine.session) is not None
-            and _keeps_kv(session)
+            and keeps_kv(session)
             and not session.is_draining
         ]
         if not loads:
             return None
-        return max(loads, key=lambda each: _num_free_blocks(each[0]))[1]
+        return max(loads, key=lambda each: each[:2])[2]
+
+
+def _has_same_part(session: Session, other: Engine) -> bool:
+    """Whether another worker is for what a worker has: prompts, or sequences that decode."""
+    if other.session is None:
+        return False
+    role = other.session.role
+    return role.decodes if session.role.decodes else role.prefills
 
 
 def _num_free_blocks(load: SchedulerLoad) -> int:
@@ -270,23 +303,17 @@ def _has_room(load: SchedulerLoad, live: MovableRequest) -> bool:
     )
 
 
-def _has_answered(step: StepId) -> Condition:
-    return lambda core: core.steps.last_answered >= step
+def _hand_over(giving: Session, export: Export, taking: Session, room: Import) -> int:
+    """Let a request leave one core and join the other; return how many sequences arrived.
 
-
-def _check_exchange(giving: Session, taking: Session) -> None:
-    """Check properties of the workers that their cores do not know."""
-    if taking.is_draining:
-        raise FailedPreconditionError(f"worker {taking.info.worker_id} is draining")
-    for session, verb in ((giving, "give"), (taking, "take")):
-        if not session.info.takes_kv:
-            raise FailedPreconditionError(
-                f"worker {session.info.worker_id} cannot {verb} KV (takes_kv is false)"
-            )
-    if giving.info.dtype != taking.info.dtype:
-        raise FailedPreconditionError(
-            f"dtype is {giving.info.dtype} here and {taking.info.dtype} at that worker"
-        )
+    Never awaits, so that the request is always live at exactly one of the two.
+    """
+    num_crashes = giving.crashes.take(export.moved.request)
+    indices = giving.call(lambda core: core.end_export(export.export_id, leaves=True))
+    taking.call(lambda core: core.end_import(room.import_id, indices))
+    if indices:
+        taking.crashes.set(export.moved.request, num_crashes)
+    return len(indices)
 
 
 @contextlib.contextmanager
@@ -307,7 +334,3 @@ def _go_back(giving: Session, export: Export, taking: Session, room: Import | No
         import_id = room.import_id
         with contextlib.suppress(UnavailableError):
             taking.call(lambda core: core.end_import(import_id, ()))
-
-
-def _keeps_kv(session: Session) -> bool:
-    return session.info.takes_kv and session.info.limits.num_host_blocks > 0

@@ -192,6 +192,7 @@ class Engine:
             worker_id=info.worker_id,
             device=info.device,
             model=info.model.id,
+            role=info.role,
             num_blocks=info.limits.num_blocks,
             num_held_rows=num_held_rows,
         )

@@ -27,7 +27,8 @@ from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.wire.router import finished_to_proto
 from scheduler_svc.workers.adapters import Adapters, AdapterUse, check_adapter
 from scheduler_svc.workers.engine import Engine
-from scheduler_svc.workers.placement import Placer, UnplacedRequests
+from scheduler_svc.workers.placement import Placer, UnplacedRequests, for_prompts, prompt_hashes
+from scheduler_svc.workers.prefix_pulls import PrefixPulls
 from scheduler_svc.workers.roster import Roster, ServedModel, ask_all
 from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.stream import WorkerLink
@@ -56,6 +57,7 @@ class Fleet:
         max_waiting: int,
         step_timeout_s: float,
         placer: Placer,
+        pulls: PrefixPulls | None = None,
     ) -> None:
         self.roster = Roster()
         """The workers."""
@@ -65,6 +67,7 @@ class Fleet:
         self.max_waiting = max_waiting
         self._step_timeout_s = step_timeout_s
         self._placer = placer
+        self._pulls = pulls
         self._unplaced = UnplacedRequests()
         self._adapter_use = AdapterUse(self.roster, self._unplaced)
         self.adapters = Adapters(
@@ -164,7 +167,7 @@ class Fleet:
         sessions = [session for session in self._sessions() if not session.is_draining]
         if not sessions:
             return max(0, self.max_waiting - self._unplaced.num_seqs)
-        loads = [session.placement_load() for session in sessions]
+        loads = [session.placement_load() for session in for_prompts(sessions)]
         return max(0, *(load.max_waiting - load.num_waiting for load in loads))
 
     @property
@@ -263,11 +266,7 @@ class Fleet:
     def place_unplaced(self) -> None:
         """Place the requests that waited for a worker."""
         for command in self._unplaced.take_all():
-            try:
-                check_adapter(command.request, self.adapters.held)
-                self._place(command)
-            except QuireError as error:
-                self._streams.refuse(command.request, error)
+            self._place_late(command)
 
     async def next_draining(self) -> Engine:
         """Wait for the next worker that announces its end."""
@@ -318,7 +317,33 @@ class Fleet:
         self._awaited.clear()
         self.place_unplaced()
 
-    def _place(self, command: SubmitRequest) -> None:
+    def _place_late(self, command: SubmitRequest, *, may_pull: bool = True) -> None:
+        """Place a request that had to wait; its source gets a refusal as an event."""
+        try:
+            check_adapter(command.request, self.adapters.held)
+            self._place(command, may_pull=may_pull)
+        except QuireError as error:
+            self._streams.refuse(command.request, error)
+
+    def _pull_prefix(self, command: SubmitRequest, session: Session) -> bool:
+        """Keep a request while its prefix is copied to its worker, if that pays."""
+        if self._pulls is None or len(self.roster.sessions) == 1:
+            return False
+        hashes = prompt_hashes(command.request, session.block_size)
+        pull = self._pulls.find(hashes, session, self.roster.sessions)
+        if pull is None:
+            return False
+        name = command.request.source, command.request.first_seq_key
+
+        def place() -> None:  # unless it was cancelled, or placed because a worker came
+            if (waiting := self._unplaced.take(*name)) is not None:
+                self._place_late(waiting, may_pull=False)
+
+        self._unplaced.add(command)
+        self._pulls.start(pull, place)
+        return True
+
+    def _place(self, command: SubmitRequest, *, may_pull: bool = True) -> None:
         """Post a request to the best worker, or keep it if no worker is attached.
 
         Raises:
@@ -344,9 +369,12 @@ class Fleet:
         sessions = [each for each in sessions if each.trouble() is None] or sessions
         choice = self._placer.choose(command.request, sessions, can_refuse=can_refuse)
         if choice is None:
-            loads = [session.placement_load() for session in sessions]
+            loads = [session.placement_load() for session in for_prompts(sessions)]
             raise self._too_busy(min(load.num_waiting for load in loads), n)
-        sessions[choice.index].post(command, choice.num_tokens)
+        session = sessions[choice.index]
+        if may_pull and self._pull_prefix(command, session):
+            return
+        session.post(command, choice.num_tokens)
 
     def _switch_model(self, why: str) -> None:
         """End the requests for the former model, and make the routers ask for the new one."""

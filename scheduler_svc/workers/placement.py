@@ -12,17 +12,21 @@ third term is the cost of decoding sequences to each other. Without it all reque
 prefix would crowd one worker as long as its queue is short (the load term of Preble, Srivatsa et
 al., ICLR 2025). With nothing cached and nothing queued, the least loaded worker wins.
 
-With every method, workers with short memory come last.
+With every method, workers with short memory come last, and prompts go to workers that prefill
+(`WorkerInfo.role`), if there are any. A decode worker takes a prompt if it has cached more of it
+than any worker that prefills, all but a few tokens: as in the next turn of a conversation that it
+decoded. Beam searches cannot move, so they go to workers that decode.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
 from contract.hashing import BlockHash, extend_chain, root_hash
+from contract.info import Role
 from scheduler_svc.core.values.events import Finished
 from scheduler_svc.core.values.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import SubmitRequest, live_outputs, num_live_seqs
@@ -30,6 +34,9 @@ from scheduler_svc.domain import SubmitRequest, live_outputs, num_live_seqs
 SEQUENCE_TOKENS: Final = 64
 """Prompt tokens that weigh as much as one sequence: a cached prefix of 2,048 tokens outweighs 32
 sequences. `bench/placement.py --sweep` shows that values from 16 to 256 do about as well."""
+MAX_BESIDE_DECODES: Final = 256
+"""Most prompt tokens that a decode worker computes for a request whose prefix it has: about as many
+as a GPU computes in the time in which it reads an 8B model's weights."""
 _NOTHING_YET = OutputSoFar(token_ids=np.empty(0, dtype=np.int32), finished=False)
 
 
@@ -68,7 +75,18 @@ class WorkerLoad:
         return self.num_waiting + n <= self.max_waiting
 
 
-class Worker(Protocol):
+class HasRole(Protocol):
+    """A worker with a role."""
+
+    @property
+    def role(self) -> Role:
+        """Which part of requests it is for."""
+
+
+_WorkerT = TypeVar("_WorkerT", bound=HasRole)
+
+
+class Worker(HasRole, Protocol):
     """A worker that can take requests."""
 
     @property
@@ -118,10 +136,17 @@ class Placer:
             The best worker, the first among equals; None: no worker has room.
         """
         loads = [worker.placement_load() for worker in workers]
-        candidates = _candidates(request, loads, can_refuse=can_refuse)
+        roles = [worker.role for worker in workers]
+        num_tokens = num_known_tokens(request)
+        own = _of_role(request, roles)
+        if len(own) < len(workers) and request.beam is None:
+            num_left = _num_tokens_left(request, num_tokens, workers)
+            most = min(MAX_BESIDE_DECODES, min(num_left[i] for i in own) - 1)
+            near = [i for i, left in enumerate(num_left) if left <= most and roles[i].decodes]
+            own = _candidates(request, loads, near, can_refuse=can_refuse) or own
+        candidates = _candidates(request, loads, own, can_refuse=can_refuse)
         if not candidates:
             return None
-        num_tokens = num_known_tokens(request)
         if len(candidates) == 1:
             return Choice(candidates[0], num_tokens)
         match self._placement:
@@ -162,6 +187,15 @@ class UnplacedRequests:
         commands, self._commands = self._commands, []
         return commands
 
+    def take(self, source: SourceId, first_seq_key: SeqKey) -> SubmitRequest | None:
+        """Remove and return the command of a request; None: it is not here any more."""
+        for command in self._commands:
+            request = command.request
+            if (request.source, request.first_seq_key) == (source, first_seq_key):
+                self._commands.remove(command)
+                return command
+        return None
+
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> tuple[Finished, ...]:
         """Cancel the sequences that wait here; other keys are ignored."""
         keys = frozenset(seq_keys)
@@ -188,7 +222,9 @@ class UnplacedRequests:
 
 def _num_tokens_left(request: Request, num_tokens: int, workers: Sequence[Worker]) -> list[int]:
     """Return how many of a request's known tokens each worker's prefix cache lacks."""
-    size_to_hashes = {size: _hash(request, size) for size in {w.block_size for w in workers}}
+    size_to_hashes = {
+        size: prompt_hashes(request, size) for size in {w.block_size for w in workers}
+    }
     return [
         num_tokens - worker.num_cached_blocks(size_to_hashes[worker.block_size]) * worker.block_size
         for worker in workers
@@ -204,7 +240,7 @@ def num_known_tokens(request: Request) -> int:
     return sum(num_prompt_tokens + len(output.token_ids) for output in outputs)
 
 
-def _hash(request: Request, block_size: int) -> list[BlockHash]:
+def prompt_hashes(request: Request, block_size: int) -> list[BlockHash]:
     """Hash the part of the prompt that admission looks up, which excludes its last token."""
     hashes: list[BlockHash] = []
     if not request.reads_prefix_cache:
@@ -214,14 +250,29 @@ def _hash(request: Request, block_size: int) -> list[BlockHash]:
     return hashes
 
 
-def _candidates(request: Request, loads: Sequence[WorkerLoad], *, can_refuse: bool) -> list[int]:
+def for_prompts(workers: Sequence[_WorkerT]) -> Sequence[_WorkerT]:
+    """Return the workers that prefill, or all if none does."""
+    return [worker for worker in workers if worker.role.prefills] or workers
+
+
+def _of_role(request: Request, roles: Sequence[Role]) -> list[int]:
+    """Return the workers for a request that no worker has cached, or all if there are none."""
+    is_search = request.beam is not None
+    own = [i for i, role in enumerate(roles) if (role.decodes if is_search else role.prefills)]
+    return own or [*range(len(roles))]
+
+
+def _candidates(
+    request: Request, loads: Sequence[WorkerLoad], own: Sequence[int], *, can_refuse: bool
+) -> list[int]:
+    """Return those of the workers `own` that may take a request."""
     n = num_live_seqs(request)
     num_tokens = len(request.prompt_token_ids) + request.max_tokens
-    num_tokens = min(num_tokens, max(load.max_request_len for load in loads))
+    num_tokens = min(num_tokens, max((loads[i].max_request_len for i in own), default=0))
     found = [
         i
-        for i, load in enumerate(loads)
-        if load.max_request_len >= num_tokens and (load.has_room(n) or not can_refuse)
+        for i in own
+        if loads[i].max_request_len >= num_tokens and (loads[i].has_room(n) or not can_refuse)
     ]
     short = {i for i in found if loads[i].is_memory_short}
     if all(loads[i].num_waiting for i in found if i not in short):

@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 
 from contract.errors import UnavailableError
 from contract.hashing import BlockHash
-from contract.info import MemoryLevel, ModelInfo, WorkerInfo
+from contract.info import MemoryLevel, ModelInfo, Role, WorkerInfo
 from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.observe import timeline
 from scheduler_svc.core.bounds.pacing import Pace
@@ -74,6 +74,9 @@ class Session:
         self.link = link
         self.step_log = StepLog()
         self.crashes = CrashCounter()
+        self.paces_prompts = True
+        """Whether prompts may delay decodes no more than `pace` allows; a worker whose decodes
+        move to others computes prompts at full speed."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
         self._core = core
@@ -176,6 +179,11 @@ class Session:
     def info(self) -> WorkerInfo:
         """The worker's description of itself."""
         return self.link.info
+
+    @property
+    def role(self) -> Role:
+        """Which part of requests the worker is for."""
+        return self.link.info.role
 
     def load(self) -> SchedulerLoad:
         """Return a snapshot of the core's load."""
@@ -328,7 +336,8 @@ class Session:
             started = time.perf_counter()
             with timeline.span("schedule"):
                 pacer, prompts = self._pacing.pacer, read_prompts(self._core)
-                bounds = (pacer.max_paced_tokens(prompts), pacer.max_prompt_tokens)
+                paced = pacer.max_paced_tokens(prompts) if self.paces_prompts else None
+                bounds = (paced, pacer.max_prompt_tokens)
                 plan = self._core.schedule(time.monotonic(), *bounds)
             if expired := self._core.take_expired():
                 self._events.on_ended(expired)

@@ -30,8 +30,11 @@ def run(script: str, *flags: str, report: Path) -> tuple[int, str, Mapping[str, 
     return result.returncode, output, json.loads(report.read_text())
 
 
-def test_no_token_is_lost_repeated_or_changed_whatever_is_killed(tmp_path: Path):
-    flags = ["--quick", "--kills=6", "--scheduler-kills=1", "--streams=16", "--seed=3"]
+@pytest.mark.parametrize("roles", [(), ("--roles",)])
+def test_no_token_is_lost_repeated_or_changed_whatever_is_killed(
+    roles: tuple[str, ...], tmp_path: Path
+):
+    flags = ["--quick", "--kills=6", "--scheduler-kills=1", "--streams=16", "--seed=3", *roles]
     code, output, numbers = run("chaos.py", *flags, report=tmp_path / "chaos.json")
     assert code == 0, output
     assert numbers["kills"] == 7

@@ -1,7 +1,9 @@
 """What the Helm chart makes is valid by the published schemas, and matches the processes."""
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import kubernetes_validate
@@ -264,6 +266,18 @@ def test_a_token_reaches_the_processes_that_download():
     assert having == ["router", "worker"]
 
 
+@pytest.mark.parametrize(("pod", "role"), [("quire-worker-0", "prefill"), ("w-11", "decode")])
+def test_the_first_workers_prefill(pod, role, tmp_path):
+    template = pod_templates(manifests_of("prefill-decode"))["quire-worker"]
+    command = template["spec"]["containers"][0]["command"]
+    worker = tmp_path / "quire-worker"
+    worker.write_text("#!/bin/sh\necho $@\n")
+    worker.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "QUIRE_WORKER_ID": pod}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"--role={role}\n"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -276,6 +290,11 @@ def test_a_token_reaches_the_processes_that_download():
             "worker.autoscaling.enabled is true, and worker.podsPerGroup is above 1",
         ),
         ("worker.podsPerGroup=2", "worker.podsPerGroup is 2; worker.gpus is 0"),
+        ("worker.prefillReplicas=1", "worker.prefillReplicas is 1; it must be less than"),
+        (
+            "worker.prefillReplicas=1,worker.replicas=3,worker.gpus=8,worker.podsPerGroup=2",
+            "worker.prefillReplicas is set, and worker.podsPerGroup is above 1",
+        ),
     ],
 )
 def test_values_that_are_refused(given, message):

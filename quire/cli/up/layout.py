@@ -112,7 +112,7 @@ def choose_ports(settings: UpSettings) -> Addresses:
     first = settings.worker_http_port
     workers = tuple(
         choose("--worker-http-port", first + i if first else first, http + 2 + i)
-        for i in range(1 if settings.simulate is not None else settings.workers)
+        for i in range(1 if settings.simulate is not None else settings.num_workers)
     )
     num_own = settings.routers if settings.routers > 1 else 0  # a single one has the service's
     routers = tuple(choose("--http-port", 0) for _ in range(num_own)) or (http,)
@@ -132,7 +132,7 @@ def plan(
     host = ports.reachable(settings.host)
     model_name = settings.served_model_name or name_of(model)
     named = ("--model", model, "--served-model-name", model_name)
-    num_workers = settings.simulate or settings.workers
+    num_workers = settings.simulate or settings.num_workers
     sockets = [f"{directory}/worker-{i}.sock" for i in range(num_workers)]
     scheduler_socket = f"{directory}/scheduler.sock"
 
@@ -166,6 +166,7 @@ def plan(
             *("--uds", sockets[i], "--worker-id", f"worker-{i}", "--device", settings.device),
             *_flags(settings, ANY_WORKER_FLAGS + DEVICE_WORKER_FLAGS),
             *_num_threads(settings),
+            *_role(settings, i),
             group=2,
             **_devices(settings, i, environment),
         )
@@ -287,19 +288,27 @@ def _without_our_own(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _devices(settings: UpSettings, index: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Give each of several workers GPUs of its own."""
-    if settings.workers == 1:
+    if settings.num_workers == 1:
         return {}
     count = settings.devices_per_worker
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(i) for i in range(settings.workers * count)]
+    devices = (
+        visible.split(",") if visible else [str(i) for i in range(settings.num_workers * count)]
+    )
     own = [devices[i % len(devices)] for i in range(index * count, (index + 1) * count)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(own))}
+
+
+def _role(settings: UpSettings, index: int) -> tuple[str, ...]:
+    if not settings.prefill_workers:
+        return ()
+    return ("--role", "prefill" if index < settings.prefill_workers else "decode")
 
 
 def _num_threads(settings: UpSettings) -> tuple[str, ...]:
     if settings.num_threads is not None:
         return ("--num-threads", str(settings.num_threads))
-    if settings.workers == 1:
+    if settings.num_workers == 1:
         return ()
     # Otherwise each worker uses every core, and they slow each other down.
-    return ("--num-threads", str(max(1, (os.cpu_count() or 1) // settings.workers)))
+    return ("--num-threads", str(max(1, (os.cpu_count() or 1) // settings.num_workers)))

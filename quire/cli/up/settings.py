@@ -73,7 +73,10 @@ DEVICE_WORKER_FLAGS: Final = (
     "ngram_max",
 )
 """Flags for workers that compute."""
-_NOT_SIMULATED: Final = ("workers", "device", "num_threads", *DEVICE_WORKER_FLAGS)
+_NOT_SIMULATED: Final = (
+    *("workers", "prefill_workers", "decode_workers", "device", "num_threads"),
+    *DEVICE_WORKER_FLAGS,
+)
 
 
 class UpSettings(ProcessSettings):
@@ -106,6 +109,11 @@ class UpSettings(ProcessSettings):
     empty: as its chat template shows."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many workers to start. With CUDA, each has one device, or several, of its own."""
+    prefill_workers: Annotated[int, Field(ge=0, le=64)] = 0
+    """With --decode-workers, instead of --workers: how many workers compute prompts. Requests then
+    move with their KV to the decode workers (docs/fleet.md)."""
+    decode_workers: Annotated[int, Field(ge=0, le=64)] = 0
+    """With --prefill-workers: how many workers decode."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many routers to start. They share --http-port and --grpc-port: each gets some of the
     connections, so a client should open several. docs/performance.md says what a token costs a
@@ -227,14 +235,32 @@ class UpSettings(ProcessSettings):
 
     @model_validator(mode="after")
     def _workers_have_devices_of_their_own(self) -> Self:
-        for name in ("workers", "tensor_parallel_size", "pipeline_parallel_size"):
-            if (count := getattr(self, name)) > 1 and ":" in self.device:
-                flag = name.replace("_", "-")
+        counts = (self.num_workers, self.tensor_parallel_size, self.pipeline_parallel_size)
+        flags = ("workers", "tensor-parallel-size", "pipeline-parallel-size")
+        for flag, count in zip(flags, counts, strict=True):
+            if count > 1 and ":" in self.device:
                 raise ValueError(
                     f"--device is {self.device}, which is one GPU, but --{flag} is {count}:"
                     " give --device cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _roles_come_together(self) -> Self:
+        given = self.prefill_workers, self.decode_workers
+        if any(given) and not all(given):
+            raise ValueError(
+                f"--prefill-workers is {given[0]} and --decode-workers {given[1]}: both must be"
+                " given, and at least 1"
+            )
+        if any(given) and self.workers > 1:
+            raise ValueError(f"--workers: {self.workers}: cannot be with --prefill-workers")
+        return self
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that compute."""
+        return self.prefill_workers + self.decode_workers or self.workers
 
     @property
     def devices_per_worker(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NewType
 
+from contract.hashing import BlockHash
 from contract.step import StepId
 from scheduler_svc.core.space.blocks import HostBlockId
 from scheduler_svc.core.values.request import Request, SeqKey, SourceId
@@ -25,8 +26,25 @@ class MovableRequest:
     """Number of sequences that have not ended."""
     num_host_blocks: int
     """Host blocks that hold their KV now."""
+    num_device_blocks: int
+    """Device blocks that they hold now."""
+    max_total_tokens: int
+    """The length, prompt and output together, at which a sequence ends."""
     max_device_blocks: int
     """Device blocks of all sequences at their maximum length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A request whose blocks are copied to another core while it runs."""
+
+    live: MovableRequest
+    can_copy: bool
+    """Whether `Copies` can copy its blocks: they have hashes, by which it finds them there."""
+    hashes: tuple[BlockHash, ...]
+    """Of the full blocks that it has computed, or that its steps in flight compute."""
+    decodes: bool
+    """Whether it has gained a token, and can leave."""
 
 
 @dataclass(frozen=True, slots=True)

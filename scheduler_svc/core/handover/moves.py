@@ -20,7 +20,7 @@ even if a sequence ends before the move does.
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from contract.hashing import extend_chain, root_hash
+from contract.hashing import BlockHash, extend_chain, root_hash
 from contract.step import StepId
 from scheduler_svc.core.bounds.limits import check_length
 from scheduler_svc.core.handover.moved_request import (
@@ -31,12 +31,14 @@ from scheduler_svc.core.handover.moved_request import (
     MovableRequest,
     MovedRequest,
     MovedSequence,
+    Progress,
 )
 from scheduler_svc.core.live_sequences import LiveSequences, resubmittable
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.preemption import Preemption
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId, HostBlockId
 from scheduler_svc.core.space.kv_groups import KvGroups
@@ -46,6 +48,9 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 from scheduler_svc.core.values.config import SchedulerConfig
 from scheduler_svc.core.values.errors import MigrationRefusedError, RequestTooLongError
 from scheduler_svc.core.values.request import Request, SeqKey, SourceId
+
+_WITH_KV_BELOW = frozenset({SeqStatus.SWAPPED, SeqStatus.FETCHING})
+"""The states in which a sequence has KV of its own on the host or the disk, or waits for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +81,7 @@ class Moves:
         live: LiveSequences,
         queue: WaitingQueue,
         host_room: HostRoom,
+        running: RunningSet,
         preemption: Preemption,
         policy: Policy,
     ) -> None:
@@ -88,6 +94,7 @@ class Moves:
         self._live = live
         self._queue = queue
         self._host_room = host_room
+        self._running = running
         self._preemption = preemption
         self._policy = policy
         self._exports: dict[ExportId, _Leaving] = {}
@@ -113,10 +120,37 @@ class Moves:
                 return self._describe(group)
         return None
 
+    def find_running(self) -> list[tuple[SourceId, SeqKey]]:
+        """Return source and first key of the running requests that could ever move."""
+        requests = dict.fromkeys(
+            seq.request
+            for seq in self._running
+            if seq.group is None and not seq.request.pools and seq.request.max_tokens > 1
+        )
+        return [(request.source, request.first_seq_key) for request in requests]
+
+    def progress(self, source: SourceId, first_seq_key: SeqKey) -> Progress | None:
+        """Return what a request has computed; None: it has ended, or is leaving."""
+        seqs = self._group(source, first_seq_key)
+        if not seqs or any(seq.status is SeqStatus.MIGRATING for seq in seqs):
+            return None
+        hashes = {name: None for seq in seqs if seq.row is not None for name in _named(seq)}
+        can_copy = (
+            self._config.enable_prefix_caching
+            and self._groups.is_plain
+            and seqs[0].request.reads_prefix_cache
+            and not any(seq.status in _WITH_KV_BELOW for seq in seqs)
+        )
+        return Progress(self._describe(seqs), can_copy, tuple(hashes), self._decodes(seqs))
+
     # --- source core ----------------------------------------------------------------------------
 
-    def begin_export(self, source: SourceId, first_seq_key: SeqKey) -> Export:
+    def begin_export(
+        self, source: SourceId, first_seq_key: SeqKey, *, keeps_kv: bool = True
+    ) -> Export:
         """Preempt a live request, swap its KV to the host, and take it out of the queue.
+
+        Without `keeps_kv` a running request drops its KV, which the target core has (`Copies`).
 
         Raises:
             MigrationRefusedError: The request cannot leave now; nothing has changed.
@@ -126,7 +160,7 @@ class Moves:
         request = resubmittable(seqs, self._rows.known_tokens)
         for seq in seqs:
             if seq.status in RUNNING:
-                self._preemption.preempt(seq, must_swap=True)
+                self._preemption.take_out(seq, can_swap=keeps_kv, must_swap=True)
             self._tier.pool.drop(seq.fetched_block_ids)
             seq.fetched_block_ids = ()
             self._queue.remove(seq)
@@ -178,12 +212,15 @@ class Moves:
         self._imports[import_id] = _Arriving(moved, blocks)
         return Import(import_id, blocks, self._step_of_last_move)
 
-    def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> None:
+    def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> list[Sequence]:
         """Queue the sequences that have arrived; free the blocks reserved for the others.
 
         Args:
             import_id: The import. Its contents have arrived, unless `output_indices` is empty.
             output_indices: The result of `end_export`; empty: the request does not arrive.
+
+        Returns:
+            The sequences that have arrived.
         """
         arriving = self._imports.pop(import_id)
         moved, blocks = arriving.moved, iter(arriving.host_block_ids)
@@ -195,7 +232,7 @@ class Moves:
         for index in tables.keys() - set(output_indices):
             self._tier.pool.drop(tables[index])
         if not output_indices:
-            return
+            return []
         request = replace(
             moved.request,
             outputs=tuple(
@@ -204,7 +241,8 @@ class Moves:
             ),
         )
         rank = self._policy.rank(request, moved.arrived)
-        for seq in self._live.add(request, rank, moved.arrived):
+        seqs = self._live.add(request, rank, moved.arrived)
+        for seq in seqs:
             arrived = index_to_moved[seq.output_index]
             seq.num_computed_tokens = arrived.num_computed_tokens
             seq.num_charged_tokens = arrived.num_charged_tokens
@@ -215,6 +253,7 @@ class Moves:
             if seq.host_block_ids:
                 seq.set_status(SeqStatus.SWAPPED)
             self._queue.push(seq)
+        return seqs
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -261,8 +300,26 @@ class Moves:
             request_id=request.request_id,
             num_seqs=len(seqs),
             num_host_blocks=sum(len(seq.host_block_ids) for seq in seqs),
+            num_device_blocks=sum(len(self._groups.held(seq.block_ids)) for seq in seqs),
+            max_total_tokens=seqs[0].max_total_tokens,
             max_device_blocks=len(seqs) * num_blocks,
         )
+
+    def _decodes(self, seqs: list[Sequence]) -> bool:
+        """Whether some run and all of these have gained a token, and the request can leave."""
+        running = [seq for seq in seqs if seq.row is not None]
+        if not running:
+            return False
+        for seq in running:
+            if seq.row is None or self._rows.num_tokens(seq.row) == len(seq.token_ids):
+                return False
+            if seq.last_step is not None and seq.last_step <= self._steps.last:
+                return False  # its last token is on its way
+        try:
+            self._check_can_leave(seqs)
+        except MigrationRefusedError:
+            return False
+        return True
 
     def _check_can_leave(self, seqs: list[Sequence]) -> None:
         if not seqs:
@@ -313,6 +370,11 @@ class Moves:
         extend_chain(seq.block_hashes, root, seq.token_ids, self._config.block_size)
         names = self._host_room.names(seq) if seq.host_block_ids else []
         self._tier.pool.publish(seq.host_block_ids[: len(names)], names)
+
+
+def _named(seq: Sequence) -> list[BlockHash]:
+    """Return the hashes of the full blocks that a running sequence has computed or found."""
+    return seq.block_hashes[: seq.num_published_blocks]
 
 
 def _moved(seq: Sequence) -> MovedSequence:

@@ -70,6 +70,11 @@ class HostTier:
         return bool(self._swap_outs or self._swap_ins) or self.disk.has_moves
 
     @property
+    def has_unsent_swap_ins(self) -> bool:
+        """Whether swap-ins wait for a plan without swap-outs."""
+        return bool(self._swap_ins)
+
+    @property
     def is_moving(self) -> bool:
         """Whether moves between host and device are requested or in progress."""
         return bool(self._swap_outs or self._swap_ins or self._in_flight)

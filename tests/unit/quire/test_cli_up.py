@@ -228,6 +228,30 @@ def test_environment_reaches_the_processes_but_ports_do_not(machine):
     assert [each.name for each in service.processes][:2] == ["worker-0", "worker-1"]
 
 
+def test_workers_have_the_roles_that_are_asked_for(machine):
+    process = machine.up("--prefill-workers", "1", "--decode-workers", "1")
+    read_until(process, "Ctrl-C stops it")
+    (service,) = machine.services
+    assert [each.name for each in service.processes][:2] == ["worker-0", "worker-1"]
+    flags = machine.record("gpu_worker")["argv"]
+    role = {"worker-0": "prefill", "worker-1": "decode"}[flags[flags.index("--worker-id") + 1]]
+    assert flags[flags.index("--role") + 1] == role
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prefill-workers", "1"], "--decode-workers 0: both must be given"),
+        (["--workers=2", "--prefill-workers=1", "--decode-workers=1"], "--workers: 2: cannot be"),
+    ],
+)
+def test_roles_that_do_not_fit_are_refused(machine, flags, message):
+    process = machine.up(*flags)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    assert message in output
+
+
 def test_interrupted_detach_leaves_nothing(machine):
     (machine.folder / "gpu_worker.not-ready").touch()
     process = machine.up("--detach")

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 
 from contract.hashing import extend_chain, root_hash
+from contract.info import Role
+from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.values.request import OutputSoFar, Request
 from scheduler_svc.workers.placement import (
+    MAX_BESIDE_DECODES,
     SEQUENCE_TOKENS,
     Choice,
     PlacementMethod,
     Placer,
     WorkerLoad,
+    for_prompts,
     num_known_tokens,
 )
 
@@ -37,6 +41,7 @@ class Worker:
     salt: str = ""
     block_size: int = BLOCK_SIZE
     is_memory_short: bool = False
+    role: Role = Role.BOTH
 
     def placement_load(self):
         return WorkerLoad(
@@ -157,3 +162,45 @@ def test_known_tokens_of_outputs_that_go_on():
     lens = [OutputSoFar(np.zeros(5, np.int32), finished=False)] * 2
     ended = OutputSoFar(np.zeros(9, np.int32), finished=True)
     assert num_known_tokens(make_request(n=3, outputs=(*lens, ended))) == 14
+
+
+class TestRoles:
+    """Prompts go to workers that prefill, if there are any."""
+
+    @pytest.mark.parametrize("placement", PlacementMethod)
+    def test_a_prompt_goes_to_a_worker_that_prefills(self, placement):
+        workers = [Worker(role=Role.DECODE), Worker(9, 9, role=Role.PREFILL)]
+        assert choose(workers, make_request(), placement) == 1
+        workers[1].role = Role.BOTH
+        assert choose(workers, make_request(), placement) == 1
+        assert for_prompts(workers) == [workers[1]]
+
+    def test_full_prefill_workers_do_not_spill_to_decode_workers(self):
+        workers = [Worker(role=Role.DECODE), Worker(0, 10, role=Role.PREFILL)]
+        assert choose(workers, make_request()) is None
+        assert choose(workers, make_request(), can_refuse=False) == 1
+
+    def test_without_prefill_workers_the_others_take_prompts(self):
+        workers = [Worker(5, role=Role.DECODE), Worker(3, role=Role.DECODE)]
+        assert choose(workers, make_request()) == 1
+        assert for_prompts(workers) == workers
+
+    @pytest.mark.parametrize(
+        ("num_lacking", "num_at_prefill", "expected"),
+        [(9, 0, 0), (9, 900, 1), (MAX_BESIDE_DECODES - 3, 0, 0), (MAX_BESIDE_DECODES + 1, 0, 1)],
+    )
+    def test_a_decode_worker_keeps_a_conversation(self, num_lacking, num_at_prefill, expected):
+        num_prompt_tokens = 2001
+        num_cached = (num_prompt_tokens - num_lacking) // BLOCK_SIZE
+        workers = [
+            Worker(200, role=Role.DECODE, num_cached=num_cached),
+            Worker(role=Role.PREFILL, num_cached=num_at_prefill),
+        ]
+        request = make_request(2100, num_prompt_tokens=num_prompt_tokens)
+        assert choose(workers, request, PlacementMethod.PREFIX) == expected
+
+    def test_a_search_goes_where_it_can_stay(self):
+        workers = [Worker(role=Role.PREFILL), Worker(9, role=Role.DECODE)]
+        search = make_request(beam=BeamParams(width=2, end_token_ids=()))
+        assert choose(workers, search) == 1
+        assert choose(workers[:1], search) == 0

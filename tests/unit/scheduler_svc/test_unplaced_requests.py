@@ -18,6 +18,15 @@ class TestUnplacedRequests:
         assert unplaced.take_all() == commands
         assert unplaced.num_seqs == 0
 
+    def test_one_is_taken_by_its_name_unless_it_is_gone(self):
+        unplaced = UnplacedRequests()
+        commands = [SubmitRequest(make_request(key=key)) for key in (3, 1)]
+        for command in commands:
+            unplaced.add(command)
+        assert unplaced.take(1, 1) is commands[1]
+        assert unplaced.take(1, 1) is None
+        assert unplaced.take_all() == commands[:1]
+
     def test_cancel_ends_some_sequences_of_a_request(self):
         unplaced = UnplacedRequests()
         unplaced.add(SubmitRequest(make_request(key=10, n=3), was_accepted=True))

@@ -1,0 +1,151 @@
+"""Copies cached blocks from one core's worker to another's, ahead of the requests that need them.
+
+Full blocks are copied by their hashes, through the host blocks of both workers. The caller copies
+the contents, and calls both cores in this order:
+
+    source core                              target core
+
+                                             expect    host blocks are reserved for what is missing
+    lend    the blocks are on the host,
+            or go there with the next plan
+            after the results of both `ready_step`s the contents are copied
+    end_loan                                 receive   the blocks can be found from now on
+
+A loan holds the blocks that are read, a reservation those that are written, however long the copy
+takes. Until `receive` no sequence finds a block, so KV that turns out to be wrong is never used.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+from contract.hashing import BlockHash
+from contract.step import StepId
+from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId, HostBlockId
+from scheduler_svc.core.steps_in_flight import StepsInFlight
+from scheduler_svc.core.tiers.host_tier import HostTier
+from scheduler_svc.core.values.config import SchedulerConfig
+
+LoanId = NewType("LoanId", int)
+"""Identifies blocks that are being read at the source core."""
+
+RoomId = NewType("RoomId", int)
+"""Identifies blocks that are being written at the target core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """Blocks that can be read as soon as they are on the host."""
+
+    loan_id: LoanId
+    hashes: tuple[BlockHash, ...]
+    host_block_ids: tuple[HostBlockId, ...]
+    """Parallel to `hashes`."""
+    ready_step: StepId
+    """After the result of this step the host blocks hold the KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Host blocks reserved for blocks from another core."""
+
+    room_id: RoomId
+    hashes: tuple[BlockHash, ...]
+    host_block_ids: tuple[HostBlockId, ...]
+    """Parallel to `hashes`."""
+    refused: tuple[BlockHash, ...]
+    """Blocks that are missing, too, but for which there is no room."""
+    ready_step: StepId
+    """After the result of this step nothing else reads or writes these blocks."""
+
+
+class Copies:
+    """The loans and reservations in progress."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        pool: BlockPool[DeviceBlockId],
+        tier: HostTier,
+        steps: StepsInFlight,
+    ) -> None:
+        self._max_copied = config.max_swap_blocks
+        self._pool = pool
+        self._tier = tier
+        self._steps = steps
+        self._loans: dict[LoanId, Loan] = {}
+        self._rooms: dict[RoomId, Room] = {}
+        self._num_begun = 0
+
+    # --- source core ----------------------------------------------------------------------------
+
+    def lend(self, hashes: Sequence[BlockHash]) -> Loan:
+        """Hold blocks on the host, and copy those there that only the device has.
+
+        Stops at the first one that is in neither pool, or has no room on the host. Copies nothing
+        while swap-ins wait, because no step does both, and sequences wait for swap-ins.
+        """
+        num_left = 0 if self._tier.has_unsent_swap_ins else self._max_copied
+        held: list[HostBlockId] = []
+        for block_hash in hashes:
+            if found := self._tier.pool.find([block_hash]):
+                self._tier.pool.share(found)
+            else:
+                on_device = self._pool.find([block_hash])
+                if not (on_device and num_left and self._tier.pool.num_available):
+                    break
+                num_left -= 1
+                found = self._tier.swap_out(on_device, [block_hash])
+            held += found
+        lent = tuple(hashes[: len(held)])
+        loan = Loan(LoanId(self._begin()), lent, tuple(held), self._step_of_last_move)
+        self._loans[loan.loan_id] = loan
+        return loan
+
+    def end_loan(self, loan_id: LoanId) -> None:
+        """Give up blocks that are no longer read."""
+        self._tier.pool.drop(self._loans.pop(loan_id).host_block_ids)
+
+    # --- target core ----------------------------------------------------------------------------
+
+    def expect(self, hashes: Sequence[BlockHash]) -> Room:
+        """Reserve host blocks for the first of `hashes` that neither device nor host has.
+
+        Leaves half of the available host blocks to others.
+        """
+        pools = (self._pool, self._tier.pool)
+        missing = [each for each in hashes if not any(pool.find([each]) for pool in pools)]
+        num_taken = min(len(missing), self._tier.pool.num_available // 2)
+        taken, refused = tuple(missing[:num_taken]), tuple(missing[num_taken:])
+        blocks = tuple(self._tier.take_free() for _ in taken)
+        room = Room(RoomId(self._begin()), taken, blocks, refused, self._step_of_last_move)
+        self._rooms[room.room_id] = room
+        return room
+
+    def receive(self, room_id: RoomId, num_arrived: int) -> None:
+        """Let the first blocks of a reservation be found, and free the others."""
+        room = self._rooms.pop(room_id)
+        blocks, hashes = room.host_block_ids[:num_arrived], room.hashes[:num_arrived]
+        self._tier.pool.publish(blocks, hashes)
+        self._tier.pool.drop(room.host_block_ids)
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    @property
+    def held_host_blocks(self) -> Iterator[HostBlockId]:
+        """The host blocks that copies hold; a block occurs once per reference."""
+        for loan in self._loans.values():
+            yield from loan.host_block_ids
+        for room in self._rooms.values():
+            yield from room.host_block_ids
+
+    @property
+    def _step_of_last_move(self) -> StepId:
+        """See `Moves`."""
+        last = self._steps.last
+        return StepId(last + 1) if self._tier.has_moves else last
+
+    def _begin(self) -> int:
+        self._num_begun += 1
+        return self._num_begun

@@ -1,0 +1,223 @@
+"""Moves requests from prefill workers to decode workers.
+
+While a prompt is computed, its full blocks are copied to the decode worker. When the request has
+its first tokens and the blocks are there, it moves in one turn of the event loop; the decode worker
+computes only the tokens of the last, partial block again. It goes on decoding at its prefill worker
+until a decode worker has room for it, or to its end if there is none. So a missing worker costs
+speed and no request.
+"""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import structlog
+
+from contract.errors import FailedPreconditionError, QuireError, UnavailableError
+from contract.step import StepId
+from rpc.tasks import BackgroundTasks
+from scheduler_svc.core.handover.moved_request import MovableRequest, Progress
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.values.config import SchedulerLoad
+from scheduler_svc.core.values.request import SeqKey, SourceId
+from scheduler_svc.operations.migration import Migrator
+from scheduler_svc.workers.engine import Engine
+from scheduler_svc.workers.kv_copy import KvCopy, check_exchange, keeps_kv
+from scheduler_svc.workers.roster import Roster
+from scheduler_svc.workers.session import Session
+
+_LOOK_S: Final = 0.25
+"""How often to look for prefill workers that have been attached."""
+_PAUSE_S: Final = 5.0
+"""How long two workers exchange nothing after a failure between them."""
+_MAX_FOLLOWED: Final = 64
+"""Most requests of one worker whose blocks are copied at a time."""
+_MAX_LEFT_BLOCKS: Final = 2
+"""A request moves when so few of its full blocks are missing at the other worker; computing them
+again takes less time than another copy, which waits for a step of the prefill worker."""
+
+log = structlog.get_logger()
+
+_Name = tuple[SourceId, SeqKey]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ahead:
+    """Where a request is to move, and its blocks that are there."""
+
+    engine: Engine
+    copy: KvCopy
+
+
+class Handoff:
+    """Watches the prefill workers, and follows each request there until it has moved."""
+
+    def __init__(self, roster: Roster, migrator: Migrator) -> None:
+        self._roster = roster
+        self._migrator = migrator
+        self._tasks = BackgroundTasks()
+        self._ahead: set[_Ahead] = set()
+        self._paused_until: dict[tuple[Engine, Engine], float] = {}
+
+    async def run(self) -> None:
+        """Watch each prefill worker while it is attached, until cancelled."""
+        watched: dict[Session, asyncio.Task[None]] = {}
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                watched = {session: task for session, task in watched.items() if not task.done()}
+                now = time.monotonic()
+                pauses = self._paused_until.items()
+                self._paused_until = {pair: until for pair, until in pauses if until > now}
+                sessions = [each.session for each in self._roster.engines if each.session]
+                takes_decodes = any(each.role.decodes and keeps_kv(each) for each in sessions)
+                for engine in self._roster.engines:
+                    session = engine.session
+                    if session is None or session.role.decodes:
+                        continue
+                    session.paces_prompts = not takes_decodes
+                    if session not in watched:
+                        watched[session] = tasks.create_task(self._watch(engine, session))
+                await asyncio.sleep(_LOOK_S)
+
+    def stop(self) -> None:
+        """Cancel the moves in progress, when the sessions end."""
+        self._tasks.stop()
+
+    async def _watch(self, source: Engine, giving: Session) -> None:
+        """Follow the requests that run at a prefill worker, until it is lost."""
+        followed: dict[_Name, asyncio.Task[None]] = {}
+        with contextlib.suppress(UnavailableError):
+            while True:
+                await giving.wait_until(_runs)
+                followed = {name: task for name, task in followed.items() if not task.done()}
+                last = giving.call(_last_answered)
+                for name in giving.call(lambda core: core.moves.find_running()):
+                    if name not in followed and len(followed) < _MAX_FOLLOWED:
+                        followed[name] = self._tasks.start(self._follow(name, source, giving))
+                await giving.wait_until(partial(_has_answered_after, last))
+
+    async def _follow(self, name: _Name, source: Engine, giving: Session) -> None:
+        """Copy a request's blocks as they are computed, and move it, or see it end."""
+        ahead: _Ahead | None = None
+        with contextlib.suppress(UnavailableError):  # `giving` is lost; the fleet places it again
+            try:
+                while (progress := giving.call(partial(_progress, name))) is not None:
+                    last = giving.call(_last_answered)
+                    if ahead is None or not self._has_room(ahead, progress):
+                        ahead = self._choose_again(ahead, source, giving, progress)
+                    try:
+                        if ahead is not None and await self._advance(progress, source, ahead):
+                            continue
+                    except QuireError as error:
+                        giving.check_alive()
+                        assert ahead is not None
+                        pair = {"source": source.target, "target": ahead.engine.target}
+                        log.warning("no moves between two workers", **pair, reason=str(error))
+                        self._paused_until[source, ahead.engine] = time.monotonic() + _PAUSE_S
+                        self._give_up(ahead)
+                        ahead = None
+                    await giving.wait_until(partial(_has_answered_after, last))
+            finally:
+                if ahead is not None:
+                    self._give_up(ahead)
+
+    def _choose_again(
+        self, ahead: _Ahead | None, source: Engine, giving: Session, progress: Progress
+    ) -> _Ahead | None:
+        """Choose a worker with room, if there is one; else return `ahead`, which waits for it."""
+        if (found := self._find_target(source, giving, progress)) is None:
+            return ahead
+        if ahead is not None:
+            self._give_up(ahead)
+        ahead = _Ahead(found, KvCopy(source.target, giving, found.attached_session()))
+        self._ahead.add(ahead)
+        return ahead
+
+    def _give_up(self, ahead: _Ahead) -> None:
+        """Free what is held for a request where it will not move, or has moved."""
+        ahead.copy.give_up()
+        self._ahead.discard(ahead)
+
+    async def _advance(self, progress: Progress, source: Engine, ahead: _Ahead) -> bool:
+        """Copy what is new, or move the request; return whether to look at once again.
+
+        Raises:
+            QuireError: A worker is lost, or the copy or move has failed.
+        """
+        copy = ahead.copy
+        may_move = (
+            progress.decodes and not copy.giving.is_draining and self._has_room(ahead, progress)
+        )
+        if progress.can_copy:
+            if may_move and copy.num_missing(progress.hashes) <= _MAX_LEFT_BLOCKS:
+                self._migrator.switch(progress.live, source, ahead.engine, copy.receive)
+                return True
+            if await copy.extend(progress.hashes):
+                return True
+        if may_move:
+            copy.give_up()
+            await self._migrator.run(progress.live, source, ahead.engine)
+        return may_move
+
+    def _find_target(self, source: Engine, giving: Session, progress: Progress) -> Engine | None:
+        """Find the worker with the fewest sequences that decodes and has room for a request."""
+        now = time.monotonic()
+        found: list[tuple[int, Engine]] = []
+        for engine in self._roster.engines:
+            taking = engine.session
+            if taking is None or not taking.role.decodes or not keeps_kv(taking):
+                continue
+            if self._paused_until.get((source, engine), now) > now or taking.trouble() is not None:
+                continue
+            if progress.live.max_total_tokens > taking.placement_load().max_request_len:
+                continue
+            try:
+                check_exchange(giving, taking)
+            except FailedPreconditionError:
+                continue
+            load = taking.load()
+            if _has_room(load, progress.live):
+                num_bound = sum(each.engine is engine for each in self._ahead)
+                found.append((load.num_running + load.num_waiting + num_bound, engine))
+        return min(found, key=lambda each: each[0])[1] if found else None
+
+    def _has_room(self, ahead: _Ahead, progress: Progress) -> bool:
+        copy = ahead.copy
+        return _has_room(copy.taking.load(), progress.live, copy.num_reserved)
+
+
+def _progress(name: _Name, core: Scheduler) -> Progress | None:
+    return core.moves.progress(*name)
+
+
+def _runs(core: Scheduler) -> bool:
+    return bool(core.running)
+
+
+def _last_answered(core: Scheduler) -> StepId:
+    return core.steps.last_answered
+
+
+def _has_answered_after(step: StepId, core: Scheduler) -> bool:
+    return core.steps.last_answered > step
+
+
+def _has_room(load: SchedulerLoad, live: MovableRequest, num_reserved: int = 0) -> bool:
+    """Whether a request can go on at once, beside those that are arriving.
+
+    Their KV is in host blocks until they start; `num_reserved` of these are the request's own. Each
+    running sequence may need one more block.
+    """
+    num_available = load.num_free_blocks + load.num_cached_blocks
+    num_host_available = load.num_free_host_blocks + load.num_cached_host_blocks
+    num_arriving = load.num_host_blocks - num_host_available - num_reserved
+    num_seqs = load.num_running + load.num_waiting + live.num_seqs
+    return (
+        not load.is_memory_short
+        and num_seqs <= load.max_num_seqs
+        and live.num_device_blocks + num_seqs + num_arriving <= num_available
+        and live.num_device_blocks - num_reserved <= num_host_available
+    )

@@ -1,0 +1,123 @@
+"""Copies blocks from one worker's prefix cache to another's, through the host memory of both."""
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+
+from contract.errors import FailedPreconditionError, UnavailableError
+from contract.hashing import BlockHash
+from contract.step import StepId
+from scheduler_svc.core.handover.copies import Loan, RoomId
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.workers.session import Condition, Session
+
+
+class KvCopy:
+    """Blocks that are copied to one worker for one request; they can be found after `receive`."""
+
+    def __init__(self, source_target: str, giving: Session, taking: Session) -> None:
+        self.giving, self.taking = giving, taking
+        self.num_reserved = 0
+        """Host blocks that are held at `taking`."""
+        self._source_target = source_target
+        self._rooms: dict[RoomId, int] = {}  # with the number of blocks that have arrived
+        self._there: set[BlockHash] = set()
+
+    def num_missing(self, hashes: Sequence[BlockHash]) -> int:
+        """Return how many blocks are not there."""
+        return sum(each not in self._there for each in hashes)
+
+    async def extend(self, hashes: Sequence[BlockHash]) -> bool:
+        """Copy the blocks that are not there; return whether any has come.
+
+        Raises:
+            UnavailableError: A worker is lost, or the copy has failed.
+        """
+        new = [each for each in hashes if each not in self._there]
+        if not new:
+            return False
+        room = self.taking.call(lambda core: core.expect(new))
+        loan: Loan | None = None
+        num_arrived = 0
+        self._rooms[room.room_id] = 0
+        self.num_reserved += len(room.hashes)
+        try:
+            loan = self.giving.call(lambda core: core.lend(room.hashes))
+            if num_lent := len(loan.hashes):
+                await self.giving.wait_until(has_answered(loan.ready_step))
+                await self.taking.wait_until(has_answered(room.ready_step))
+                targets = room.host_block_ids[:num_lent]
+                instance_id = self.giving.info.instance_id
+                await self.taking.link.pull_kv(
+                    self._source_target, instance_id, loan.host_block_ids, targets
+                )
+            self.giving.check_alive()
+            num_arrived = num_lent
+        finally:
+            if loan is not None:
+                loan_id = loan.loan_id
+                with contextlib.suppress(UnavailableError):
+                    self.giving.call(lambda core: core.end_loan(loan_id))
+        missing = {*room.hashes[num_arrived:], *room.refused}
+        there = [each for each in new if each not in missing]
+        self._there.update(there)
+        if num_arrived:
+            self._rooms[room.room_id] = num_arrived
+        else:
+            self._end_room(room.room_id, len(room.hashes))
+        return bool(there)
+
+    def receive(self) -> None:
+        """Let the request find what has arrived.
+
+        Raises:
+            UnavailableError: The worker is lost.
+        """
+        for room_id, num_arrived in self._rooms.items():
+            self.taking.call(partial(_receive, room_id, num_arrived))
+        self._rooms.clear()
+
+    def give_up(self) -> None:
+        """Free what is held there; does nothing after `receive`."""
+        with contextlib.suppress(UnavailableError):
+            for room_id in self._rooms:
+                self.taking.call(partial(_receive, room_id, 0))
+        self._rooms.clear()
+
+    def _end_room(self, room_id: RoomId, num_blocks: int) -> None:
+        del self._rooms[room_id]
+        self.num_reserved -= num_blocks
+        self.taking.call(partial(_receive, room_id, 0))
+
+
+def _receive(room_id: RoomId, num_arrived: int, core: Scheduler) -> None:
+    core.receive(room_id, num_arrived)
+
+
+def has_answered(step: StepId) -> Condition:
+    """Whether a core has the result of a step."""
+    return lambda core: core.steps.last_answered >= step
+
+
+def check_exchange(giving: Session, taking: Session) -> None:
+    """Check properties of the workers that their cores do not know.
+
+    Raises:
+        FailedPreconditionError: They cannot exchange KV.
+    """
+    if taking.is_draining:
+        raise FailedPreconditionError(f"worker {taking.info.worker_id} is draining")
+    for session, verb in ((giving, "give"), (taking, "take")):
+        if not session.info.takes_kv:
+            raise FailedPreconditionError(
+                f"worker {session.info.worker_id} cannot {verb} KV (takes_kv is false)"
+            )
+    if giving.info.dtype != taking.info.dtype:
+        raise FailedPreconditionError(
+            f"dtype is {giving.info.dtype} here and {taking.info.dtype} at that worker"
+        )
+
+
+def keeps_kv(session: Session) -> bool:
+    """Whether a worker can exchange KV with others."""
+    return session.info.takes_kv and session.info.limits.num_host_blocks > 0

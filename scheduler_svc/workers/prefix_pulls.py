@@ -1,0 +1,128 @@
+"""Pulls prefixes between workers: a request waits while its prefix is copied, not computed again.
+
+Placement may choose a worker because it is less busy than the one that has a request's prefix. If
+copying what it lacks is faster than computing it, the request waits for the copy, at most as long
+as computing would take. How fast copies are is measured by the copies themselves.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from contract.errors import FailedPreconditionError, QuireError
+from contract.hashing import BlockHash
+from rpc.tasks import BackgroundTasks
+from scheduler_svc.workers.kv_copy import KvCopy, check_exchange, keeps_kv
+from scheduler_svc.workers.session import Session
+
+_FIRST_BYTES_PER_S: Final = 1e9
+"""The assumed rate before a measurement."""
+_WEIGHT: Final = 1 / 4
+"""Weight of a new measurement in the moving average."""
+_FORGET_S: Final = 60.0
+"""When a measurement is so old, the first rate is assumed again: a slow link may have recovered."""
+_LEAST_TOKENS: Final = 256
+"""Fewer tokens are computed: a copy waits for the steps of both workers."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pull:
+    """A prefix to copy."""
+
+    source_target: str
+    giving: Session
+    taking: Session
+    hashes: Sequence[BlockHash]
+    num_bytes: int
+    compute_s: float
+    """How long the prefix would take to compute."""
+
+
+class PrefixPulls:
+    """Decides which prefixes to copy, and copies them."""
+
+    def __init__(self) -> None:
+        self._tasks = BackgroundTasks()
+        self._bytes_per_s = _FIRST_BYTES_PER_S
+        self._measured_s = -_FORGET_S
+
+    def find(
+        self, hashes: Sequence[BlockHash], taking: Session, others: dict[str, Session]
+    ) -> Pull | None:
+        """Find the worker of `others`, by target, that has most of a prompt, if a copy pays.
+
+        Args:
+            hashes: Of the prompt's full blocks.
+            taking: The worker that is to compute the prompt.
+            others: All workers; `taking` may be one of them.
+        """
+        info = taking.info
+        if not (hashes and keeps_kv(taking) and info.prefill_tokens_per_s):
+            return None
+        num_there = taking.num_cached_blocks(hashes)
+        most, found = num_there + _LEAST_TOKENS // taking.block_size, None
+        for target, giving in others.items():
+            if giving is taking or not keeps_kv(giving) or giving.trouble() is not None:
+                continue
+            if giving.block_size != taking.block_size or not _can_exchange(giving, taking):
+                continue
+            if (num_blocks := giving.num_cached_blocks(hashes)) > most:
+                most, found = num_blocks, (target, giving)
+        if found is None:
+            return None
+        num_blocks = most - num_there
+        compute_s = num_blocks * taking.block_size / info.prefill_tokens_per_s
+        num_bytes = num_blocks * info.block_bytes
+        if num_bytes / self._rate() >= compute_s:
+            return None
+        return Pull(found[0], found[1], taking, hashes[num_there:most], num_bytes, compute_s)
+
+    def start(self, pull: Pull, then: Callable[[], None]) -> None:
+        """Copy a prefix, and call `then` when it is there, has failed, or has taken too long."""
+        self._tasks.start(self._run(pull, then))
+
+    def stop(self) -> None:
+        """Cancel the copies in progress, when the sessions end."""
+        self._tasks.stop()
+
+    async def _run(self, pull: Pull, then: Callable[[], None]) -> None:
+        copying = self._tasks.start(self._copy(pull))
+        await asyncio.wait((copying,), timeout=pull.compute_s)
+        then()
+
+    async def _copy(self, pull: Pull) -> None:
+        started_s = time.monotonic()
+        copy = KvCopy(pull.source_target, pull.giving, pull.taking)
+        try:
+            while await copy.extend(pull.hashes):
+                pass  # the source copies a bounded number to its host at a time
+            copy.receive()
+        except QuireError as error:
+            log.warning("a prefix was not copied", source=pull.source_target, reason=str(error))
+            copy.give_up()
+            self._measure(0.0)
+        else:
+            num_bytes = pull.num_bytes * (1 - copy.num_missing(pull.hashes) / len(pull.hashes))
+            self._measure(num_bytes / (time.monotonic() - started_s))
+
+    def _rate(self) -> float:
+        is_old = time.monotonic() - self._measured_s > _FORGET_S
+        return _FIRST_BYTES_PER_S if is_old else max(self._bytes_per_s, 1.0)
+
+    def _measure(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = self._rate() + _WEIGHT * (bytes_per_s - self._rate())
+        self._measured_s = time.monotonic()
+
+
+def _can_exchange(giving: Session, taking: Session) -> bool:
+    with contextlib.suppress(FailedPreconditionError):
+        check_exchange(giving, taking)
+        return taking.info.limits.kv_windows == giving.info.limits.kv_windows == (None,)
+    return False

@@ -1,0 +1,136 @@
+"""A prefill and a decode worker: exact tokens, whichever of the two is killed."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.child import eventually
+from tests.e2e.generation import generate_request, read
+from tests.e2e.service import Service
+from tests.e2e.two_workers import Stream, TwoWorkers
+
+WORKER = ("--num-blocks=256", "--host-kv-memory-gb=0.05")
+
+
+class Apart(TwoWorkers):
+    """The first worker prefills, the other one decodes."""
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        super().__init__(directory, model, worker=WORKER)
+        self._flags["worker"].append("--role=prefill")
+        self._other_flags.append("--role=decode")
+        self.prefill, self.decode = self.targets
+
+    def start_decode_worker(self) -> None:
+        self.other.start(self._other_flags)
+
+    def wait_until_attached(self, num_workers: int) -> None:
+        eventually(
+            lambda: self.load().num_workers == num_workers or None, f"{num_workers} are attached"
+        )
+
+
+@pytest.fixture(scope="module")
+def apart(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Apart]:
+    with Apart(run_dir(), long_llama) as service:
+        service.wait_until_both_are_attached()
+        yield service
+
+
+def request_of(request_id: str, length: int, num_tokens: int, n: int = 1):
+    prompt = [5 + i * (3 + length % 7) % 490 for i in range(length)]
+    request = generate_request(
+        prompt, n=n, max_tokens=num_tokens, ignore_eos=True, temperature=1.0, seed=length
+    )
+    request.request_id = request_id
+    return request
+
+
+def expected_of(service: Service, requests: Sequence) -> list[list[list[int]]]:
+    return [read(service.stub.Generate(each)).outputs for each in requests]
+
+
+def read_all(service: Apart, requests: Sequence) -> list[list[list[int]]]:
+    """Read all at once."""
+    outputs: list[list[list[int]]] = [[] for _ in requests]
+
+    def read_one(index: int) -> None:
+        outputs[index] = read(service.stub.Generate(requests[index])).outputs
+
+    threads = [threading.Thread(target=read_one, args=(i,)) for i in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outputs
+
+
+def test_prompts_and_decodes_are_apart_and_tokens_exact(apart, service):
+    requests = [request_of(f"r{i}", 20 + 37 * i, 120, n=1 + i % 2) for i in range(6)]
+    before = apart.metrics(apart.scheduler)
+    assert read_all(apart, requests) == expected_of(service, requests)
+    after = apart.metrics(apart.scheduler)
+    assert after["quire_migrations_total"] - before.get("quire_migrations_total", 0) == 6
+    stream = Stream(apart, request_of("long", 50, 1000))
+    stream.read_until(30)
+    eventually(lambda: apart.where_is("long") == apart.decode or None, "it decodes there")
+    stream.cancel()
+    apart.wait_until_idle()
+
+
+def test_next_turn_of_a_conversation_stays_where_it_was_decoded(apart):
+    first = request_of("turn-1", 64, 64)
+    (output,) = read(apart.stub.Generate(first)).outputs
+    before = apart.metrics(apart.scheduler)["quire_migrations_total"]
+    prompt = [*first.token_ids.ids, *output, 7, 8, 9]
+    turn = generate_request(prompt, max_tokens=8, ignore_eos=True)
+    result = read(apart.stub.Generate(turn))
+    assert result.usage.cached_tokens >= 112
+    assert apart.metrics(apart.scheduler)["quire_migrations_total"] == before
+
+
+def test_killed_decode_worker_is_replaced_by_the_other_until_it_is_back(apart, service):
+    requests = [request_of(f"d{i}", 60 + i, 900) for i in range(2)]
+    streams = [Stream(apart, each) for each in requests]
+    for stream in streams:
+        stream.read_until(20)
+    eventually(lambda: apart.where_is("d0") == apart.decode or None, "it decodes there")
+    apart.other.kill()
+    for stream in streams:
+        stream.read_until(200)
+    assert {apart.where_is("d0"), apart.where_is("d1")} == {apart.prefill}
+    apart.start_decode_worker()
+    apart.wait_until_both_are_attached()
+    assert [stream.read_to_end() for stream in streams] == expected_of(service, requests)
+    stream = Stream(apart, request_of("next", 50, 1500))
+    stream.read_until(1)
+    eventually(lambda: apart.where_is("next") == apart.decode or None, "it decodes there again")
+    stream.cancel()
+    apart.wait_until_idle()
+
+
+def test_killed_prefill_worker_is_replaced_by_the_other(apart, service):
+    requests = [request_of(f"p{i}", 700 + i, 60) for i in range(4)]
+    streams = [Stream(apart, each) for each in requests]
+    streams[0].read_until(1)
+    apart.worker.kill()
+    outputs = [stream.read_to_end() for stream in streams]
+    assert outputs == expected_of(service, requests)
+    late = [request_of("late", 90, 30)]
+    assert read_all(apart, late) == expected_of(service, late)
+    apart.start_first_again()
+
+
+def test_a_prefix_is_pulled_from_the_worker_that_has_it(long_llama, run_dir, service):
+    scheduler = ("--placement=round-robin",)
+    with TwoWorkers(run_dir(), long_llama, worker=WORKER, scheduler=scheduler) as both:
+        both.wait_until_both_are_attached()
+        first, second = request_of("first", 1500, 8), request_of("second", 1500, 8)
+        assert [read(both.stub.Generate(first)).outputs] == expected_of(service, [first])
+        result = read(both.stub.Generate(second))
+        assert [result.outputs] == expected_of(service, [first])
+        assert result.usage.cached_tokens == 1499 // 16 * 16
+        used = [any(tier.num_cached for tier in both.kv(each).tiers) for each in both.targets]
+        assert used == [True, True]

@@ -1,0 +1,117 @@
+"""Prefixes that are copied from another worker where that is faster than computing them."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from fake_sessions import CONFIG, FakeRoster, FakeSession
+
+from contract.errors import UnavailableError
+from contract.hashing import extend_chain, root_hash
+from scheduler_svc.core.invariants import check
+from scheduler_svc.workers import prefix_pulls
+from scheduler_svc.workers.prefix_pulls import PrefixPulls
+
+PROMPT = [0, 1, 0, 0, 1, 1, 0, 0, 1]
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    monkeypatch.setattr(prefix_pulls, "_LEAST_TOKENS", 2)
+
+
+@pytest.fixture
+def sessions():
+    """`a` has the prompt's four full blocks."""
+    found = {"a": FakeSession(), "b": FakeSession()}
+    FakeRoster(**found)
+    found["a"].submit(0, PROMPT, max_tokens=1)
+    while found["a"].oracle.live:
+        found["a"].step()
+    return found
+
+
+@pytest.fixture
+def hashes():
+    found = []
+    extend_chain(found, root_hash(""), np.array(PROMPT[:-1], np.int32), CONFIG.block_size)
+    return found
+
+
+async def run(pulls, pull):
+    """Pull; return after the request may be placed."""
+    done = asyncio.Event()
+    pulls.start(pull, done.set)
+    await asyncio.wait_for(done.wait(), 10)
+
+
+def num_held(session):
+    return CONFIG.num_host_blocks - session.core.tier.pool.num_available
+
+
+async def test_a_prefix_comes_from_the_worker_that_has_it(sessions, hashes):
+    a, b = sessions.values()
+    pulls = PrefixPulls()
+    pull = pulls.find(hashes, b, sessions)
+    assert (pull.source_target, list(pull.hashes)) == ("a", hashes)
+    await run(pulls, pull)
+    assert b.num_cached_blocks(hashes) == 4
+    assert num_held(a) == num_held(b) == 0
+    b.submit(5, PROMPT, max_tokens=1)
+    while b.oracle.live:
+        b.step()
+    assert b.core.prefix_cache_hits == 8
+    assert pulls.find(hashes, b, sessions) is None, "it is there"
+
+
+def test_only_what_pays_is_pulled(sessions, hashes):
+    a, b = sessions.values()
+    pulls = PrefixPulls()
+    assert pulls.find(hashes, a, sessions) is None, "no other one has more"
+    assert pulls.find([], b, sessions) is None
+    b.info.prefill_tokens_per_s = 1e12
+    assert pulls.find(hashes, b, sessions) is None, "computing is faster"
+    b.info.prefill_tokens_per_s = 0.0
+    assert pulls.find(hashes, b, sessions) is None, "its rate is unknown"
+    b.info.prefill_tokens_per_s = 1.0
+    a.info.dtype = "bfloat16"
+    assert pulls.find(hashes, b, sessions) is None, "another format"
+
+
+async def test_a_request_does_not_wait_longer_than_computing_takes(sessions, hashes):
+    a, b = sessions.values()
+    b.info.prefill_tokens_per_s = 1000.0
+    b.may_pull.clear()
+    pulls = PrefixPulls()
+    await run(pulls, pulls.find(hashes, b, sessions))
+    assert b.num_cached_blocks(hashes) == 0
+    b.may_pull.set()
+    await asyncio.gather(*pulls._tasks._tasks)
+    assert b.num_cached_blocks(hashes) == 4, "it helps the next one"
+    check(a.core)
+    check(b.core)
+
+
+async def test_a_copy_that_fails_leaves_nothing_and_makes_the_next_less_likely(sessions, hashes):
+    a, b = sessions.values()
+    b.pull_error = UnavailableError("cannot read")
+    pulls = PrefixPulls()
+    pull = pulls.find(hashes, b, sessions)
+    await run(pulls, pull)
+    assert b.num_cached_blocks(hashes) == 0
+    assert num_held(a) == num_held(b) == 0
+    assert pulls._rate() < prefix_pulls._FIRST_BYTES_PER_S
+
+
+async def test_a_worker_that_is_lost_leaves_the_request_to_the_others(sessions, hashes):
+    a, b = sessions.values()
+    b.may_pull.clear()
+    pulls = PrefixPulls()
+    pull = pulls.find(hashes, b, sessions)
+    done = asyncio.Event()
+    pulls.start(pull, done.set)
+    await asyncio.wait_for(b.pulling.wait(), 10)
+    a.is_lost = True
+    b.may_pull.set()
+    await asyncio.wait_for(done.wait(), 10)
+    assert num_held(b) == 0
