@@ -58,13 +58,18 @@ class Schedulers:
         self._discovery = discovery
         self._config = config
         self._tokenizers = tokenizers
-        self._health = health
+        self.health = health
         self._links: list[SchedulerLink] = []
         self._placement = SchedulerPlacement()
         self._model: SchedulerModel | None = None
         self._model_changed = asyncio.Event()
         self._next_seq_key = 0
         self._is_draining = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a scheduler is connected that does not hang."""
+        return any(link.hang is None for link in self._connected)
 
     # --- for requests ---------------------------------------------------------------------------
 
@@ -187,20 +192,14 @@ class Schedulers:
 
     # --- unary calls ----------------------------------------------------------------------------
 
-    @property
-    def calls(self) -> Sequence[SchedulerCalls]:
-        """Calls to the connected schedulers; raises UnavailableError if there is none."""
-        if not self._connected:
-            raise self.unavailable()
-        return [link.calls for link in self._connected]
-
     def calls_to_all(self) -> Sequence[SchedulerCalls]:
         """Return calls to all schedulers, for changes that must reach every one of them.
 
         Raises UnavailableError if there is no scheduler, or if one was lost or discovered less than
         `_AWAY_S` ago. A scheduler that has been away for longer may be a standby.
         """
-        calls = self.calls
+        if not self._connected:
+            raise self.unavailable()
         now = asyncio.get_running_loop().time()
         for link in self._links:
             if link.away_since is not None and (away_s := now - link.away_since) < _AWAY_S:
@@ -208,7 +207,7 @@ class Schedulers:
                     f"the scheduler at {link.target} has not been connected for {away_s:.1f} s; the"
                     f" call is refused until it connects or {_AWAY_S:g} s have passed"
                 )
-        return calls
+        return [link.calls for link in self._connected]
 
     @property
     def target_to_calls(self) -> Mapping[str, SchedulerCalls]:
@@ -217,12 +216,10 @@ class Schedulers:
 
     @property
     def target_to_is_connected(self) -> Mapping[str, bool]:
-        """Addresses of all known schedulers; raises UnavailableError if there is none.
+        """Addresses of all known schedulers; there may be none.
 
         A scheduler that is not connected may be running without any loaded model.
         """
-        if not self._links:
-            raise self.unavailable()
         return {link.target: link.is_connected for link in self._links}
 
     async def load(self) -> Load:
@@ -401,11 +398,11 @@ class Schedulers:
             return
         hangs = [link.hang for link in self._connected if link.hang is not None]
         if num_connected > len(hangs):
-            self._health.set_ready()
+            self.health.set_ready()
         elif hangs:
-            self._health.set_not_ready("; ".join(hangs))
+            self.health.set_not_ready("; ".join(hangs))
         elif problems := [link.status for link in self._links if not link.is_starting]:
-            self._health.set_not_ready("; ".join(problems))
+            self.health.set_not_ready("; ".join(problems))
         else:
             waits = [link.status for link in self._links]
-            self._health.set_starting("; ".join(waits) or "waiting for a scheduler to be found")
+            self.health.set_starting("; ".join(waits) or "waiting for a scheduler to be found")
