@@ -27,6 +27,7 @@ from router.operators.live_requests import LiveRequests
 from router.request.cells import Cells, join_health
 from router.request.entry import Entry
 from router.request.inference import Inference
+from router.request.on_demand import OnDemand
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.settings import CellSettings, RouterSettings
@@ -70,7 +71,16 @@ async def run_router(
         await _cell(settings, each, entry, own, health)
         for each, own in zip(settings.cells, own_health, strict=True)
     ]
-    cells = Cells([cell for cell, _ in made], entry)
+    on_demand = None
+    if settings.on_demand is not None:
+        on_demand = OnDemand(
+            [cell for cell, _ in made],
+            max_loaded=settings.on_demand,
+            min_loaded_s=settings.min_loaded_s,
+            max_waiting=settings.max_live_requests,
+            tls=settings.client_tls,
+        )
+    cells = Cells([cell for cell, _ in made], entry, on_demand)
     if settings.cell:
         join_health([*zip(cells.names, own_health, strict=True)], health)
     gateway_metrics = GatewayMetrics(cells)
@@ -117,6 +127,8 @@ async def run_router(
         asyncio.create_task(cell.schedulers.run(), name=f"schedulers of {cell.name}")
         for cell in cells.all
     ]
+    if on_demand is not None:
+        clients.append(asyncio.create_task(on_demand.run(), name="models on demand"))
     for client in clients:
         client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     trimming = asyncio.create_task(keep_trimmed(), name="malloc")

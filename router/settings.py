@@ -16,7 +16,7 @@ from router.parsers.choosing import choose_parsers
 from router.text.chat_settings import ChatSettings
 from rpc.peers.discovery import check_targets
 from rpc.security.tls import ClientTls, check_certificate
-from rpc.settings import ModelName, Port, ProcessSettings, split_at_commas
+from rpc.settings import ModelName, Port, PositiveInt, ProcessSettings, split_at_commas
 
 _CELL: Final = re.compile(r"(?P<name>[^=]+)=(?P<model>.+)@(?P<schedulers>[^@]+)")
 """The last @ ends the model."""
@@ -53,6 +53,12 @@ class RouterSettings(ProcessSettings):
     """A further model behind the same ports, as NAME=MODEL@SCHEDULER[,SCHEDULER...]: the name that
     requests use, and what --model and --scheduler say of the first one. May be repeated. A request
     without a name is for the first model (docs/operations.md)."""
+    on_demand: PositiveInt | None = None
+    """Most models that are loaded at once: one that a request wants is loaded in place of the one
+    that was used least recently, whose requests wait. Start their workers with --unloaded, and
+    only one router. Unset: models are loaded by operators only."""
+    min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    """With --on-demand, how long a model stays loaded at least, however much another is wanted."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """How often dns: names are looked up, in seconds."""
     http_port: Port = 8000
@@ -149,6 +155,8 @@ class RouterSettings(ProcessSettings):
         names = [cell.name for cell in self.cells]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"--cell: {twice[0]}: two models have this name")
+        if self.on_demand is not None and not self.cell:
+            raise ValueError(f"--on-demand: {self.on_demand}: needs several models (--cell)")
         if self.cell and self.vllm_engine:
             raise ValueError("--vllm-engine: its calls name no model; it cannot be with --cell")
         return self

@@ -127,7 +127,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, _: CallContext
     ) -> inference_pb2.TokenizeResponse:
-        inference = self._cells.of(request.model)
+        inference = await self._cells.known(request.model)
         max_model_len = inference.model.info(request.model).max_model_len
         has_special = request.HasField("add_special_tokens")
         match request.WhichOneof("input"):
@@ -156,7 +156,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, _: CallContext
     ) -> inference_pb2.DetokenizeResponse:
-        text = await self._cells.of(request.model).text.detokenize(
+        inference = await self._cells.known(request.model)
+        text = await inference.text.detokenize(
             request.model,
             request.token_ids,
             skip_special_tokens=(

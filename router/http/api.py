@@ -91,12 +91,12 @@ def routes(
     async def create_tokens(request: web.Request, _: CallId) -> web.Response:
         """Turn a text or a chat into the token ids for the model, as vLLM does."""
         body = await bodies.read(request, TokenizeBody)
-        return json_response(await tokenize(cells.of(body.model), body))
+        return json_response(await tokenize(await cells.known(body.model), body))
 
     async def create_text(request: web.Request, _: CallId) -> web.Response:
         """Turn token ids into text, with special tokens, as vLLM does."""
         body = await bodies.read(request, DetokenizeBody)
-        return json_response(await detokenize(cells.of(body.model), body))
+        return json_response(await detokenize(await cells.known(body.model), body))
 
     async def load_lora_adapter(request: web.Request, _: CallId) -> web.Response:
         """Load a LoRA adapter from a directory on the workers' machines; for operators, as vLLM."""

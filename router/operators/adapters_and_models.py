@@ -12,15 +12,14 @@ from typing import Final, TypeVar
 
 import structlog
 
-from contract.errors import InvalidArgumentError, NotFoundError, QuireError, UnavailableError
-from quire.v1 import adapters_pb2, loading_pb2, loading_pb2_grpc
+from contract.errors import InvalidArgumentError, NotFoundError, QuireError
+from quire.v1 import adapters_pb2, loading_pb2
 from router.request.cells import Cells
 from router.request.inference import Inference
-from rpc.peers.channel import open_channel
+from router.schedulers.loading import LoadingCalls
 from rpc.security.operators import Operators
 from rpc.security.tls import ClientTls
-from rpc.status import calling
-from rpc.tasks import BackgroundTasks, merged, responses
+from rpc.tasks import BackgroundTasks
 
 _ANNOUNCE_S: Final = 5.0
 """How long to wait until a scheduler announces a loaded adapter on its stream."""
@@ -57,7 +56,7 @@ class Operations:
     def __init__(self, cells: Cells, operators: Operators, tls: ClientTls | None = None) -> None:
         self._cells = cells
         self._operators = operators
-        self._tls = tls
+        self._loading = LoadingCalls(tls)
         self._tasks = BackgroundTasks()
 
     # --- adapters -------------------------------------------------------------------------------
@@ -147,40 +146,18 @@ class Operations:
 
     # --- models ---------------------------------------------------------------------------------
 
-    # These methods call all known schedulers, because a scheduler without any loaded model is not
-    # connected. `NotFoundError` means that no scheduler has such a worker. A scheduler that is not
-    # connected may be a standby, so it may be unreachable if another scheduler answers.
-
     async def unload_models(
         self, worker: str, peer: str, model: str = ""
     ) -> Sequence[loading_pb2.UnloadedWorker]:
         """Unload the model of a worker, or of all of the model's workers if `worker` is empty."""
         self._operators.check(peer, "unloads models")
         log.info("an operator unloads models", worker=worker, model=model, peer=peer)
-        targets = self._targets(worker, model)
-        request = loading_pb2.UnloadRequest(worker=worker)
-
-        async def unload(target: str) -> Sequence[loading_pb2.UnloadedWorker]:
-            async with open_channel(target, tls=self._tls) as channel:
-                stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-                with calling():
-                    unloaded: Sequence[loading_pb2.UnloadedWorker] = (
-                        await stub.Unload(request)
-                    ).workers
-                return unloaded
-
-        ends = await _ask_each([*targets], unload)
-        tolerated: list[QuireError] = []
-        for (target, is_connected), end in zip(targets.items(), ends, strict=True):
-            if isinstance(end, QuireError):
-                _tolerate(target, end, tolerated, may_be_standby=not is_connected)
-        _check_answered(tolerated, len(targets))
-        return [worker for end in ends if not isinstance(end, QuireError) for worker in end]
+        return await self._loading.unload(self._targets(worker, model), worker)
 
     def _targets(self, worker: str, model: str) -> Mapping[str, bool]:
-        """Return the schedulers to ask, and whether each is connected.
+        """Return all known schedulers of a model, and whether each is connected.
 
-        Without a model those of all, if a worker is named: `NotFoundError` is tolerated.
+        Without a model those of all models, if a worker is named: one of them has it.
         """
         cells = self._cells.all if worker and not model else [self._cells.only(model)]
         targets = {
@@ -200,51 +177,7 @@ class Operations:
         log.info(
             "an operator loads models", worker=worker, directory=directory, model=model, peer=peer
         )
-        targets = self._targets(worker, model)
-        request = loading_pb2.LoadRequest(worker=worker, directory=directory)
-        tolerated: list[QuireError] = []
-        loads = merged(
-            [
-                self._load_at(target, request, tolerated, may_be_standby=not is_connected)
-                for target, is_connected in targets.items()
-            ]
-        )
+        loads = self._loading.load(self._targets(worker, model), worker, directory)
         async with aclosing(loads):
             async for progress in loads:
                 yield progress
-        _check_answered(tolerated, len(targets))
-
-    async def _load_at(
-        self,
-        target: str,
-        request: loading_pb2.LoadRequest,
-        tolerated: list[QuireError],
-        *,
-        may_be_standby: bool,
-    ) -> AsyncGenerator[loading_pb2.LoadResponse]:
-        try:
-            async with open_channel(target, tls=self._tls) as channel:
-                stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-                async with aclosing(responses(stub.Load(request))) as loading:
-                    async for progress in loading:
-                        may_be_standby = False  # it answers, so its next error counts
-                        yield progress
-        except QuireError as error:
-            _tolerate(target, error, tolerated, may_be_standby=may_be_standby)
-
-
-def _tolerate(
-    target: str, error: QuireError, tolerated: list[QuireError], *, may_be_standby: bool
-) -> None:
-    """Append an error to `tolerated` if another scheduler's answer suffices; raise other errors."""
-    if not isinstance(error, NotFoundError):
-        if not (may_be_standby and isinstance(error, UnavailableError)):
-            raise error
-        log.warning("a scheduler was not reached", target=target, reason=str(error))
-    tolerated.append(error)
-
-
-def _check_answered(tolerated: Sequence[QuireError], num_asked: int) -> None:
-    """Raise an error if all schedulers failed; a `NotFoundError` if there is one."""
-    if len(tolerated) == num_asked:
-        raise next((each for each in tolerated if isinstance(each, NotFoundError)), tolerated[0])

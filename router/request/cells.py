@@ -23,6 +23,7 @@ from router.request.admission import Admitted
 from router.request.entry import Entry
 from router.request.inference import Inference, refusals_counted
 from router.request.live import LiveRequest
+from router.request.on_demand import OnDemand
 from router.schedulers.calls import sum_loads
 from router.schedulers.kv_watch import watch_kv
 from rpc.health import Health
@@ -33,13 +34,16 @@ T = TypeVar("T")
 class Cells:
     """The models and what the APIs ask about all of them together."""
 
-    def __init__(self, cells: Sequence[Inference], entry: Entry) -> None:
+    def __init__(
+        self, cells: Sequence[Inference], entry: Entry, on_demand: OnDemand | None = None
+    ) -> None:
         """`cells` are at least one, with different names, that share `entry`.
 
         The first is the one of requests that name no model.
         """
         self.all = tuple(cells)
         self.entry = entry
+        self.on_demand = on_demand
 
     # --- by name --------------------------------------------------------------------------------
 
@@ -82,11 +86,15 @@ class Cells:
     def infos(self) -> tuple[Model, ...]:
         """Return the models that are known, each followed by its adapters.
 
-        Of two with one name only that which `of` finds.
+        Models on demand are listed before they are known, without limits. Of two with one name only
+        that which `of` finds.
         """
         found: dict[str, Model] = {}
         for cell in self.all:
-            for model in cell.model.infos():
+            models = cell.model.infos()
+            if not models and self.on_demand is not None:  # a request loads it
+                models = (Model(cell.model.name, 0, 0, ()),)
+            for model in models:
                 if self.of(model.id) is cell:
                     found.setdefault(model.id, model)
         return tuple(found.values())
@@ -100,9 +108,20 @@ class Cells:
             self.entry.check_quota(num_bytes, most)
 
     async def use(self, model: str) -> Inference:
-        """Return the cell of a model that a request is for; raises as `of`."""
+        """Return the cell of a model that a request is for, loaded if models are on demand.
+
+        Raises as `of` and `OnDemand.wait_until_loaded`.
+        """
         with refusals_counted():
-            return self.of(model)
+            cell = self.of(model)
+            if self.on_demand is not None:
+                await self.on_demand.wait_until_loaded(cell)
+            return cell
+
+    async def known(self, model: str) -> Inference:
+        """Return the cell of a model with its limits, which are unknown until its first load."""
+        cell = self.of(model)
+        return cell if cell.model.infos() else await self.use(model)
 
     async def generate(self, request: GenerateRequest) -> LiveRequest:
         """Submit a request to the cell of its model; see `Inference.generate`."""
@@ -140,7 +159,10 @@ class Cells:
         `NotFoundError` is final, so it is raised only if every cell could look.
         """
         with refusals_counted():
-            cells = self.some(model)
+            try:
+                cells = self.some(model)
+            except ModelNotFoundError:  # an adapter that was unloaded since
+                cells = self.all
             if (admitted := self.entry.admission.find(tenant, request_id)) is not None:
                 cells = [cell for cell in self.all if cell.name == admitted.model]
             refusals: list[QuireError] = []
@@ -224,6 +246,8 @@ class Cells:
         If this call is cancelled before, resumable requests continue at their scheduler, and an
         error asks their clients to resume them at another router.
         """
+        if self.on_demand is not None:
+            self.on_demand.drain()
         for cell in self.all:
             cell.schedulers.set_draining()
         try:

@@ -67,6 +67,16 @@ class Schedulers:
         self._is_draining = False
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether a connected scheduler has a worker with its model, as far as is known."""
+        return any(not link.is_unloaded for link in self._connected)
+
+    @property
+    def num_live_seqs(self) -> int:
+        """Sequences of this router that run, or wait for a scheduler or a model."""
+        return sum(len(link.table) for link in self._links)
+
+    @property
     def is_ready(self) -> bool:
         """Whether a scheduler is connected that does not hang."""
         return any(link.hang is None for link in self._connected)

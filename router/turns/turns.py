@@ -396,7 +396,7 @@ class Turns:
 
     async def _take_up(self) -> None:
         for cell in self._cells.all:
-            if not self._is_draining and cell.model.infos():
+            if not self._is_draining and (cell.model.infos() or self._cells.on_demand):
                 await self._take_up_for(cell)
 
     async def _take_up_for(self, cell: Inference) -> None:

@@ -30,7 +30,7 @@ def messages_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
     async def count_tokens(request: web.Request, call_id: CallId) -> web.Response:
         """Count the tokens of the prompt that a message has."""
         body = await bodies.read(request, CountBody)
-        inference = cells.of(body.model)
+        inference = await cells.known(body.model)
         prompt, _ = await (await _conversation(inference, body)).prepare(inference)
         token_ids = await inference.text.tokenize(body.model, prompt, add_special_tokens=False)
         response = json_response({"input_tokens": len(token_ids)})

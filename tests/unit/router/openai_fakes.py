@@ -245,6 +245,9 @@ class FakeCells:
     async def use(self, model: str) -> FakeInference:
         return self.of(model)
 
+    async def known(self, model: str) -> FakeInference:
+        return self.of(model)
+
     def of(self, _: str) -> FakeInference:
         return self.inference
 
