@@ -120,7 +120,7 @@ async def serving(model_dir, folder, names, **options):
 
 
 async def until(condition):
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - several parts change it
         await asyncio.sleep(0)
 
 
