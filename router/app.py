@@ -192,6 +192,7 @@ async def _cell(
             router_id=f"{socket.gethostname()}:{os.getpid()}",
             max_message_mb=settings.max_message_mb,
             tls=settings.client_tls,
+            model_name=cell.name,
         ),
         tokenizers=tokenizers,
         health=own,

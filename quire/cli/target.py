@@ -80,9 +80,10 @@ def _find_scheduler(http_port: int | None, default: str, model: str = "") -> str
         service = _find_service_if_any(http_port)
         return default if service is None else _scheduler_of(service, model) or default
     try:
-        return _scheduler_of(find_service(http_port), model)
+        service = find_service(http_port)
     except CommandError as error:
         raise CommandError(f"{error}; --scheduler HOST:PORT names a scheduler elsewhere") from None
+    return _scheduler_of(service, model)
 
 
 def _scheduler_of(service: ServiceInfo, model: str) -> str:

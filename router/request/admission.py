@@ -18,7 +18,7 @@ from contract.errors import (
     TooBusyError,
     UnavailableError,
 )
-from router import metrics
+from router.metrics import of_model
 from router.request import span as request_span
 from router.request.live import LiveRequest
 from rpc.observe import telemetry
@@ -103,7 +103,7 @@ class Admission:
         span = telemetry.tracer().start_span("request", kind=SpanKind.SERVER)
         admitted = Admitted(tenant, request_id, model, span, asyncio.get_running_loop().time())
         self._admitted[tenant, request_id] = admitted
-        metrics.NUM_REQUESTS_LIVE.inc()
+        of_model(model).num_requests_live.inc()
         return admitted
 
     def add(self, live: LiveRequest) -> None:
@@ -137,8 +137,9 @@ class Admission:
 
     def release(self, tenant: str, request_id: str) -> None:
         """Forget an admitted request."""
-        self._admitted.pop((tenant, request_id)).span.end()
-        metrics.NUM_REQUESTS_LIVE.dec()
+        admitted = self._admitted.pop((tenant, request_id))
+        admitted.span.end()
+        of_model(admitted.model).num_requests_live.dec()
         if self._is_draining and not self._admitted:
             self._drained.set()
 

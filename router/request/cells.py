@@ -200,7 +200,15 @@ class Cells:
 
         Raises `NotFoundError`; `UnavailableError` if none is connected.
         """
-        return sum_loads(await self._known(model, lambda cell: cell.schedulers.load()))
+        return sum_loads(await self._known(model, self._load_of))
+
+    async def _load_of(self, cell: Inference) -> Load:
+        try:
+            return await cell.schedulers.load()
+        except UnavailableError:
+            if self.on_demand is not None and (load := await self.on_demand.load_of(cell)):
+                return load  # its model was never loaded
+            raise
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
         """Return which sequences hold which KV blocks; raises the schedulers' errors.

@@ -59,6 +59,7 @@ class Inference:
     ) -> None:
         """Serve one model; `model_name` is the name of the flags' model."""
         self.name = model_name
+        self._metrics = metrics.of_model(model_name)
         self.entry = entry
         self.schedulers = schedulers
         self._admission, self._quotas = entry.admission, entry.quotas
@@ -76,7 +77,7 @@ class Inference:
 
         `NotFoundError` for an unknown model, `TooBusyError` if the schedulers' queues are full.
         """
-        with refusals_counted():
+        with refusals_counted(self.name):
             self.model.check_name(model)
             self.schedulers.check_room(1)
 
@@ -85,7 +86,7 @@ class Inference:
 
         Raises `InvalidArgumentError` if they could not, so that a retry is useless.
         """
-        with refusals_counted():
+        with refusals_counted(self.name):
             self._admission.check_capacity(num_requests)
             await self.schedulers.check_capacity(num_requests * n)
 
@@ -98,7 +99,7 @@ class Inference:
         draining or cut off from the scheduler; `DeadlineExceededError` if the deadline passed while
         the prompt was tokenized.
         """
-        with refusals_counted():
+        with refusals_counted(self.name):
             return await self._generate(request)
 
     async def _generate(self, request: GenerateRequest) -> LiveRequest:
@@ -121,8 +122,8 @@ class Inference:
                 lease.end(0)
             self._admission.release(request.tenant, request_id)
             raise
-        metrics.PROMPT_TOKENS.inc(len(live.prompt_token_ids))
-        metrics.REQUEST_PROMPT_TOKENS.observe(len(live.prompt_token_ids))
+        self._metrics.prompt_tokens.inc(len(live.prompt_token_ids))
+        self._metrics.request_prompt_tokens.observe(len(live.prompt_token_ids))
         return live
 
     async def _submit(
@@ -209,6 +210,7 @@ class Inference:
             record,
             outputs,
             model=model.id if adapter is None else adapter.name,
+            metrics=self._metrics,
             cancel=self.schedulers.cancel,
             leave=self.schedulers.leave,
             on_closed=lambda live: self._on_closed(live, lease),
@@ -374,10 +376,10 @@ def _most_tokens(
 
 
 @contextmanager
-def refusals_counted() -> Iterator[None]:
-    """Count an error that the block raises as a refused request."""
+def refusals_counted(model: str = "") -> Iterator[None]:
+    """Count an error that the block raises as a refused request, of a model if it is known."""
     try:
         yield
     except QuireError as error:
-        metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
+        metrics.REQUESTS_REFUSED.labels(model, error.code.name).inc()
         raise

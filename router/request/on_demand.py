@@ -7,13 +7,14 @@ two might load two models at once.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Final
 
 import structlog
 
 from contract.errors import QuireError, TooBusyError, UnavailableError
+from quire.v1.common_pb2 import Load
 from router.request.inference import Inference
 from router.schedulers.loading import LoadingCalls
 from rpc.security.tls import ClientTls
@@ -23,6 +24,8 @@ _CONNECT_S: Final = 10.0
 """How long the router may take to use a model that is loaded."""
 _RETRY_S: Final = 5.0
 """How long a model that could not be loaded is not tried again."""
+_AWAY_RETRY_S: Final = 0.5
+"""The same if a process was not reached, such as one that starts."""
 
 log = structlog.get_logger()
 
@@ -75,8 +78,12 @@ class OnDemand:
         finally:
             demand.waiters.discard(waiter)
 
+    async def load_of(self, cell: Inference) -> Load | None:
+        """Return the load of a cell's schedulers, connected or not; None: none answers."""
+        return await self._loading.sum_of_loads(cell.schedulers.target_to_is_connected)
+
     def drain(self) -> None:
-        """Refuse the calls that wait, and load nothing more."""
+        """Refuse the calls that wait; what was accepted still gets its model."""
         self._is_draining = True
         for demand in self._cells.values():
             demand.fail(_draining())
@@ -86,14 +93,16 @@ class OnDemand:
         while True:
             await asyncio.sleep(self._tick_s)
             wanted = self._look()
-            if wanted is not None and not self._is_draining:
+            if wanted is not None:
                 try:
                     await self._make_room_and_load(wanted)
                 except QuireError as error:
                     demand = self._cells[wanted]
                     if demand.waiters:
                         log.warning("a model is not loaded", model=wanted.name, reason=str(error))
-                    demand.retry_at = asyncio.get_running_loop().time() + _RETRY_S
+                    demand.retry_at = asyncio.get_running_loop().time() + (
+                        _AWAY_RETRY_S if isinstance(error, UnavailableError) else _RETRY_S
+                    )
                     demand.fail(UnavailableError(f"model {wanted.name!r}: {error}"))
 
     def _look(self) -> Inference | None:
@@ -131,9 +140,7 @@ class OnDemand:
         loads = dict(
             zip(
                 self._cells,
-                await asyncio.gather(
-                    *(self._loading.sum_of_loads(_targets(cell)) for cell in self._cells)
-                ),
+                await asyncio.gather(*map(self.load_of, self._cells)),
                 strict=True,
             )
         )
@@ -153,10 +160,10 @@ class OnDemand:
             if victim is None:
                 return
             log.info("a model makes room", model=victim.name, wanted=wanted.name)
-            await self._loading.unload(_targets(victim))
+            await self._loading.unload(victim.schedulers.target_to_is_connected)
             loaded.remove(victim)
         log.info("loading a model on demand", model=wanted.name)
-        loading = self._loading.load(_targets(wanted))
+        loading = self._loading.load(wanted.schedulers.target_to_is_connected)
         async with aclosing(loading):
             async for _ in loading:
                 pass
@@ -168,7 +175,11 @@ class OnDemand:
             for cell in loaded
             if now >= (self._cells[cell].stays_since or now) + self._min_loaded_s
         ]
-        return min(free, key=lambda cell: self._cells[cell].used_at, default=None)
+        return min(free, key=self._last_use, default=None)
+
+    def _last_use(self, cell: Inference) -> tuple[float, float]:
+        demand = self._cells[cell]
+        return demand.used_at, demand.stays_since or 0.0  # of busy ones, the longest loaded
 
 
 class _Demand:
@@ -197,10 +208,6 @@ class _Demand:
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_exception(error)
-
-
-def _targets(cell: Inference) -> Mapping[str, bool]:
-    return cell.schedulers.target_to_is_connected
 
 
 def _draining() -> UnavailableError:

@@ -23,7 +23,7 @@ from contract.outputs import FinishReason, OutputError
 from contract.request import MAX_N
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
-from router import metrics
+from router.metrics import of_model
 from router.request.live import LiveRequest
 from router.schedulers.calls import SchedulerCalls, sum_loads
 from router.schedulers.link import LinkConfig, MisfitError, SchedulerLink
@@ -403,7 +403,7 @@ class Schedulers:
 
     def _update_health(self) -> None:
         num_connected = len(self._connected)
-        metrics.SCHEDULER_CONNECTED.set(num_connected)
+        of_model(self._config.model_name).scheduler_connected.set(num_connected)
         if self._is_draining:
             return
         hangs = [link.hang for link in self._connected if link.hang is not None]
