@@ -234,16 +234,18 @@ class Cells:
         return watch_kv(self.only(model).schedulers, worker)
 
     async def _known(self, model: str, ask: Callable[[Inference], Awaitable[T]]) -> list[T]:
-        """Ask cells; an error counts only if none answers."""
-        answers: list[T] = []
-        refusal: QuireError | None = None
-        for cell in self.some(model):
+        """Ask cells at once; an error counts only if none answers."""
+
+        async def one(cell: Inference) -> T | QuireError:
             try:
-                answers.append(await ask(cell))
+                return await ask(cell)
             except QuireError as error:
-                refusal = refusal or error
-        if not answers and refusal is not None:
-            raise refusal
+                return error
+
+        ends = await asyncio.gather(*map(one, self.some(model)))
+        answers = [end for end in ends if not isinstance(end, QuireError)]
+        if not answers:
+            raise next(end for end in ends if isinstance(end, QuireError))
         return answers
 
     # --- the end --------------------------------------------------------------------------------

@@ -123,5 +123,5 @@ def _tolerate(
 
 def _check_answered(tolerated: Sequence[QuireError], num_asked: int) -> None:
     """Raise an error if all schedulers failed; a `NotFoundError` if there is one."""
-    if len(tolerated) == num_asked:
+    if tolerated and len(tolerated) == num_asked:
         raise next((each for each in tolerated if isinstance(each, NotFoundError)), tolerated[0])
