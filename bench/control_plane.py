@@ -166,9 +166,8 @@ async def reader(
 
 async def num_generated(router: Process) -> int:
     """Return how many tokens the router has delivered."""
-    found = re.search(
-        r"^quire_generation_tokens_total (\S+)", await router.get("/metrics") or "", re.MULTILINE
-    )
+    text = await router.get("/metrics") or ""
+    found = re.search(r"^quire_generation_tokens_total\S* (\S+)", text, re.MULTILINE)
     if found is None:
         raise BenchError("the router does not tell its tokens")
     return int(float(found[1]))

@@ -4,9 +4,13 @@ The services raise these errors; interceptors and HTTP middleware turn them into
 `google.rpc` details. Any other exception that reaches them is a bug and becomes INTERNAL.
 """
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Final
 
 import grpc
+
+_MAX_SHOWN: Final = 128
+"""Most characters of a client's text in a message."""
 
 
 class QuireError(Exception):
@@ -53,6 +57,15 @@ class NotFoundError(QuireError):
 
     code = grpc.StatusCode.NOT_FOUND
     http_status = 404
+
+
+class ModelNotFoundError(NotFoundError):
+    """The client named a model that is not served."""
+
+    def __init__(self, name: str, served: Sequence[str]) -> None:
+        names = ", ".join(map(repr, served))
+        verb = "is" if len(served) == 1 else "are"
+        super().__init__(f"model {name[:_MAX_SHOWN]!r} is not served; {names} {verb}")
 
 
 class AlreadyExistsError(QuireError):

@@ -30,6 +30,9 @@ class WorkerSettings(ProcessSettings):
     cache_dir: Path = DEFAULT_CACHE_DIR
     """Directory for what is derived from GGUF files or downloaded from URLs. Names on the hub have
     the hub's own cache (HF_HOME)."""
+    unloaded: bool = False
+    """Whether to start without the model, until an operator, or a router with --on-demand, loads
+    it."""
     model_class: str = ""
     """The implementation that runs the model: a class of yours, as package.module:Class
     (docs/models.md); or "transformers". Empty: our own if it supports the architecture, else
@@ -231,6 +234,15 @@ class WorkerSettings(ProcessSettings):
                 " advance, so it would add no blocks; use --disk-kv-codec for it"
             )
         return text
+
+    @model_validator(mode="after")
+    def _can_be_loaded_later(self) -> Self:
+        if self.unloaded and self.num_ranks > 1:
+            raise ValueError(
+                "unloaded is true; with tensor_parallel_size or pipeline_parallel_size a worker"
+                " keeps its model"
+            )
+        return self
 
     @model_validator(mode="after")
     def _disk_is_below_the_host(self) -> Self:

@@ -1,7 +1,6 @@
 """The router process: constructs all its parts from the settings and runs them."""
 
 import asyncio
-import contextlib
 import os
 import socket
 import uuid
@@ -25,10 +24,13 @@ from router.http.web_pages import PageGuard, is_loopback
 from router.kserve.api import kserve_service
 from router.operators.adapters_and_models import Operations
 from router.operators.live_requests import LiveRequests
+from router.request.cells import Cells, join_health
+from router.request.entry import Entry
 from router.request.inference import Inference
+from router.request.on_demand import OnDemand
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
-from router.settings import RouterSettings
+from router.settings import CellSettings, RouterSettings
 from router.text.tokenizer import Tokenizers, load_tokenizer
 from router.turns.database import open_database
 from router.turns.store import TurnStore
@@ -62,41 +64,31 @@ async def run_router(
     stop = asyncio.Event() if stop is None else stop
     health = Health()
     health.set_starting("reading the tokenizer")
-    directory = await asyncio.to_thread(
-        find_model,
-        settings.model,
-        settings.cache_dir,
-        health.set_starting,
-        with_weights=False,
-    )
-    first = await asyncio.to_thread(load_tokenizer, directory)
-    tokenizers = Tokenizers(first, settings.cache_dir)
-    schedulers = Schedulers(
-        Discovery(settings.scheduler, interval_s=settings.discovery_interval_s),
-        LinkConfig(
-            router_id=f"{socket.gethostname()}:{os.getpid()}",
-            max_message_mb=settings.max_message_mb,
-            tls=settings.client_tls,
-        ),
-        tokenizers=tokenizers,
-        health=health,
-    )
     api_keys = settings.read_api_keys()
-    inference = Inference(
-        settings.model_name,
-        tokenizers,
-        schedulers,
-        max_live_requests=settings.max_live_requests,
-        tokenizer_threads=settings.tokenizer_threads,
-        chats=settings.chats,
-        api_keys=api_keys,
-    )
-    gateway_metrics = GatewayMetrics(inference)
+    entry = Entry(settings.max_live_requests, api_keys)
+    own_health = [Health() for _ in settings.cells] if settings.cell else [health]
+    made = [
+        await _cell(settings, each, entry, own, health)
+        for each, own in zip(settings.cells, own_health, strict=True)
+    ]
+    on_demand = None
+    if settings.on_demand is not None:
+        on_demand = OnDemand(
+            [cell for cell, _ in made],
+            max_loaded=settings.on_demand,
+            min_loaded_s=settings.min_loaded_s,
+            max_waiting=settings.max_live_requests,
+            tls=settings.client_tls,
+        )
+    cells = Cells([cell for cell, _ in made], entry, on_demand)
+    if settings.cell:
+        join_health([*zip(cells.names, own_health, strict=True)], health)
+    gateway_metrics = GatewayMetrics(cells)
     health.before_scrape(gateway_metrics.refresh)
-    ui = Ui(inference) if settings.ui else None
-    turns = _turns(settings, inference)
+    ui = Ui(cells) if settings.ui else None
+    turns = _turns(settings, cells)
     batches = (
-        None if turns is None else Batches(inference, turns, settings.turn_retention_days * _DAY_S)
+        None if turns is None else Batches(cells, turns, settings.turn_retention_days * _DAY_S)
     )
     open_paths = frozenset() if ui is None else ui.open_paths
     access = (
@@ -105,10 +97,10 @@ async def run_router(
     http = web.Application(middlewares=[access])
     check = None if api_keys is None else check_operator
     obeyed = operators(settings, check)
-    operations = Operations(schedulers, inference.model, obeyed, settings.client_tls)
+    operations = Operations(cells, obeyed, settings.client_tls)
     http.add_routes(
         openai_api.routes(
-            inference,
+            cells,
             operations,
             max_body_bytes=settings.max_body_mb * _MIB,
             may_be_compressed=settings.accept_compressed,
@@ -125,21 +117,27 @@ async def run_router(
     if writer is not None:
         writer.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     services = [
-        inference_service(inference),
-        kserve_service(inference, lambda: health.ready),
-        *operator_services(operations, LiveRequests(inference, obeyed), inference, obeyed),
+        inference_service(cells),
+        kserve_service(cells, lambda: health.ready),
+        *operator_services(operations, LiveRequests(cells, obeyed), cells, obeyed),
     ]
     if settings.vllm_engine:
-        services.append(_vllm_engine(inference, health, settings, directory))
-    client = asyncio.create_task(schedulers.run(), name="schedulers")
-    client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
+        services.append(_vllm_engine(cells, health, settings, made[0][1]))
+    clients = [
+        asyncio.create_task(cell.schedulers.run(), name=f"schedulers of {cell.name}")
+        for cell in cells.all
+    ]
+    if on_demand is not None:
+        clients.append(asyncio.create_task(on_demand.run(), name="models on demand"))
+    for client in clients:
+        client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
     trimming = asyncio.create_task(keep_trimmed(), name="malloc")
     REGISTRY.register(gateway_metrics)
 
     async def drain() -> None:
         if turns is not None:
             await turns.drain()
-        await inference.drain()
+        await cells.drain()
 
     try:
         await serve(
@@ -149,13 +147,13 @@ async def run_router(
             http=http,
             interceptors=[
                 *([] if api_keys is None else [KeyInterceptor(api_keys)]),
-                RequestBounds(inference, settings.max_body_mb * _MIB),
+                RequestBounds(cells, settings.max_body_mb * _MIB),
             ],
             # Higher than the limits of methods, whose errors name the limit.
             max_received_mb=min(settings.max_message_mb, 4 * settings.max_body_mb),
             on_started=on_started,
             on_drain=drain,
-            num_live=lambda: inference.num_live,
+            num_live=lambda: cells.num_live,
             check_operator=check,
             stop=stop,
             shared_http_port=settings.shared_http_port,
@@ -169,26 +167,55 @@ async def run_router(
             await asyncio.gather(writer, return_exceptions=True)
             await turns.close()
         REGISTRY.unregister(gateway_metrics)
-        inference.close()
+        cells.close()
         trimming.cancel()
-        client.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await client
-        for task in (keeper, writer):
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+        for task in (*clients, keeper, writer):
             if task is not None and not task.cancelled():
                 task.result()
 
 
-def _turns(settings: RouterSettings, inference: Inference) -> Turns | None:
+async def _cell(
+    settings: RouterSettings, cell: CellSettings, entry: Entry, own: Health, router: Health
+) -> tuple[Inference, Path]:
+    """Make the parts that one model has of its own; return its directory, too."""
+    directory = await asyncio.to_thread(
+        find_model, cell.model, settings.cache_dir, router.set_starting, with_weights=False
+    )
+    first = await asyncio.to_thread(load_tokenizer, directory)
+    tokenizers = Tokenizers(first, settings.cache_dir)
+    schedulers = Schedulers(
+        Discovery(cell.schedulers, interval_s=settings.discovery_interval_s),
+        LinkConfig(
+            router_id=f"{socket.gethostname()}:{os.getpid()}",
+            max_message_mb=settings.max_message_mb,
+            tls=settings.client_tls,
+            model_name=cell.name,
+        ),
+        tokenizers=tokenizers,
+        health=own,
+    )
+    inference = Inference(
+        cell.name,
+        tokenizers,
+        schedulers,
+        entry,
+        tokenizer_threads=settings.tokenizer_threads,
+        chats=settings.chats,
+    )
+    return inference, directory
+
+
+def _turns(settings: RouterSettings, cells: Cells) -> Turns | None:
     if not settings.turn_store:
         return None
     store = TurnStore(open_database(settings.turn_store), f"{socket.gethostname()}:{uuid.uuid4()}")
-    return Turns(store, inference, retention_s=settings.turn_retention_days * _DAY_S)
+    return Turns(store, cells, retention_s=settings.turn_retention_days * _DAY_S)
 
 
-def _vllm_engine(
-    inference: Inference, health: Health, settings: RouterSettings, of_flags: Path
-) -> Service:
+def _vllm_engine(cells: Cells, health: Health, settings: RouterSettings, of_flags: Path) -> Service:
     # Only what is used is loaded.
     from router.vllm_engine.api import vllm_engine_service  # noqa: PLC0415
 
@@ -199,7 +226,7 @@ def _vllm_engine(
             find_model, directory, settings.cache_dir, with_weights=False
         )
 
-    return vllm_engine_service(inference, health, find_directory)
+    return vllm_engine_service(cells, health, find_directory)
 
 
 def _page_middleware(settings: RouterSettings) -> Middleware:

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from contract.errors import QuireError
 from quire.v1.common_pb2 import Load
+from router.request.cells import Cells
 from router.request.inference import Inference
 
 _FRESH_S: Final = 0.05
@@ -49,11 +50,11 @@ _GAUGES: Final[tuple[tuple[str, str, Callable[[Load], float]], ...]] = (
 
 
 class GatewayMetrics(Collector):
-    """The load of this router's schedulers together, as of the last `refresh`."""
+    """The load of each model's schedulers together, as of the last `refresh`."""
 
-    def __init__(self, inference: Inference) -> None:
-        self._inference = inference
-        self._load: Load | None = None
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
+        self._loads: Sequence[Load | None] = [None] * len(cells.all)
         self._read_at = float("-inf")
         self._reading = asyncio.Lock()
 
@@ -63,11 +64,7 @@ class GatewayMetrics(Collector):
             clock = asyncio.get_running_loop().time
             if clock() < self._read_at + _FRESH_S:
                 return
-            try:
-                async with asyncio.timeout(_TIMEOUT_S):
-                    self._load = await self._inference.load()
-            except (QuireError, TimeoutError):
-                self._load = None
+            self._loads = await asyncio.gather(*map(_load_of, self._cells.all))
             self._read_at = clock()
 
     def describe(self) -> Iterable[Metric]:
@@ -75,15 +72,19 @@ class GatewayMetrics(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the gauges; those of a cell without a scheduler have no samples."""
-        load, model_name = self._load, self._inference.model.name
+        """Return the gauges; those of a model without a scheduler have no samples."""
+        name_to_load = [
+            (cell.model.name, load)
+            for cell, load in zip(self._cells.all, self._loads, strict=True)
+            if load is not None
+        ]
         for names in _NAMES:
             for name, text, read in _GAUGES:
                 family = GaugeMetricFamily(names.format(name), text, labels=["model_name"])
-                if load is not None:
+                for model_name, load in name_to_load:
                     family.add_metric([model_name], read(load))
                 yield family
-            yield _cache_config(names, load)
+            yield _cache_config(names, name_to_load)
             yield self._lora(names)
 
     def _lora(self, names: str) -> Metric:
@@ -92,29 +93,38 @@ class GatewayMetrics(Collector):
             "When it was read, in seconds since 1970; the labels list the LoRA adapters of this"
             " router's running and waiting requests, and how many adapters are loaded. Absent"
             " without an adapter.",
-            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+            labels=["model_name", "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
-        loaded = [model for model in self._inference.model.infos() if model.adapter is not None]
-        if loaded:
-            running, waiting = self._adapters_in_use()
-            labels = [str(len(loaded)), ",".join(running), ",".join(waiting)]
-            family.add_metric(labels, time.time())
+        for cell in self._cells.all:
+            if num_loaded := sum(model.adapter is not None for model in cell.model.infos()):
+                running, waiting = self._adapters_in_use(cell)
+                labels = [str(num_loaded), ",".join(running), ",".join(waiting)]
+                family.add_metric([cell.model.name, *labels], time.time())
         return family
 
-    def _adapters_in_use(self) -> tuple[Sequence[str], Sequence[str]]:
+    def _adapters_in_use(self, cell: Inference) -> tuple[Sequence[str], Sequence[str]]:
         running, waiting = set[str](), set[str]()
-        for live in (each.live for each in self._inference.admitted):
+        for live in (each.live for each in self._cells.admitted if each.model == cell.name):
             if live is not None and (adapter := live.record.sampling.adapter) is not None:
                 (waiting if live.num_cached_tokens is None else running).add(adapter.name)
         return sorted(running), sorted(waiting - running)
 
 
-def _cache_config(names: str, load: Load | None) -> Metric:
+async def _load_of(cell: Inference) -> Load | None:
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            return await cell.schedulers.load()
+    except (QuireError, TimeoutError):
+        return None
+
+
+def _cache_config(names: str, name_to_load: Iterable[tuple[str, Load]]) -> Metric:
     family = GaugeMetricFamily(
         names.format("cache_config_info"),
         "1; the labels are the token slots of a block, and how many device blocks the cell has.",
-        labels=["block_size", "num_gpu_blocks"],
+        labels=["model_name", "block_size", "num_gpu_blocks"],
     )
-    if load is not None and load.num_blocks:
-        family.add_metric([str(load.block_size), str(load.num_blocks)], 1)
+    for model_name, load in name_to_load:
+        if load.num_blocks:
+            family.add_metric([model_name, str(load.block_size), str(load.num_blocks)], 1)
     return family

@@ -1,8 +1,10 @@
 """The router's settings."""
 
-from dataclasses import replace
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
@@ -14,7 +16,20 @@ from router.parsers.choosing import choose_parsers
 from router.text.chat_settings import ChatSettings
 from rpc.peers.discovery import check_targets
 from rpc.security.tls import ClientTls, check_certificate
-from rpc.settings import ModelName, Port, ProcessSettings, split_at_commas
+from rpc.settings import ModelName, Port, PositiveInt, ProcessSettings, split_at_commas
+
+_CELL: Final = re.compile(r"(?P<name>[^=]+)=(?P<model>.+)@(?P<schedulers>[^@]+)")
+"""The last @ ends the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellSettings:
+    """A model and its schedulers."""
+
+    name: str
+    """The name that requests use."""
+    model: str
+    schedulers: tuple[str, ...]
 
 
 class RouterSettings(ProcessSettings):
@@ -34,6 +49,16 @@ class RouterSettings(ProcessSettings):
     addresses of a name, such as a headless service's; such schedulers may come and go while the
     router runs. Several schedulers share the requests, each with its own workers; a standby takes
     over the requests of the scheduler that it replaces."""
+    cell: Annotated[tuple[str, ...], NoDecode] = ()
+    """A further model behind the same ports, as NAME=MODEL@SCHEDULER[,SCHEDULER...]: the name that
+    requests use, and what --model and --scheduler say of the first one. May be repeated. A request
+    without a name is for the first model (docs/operations.md)."""
+    on_demand: PositiveInt | None = None
+    """Most models that are loaded at once: one that a request wants is loaded in place of the one
+    that was used least recently, whose requests wait. Start their workers with --unloaded, and
+    only one router. Unset: models are loaded by operators only."""
+    min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
+    """With --on-demand, how long a model stays loaded at least, however much another is wanted."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """How often dns: names are looked up, in seconds."""
     http_port: Port = 8000
@@ -97,13 +122,53 @@ class RouterSettings(ProcessSettings):
     @field_validator("model")
     @classmethod
     def _model_is_readable(cls, model: str) -> str:
-        try:
-            place = place_of(model)
-        except ModelError as error:
-            raise ValueError(str(error)) from error
-        if place is ModelPlace.DIRECTORY and not (Path(model) / "tokenizer.json").is_file():
-            raise ValueError("a directory must have a tokenizer.json")
+        _check_model(model)
         return model
+
+    @field_validator("cell", mode="before")
+    @classmethod
+    def _split_cells(cls, value: object) -> object:
+        """Split at commas, except within the schedulers of one cell."""
+        parts = split_at_commas(value)
+        if not isinstance(parts, tuple):
+            return value
+        cells: list[str] = []
+        for part in parts:
+            if cells and not _CELL.fullmatch(part) and _CELL.fullmatch(cells[-1]):
+                cells[-1] += f",{part}"
+            else:
+                cells.append(part)
+        return tuple(cells)
+
+    @field_validator("cell")
+    @classmethod
+    def _cells_are_right(cls, cells: tuple[str, ...]) -> tuple[str, ...]:
+        for text in cells:
+            if (found := _CELL.fullmatch(text)) is None:
+                raise ValueError(f"{text!r} must be NAME=MODEL@SCHEDULER[,SCHEDULER...]")
+            _check_model(found["model"])
+            check_targets(found["schedulers"].split(","))
+        return cells
+
+    @model_validator(mode="after")
+    def _cells_have_different_names(self) -> Self:
+        names = [cell.name for cell in self.cells]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"--cell: {twice[0]}: two models have this name")
+        if self.on_demand is not None and not self.cell:
+            raise ValueError(f"--on-demand: {self.on_demand}: needs several models (--cell)")
+        if self.cell and self.vllm_engine:
+            raise ValueError("--vllm-engine: its calls name no model; it cannot be with --cell")
+        return self
+
+    @property
+    def cells(self) -> Sequence[CellSettings]:
+        """All models: that of --model first."""
+        cells = [CellSettings(self.model_name, self.model, self.scheduler)]
+        for found in filter(None, map(_CELL.fullmatch, self.cell)):
+            schedulers = tuple(found["schedulers"].split(","))
+            cells.append(CellSettings(found["name"], found["model"], schedulers))
+        return cells
 
     def read_api_keys(self) -> ApiKeys | None:
         """Return the keys; None: calls need none. Raises `ApiKeysError`."""
@@ -163,3 +228,12 @@ class RouterSettings(ProcessSettings):
     def model_name(self) -> str:
         """The name that requests use."""
         return self.served_model_name or name_of(self.model)
+
+
+def _check_model(model: str) -> None:
+    try:
+        place = place_of(model)
+    except ModelError as error:
+        raise ValueError(str(error)) from error
+    if place is ModelPlace.DIRECTORY and not (Path(model) / "tokenizer.json").is_file():
+        raise ValueError("a directory must have a tokenizer.json")

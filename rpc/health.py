@@ -40,6 +40,7 @@ class Health:
     _checks: dict[str, Callable[[], str | None]] = field(default_factory=dict)
     _callbacks: list[Callable[[], None]] = field(default_factory=list)
     _before_scrape: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    _details: dict[str, Callable[[], object]] = field(default_factory=dict)
 
     def set_starting(self, status: str, progress: float | None = None) -> None:
         """Declare a step of the start, such as "loading weights"; `progress` is in [0, 1]."""
@@ -65,6 +66,15 @@ class Health:
     def on_change(self, callback: Callable[[], None]) -> None:
         """Call `callback` after each declaration."""
         self._callbacks.append(callback)
+
+    def add_details(self, name: str, read: Callable[[], object]) -> None:
+        """Show what `read` returns, which JSON can say, in the answer of `/ready`."""
+        self._details[name] = read
+
+    @property
+    def details(self) -> dict[str, object]:
+        """What `/ready` shows besides the status."""
+        return {name: read() for name, read in self._details.items()}
 
     def before_scrape(self, refresh: Callable[[], Awaitable[None]]) -> None:
         """Await `refresh` before each read of the metrics, for gauges that are read from a peer."""
@@ -188,7 +198,7 @@ def probes(health: Health) -> Middleware:
         return web.json_response({"status": "ok"})
 
     async def answer_ready() -> web.Response:
-        body: dict[str, object] = {"status": health.status}
+        body: dict[str, object] = {"status": health.status, **health.details}
         if health.progress is not None:
             body["progress"] = health.progress
         failures = health.failures()

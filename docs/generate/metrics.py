@@ -14,7 +14,7 @@ import router.metrics
 import rpc.http_server
 import rpc.observe.stall_report
 from router.gateway_metrics import GatewayMetrics
-from router.request.inference import Inference
+from router.request.cells import Cells
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
 
@@ -86,8 +86,7 @@ def _of_scheduler() -> list[Row]:
 
 
 def _of_router() -> list[Row]:
-    model = SimpleNamespace(name="", infos=tuple)
-    nothing = cast("Inference", SimpleNamespace(model=model, admitted=()))
+    nothing = cast("Cells", SimpleNamespace(all=(), admitted=()))
     return sorted([*_of_module(router.metrics), *_of_collector(GatewayMetrics(nothing))])
 
 

@@ -105,12 +105,16 @@ class ModelSlot:
         return None if self._model is None else self._model.steps.problem()
 
     async def load_first(self) -> None:
-        """Load the model of the settings, at the start of the process.
+        """Load the model of the settings at the start of the process, unless that says otherwise.
 
         Raises:
             ModelError: The model cannot be served.
             GaveUpError: `close` was called.
         """
+        if self._settings.unloaded:
+            self._service.begin_unloaded(self._settings.worker_id)
+            self._health.set_ready(_UNLOADED)
+            return
         await self._load(self._settings, self._health.set_starting)
         self._health.set_ready()
 

@@ -73,6 +73,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, tls: ClientTls | None = None) -> None:
         """`tls` is for calls to other workers; None: plaintext."""
         self._tls = tls
+        self._worker_id = ""
         self._info: WorkerInfo | None = None
         self._steps: Steps | None = None
         self._memory: WatchedMemory | None = None
@@ -90,8 +91,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     def open(self, info: WorkerInfo, steps: Steps, memory: WatchedMemory | None = None) -> None:
         """Start serving a loaded model. `memory` is None if the device's memory is not watched."""
         self._info, self._steps, self._memory = info, steps, memory
+        self._worker_id = info.worker_id
         self._is_unloaded = False
         metrics.UNLOADED.set(0)
+
+    def begin_unloaded(self, worker_id: str) -> None:
+        """Wait for a model: schedulers may attach, and get the error that it is unloaded."""
+        self._worker_id = worker_id
+        self._is_unloaded = True
+        metrics.UNLOADED.set(1)
 
     async def close(self) -> None:
         """Stop serving: the model is about to be unloaded. Returns when all steps have ended.
@@ -142,11 +150,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             InvalidArgumentError, StaleEpochError: As `Attachments.of`.
             UnavailableError: The worker drains, or its first model is not loaded yet.
         """
-        if self._is_draining or self._info is None:
+        if self._is_draining or not (self._is_unloaded or self._info is not None):
             self._loaded()  # raises if it drains or loads
-        assert self._info is not None, "the model was loaded"
         self._attachments.of(epoch)
-        return self._info.worker_id
+        return self._worker_id
 
     @property
     def num_live_seqs(self) -> int:
@@ -175,11 +182,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.AttachResponse:
         """Attach a scheduler, by its epoch. Rows of the previous one are forgotten."""
         del context
-        if self._is_unloaded and self._info is not None and not self._is_draining:
+        if self._is_unloaded and not self._is_draining:
             former_epoch = self._newest_epoch
             self._attachments.begin(request.epoch)
             return worker_pb2.AttachResponse(
-                worker=worker_info_to_proto(self._info),
+                worker=None if self._info is None else worker_info_to_proto(self._info),
                 is_unloaded=True,
                 former_epoch=former_epoch,
             )
@@ -244,14 +251,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.DescribeDeviceResponse:
         """Describe the device and its state; also while draining."""
         del context
-        if self._info is None:
+        if self._info is None and not self._is_unloaded:
             raise _still_loading()
         newest = self._attachments.newest
         attachment = newest or Attachment(number=0, epoch=0)
         if request.epoch and request.epoch == attachment.epoch:
             self._attachments.num_beats += 1
         return worker_pb2.DescribeDeviceResponse(
-            worker=worker_info_to_proto(self._info),
+            worker=None if self._info is None else worker_info_to_proto(self._info),
             epoch=attachment.epoch,
             step_id=attachment.done_step_id,
             num_rows_used=0 if self._steps is None else self._steps.num_rows_used,

@@ -246,6 +246,8 @@ class SchedulerClientSettings(LinkSettings):
     service on this machine."""
     http_port: ServicePort | None = None
     """Which service of this machine, by its router's HTTP port; default: the only one."""
+    served_model: str = ""
+    """Which of the service's models, by its name; needed if there are several."""
 
 
 class DefragmentSettings(SchedulerClientSettings):

@@ -75,14 +75,26 @@ def _find_service_if_any(http_port: int | None) -> ServiceInfo | None:
     return find_service(http_port)
 
 
-def _find_scheduler(http_port: int | None, default: str) -> str:
+def _find_scheduler(http_port: int | None, default: str, model: str = "") -> str:
     if default:
         service = _find_service_if_any(http_port)
-        return default if service is None else service.scheduler_target or default
+        return default if service is None else _scheduler_of(service, model) or default
     try:
-        return find_service(http_port).scheduler_target
+        service = find_service(http_port)
     except CommandError as error:
         raise CommandError(f"{error}; --scheduler HOST:PORT names a scheduler elsewhere") from None
+    return _scheduler_of(service, model)
+
+
+def _scheduler_of(service: ServiceInfo, model: str) -> str:
+    targets = service.scheduler_targets
+    if not model and len(targets) < 2:  # noqa: PLR2004 - the only one
+        return service.scheduler_target
+    if model not in targets:
+        raise CommandError(
+            f"--served-model: {model or 'is not set'}: it must be one of {', '.join(targets)}"
+        )
+    return targets[model]
 
 
 def open_client(target: str, settings: RouterClientSettings) -> Client:
@@ -100,7 +112,9 @@ def scheduler_channel(
         CommandError: There is no such scheduler, or it cannot be reached.
         QuireError: A call in the `with` block failed.
     """
-    target = settings.scheduler or _find_scheduler(settings.http_port, default)
+    target = settings.scheduler or _find_scheduler(
+        settings.http_port, default, settings.served_model
+    )
     with (
         connection_errors(target),
         open_blocking_channel(target, tls=settings.client_tls) as channel,

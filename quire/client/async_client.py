@@ -193,9 +193,9 @@ class AsyncClient:
         request = inference_pb2.ListModelsRequest()
         return wire.models_from_proto(await self._call("ListModels", request, timeout_s))
 
-    async def load(self, *, timeout_s: float | None = None) -> Load:
-        """Return the load of the service."""
-        response = await self._call("GetLoad", inference_pb2.GetLoadRequest(), timeout_s)
+    async def load(self, *, model: str = "", timeout_s: float | None = None) -> Load:
+        """Return the load of the service, or of one of its models."""
+        response = await self._call("GetLoad", inference_pb2.GetLoadRequest(model=model), timeout_s)
         load: Load = response.load
         return load
 

@@ -103,6 +103,7 @@ class Continuation:
         # not received.
         return inference_pb2.ResumeRequest(
             request_id=self._request.request_id,
+            model=self._request.model,
             received=[
                 inference_pb2.OutputReceived(
                     output_index=index,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from quire.v1 import common_pb2 as quire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quire/v1/adapters.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"D\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"P\n\x13LoadAdapterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.quire.v1.LoraAdapter\x12\x11\n\twas_there\x18\x02 \x01(\x08\"C\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"A\n\x14ListAdaptersResponse\x12)\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x17.quire.v1.LoadedAdapter\"K\n\rLoadedAdapter\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.quire.v1.LoraAdapter\x12\x12\n\nis_leaving\x18\x02 \x01(\x08\x32\xfd\x01\n\x0e\x41\x64\x61pterService\x12J\n\x0bLoadAdapter\x12\x1c.quire.v1.LoadAdapterRequest\x1a\x1d.quire.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.quire.v1.UnloadAdapterRequest\x1a\x1f.quire.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.quire.v1.ListAdaptersRequest\x1a\x1e.quire.v1.ListAdaptersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quire/v1/adapters.proto\x12\x08quire.v1\x1a\x15quire/v1/common.proto\"S\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\r\n\x05model\x18\x04 \x01(\t\"P\n\x13LoadAdapterResponse\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.quire.v1.LoraAdapter\x12\x11\n\twas_there\x18\x02 \x01(\x08\"R\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\r\n\x05model\x18\x04 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"$\n\x13ListAdaptersRequest\x12\r\n\x05model\x18\x01 \x01(\t\"A\n\x14ListAdaptersResponse\x12)\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x17.quire.v1.LoadedAdapter\"K\n\rLoadedAdapter\x12&\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x15.quire.v1.LoraAdapter\x12\x12\n\nis_leaving\x18\x02 \x01(\x08\x32\xfd\x01\n\x0e\x41\x64\x61pterService\x12J\n\x0bLoadAdapter\x12\x1c.quire.v1.LoadAdapterRequest\x1a\x1d.quire.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.quire.v1.UnloadAdapterRequest\x1a\x1f.quire.v1.UnloadAdapterResponse\x12M\n\x0cListAdapters\x12\x1d.quire.v1.ListAdaptersRequest\x1a\x1e.quire.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,19 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.adapters_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LOADADAPTERREQUEST']._serialized_start=60
-  _globals['_LOADADAPTERREQUEST']._serialized_end=128
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=130
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=210
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=212
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=279
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=281
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=304
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=306
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=327
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=329
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=394
-  _globals['_LOADEDADAPTER']._serialized_start=396
-  _globals['_LOADEDADAPTER']._serialized_end=471
-  _globals['_ADAPTERSERVICE']._serialized_start=474
-  _globals['_ADAPTERSERVICE']._serialized_end=727
+  _globals['_LOADADAPTERREQUEST']._serialized_end=143
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=145
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=225
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=227
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=309
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=311
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=334
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=336
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=372
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=374
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=439
+  _globals['_LOADEDADAPTER']._serialized_start=441
+  _globals['_LOADEDADAPTER']._serialized_end=516
+  _globals['_ADAPTERSERVICE']._serialized_start=519
+  _globals['_ADAPTERSERVICE']._serialized_end=772
 # @@protoc_insertion_point(module_scope)

@@ -8,14 +8,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "directory", "epoch")
+    __slots__ = ("name", "directory", "epoch", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     directory: str
     epoch: int
-    def __init__(self, name: _Optional[str] = ..., directory: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., directory: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterResponse(_message.Message):
     __slots__ = ("adapter", "was_there")
@@ -26,22 +28,26 @@ class LoadAdapterResponse(_message.Message):
     def __init__(self, adapter: _Optional[_Union[_common_pb2.LoraAdapter, _Mapping]] = ..., was_there: bool = ...) -> None: ...
 
 class UnloadAdapterRequest(_message.Message):
-    __slots__ = ("name", "epoch", "digest")
+    __slots__ = ("name", "epoch", "digest", "model")
     NAME_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     name: str
     epoch: int
     digest: bytes
-    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    model: str
+    def __init__(self, name: _Optional[str] = ..., epoch: _Optional[int] = ..., digest: _Optional[bytes] = ..., model: _Optional[str] = ...) -> None: ...
 
 class UnloadAdapterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ListAdaptersRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ListAdaptersResponse(_message.Message):
     __slots__ = ("adapters",)

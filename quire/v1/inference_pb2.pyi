@@ -49,14 +49,16 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ..., n: _Optional[int] = ..., cache_salt: _Optional[str] = ..., cache_pin_s: _Optional[float] = ..., beam: _Optional[_Union[_common_pb2.BeamSearch, _Mapping]] = ..., resumable: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., bad_words: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ResumeRequest(_message.Message):
-    __slots__ = ("request_id", "received", "has_prompt_scores")
+    __slots__ = ("request_id", "received", "has_prompt_scores", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     HAS_PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     received: _containers.RepeatedCompositeFieldContainer[OutputReceived]
     has_prompt_scores: bool
-    def __init__(self, request_id: _Optional[str] = ..., received: _Optional[_Iterable[_Union[OutputReceived, _Mapping]]] = ..., has_prompt_scores: bool = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., received: _Optional[_Iterable[_Union[OutputReceived, _Mapping]]] = ..., has_prompt_scores: bool = ..., model: _Optional[str] = ...) -> None: ...
 
 class OutputReceived(_message.Message):
     __slots__ = ("output_index", "num_tokens", "num_text_bytes", "finished")
@@ -71,10 +73,12 @@ class OutputReceived(_message.Message):
     def __init__(self, output_index: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_text_bytes: _Optional[int] = ..., finished: bool = ...) -> None: ...
 
 class CancelRequest(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class CancelResponse(_message.Message):
     __slots__ = ()
@@ -275,8 +279,10 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[_common_pb2.ModelInfo, _Mapping]]] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
     __slots__ = ("load",)

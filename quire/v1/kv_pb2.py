@@ -24,45 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11quire/v1/kv.proto\x12\x08quire.v1\" \n\x0eWatchKvRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\"y\n\x0fWatchKvResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12!\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x11.quire.v1.KvEvent\"\xed\x01\n\x07KvEvent\x12*\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x19.quire.v1.KvSnapshotBeginH\x00\x12&\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x17.quire.v1.KvSnapshotEndH\x00\x12*\n\x06stored\x18\x03 \x01(\x0b\x32\x18.quire.v1.KvBlocksStoredH\x00\x12,\n\x07removed\x18\x04 \x01(\x0b\x32\x19.quire.v1.KvBlocksRemovedH\x00\x12+\n\x07\x63leared\x18\x05 \x01(\x0b\x32\x18.quire.v1.KvCacheClearedH\x00\x42\x07\n\x05\x65vent\"=\n\x0fKvSnapshotBegin\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.quire.v1.KvSnapshotReason\"#\n\rKvSnapshotEnd\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\"\x95\x01\n\x0eKvBlocksStored\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.quire.v1.KvTier\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x15\n\rparent_hashes\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\"G\n\x0fKvBlocksRemoved\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.quire.v1.KvTier\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\"\x10\n\x0eKvCacheCleared\"\xc4\x01\n\x07KvQuery\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x14\n\x0c\x66irst_seq_id\x18\x02 \x01(\x04\x12\x1a\n\rmax_sequences\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x17\n\nmax_blocks\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nref_counts\x18\x06 \x01(\x08\x12\x14\n\x0c\x62lock_tables\x18\x07 \x01(\x08\x42\x10\n\x0e_max_sequencesB\r\n\x0b_max_blocks\"\xb9\x01\n\x08WorkerKv\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x1f\n\x05tiers\x18\x04 \x03(\x0b\x32\x10.quire.v1.TierKv\x12\'\n\tsequences\x18\x05 \x03(\x0b\x32\x14.quire.v1.SequenceKv\x12\x15\n\rnum_sequences\x18\x06 \x01(\r\x12\x13\n\x0bnext_seq_id\x18\x07 \x01(\x04\"\xea\x01\n\x06TierKv\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.quire.v1.KvTier\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x10\n\x08num_held\x18\x03 \x01(\r\x12\x12\n\nnum_shared\x18\x04 \x01(\r\x12\x12\n\nnum_cached\x18\x05 \x01(\r\x12\x12\n\nnum_pinned\x18\x06 \x01(\r\x12\x11\n\tnum_blank\x18\x07 \x01(\r\x12\x0e\n\x06states\x18\x08 \x01(\x0c\x12\x12\n\nref_counts\x18\t \x01(\x0c\x12\x12\n\nnext_block\x18\n \x01(\r\x12\x13\n\x0bnum_retired\x18\x0b \x01(\r\"\x89\x03\n\nSequenceKv\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0coutput_index\x18\x03 \x01(\r\x12(\n\x06status\x18\x04 \x01(\x0e\x32\x18.quire.v1.SequenceStatus\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\x12\x19\n\x11num_device_blocks\x18\t \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\n \x01(\r\x12\x19\n\x11num_shared_blocks\x18\x0b \x01(\r\x12\x18\n\x10\x64\x65vice_block_ids\x18\x0c \x01(\x0c\x12\x16\n\x0ehost_block_ids\x18\r \x01(\x0c\x12\x17\n\x0fnum_disk_blocks\x18\x0e \x01(\r\x12\x16\n\x0e\x64isk_block_ids\x18\x0f \x01(\x0c*x\n\x10KvSnapshotReason\x12\"\n\x1eKV_SNAPSHOT_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18KV_SNAPSHOT_REASON_FIRST\x10\x01\x12\"\n\x1eKV_SNAPSHOT_REASON_FELL_BEHIND\x10\x02*Y\n\x06KvTier\x12\x17\n\x13KV_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0eKV_TIER_DEVICE\x10\x01\x12\x10\n\x0cKV_TIER_HOST\x10\x02\x12\x10\n\x0cKV_TIER_DISK\x10\x03*\xce\x01\n\x0cKvBlockState\x12\x1e\n\x1aKV_BLOCK_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14KV_BLOCK_STATE_BLANK\x10\x01\x12\x19\n\x15KV_BLOCK_STATE_CACHED\x10\x02\x12\x19\n\x15KV_BLOCK_STATE_PINNED\x10\x03\x12\x17\n\x13KV_BLOCK_STATE_HELD\x10\x04\x12\x19\n\x15KV_BLOCK_STATE_SHARED\x10\x05\x12\x1a\n\x16KV_BLOCK_STATE_RETIRED\x10\x06*\xfe\x01\n\x0eSequenceStatus\x12\x1f\n\x1bSEQUENCE_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17SEQUENCE_STATUS_WAITING\x10\x01\x12\x1b\n\x17SEQUENCE_STATUS_SWAPPED\x10\x02\x12\x1b\n\x17SEQUENCE_STATUS_SIBLING\x10\x03\x12\x1b\n\x17SEQUENCE_STATUS_PREFILL\x10\x04\x12\x1a\n\x16SEQUENCE_STATUS_DECODE\x10\x05\x12\x1d\n\x19SEQUENCE_STATUS_MIGRATING\x10\x06\x12\x1c\n\x18SEQUENCE_STATUS_FETCHING\x10\x07\x32R\n\x0eKvEventService\x12@\n\x07WatchKv\x12\x18.quire.v1.WatchKvRequest\x1a\x19.quire.v1.WatchKvResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11quire/v1/kv.proto\x12\x08quire.v1\"/\n\x0eWatchKvRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"y\n\x0fWatchKvResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12!\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x11.quire.v1.KvEvent\"\xed\x01\n\x07KvEvent\x12*\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x19.quire.v1.KvSnapshotBeginH\x00\x12&\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x17.quire.v1.KvSnapshotEndH\x00\x12*\n\x06stored\x18\x03 \x01(\x0b\x32\x18.quire.v1.KvBlocksStoredH\x00\x12,\n\x07removed\x18\x04 \x01(\x0b\x32\x19.quire.v1.KvBlocksRemovedH\x00\x12+\n\x07\x63leared\x18\x05 \x01(\x0b\x32\x18.quire.v1.KvCacheClearedH\x00\x42\x07\n\x05\x65vent\"=\n\x0fKvSnapshotBegin\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.quire.v1.KvSnapshotReason\"#\n\rKvSnapshotEnd\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\"\x95\x01\n\x0eKvBlocksStored\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.quire.v1.KvTier\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\x12\x15\n\rparent_hashes\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x12\n\ncache_salt\x18\x05 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\"G\n\x0fKvBlocksRemoved\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.quire.v1.KvTier\x12\x14\n\x0c\x62lock_hashes\x18\x02 \x01(\x0c\"\x10\n\x0eKvCacheCleared\"\xc4\x01\n\x07KvQuery\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x14\n\x0c\x66irst_seq_id\x18\x02 \x01(\x04\x12\x1a\n\rmax_sequences\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x17\n\nmax_blocks\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x12\n\nref_counts\x18\x06 \x01(\x08\x12\x14\n\x0c\x62lock_tables\x18\x07 \x01(\x08\x42\x10\n\x0e_max_sequencesB\r\n\x0b_max_blocks\"\xb9\x01\n\x08WorkerKv\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x03 \x01(\x04\x12\x1f\n\x05tiers\x18\x04 \x03(\x0b\x32\x10.quire.v1.TierKv\x12\'\n\tsequences\x18\x05 \x03(\x0b\x32\x14.quire.v1.SequenceKv\x12\x15\n\rnum_sequences\x18\x06 \x01(\r\x12\x13\n\x0bnext_seq_id\x18\x07 \x01(\x04\"\xea\x01\n\x06TierKv\x12\x1e\n\x04tier\x18\x01 \x01(\x0e\x32\x10.quire.v1.KvTier\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x10\n\x08num_held\x18\x03 \x01(\r\x12\x12\n\nnum_shared\x18\x04 \x01(\r\x12\x12\n\nnum_cached\x18\x05 \x01(\r\x12\x12\n\nnum_pinned\x18\x06 \x01(\r\x12\x11\n\tnum_blank\x18\x07 \x01(\r\x12\x0e\n\x06states\x18\x08 \x01(\x0c\x12\x12\n\nref_counts\x18\t \x01(\x0c\x12\x12\n\nnext_block\x18\n \x01(\r\x12\x13\n\x0bnum_retired\x18\x0b \x01(\r\"\x89\x03\n\nSequenceKv\x12\x0e\n\x06seq_id\x18\x01 \x01(\x04\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x14\n\x0coutput_index\x18\x03 \x01(\r\x12(\n\x06status\x18\x04 \x01(\x0e\x32\x18.quire.v1.SequenceStatus\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x07 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x08 \x01(\r\x12\x19\n\x11num_device_blocks\x18\t \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\n \x01(\r\x12\x19\n\x11num_shared_blocks\x18\x0b \x01(\r\x12\x18\n\x10\x64\x65vice_block_ids\x18\x0c \x01(\x0c\x12\x16\n\x0ehost_block_ids\x18\r \x01(\x0c\x12\x17\n\x0fnum_disk_blocks\x18\x0e \x01(\r\x12\x16\n\x0e\x64isk_block_ids\x18\x0f \x01(\x0c*x\n\x10KvSnapshotReason\x12\"\n\x1eKV_SNAPSHOT_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18KV_SNAPSHOT_REASON_FIRST\x10\x01\x12\"\n\x1eKV_SNAPSHOT_REASON_FELL_BEHIND\x10\x02*Y\n\x06KvTier\x12\x17\n\x13KV_TIER_UNSPECIFIED\x10\x00\x12\x12\n\x0eKV_TIER_DEVICE\x10\x01\x12\x10\n\x0cKV_TIER_HOST\x10\x02\x12\x10\n\x0cKV_TIER_DISK\x10\x03*\xce\x01\n\x0cKvBlockState\x12\x1e\n\x1aKV_BLOCK_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14KV_BLOCK_STATE_BLANK\x10\x01\x12\x19\n\x15KV_BLOCK_STATE_CACHED\x10\x02\x12\x19\n\x15KV_BLOCK_STATE_PINNED\x10\x03\x12\x17\n\x13KV_BLOCK_STATE_HELD\x10\x04\x12\x19\n\x15KV_BLOCK_STATE_SHARED\x10\x05\x12\x1a\n\x16KV_BLOCK_STATE_RETIRED\x10\x06*\xfe\x01\n\x0eSequenceStatus\x12\x1f\n\x1bSEQUENCE_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17SEQUENCE_STATUS_WAITING\x10\x01\x12\x1b\n\x17SEQUENCE_STATUS_SWAPPED\x10\x02\x12\x1b\n\x17SEQUENCE_STATUS_SIBLING\x10\x03\x12\x1b\n\x17SEQUENCE_STATUS_PREFILL\x10\x04\x12\x1a\n\x16SEQUENCE_STATUS_DECODE\x10\x05\x12\x1d\n\x19SEQUENCE_STATUS_MIGRATING\x10\x06\x12\x1c\n\x18SEQUENCE_STATUS_FETCHING\x10\x07\x32R\n\x0eKvEventService\x12@\n\x07WatchKv\x12\x18.quire.v1.WatchKvRequest\x1a\x19.quire.v1.WatchKvResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVSNAPSHOTREASON']._serialized_start=1791
-  _globals['_KVSNAPSHOTREASON']._serialized_end=1911
-  _globals['_KVTIER']._serialized_start=1913
-  _globals['_KVTIER']._serialized_end=2002
-  _globals['_KVBLOCKSTATE']._serialized_start=2005
-  _globals['_KVBLOCKSTATE']._serialized_end=2211
-  _globals['_SEQUENCESTATUS']._serialized_start=2214
-  _globals['_SEQUENCESTATUS']._serialized_end=2468
+  _globals['_KVSNAPSHOTREASON']._serialized_start=1806
+  _globals['_KVSNAPSHOTREASON']._serialized_end=1926
+  _globals['_KVTIER']._serialized_start=1928
+  _globals['_KVTIER']._serialized_end=2017
+  _globals['_KVBLOCKSTATE']._serialized_start=2020
+  _globals['_KVBLOCKSTATE']._serialized_end=2226
+  _globals['_SEQUENCESTATUS']._serialized_start=2229
+  _globals['_SEQUENCESTATUS']._serialized_end=2483
   _globals['_WATCHKVREQUEST']._serialized_start=31
-  _globals['_WATCHKVREQUEST']._serialized_end=63
-  _globals['_WATCHKVRESPONSE']._serialized_start=65
-  _globals['_WATCHKVRESPONSE']._serialized_end=186
-  _globals['_KVEVENT']._serialized_start=189
-  _globals['_KVEVENT']._serialized_end=426
-  _globals['_KVSNAPSHOTBEGIN']._serialized_start=428
-  _globals['_KVSNAPSHOTBEGIN']._serialized_end=489
-  _globals['_KVSNAPSHOTEND']._serialized_start=491
-  _globals['_KVSNAPSHOTEND']._serialized_end=526
-  _globals['_KVBLOCKSSTORED']._serialized_start=529
-  _globals['_KVBLOCKSSTORED']._serialized_end=678
-  _globals['_KVBLOCKSREMOVED']._serialized_start=680
-  _globals['_KVBLOCKSREMOVED']._serialized_end=751
-  _globals['_KVCACHECLEARED']._serialized_start=753
-  _globals['_KVCACHECLEARED']._serialized_end=769
-  _globals['_KVQUERY']._serialized_start=772
-  _globals['_KVQUERY']._serialized_end=968
-  _globals['_WORKERKV']._serialized_start=971
-  _globals['_WORKERKV']._serialized_end=1156
-  _globals['_TIERKV']._serialized_start=1159
-  _globals['_TIERKV']._serialized_end=1393
-  _globals['_SEQUENCEKV']._serialized_start=1396
-  _globals['_SEQUENCEKV']._serialized_end=1789
-  _globals['_KVEVENTSERVICE']._serialized_start=2470
-  _globals['_KVEVENTSERVICE']._serialized_end=2552
+  _globals['_WATCHKVREQUEST']._serialized_end=78
+  _globals['_WATCHKVRESPONSE']._serialized_start=80
+  _globals['_WATCHKVRESPONSE']._serialized_end=201
+  _globals['_KVEVENT']._serialized_start=204
+  _globals['_KVEVENT']._serialized_end=441
+  _globals['_KVSNAPSHOTBEGIN']._serialized_start=443
+  _globals['_KVSNAPSHOTBEGIN']._serialized_end=504
+  _globals['_KVSNAPSHOTEND']._serialized_start=506
+  _globals['_KVSNAPSHOTEND']._serialized_end=541
+  _globals['_KVBLOCKSSTORED']._serialized_start=544
+  _globals['_KVBLOCKSSTORED']._serialized_end=693
+  _globals['_KVBLOCKSREMOVED']._serialized_start=695
+  _globals['_KVBLOCKSREMOVED']._serialized_end=766
+  _globals['_KVCACHECLEARED']._serialized_start=768
+  _globals['_KVCACHECLEARED']._serialized_end=784
+  _globals['_KVQUERY']._serialized_start=787
+  _globals['_KVQUERY']._serialized_end=983
+  _globals['_WORKERKV']._serialized_start=986
+  _globals['_WORKERKV']._serialized_end=1171
+  _globals['_TIERKV']._serialized_start=1174
+  _globals['_TIERKV']._serialized_end=1408
+  _globals['_SEQUENCEKV']._serialized_start=1411
+  _globals['_SEQUENCEKV']._serialized_end=1804
+  _globals['_KVEVENTSERVICE']._serialized_start=2485
+  _globals['_KVEVENTSERVICE']._serialized_end=2567
 # @@protoc_insertion_point(module_scope)

@@ -64,10 +64,12 @@ SEQUENCE_STATUS_MIGRATING: SequenceStatus
 SEQUENCE_STATUS_FETCHING: SequenceStatus
 
 class WatchKvRequest(_message.Message):
-    __slots__ = ("worker",)
+    __slots__ = ("worker", "model")
     WORKER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     worker: str
-    def __init__(self, worker: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, worker: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class WatchKvResponse(_message.Message):
     __slots__ = ("worker", "epoch", "sequence", "block_size", "events")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16quire/v1/loading.proto\x12\x08quire.v1\".\n\rUnloadRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\";\n\x0eUnloadResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.quire.v1.UnloadedWorker\"6\n\x0eUnloadedWorker\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x14\n\x0cwas_unloaded\x18\x02 \x01(\x08\"?\n\x0bLoadRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"w\n\x0cLoadResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x15\n\x08progress\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07is_done\x18\x04 \x01(\x08\x12\x12\n\nwas_loaded\x18\x05 \x01(\x08\x42\x0b\n\t_progress2\x86\x01\n\x0eLoadingService\x12;\n\x06Unload\x12\x17.quire.v1.UnloadRequest\x1a\x18.quire.v1.UnloadResponse\x12\x37\n\x04Load\x12\x15.quire.v1.LoadRequest\x1a\x16.quire.v1.LoadResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16quire/v1/loading.proto\x12\x08quire.v1\"=\n\rUnloadRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\";\n\x0eUnloadResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.quire.v1.UnloadedWorker\"6\n\x0eUnloadedWorker\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x14\n\x0cwas_unloaded\x18\x02 \x01(\x08\"N\n\x0bLoadRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x11\n\tdirectory\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\r\n\x05model\x18\x04 \x01(\t\"w\n\x0cLoadResponse\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x15\n\x08progress\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x0f\n\x07is_done\x18\x04 \x01(\x08\x12\x12\n\nwas_loaded\x18\x05 \x01(\x08\x42\x0b\n\t_progress2\x86\x01\n\x0eLoadingService\x12;\n\x06Unload\x12\x17.quire.v1.UnloadRequest\x1a\x18.quire.v1.UnloadResponse\x12\x37\n\x04Load\x12\x15.quire.v1.LoadRequest\x1a\x16.quire.v1.LoadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,15 +32,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.loading_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_UNLOADREQUEST']._serialized_start=36
-  _globals['_UNLOADREQUEST']._serialized_end=82
-  _globals['_UNLOADRESPONSE']._serialized_start=84
-  _globals['_UNLOADRESPONSE']._serialized_end=143
-  _globals['_UNLOADEDWORKER']._serialized_start=145
-  _globals['_UNLOADEDWORKER']._serialized_end=199
-  _globals['_LOADREQUEST']._serialized_start=201
-  _globals['_LOADREQUEST']._serialized_end=264
-  _globals['_LOADRESPONSE']._serialized_start=266
-  _globals['_LOADRESPONSE']._serialized_end=385
-  _globals['_LOADINGSERVICE']._serialized_start=388
-  _globals['_LOADINGSERVICE']._serialized_end=522
+  _globals['_UNLOADREQUEST']._serialized_end=97
+  _globals['_UNLOADRESPONSE']._serialized_start=99
+  _globals['_UNLOADRESPONSE']._serialized_end=158
+  _globals['_UNLOADEDWORKER']._serialized_start=160
+  _globals['_UNLOADEDWORKER']._serialized_end=214
+  _globals['_LOADREQUEST']._serialized_start=216
+  _globals['_LOADREQUEST']._serialized_end=294
+  _globals['_LOADRESPONSE']._serialized_start=296
+  _globals['_LOADRESPONSE']._serialized_end=415
+  _globals['_LOADINGSERVICE']._serialized_start=418
+  _globals['_LOADINGSERVICE']._serialized_end=552
 # @@protoc_insertion_point(module_scope)

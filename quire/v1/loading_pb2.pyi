@@ -7,12 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class UnloadRequest(_message.Message):
-    __slots__ = ("worker", "epoch")
+    __slots__ = ("worker", "epoch", "model")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     worker: str
     epoch: int
-    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, worker: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class UnloadResponse(_message.Message):
     __slots__ = ("workers",)
@@ -29,14 +31,16 @@ class UnloadedWorker(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., was_unloaded: bool = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("worker", "directory", "epoch")
+    __slots__ = ("worker", "directory", "epoch", "model")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     worker: str
     directory: str
     epoch: int
-    def __init__(self, worker: _Optional[str] = ..., directory: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    model: str
+    def __init__(self, worker: _Optional[str] = ..., directory: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
     __slots__ = ("worker", "status", "progress", "is_done", "was_loaded")

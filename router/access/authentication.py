@@ -42,7 +42,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         try:
             self._keys.enter(values[0] if len(values) == 1 else None)
         except UnauthenticatedError as error:
-            metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
+            metrics.REQUESTS_REFUSED.labels("", error.code.name).inc()
             return grpc.stream_stream_rpc_method_handler(_refusal(error))
         return await continuation(handler_call_details)
 
@@ -67,7 +67,7 @@ def key_middleware(keys: ApiKeys, open_paths: Collection[str] = ()) -> Middlewar
         try:
             keys.enter(_authorization(request.headers))
         except UnauthenticatedError as error:
-            metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
+            metrics.REQUESTS_REFUSED.labels("", error.code.name).inc()
             response = error_response(error, path=request.path)
             response.headers["WWW-Authenticate"] = "Bearer"
             return response

@@ -24,7 +24,7 @@ from contract.request import GenerateRequest
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.access.tenancy import TENANT_KEY, with_precedence
 from router.grpc.call import CallContext, deadline_of, metadata_of
-from router.request.inference import Inference
+from router.request.cells import Cells
 from router.request.live import LiveRequest
 from router.request.vectors import check_inputs, make_vectors, pooling_of
 from router.schedulers.wire import failure_of
@@ -34,8 +34,8 @@ from rpc.grpc_server import Service, service_of
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """The server's interceptor turns what is raised into a status."""
 
-    def __init__(self, inference: Inference) -> None:
-        self._inference = inference
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
 
     async def Generate(  # noqa: N802
         self,
@@ -47,7 +47,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         It writes to the context instead of being a generator: if the call ends while a write waits
         for the reader, this frame unwinds at once, and the request with it.
         """
-        await _stream(await self._inference.generate(_request(request, context)), context)
+        await _stream(await self._cells.generate(_request(request, context)), context)
 
     async def Resume(  # noqa: N802
         self, request: inference_pb2.ResumeRequest, context: CallContext
@@ -55,13 +55,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Stream the events that the client lacks."""
         tenant = metadata_of(context).get(TENANT_KEY, "")
         resume = resume_request_from_proto(request, tenant, deadline_of(context))
-        await _stream(await self._inference.resume(resume), context)
+        await _stream(await self._cells.resume(resume, request.model), context)
 
     async def Cancel(  # noqa: N802
         self, request: inference_pb2.CancelRequest, context: CallContext
     ) -> inference_pb2.CancelResponse:
         """Cancel a request whose stream the client may have lost."""
-        await self._inference.cancel(request.request_id, metadata_of(context).get(TENANT_KEY, ""))
+        tenant = metadata_of(context).get(TENANT_KEY, "")
+        await self._cells.cancel(request.request_id, tenant, request.model)
         return inference_pb2.CancelResponse()
 
     async def GenerateOnce(  # noqa: N802
@@ -72,7 +73,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Collect the events; if an output fails, the call does."""
         domain_request = _request(request.request, context)
         response = inference_pb2.GenerateOnceResponse()
-        async with await self._inference.generate(domain_request) as live:
+        async with await self._cells.generate(domain_request) as live:
             response.request_id = live.request_id
             for _ in range(domain_request.n):
                 response.outputs.add()
@@ -100,13 +101,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.EmbedRequest, context: CallContext
     ) -> inference_pb2.EmbedResponse:
         """Collect the vectors; if an input fails, the call does."""
-        model = self._inference.model.info(request.model)
+        inference = await self._cells.use(request.model)
+        model = inference.model.info(request.model)
         dimensions = request.dimensions if request.HasField("dimensions") else None
         check_inputs("inputs", len(request.inputs), model, dimensions)
         requests = embed_requests_from_proto(request)
         deadline, metadata = deadline_of(context), metadata_of(context)
         vectors = await make_vectors(
-            self._inference,
+            inference,
             [with_precedence(replace(each, deadline=deadline), metadata) for each in requests],
             pooling_of(
                 model,
@@ -125,11 +127,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, _: CallContext
     ) -> inference_pb2.TokenizeResponse:
-        max_model_len = self._inference.model.info(request.model).max_model_len
+        inference = await self._cells.known(request.model)
+        max_model_len = inference.model.info(request.model).max_model_len
         has_special = request.HasField("add_special_tokens")
         match request.WhichOneof("input"):
             case "text":
-                token_ids = await self._inference.text.tokenize(
+                token_ids = await inference.text.tokenize(
                     request.model,
                     request.text,
                     add_special_tokens=request.add_special_tokens if has_special else True,
@@ -142,7 +145,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     )
                 if not request.chat.messages:
                     raise InvalidArgumentError("chat.messages", "is empty; it must have at least 1")
-                token_ids = await self._inference.text.tokenize_chat(
+                token_ids = await inference.text.tokenize_chat(
                     request.model,
                     [{"role": m.role, "content": m.content} for m in request.chat.messages],
                 )
@@ -153,7 +156,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, _: CallContext
     ) -> inference_pb2.DetokenizeResponse:
-        text = await self._inference.text.detokenize(
+        inference = await self._cells.known(request.model)
+        text = await inference.text.detokenize(
             request.model,
             request.token_ids,
             skip_special_tokens=(
@@ -165,32 +169,30 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def ListModels(  # noqa: N802
         self, _request: inference_pb2.ListModelsRequest, _: CallContext
     ) -> inference_pb2.ListModelsResponse:
-        return inference_pb2.ListModelsResponse(
-            models=map(model_to_proto, self._inference.model.infos())
-        )
+        return inference_pb2.ListModelsResponse(models=map(model_to_proto, self._cells.infos()))
 
     async def GetLoad(  # noqa: N802
-        self, _request: inference_pb2.GetLoadRequest, _: CallContext
+        self, request: inference_pb2.GetLoadRequest, _: CallContext
     ) -> inference_pb2.GetLoadResponse:
-        return inference_pb2.GetLoadResponse(load=await self._inference.load())
+        return inference_pb2.GetLoadResponse(load=await self._cells.load(request.model))
 
     async def DescribeKv(  # noqa: N802
         self, request: inference_pb2.DescribeKvRequest, _: CallContext
     ) -> inference_pb2.DescribeKvResponse:
-        workers = await self._inference.describe_kv(request.query)
+        workers = await self._cells.describe_kv(request.query)
         return inference_pb2.DescribeKvResponse(workers=workers)
 
     async def DescribeActivity(  # noqa: N802
         self, request: inference_pb2.DescribeActivityRequest, _: CallContext
     ) -> inference_pb2.DescribeActivityResponse:
-        workers = await self._inference.describe_activity(request.query)
+        workers = await self._cells.describe_activity(request.query)
         return inference_pb2.DescribeActivityResponse(workers=workers)
 
 
-def inference_service(inference: Inference) -> Service:
+def inference_service(cells: Cells) -> Service:
     """Make the entry for `rpc.server.serve`."""
     return service_of(
-        inference_pb2, inference_pb2_grpc, "InferenceService", InferenceServicer(inference)
+        inference_pb2, inference_pb2_grpc, "InferenceService", InferenceServicer(cells)
     )
 
 

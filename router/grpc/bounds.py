@@ -9,7 +9,7 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor
 
 from contract.errors import InvalidArgumentError
-from router.request.inference import Inference
+from router.request.cells import Cells
 from rpc.status import rewrapped
 
 MAX_FIELDS: Final = 16_384
@@ -38,9 +38,9 @@ _LARGE: Final = _GENERATING | {
 class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Checks requests as bytes; it runs inside `KeyInterceptor`, which finds the caller."""
 
-    def __init__(self, inference: Inference, max_bytes: int) -> None:
+    def __init__(self, cells: Cells, max_bytes: int) -> None:
         """`max_bytes` of a message with a prompt, text or tokens: `--max-body-mb`."""
-        self._inference = inference
+        self._cells = cells
         self._max_bytes = max_bytes
 
     async def intercept_service(
@@ -63,7 +63,7 @@ class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         def bounded(data: bytes) -> Any:
             self._check_size(method, len(data))
             if method in _GENERATING:
-                self._inference.check_quota(len(data))
+                self._cells.check_quota(len(data))
             check_num_fields(data, _request_type(method))
             return parse(data)
 

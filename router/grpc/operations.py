@@ -15,7 +15,7 @@ from quire.v1 import (
 from router.grpc.call import CallContext
 from router.operators.adapters_and_models import Operations
 from router.operators.live_requests import LiveRequests
-from router.request.inference import Inference
+from router.request.cells import Cells
 from rpc.grpc_server import Service, service_of
 from rpc.security.operators import Operators
 from rpc.worker_fields import refuse_epoch
@@ -31,19 +31,23 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self, request: adapters_pb2.LoadAdapterRequest, context: CallContext
     ) -> adapters_pb2.LoadAdapterResponse:
         refuse_epoch(request.epoch)
-        return await self._operations.load_adapter(request.name, request.directory, context.peer())
+        return await self._operations.load_adapter(
+            request.name, request.directory, context.peer(), request.model
+        )
 
     async def UnloadAdapter(  # noqa: N802
         self, request: adapters_pb2.UnloadAdapterRequest, context: CallContext
     ) -> adapters_pb2.UnloadAdapterResponse:
         refuse_epoch(request.epoch)
-        await self._operations.unload_adapter(request.name, context.peer(), request.digest)
+        await self._operations.unload_adapter(
+            request.name, context.peer(), request.digest, request.model
+        )
         return adapters_pb2.UnloadAdapterResponse()
 
     async def ListAdapters(  # noqa: N802
-        self, _request: adapters_pb2.ListAdaptersRequest, context: CallContext
+        self, request: adapters_pb2.ListAdaptersRequest, context: CallContext
     ) -> adapters_pb2.ListAdaptersResponse:
-        adapters = await self._operations.list_adapters(context.peer())
+        adapters = await self._operations.list_adapters(context.peer(), request.model)
         return adapters_pb2.ListAdaptersResponse(adapters=adapters)
 
 
@@ -57,14 +61,18 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
         self, request: loading_pb2.UnloadRequest, context: CallContext
     ) -> loading_pb2.UnloadResponse:
         refuse_epoch(request.epoch)
-        workers = await self._operations.unload_models(request.worker, context.peer())
+        workers = await self._operations.unload_models(
+            request.worker, context.peer(), request.model
+        )
         return loading_pb2.UnloadResponse(workers=workers)
 
     async def Load(  # noqa: N802
         self, request: loading_pb2.LoadRequest, context: CallContext
     ) -> None:
         refuse_epoch(request.epoch)
-        loads = self._operations.load_models(request.worker, request.directory, context.peer())
+        loads = self._operations.load_models(
+            request.worker, request.directory, context.peer(), request.model
+        )
         async with aclosing(loads):
             async for progress in loads:
                 await context.write(progress)
@@ -73,15 +81,15 @@ class LoadingServicer(loading_pb2_grpc.LoadingServiceServicer):
 class KvEventServicer(kv_pb2_grpc.KvEventServiceServicer):
     """The server's interceptor turns what is raised into a status."""
 
-    def __init__(self, inference: Inference, operators: Operators) -> None:
-        self._inference = inference
+    def __init__(self, cells: Cells, operators: Operators) -> None:
+        self._cells = cells
         self._operators = operators
 
     async def WatchKv(  # noqa: N802
         self, request: kv_pb2.WatchKvRequest, context: CallContext
     ) -> None:
         self._operators.check(context.peer(), "shows the tokens of prompts")
-        async with aclosing(self._inference.watch_kv(request.worker)) as messages:
+        async with aclosing(self._cells.watch_kv(request.worker, request.model)) as messages:
             async for message in messages:
                 await context.write(message)
 
@@ -106,11 +114,11 @@ class RequestServicer(requests_pb2_grpc.RequestServiceServicer):
 
 
 def operator_services(
-    operations: Operations, requests: LiveRequests, inference: Inference, operators: Operators
+    operations: Operations, requests: LiveRequests, cells: Cells, operators: Operators
 ) -> list[Service]:
     """Make the entries for `rpc.server.serve`."""
     return [
-        service_of(kv_pb2, kv_pb2_grpc, "KvEventService", KvEventServicer(inference, operators)),
+        service_of(kv_pb2, kv_pb2_grpc, "KvEventService", KvEventServicer(cells, operators)),
         service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", AdapterServicer(operations)),
         service_of(loading_pb2, loading_pb2_grpc, "LoadingService", LoadingServicer(operations)),
         service_of(requests_pb2, requests_pb2_grpc, "RequestService", RequestServicer(requests)),

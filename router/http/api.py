@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 from aiohttp import web
 
-from contract.errors import InvalidArgumentError, NotFoundError
+from contract.errors import InvalidArgumentError, ModelNotFoundError, NotFoundError
 from router.access.tenancy import with_precedence
 from router.http.answers.answer import Call, answer
 from router.http.answers.event_ids import LAST_EVENT_ID_HEADER, parse_event_id
@@ -25,7 +25,7 @@ from router.http.requests.completions import CompletionBody, completion_call
 from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from router.http.strict_json import excerpt
 from router.operators.adapters_and_models import Operations
-from router.request.inference import Inference
+from router.request.cells import Cells
 from router.turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", FILES))
@@ -35,7 +35,7 @@ _RESUMABLE_HEADER = "X-Quire-Resumable"
 
 
 def routes(
-    inference: Inference,
+    cells: Cells,
     operations: Operations,
     *,
     max_body_bytes: int,
@@ -51,7 +51,7 @@ def routes(
     handler and its requests, even while it waits for a whole answer.
     """
     created = int(time.time())
-    bodies = BodyReader(inference, max_body_bytes, may_be_compressed)
+    bodies = BodyReader(cells, max_body_bytes, may_be_compressed)
 
     def begins(request: web.Request) -> bool:
         return LAST_EVENT_ID_HEADER not in request.headers  # else it resumes
@@ -60,6 +60,7 @@ def routes(
         """Continue one or several prompts; streamed as server-sent events on request."""
         body = await bodies.read(request, CompletionBody, generates=begins(request))
         call_id.value = body.request_id or call_id.value
+        inference = await cells.use(body.model)
         call = completion_call(inference, body, call_id.value)
         return await answer(request, inference, _with_headers(call, request))
 
@@ -67,6 +68,7 @@ def routes(
         """Answer a chat, using the model's chat template."""
         body = await bodies.read(request, ChatBody, generates=begins(request))
         call_id.value = body.request_id or call_id.value
+        inference = await cells.use(body.model)
         if begins(request):
             inference.check_room(body.model)  # before the template is rendered
         call = await chat_call(inference, body, call_id.value)
@@ -74,26 +76,27 @@ def routes(
 
     async def list_models(_: web.Request, __: CallId) -> web.Response:
         """List the models served."""
-        models = [model_json(model, created) for model in inference.model.infos()]
+        models = [model_json(model, created) for model in cells.infos()]
         return json_response({"object": "list", "data": models})
 
     async def get_model(request: web.Request, _: CallId) -> web.Response:
         """Describe one model."""
         model_id = request.match_info["id"]
-        for model in inference.model.infos():
+        models = cells.infos()
+        for model in models:
             if model.id == model_id:
                 return json_response(model_json(model, created))
-        raise NotFoundError(f"model {excerpt(model_id)} is not served")
+        raise ModelNotFoundError(model_id, [model.id for model in models])
 
     async def create_tokens(request: web.Request, _: CallId) -> web.Response:
         """Turn a text or a chat into the token ids for the model, as vLLM does."""
         body = await bodies.read(request, TokenizeBody)
-        return json_response(await tokenize(inference, body))
+        return json_response(await tokenize(await cells.known(body.model), body))
 
     async def create_text(request: web.Request, _: CallId) -> web.Response:
         """Turn token ids into text, with special tokens, as vLLM does."""
         body = await bodies.read(request, DetokenizeBody)
-        return json_response(await detokenize(inference, body))
+        return json_response(await detokenize(await cells.known(body.model), body))
 
     async def load_lora_adapter(request: web.Request, _: CallId) -> web.Response:
         """Load a LoRA adapter from a directory on the workers' machines; for operators, as vLLM."""
@@ -109,9 +112,9 @@ def routes(
         """Return the service's version."""
         return json_response({"version": version("quire")})
 
-    async def get_load(_: web.Request, __: CallId) -> web.Response:
-        """Return how many sequences are live (`server_load`), and the schedulers' load."""
-        load = await inference.load()
+    async def get_load(request: web.Request, __: CallId) -> web.Response:
+        """Return how many sequences are live (`server_load`), and the load; `?model=` of one."""
+        load = await cells.load(request.query.get("model", ""))
         num_live = load.num_requests_running + load.num_requests_waiting + load.num_requests_swapped
         fields = {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields}
         return json_response({"server_load": num_live, **fields})
@@ -132,11 +135,11 @@ def routes(
         web.get("/version", endpoint(get_version)),
         web.get("/load", endpoint(get_load)),
     ]
-    served += responses_routes(inference, bodies, turns)
-    served += messages_routes(inference, bodies)
+    served += responses_routes(cells, bodies, turns)
+    served += messages_routes(cells, bodies)
     if batches is not None:
         served += batch_routes(batches, bodies)
-    served += embedding_routes(inference, bodies)
+    served += embedding_routes(cells, bodies)
     paths = {route.path for route in served}
     return [
         *served,

@@ -18,7 +18,7 @@ from router.http.errors import (
     error_from_validation,
 )
 from router.http.strict_json import Schema, excerpt, parse_json
-from router.request.inference import Inference
+from router.request.cells import Cells
 from router.text.threads import TextThreads
 from rpc.http_server import MALFORMED
 
@@ -41,7 +41,7 @@ def _thread() -> TextThreads:
 class BodyReader:
     """Reads bodies for the routes of one router."""
 
-    inference: Inference
+    cells: Cells
     max_bytes: int
     """Largest body (`--max-body-mb`), before and after decompression."""
     may_be_compressed: bool = False
@@ -62,10 +62,10 @@ class BodyReader:
         if declared is not None:
             self._check_size(declared, f"{declared}")
             if generates:
-                self.inference.check_quota(declared)
+                self.cells.check_quota(declared)
         body = await self._read_bytes(request)
         if generates and declared is None:
-            self.inference.check_quota(len(body))
+            self.cells.check_quota(len(body))
         if coding is None and len(body) <= MAX_PARSED_AT_ONCE_BYTES:
             return _parse(body, schema)
         return await self._threads.run(lambda: _parse(self._decompressed(body, coding), schema))

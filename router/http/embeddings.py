@@ -17,6 +17,7 @@ from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.requests.completions import Prompts, parse_prompts
 from router.http.strict_json import Listed, Schema, at_most, json_bytes
+from router.request.cells import Cells
 from router.request.inference import Inference
 from router.request.vectors import (
     MAX_INPUTS,
@@ -28,25 +29,28 @@ from router.request.vectors import (
 )
 
 
-def embedding_routes(inference: Inference, bodies: BodyReader) -> list[web.RouteDef]:
+def embedding_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
     """Return the routes."""
 
     async def create_embeddings(request: web.Request, call_id: CallId) -> web.Response:
         """Turn texts or token ids into vectors."""
         body = await bodies.read(request, EmbeddingsBody, generates=True)
         call_id.value = body.request_id or call_id.value
+        inference = await cells.use(body.model)
         return await _embeddings_response(inference, body, call_id.value, request.headers)
 
     async def create_ranking(request: web.Request, call_id: CallId) -> web.Response:
         """Order documents by how well they answer a query, as Cohere and Jina do."""
         body = await bodies.read(request, RerankBody, generates=True)
         call_id.value = body.request_id or call_id.value
+        inference = await cells.use(body.model)
         return json_response(await _rerank(inference, body, call_id.value, request.headers))
 
     async def create_scores(request: web.Request, call_id: CallId) -> web.Response:
         """Score how well texts go together, as vLLM does."""
         body = await bodies.read(request, ScoreBody, generates=True)
         call_id.value = body.request_id or call_id.value
+        inference = await cells.use(body.model)
         return json_response(await _score(inference, body, call_id.value, request.headers))
 
     return [

@@ -13,6 +13,7 @@ from contract.errors import (
     ContextLengthError,
     DeadlineExceededError,
     InvalidArgumentError,
+    ModelNotFoundError,
     NotFoundError,
     PermissionDeniedError,
     QuireError,
@@ -45,8 +46,11 @@ _STATUS_TO_CODE = {
 }
 """OpenAI's codes are words, or absent; strict clients parse them."""
 
-_TOO_LONG = "context_length_exceeded"
-"""By this code clients know that a shorter conversation may help."""
+_KIND_TO_CODE: Mapping[type[QuireError], str] = {
+    ContextLengthError: "context_length_exceeded",  # a shorter conversation may help
+    ModelNotFoundError: "model_not_found",
+}
+"""More precise codes of some errors."""
 
 _FAILURES: tuple[type[QuireError], ...] = (
     DeadlineExceededError,
@@ -87,9 +91,7 @@ def error_json(error: QuireError) -> dict[str, object]:
             "message": str(error),
             "type": _STATUS_TO_TYPE.get(status, default_type),
             "param": error.field if isinstance(error, InvalidArgumentError) else None,
-            "code": _TOO_LONG
-            if isinstance(error, ContextLengthError)
-            else _STATUS_TO_CODE.get(status),
+            "code": _KIND_TO_CODE.get(type(error), _STATUS_TO_CODE.get(status)),
         }
     }
 

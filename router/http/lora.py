@@ -7,7 +7,7 @@ from router.http.errors import error_with_json_names
 from router.http.strict_json import Schema
 from router.operators.adapters_and_models import Operations
 
-_FIELD_TO_JSON = {"name": "lora_name", "directory": "lora_path"}
+_FIELD_TO_JSON = {"name": "lora_name", "directory": "lora_path", "model": "base_model_name"}
 
 
 class LoadAdapterBody(Schema):
@@ -17,6 +17,8 @@ class LoadAdapterBody(Schema):
 
     lora_name: str
     lora_path: str
+    base_model_name: str = ""
+    """The model that it changes; needed if there are several."""
 
 
 class UnloadAdapterBody(Schema):
@@ -30,7 +32,9 @@ class UnloadAdapterBody(Schema):
 async def load_adapter(operations: Operations, body: LoadAdapterBody, remote: str | None) -> str:
     """Load an adapter for a caller at `remote`; return the same text as vLLM. Raises QuireError."""
     try:
-        loaded = await operations.load_adapter(body.lora_name, body.lora_path, _peer(remote))
+        loaded = await operations.load_adapter(
+            body.lora_name, body.lora_path, _peer(remote), body.base_model_name
+        )
     except InvalidArgumentError as error:
         raise error_with_json_names(_FIELD_TO_JSON, error) from error
     done = "was there already" if loaded.was_there else "added successfully"

@@ -22,7 +22,7 @@ from router.kserve.wire import (
     infer_call_from_proto,
     model_to_proto,
 )
-from router.request.inference import Inference
+from router.request.cells import Cells
 from router.request.live import LiveRequest
 from router.schedulers.wire import failure_of
 from rpc.grpc_server import Service, service_of
@@ -34,8 +34,8 @@ MAX_STREAMED_REQUESTS: Final = 1024
 class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     """Answers the calls of `inference.GRPCInferenceService`; an interceptor converts errors."""
 
-    def __init__(self, inference: Inference, is_ready: Callable[[], bool]) -> None:
-        self._inference = inference
+    def __init__(self, cells: Cells, is_ready: Callable[[], bool]) -> None:
+        self._cells = cells
         self._is_ready = is_ready
 
     async def ServerLive(  # noqa: N802
@@ -51,10 +51,12 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelReady(  # noqa: N802
         self, request: open_inference_pb2.ModelReadyRequest, _: CallContext
     ) -> open_inference_pb2.ModelReadyResponse:
-        """Return whether the process is ready, which holds for its model, too."""
+        """Return whether the process is ready, and the model's schedulers are."""
         check_version(request.version)
-        self._inference.model.check_name(request.name)
-        return open_inference_pb2.ModelReadyResponse(ready=self._is_ready())
+        cell = self._cells.of(request.name)
+        cell.model.check_name(request.name)
+        is_ready = self._is_ready() and cell.schedulers.is_ready
+        return open_inference_pb2.ModelReadyResponse(ready=is_ready)
 
     async def ServerMetadata(  # noqa: N802
         self, _request: open_inference_pb2.ServerMetadataRequest, _: CallContext
@@ -66,7 +68,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> open_inference_pb2.ModelMetadataResponse:
         """List the model's tensors."""
         check_version(request.version)
-        return model_to_proto(self._inference.model.info(request.name))
+        return model_to_proto(self._cells.of(request.name).model.info(request.name))
 
     async def ModelInfer(  # noqa: N802
         self, request: open_inference_pb2.ModelInferRequest, context: CallContext
@@ -143,18 +145,18 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def _generate(self, call: InferCall) -> LiveRequest:
         try:
-            return await self._inference.generate(call.request)
+            return await self._cells.generate(call.request)
         except InvalidArgumentError as error:
             raise error_with_json_names({"prompt": "text_input"}, error) from None
 
 
-def kserve_service(inference: Inference, is_ready: Callable[[], bool]) -> Service:
+def kserve_service(cells: Cells, is_ready: Callable[[], bool]) -> Service:
     """Make the entry for `rpc.server.serve`."""
     return service_of(
         open_inference_pb2,
         open_inference_pb2_grpc,
         "GRPCInferenceService",
-        KServeServicer(inference, is_ready),
+        KServeServicer(cells, is_ready),
     )
 
 

@@ -1,4 +1,4 @@
-"""Calls of operators for all schedulers: load and unload LoRA adapters and models.
+"""Calls of operators for all schedulers of a model: load and unload LoRA adapters and models.
 
 The router calls every scheduler and combines their answers into one. Answers are messages of
 `quire.v1.AdapterService` and `LoadingService`.
@@ -6,22 +6,20 @@ The router calls every scheduler and combines their answers into one. Answers ar
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Final, TypeVar
 
 import structlog
 
-from contract.errors import InvalidArgumentError, NotFoundError, QuireError, UnavailableError
-from quire.v1 import adapters_pb2, loading_pb2, loading_pb2_grpc
-from router.schedulers.calls import SchedulerCalls
-from router.schedulers.pool import Schedulers
-from router.schedulers.served_model import ServedModel
-from rpc.peers.channel import open_channel
+from contract.errors import InvalidArgumentError, NotFoundError, QuireError
+from quire.v1 import adapters_pb2, loading_pb2
+from router.request.cells import Cells
+from router.request.inference import Inference
+from router.schedulers.loading import LoadingCalls
 from rpc.security.operators import Operators
 from rpc.security.tls import ClientTls
-from rpc.status import calling
-from rpc.tasks import BackgroundTasks, merged, responses
+from rpc.tasks import BackgroundTasks
 
 _ANNOUNCE_S: Final = 5.0
 """How long to wait until a scheduler announces a loaded adapter on its stream."""
@@ -55,39 +53,38 @@ class Operations:
     model changes.
     """
 
-    def __init__(
-        self,
-        schedulers: Schedulers,
-        model: ServedModel,
-        operators: Operators,
-        tls: ClientTls | None = None,
-    ) -> None:
-        self._schedulers = schedulers
-        self._model = model
+    def __init__(self, cells: Cells, operators: Operators, tls: ClientTls | None = None) -> None:
+        self._cells = cells
         self._operators = operators
-        self._tls = tls
+        self._loading = LoadingCalls(tls)
         self._tasks = BackgroundTasks()
 
     # --- adapters -------------------------------------------------------------------------------
 
     async def load_adapter(
-        self, name: str, directory: str, peer: str
+        self, name: str, directory: str, peer: str, model: str = ""
     ) -> adapters_pb2.LoadAdapterResponse:
-        """Load an adapter at every scheduler; from then on requests may name it.
+        """Load an adapter at every scheduler of a model; from then on requests may name it.
 
         If one refuses, the others unload it, unless they had it before. Raises
-        `InvalidArgumentError` for the model's own name.
+        `InvalidArgumentError` for the name of a model, or of an adapter of another model.
         """
         self._operators.check(peer, "loads LoRA adapters")
         log.info("an operator loads an adapter", name=name, directory=directory, peer=peer)
-        if name == self._model.name:
-            raise InvalidArgumentError("name", f"is {name!r}, which is the name of the model")
-        schedulers = self._schedulers.calls_to_all()
-        return await self._tasks.run(self._load_adapter(schedulers, name, directory))
+        cell = self._cells.only(model)
+        for each in self._cells.all:
+            if name == each.model.name:
+                raise InvalidArgumentError("name", f"is {name!r}, which is the name of the model")
+            if each is not cell and each.model.has_adapter(name):
+                raise InvalidArgumentError(
+                    "name", f"is {name!r}, which is an adapter of {each.model.name!r}"
+                )
+        return await self._tasks.run(self._load_adapter(cell, name, directory))
 
     async def _load_adapter(
-        self, schedulers: Sequence[SchedulerCalls], name: str, directory: str
+        self, cell: Inference, name: str, directory: str
     ) -> adapters_pb2.LoadAdapterResponse:
+        schedulers = cell.schedulers.calls_to_all()
         ends = await _ask_each(schedulers, lambda each: each.load_adapter(name, directory))
         errors = [end for end in ends if isinstance(end, QuireError)]
         loaded = [end for end in ends if not isinstance(end, QuireError)]
@@ -102,21 +99,25 @@ class Operations:
         answer = loaded[0]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ANNOUNCE_S):
-                while not self._model.has(answer.adapter.name, answer.adapter.digest):
-                    await self._schedulers.model_change()
+                while not cell.model.has(answer.adapter.name, answer.adapter.digest):
+                    await cell.schedulers.model_change()
         return adapters_pb2.LoadAdapterResponse(
             adapter=answer.adapter, was_there=all(each.was_there for each in loaded)
         )
 
-    async def unload_adapter(self, name: str, peer: str, digest: bytes = b"") -> None:
+    async def unload_adapter(
+        self, name: str, peer: str, digest: bytes = b"", model: str = ""
+    ) -> None:
         """Unload an adapter at every scheduler; return when no request has it any more.
+
+        Without a `model` it is that of the adapter.
 
         Raises `NotFoundError` if no scheduler has an adapter of this name, and of this digest
         unless that is empty.
         """
         self._operators.check(peer, "unloads LoRA adapters")
         log.info("an operator unloads an adapter", name=name, peer=peer)
-        schedulers = self._schedulers.calls_to_all()
+        schedulers = self._cells.of(model or name).schedulers.calls_to_all()
         ends = await self._tasks.run(
             _ask_each(schedulers, lambda each: each.unload_adapter(name, digest))
         )
@@ -125,10 +126,16 @@ class Operations:
             return
         raise next((e for e in errors if not isinstance(e, NotFoundError)), errors[0])
 
-    async def list_adapters(self, peer: str) -> Sequence[adapters_pb2.LoadedAdapter]:
-        """Return the schedulers' adapters, each name once, in order."""
+    async def list_adapters(
+        self, peer: str, model: str = ""
+    ) -> Sequence[adapters_pb2.LoadedAdapter]:
+        """Return the adapters of a model, or of all whose schedulers are connected, in order."""
         self._operators.check(peer, "lists LoRA adapters")
-        ends = await _ask_each(self._schedulers.calls, lambda each: each.list_adapters())
+        cells = self._cells.some(model)
+        schedulers = [calls for cell in cells for calls in cell.schedulers.target_to_calls.values()]
+        if not schedulers:
+            raise cells[0].schedulers.unavailable()
+        ends = await _ask_each(schedulers, lambda each: each.list_adapters())
         name_to_adapter: dict[str, adapters_pb2.LoadedAdapter] = {}
         for end in ends:
             if isinstance(end, QuireError):
@@ -139,85 +146,38 @@ class Operations:
 
     # --- models ---------------------------------------------------------------------------------
 
-    # These methods call all known schedulers, because a scheduler without any loaded model is not
-    # connected. `NotFoundError` means that no scheduler has such a worker. A scheduler that is not
-    # connected may be a standby, so it may be unreachable if another scheduler answers.
-
-    async def unload_models(self, worker: str, peer: str) -> Sequence[loading_pb2.UnloadedWorker]:
-        """Unload the model of a worker, or of all workers if `worker` is empty."""
+    async def unload_models(
+        self, worker: str, peer: str, model: str = ""
+    ) -> Sequence[loading_pb2.UnloadedWorker]:
+        """Unload the model of a worker, or of all of the model's workers if `worker` is empty."""
         self._operators.check(peer, "unloads models")
-        log.info("an operator unloads models", worker=worker, peer=peer)
-        targets = self._schedulers.target_to_is_connected
-        request = loading_pb2.UnloadRequest(worker=worker)
+        log.info("an operator unloads models", worker=worker, model=model, peer=peer)
+        return await self._loading.unload(self._targets(worker, model), worker)
 
-        async def unload(target: str) -> Sequence[loading_pb2.UnloadedWorker]:
-            async with open_channel(target, tls=self._tls) as channel:
-                stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-                with calling():
-                    unloaded: Sequence[loading_pb2.UnloadedWorker] = (
-                        await stub.Unload(request)
-                    ).workers
-                return unloaded
+    def _targets(self, worker: str, model: str) -> Mapping[str, bool]:
+        """Return all known schedulers of a model, and whether each is connected.
 
-        ends = await _ask_each([*targets], unload)
-        tolerated: list[QuireError] = []
-        for (target, is_connected), end in zip(targets.items(), ends, strict=True):
-            if isinstance(end, QuireError):
-                _tolerate(target, end, tolerated, may_be_standby=not is_connected)
-        _check_answered(tolerated, len(targets))
-        return [worker for end in ends if not isinstance(end, QuireError) for worker in end]
+        Without a model those of all models, if a worker is named: one of them has it.
+        """
+        cells = self._cells.all if worker and not model else [self._cells.only(model)]
+        targets = {
+            target: is_connected
+            for cell in cells
+            for target, is_connected in cell.schedulers.target_to_is_connected.items()
+        }
+        if not targets:
+            raise cells[0].schedulers.unavailable()
+        return targets
 
     async def load_models(
-        self, worker: str, directory: str, peer: str
+        self, worker: str, directory: str, peer: str, model: str = ""
     ) -> AsyncGenerator[loading_pb2.LoadResponse]:
-        """Load a model at a worker, or at all if `worker` is empty; yield the progress."""
+        """Load a model at a worker, or at all of `model` if `worker` is empty; yield progress."""
         self._operators.check(peer, "loads models")
-        log.info("an operator loads models", worker=worker, directory=directory, peer=peer)
-        targets = self._schedulers.target_to_is_connected
-        request = loading_pb2.LoadRequest(worker=worker, directory=directory)
-        tolerated: list[QuireError] = []
-        loads = merged(
-            [
-                self._load_at(target, request, tolerated, may_be_standby=not is_connected)
-                for target, is_connected in targets.items()
-            ]
+        log.info(
+            "an operator loads models", worker=worker, directory=directory, model=model, peer=peer
         )
+        loads = self._loading.load(self._targets(worker, model), worker, directory)
         async with aclosing(loads):
             async for progress in loads:
                 yield progress
-        _check_answered(tolerated, len(targets))
-
-    async def _load_at(
-        self,
-        target: str,
-        request: loading_pb2.LoadRequest,
-        tolerated: list[QuireError],
-        *,
-        may_be_standby: bool,
-    ) -> AsyncGenerator[loading_pb2.LoadResponse]:
-        try:
-            async with open_channel(target, tls=self._tls) as channel:
-                stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
-                async with aclosing(responses(stub.Load(request))) as loading:
-                    async for progress in loading:
-                        may_be_standby = False  # it answers, so its next error counts
-                        yield progress
-        except QuireError as error:
-            _tolerate(target, error, tolerated, may_be_standby=may_be_standby)
-
-
-def _tolerate(
-    target: str, error: QuireError, tolerated: list[QuireError], *, may_be_standby: bool
-) -> None:
-    """Append an error to `tolerated` if another scheduler's answer suffices; raise other errors."""
-    if not isinstance(error, NotFoundError):
-        if not (may_be_standby and isinstance(error, UnavailableError)):
-            raise error
-        log.warning("a scheduler was not reached", target=target, reason=str(error))
-    tolerated.append(error)
-
-
-def _check_answered(tolerated: Sequence[QuireError], num_asked: int) -> None:
-    """Raise an error if all schedulers failed; a `NotFoundError` if there is one."""
-    if len(tolerated) == num_asked:
-        raise next((each for each in tolerated if isinstance(each, NotFoundError)), tolerated[0])

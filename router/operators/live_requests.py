@@ -9,7 +9,7 @@ import structlog
 from contract.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from quire.v1 import requests_pb2
 from router.request.admission import Admitted
-from router.request.inference import Inference
+from router.request.cells import Cells
 from rpc.security.operators import Operators
 
 _MESSAGE: Final = "an operator has ended the request"
@@ -20,8 +20,8 @@ log = structlog.get_logger()
 class LiveRequests:
     """Every method first checks that `peer` is an operator, see `Operators.check`."""
 
-    def __init__(self, inference: Inference, operators: Operators) -> None:
-        self._inference = inference
+    def __init__(self, cells: Cells, operators: Operators) -> None:
+        self._cells = cells
         self._operators = operators
 
     def list(
@@ -53,7 +53,7 @@ class LiveRequests:
         # A resumable request that no call reads is known to a scheduler alone, and so is its age.
         if asked.request_id and not found and not asked.HasField("min_age_s"):
             try:
-                await self._inference.cancel_of(asked.tenant, asked.request_id)
+                await self._cells.cancel_of(asked.tenant, asked.request_id)
             except NotFoundError:
                 raise NotFoundError(
                     f"request {asked.request_id!r} of tenant {asked.tenant!r} is not live here"
@@ -72,7 +72,7 @@ class LiveRequests:
         now = asyncio.get_running_loop().time()
         return [
             each
-            for each in self._inference.admitted
+            for each in self._cells.admitted
             if asked.request_id in ("", each.request_id)
             and (not asked.HasField("tenant") or asked.tenant == each.tenant)
             and (not asked.HasField("min_age_s") or now - each.admitted_at >= asked.min_age_s)

@@ -18,7 +18,7 @@ from contract.errors import (
     TooBusyError,
     UnavailableError,
 )
-from router import metrics
+from router.metrics import of_model
 from router.request import span as request_span
 from router.request.live import LiveRequest
 from rpc.observe import telemetry
@@ -35,6 +35,8 @@ class Admitted:
 
     tenant: str
     request_id: str
+    model: str
+    """The model that computes it, by the router's flags; not an adapter."""
     span: Span
     admitted_at: float
     """On the event loop's clock."""
@@ -71,15 +73,9 @@ class Admission:
         """The requests, oldest first."""
         return tuple(self._admitted.values())
 
-    @property
-    def lives(self) -> tuple[LiveRequest, ...]:
-        """The submitted requests."""
-        return tuple(each.live for each in self._admitted.values() if each.live is not None)
-
-    def find(self, tenant: str, request_id: str) -> LiveRequest | None:
-        """Return the request with this tenant and id, if it has been submitted."""
-        admitted = self._admitted.get((tenant, request_id))
-        return None if admitted is None else admitted.live
+    def find(self, tenant: str, request_id: str) -> Admitted | None:
+        """Return the request with this tenant and id."""
+        return self._admitted.get((tenant, request_id))
 
     def check_capacity(self, num_requests: int) -> None:
         """Raise `InvalidArgumentError` if `num_requests` exceeds the limit on live requests."""
@@ -90,8 +86,8 @@ class Admission:
                 " live (--max-live-requests)",
             )
 
-    def admit(self, tenant: str, request_id: str) -> Admitted:
-        """Admit a request; its span lasts until it is released.
+    def admit(self, tenant: str, request_id: str, model: str) -> Admitted:
+        """Admit a request for a model of the flags; its span lasts until it is released.
 
         Raises `UnavailableError` in a drain; `AlreadyExistsError` if a request with this tenant and
         id is live; `TooBusyError` beyond `max_live_requests`.
@@ -105,9 +101,9 @@ class Admission:
                 f"{len(self._admitted)} requests are live; at most {self._max_live_requests} may be"
             )
         span = telemetry.tracer().start_span("request", kind=SpanKind.SERVER)
-        admitted = Admitted(tenant, request_id, span, asyncio.get_running_loop().time())
+        admitted = Admitted(tenant, request_id, model, span, asyncio.get_running_loop().time())
         self._admitted[tenant, request_id] = admitted
-        metrics.NUM_REQUESTS_LIVE.inc()
+        of_model(model).num_requests_live.inc()
         return admitted
 
     def add(self, live: LiveRequest) -> None:
@@ -141,8 +137,9 @@ class Admission:
 
     def release(self, tenant: str, request_id: str) -> None:
         """Forget an admitted request."""
-        self._admitted.pop((tenant, request_id)).span.end()
-        metrics.NUM_REQUESTS_LIVE.dec()
+        admitted = self._admitted.pop((tenant, request_id))
+        admitted.span.end()
+        of_model(admitted.model).num_requests_live.dec()
         if self._is_draining and not self._admitted:
             self._drained.set()
 

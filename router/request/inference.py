@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,19 +22,16 @@ from contract.errors import (
 from contract.outputs import Event
 from contract.request import GenerateRequest, Model, ResumeRequest, StopOptions
 from contract.sampling import BeamSearch, SamplingParams
-from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
-from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
 from router import metrics
-from router.access.api_keys import ApiKeys, current_caller, enter_as
-from router.access.quotas import Lease, Quotas
-from router.access.tenancy import check_operator, claim, tenant_of_caller
+from router.access.quotas import Lease
+from router.access.tenancy import claim
 from router.request import span as request_span
-from router.request.admission import Admission, Admitted
+from router.request.admission import Admitted
+from router.request.entry import Entry
 from router.request.live import LiveRequest, ReplayRecord
 from router.request.output import LiveOutput
 from router.request.stop_strings import StopMatcher
 from router.request.validation import check_request, complete_sampling
-from router.schedulers.kv_watch import watch_kv
 from router.schedulers.messages import Resumption
 from router.schedulers.pool import Schedulers
 from router.schedulers.served_model import ServedModel
@@ -43,8 +40,6 @@ from router.text.model_text import ModelText
 from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 
-_MAX_ESCAPE_BYTES = 6
-"""Most bytes of JSON for one byte of text, as in \\u0041."""
 _SEED_BITS = 63
 """Limits drawn seeds, so that they fit a signed 64-bit integer in every language."""
 
@@ -57,28 +52,23 @@ class Inference:
         model_name: str,
         tokenizers: Tokenizers,
         schedulers: Schedulers,
+        entry: Entry,
         *,
-        max_live_requests: int,
         tokenizer_threads: int,
-        api_keys: ApiKeys | None = None,
         chats: ChatSettings = ChatSettings(),  # noqa: B008 - it never changes
     ) -> None:
-        """Serve one model; `model_name` is the name of the flags' model.
-
-        With `api_keys` the call's key determines the tenant of a request (`tenancy`);
-        `authentication` has checked the key before.
-        """
-        self._has_api_keys = api_keys is not None
-        tenant_to_quota = {} if api_keys is None else api_keys.tenant_to_quota
-        self._quotas = Quotas(tenant_to_quota, asyncio.get_running_loop().time())
-        self._schedulers = schedulers
-        self._admission = Admission(max_live_requests)
+        """Serve one model; `model_name` is the name of the flags' model."""
+        self.name = model_name
+        self._metrics = metrics.of_model(model_name)
+        self.entry = entry
+        self.schedulers = schedulers
+        self._admission, self._quotas = entry.admission, entry.quotas
         self.model = ServedModel(model_name, schedulers)
         self.text = ModelText(
             tokenizers,
             self.model,
             num_threads=tokenizer_threads,
-            max_pending_prompts=max_live_requests,
+            max_pending_prompts=entry.max_live_requests,
             chats=chats,
         )
 
@@ -87,32 +77,18 @@ class Inference:
 
         `NotFoundError` for an unknown model, `TooBusyError` if the schedulers' queues are full.
         """
-        with _refusals_counted():
+        with refusals_counted(self.name):
             self.model.check_name(model)
-            self._schedulers.check_room(1)
+            self.schedulers.check_room(1)
 
     async def check_capacity(self, num_requests: int, n: int) -> None:
         """Check that all requests of one call, with `n` outputs each, could be live at once.
 
         Raises `InvalidArgumentError` if they could not, so that a retry is useless.
         """
-        with _refusals_counted():
+        with refusals_counted(self.name):
             self._admission.check_capacity(num_requests)
-            await self._schedulers.check_capacity(num_requests * n)
-
-    def check_quota(self, num_bytes: int) -> None:
-        """Check the quota of the caller's tenant before a body is parsed.
-
-        Raises `TooBusyError` if the quota is used up, or is too small for any JSON text of
-        `num_bytes`.
-        """
-        if not self._has_api_keys:
-            return
-        num_tokens = 1 + num_bytes // (_MAX_ESCAPE_BYTES * self.text.max_token_bytes)
-        with _refusals_counted():
-            self._quotas.check(
-                current_caller().tenant, num_tokens, asyncio.get_running_loop().time()
-            )
+            await self.schedulers.check_capacity(num_requests * n)
 
     async def generate(self, request: GenerateRequest) -> LiveRequest:
         """Submit a request; the caller reads the result under `async with`.
@@ -123,18 +99,18 @@ class Inference:
         draining or cut off from the scheduler; `DeadlineExceededError` if the deadline passed while
         the prompt was tokenized.
         """
-        with _refusals_counted():
+        with refusals_counted(self.name):
             return await self._generate(request)
 
     async def _generate(self, request: GenerateRequest) -> LiveRequest:
         model = self.model.info(request.model)
         check_request(request, model, self.text.max_text_bytes(model))
         # Check this before any other work, because under overload most requests end here.
-        self._schedulers.check_room(request.n)
-        if self._has_api_keys:
+        self.schedulers.check_room(request.n)
+        if self.entry.has_api_keys:
             request = claim(request)
         request_id = request.request_id or uuid.uuid4().hex
-        admitted = self._admission.admit(request.tenant, request_id)
+        admitted = self._admission.admit(request.tenant, request_id, self.name)
         lease: Lease | None = None
         try:
             lease = self._quotas.begin(request.tenant, asyncio.get_running_loop().time())
@@ -146,8 +122,8 @@ class Inference:
                 lease.end(0)
             self._admission.release(request.tenant, request_id)
             raise
-        metrics.PROMPT_TOKENS.inc(len(live.prompt_token_ids))
-        metrics.REQUEST_PROMPT_TOKENS.observe(len(live.prompt_token_ids))
+        self._metrics.prompt_tokens.inc(len(live.prompt_token_ids))
+        self._metrics.request_prompt_tokens.observe(len(live.prompt_token_ids))
         return live
 
     async def _submit(
@@ -185,7 +161,7 @@ class Inference:
         )
         record = ReplayRecord(
             request_id=admitted.request_id,
-            first_seq_key=self._schedulers.reserve_seq_keys(request.n),
+            first_seq_key=self.schedulers.reserve_seq_keys(request.n),
             prompt_token_ids=prompt,
             sampling=sampling,
             cache_salt=request.cache_salt,
@@ -203,7 +179,7 @@ class Inference:
         live = self._start(record, request.n, stop_options, model, lease)
         if span.is_recording():
             span.set_attributes(request_span.submitted(live))
-        self._schedulers.submit(live)
+        self.schedulers.submit(live)
         return live
 
     def _start(
@@ -234,8 +210,9 @@ class Inference:
             record,
             outputs,
             model=model.id if adapter is None else adapter.name,
-            cancel=self._schedulers.cancel,
-            leave=self._schedulers.leave,
+            metrics=self._metrics,
+            cancel=self.schedulers.cancel,
+            leave=self.schedulers.leave,
             on_closed=lambda live: self._on_closed(live, lease),
         )
         self._admission.add(live)
@@ -244,13 +221,13 @@ class Inference:
     async def resume(self, request: ResumeRequest) -> LiveRequest:
         """Continue a request after the part that its client has; read it as after `generate`.
 
-        If another call, at any router, is reading the request, that call ends with `AbortedError`.
-        Raises `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError`
-        if the client claims more than was produced; `FailedPreconditionError` for lost
-        log-probabilities; `TooBusyError` and `UnavailableError` as `generate`.
+        The caller has checked whose it is (`Cells.resume`). If another call, at any router, is
+        reading the request, that call ends with `AbortedError`. Raises `NotFoundError` if this
+        tenant has no such resumable request; `InvalidArgumentError` if the client claims more than
+        was produced; `FailedPreconditionError` for lost log-probabilities; `TooBusyError` and
+        `UnavailableError` as `generate`.
         """
-        tenant = self.tenant_of(request.tenant)
-        live = await self._take_over(request.request_id, tenant, request.deadline)
+        live = await self._take_over(request.request_id, request.tenant, request.deadline)
         try:
             live.skip(request.received, has_prompt_scores=request.has_prompt_scores)
         except QuireError:
@@ -266,7 +243,7 @@ class Inference:
         record = found.record
         adapter = record.sampling.adapter
         model = self.model.info("" if adapter is None else adapter.name)
-        admitted = self._admission.admit(record.tenant, record.request_id)
+        admitted = self._admission.admit(record.tenant, record.request_id, self.name)
         try:
             lease = self._quotas.begin(record.tenant, asyncio.get_running_loop().time())
         except BaseException:
@@ -275,7 +252,7 @@ class Inference:
         try:
             record = replace(
                 record,
-                first_seq_key=self._schedulers.reserve_seq_keys(found.n),
+                first_seq_key=self.schedulers.reserve_seq_keys(found.n),
                 traceparent=telemetry.inject(trace.set_span_in_context(admitted.span)),
                 resume_record=None,
             )
@@ -291,17 +268,8 @@ class Inference:
             raise
         if live.live_seq_keys:
             live.num_submits = 1  # it was accepted once
-            self._schedulers.submit(live)
+            self.schedulers.submit(live)
         return live
-
-    def act_for(self, tenant: str) -> None:
-        """Let the present task make calls for a tenant whose key was checked before."""
-        if self._has_api_keys:
-            enter_as(tenant)
-
-    async def cancel(self, request_id: str, tenant: str) -> None:
-        """Cancel a resumable request that any call may be reading; raises as `resume`."""
-        await self.cancel_of(self.tenant_of(tenant), request_id)
 
     async def cancel_of(self, tenant: str, request_id: str) -> None:
         """Cancel a tenant's resumable request for any caller, who must be allowed to.
@@ -310,44 +278,23 @@ class Inference:
         """
         (await self._take_over(request_id, tenant, None, is_free=True)).cancel()
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """End live requests of the caller's tenant at this router; ignore unknown ids.
-
-        Their calls end with ABORTED.
-        """
-        tenant, wanted = self.tenant_of(""), {*request_ids}
-        for each in self._admission.admitted:
-            if each.tenant == tenant and each.request_id in wanted:
-                each.end(AbortedError(f"request {each.request_id!r} was aborted"))
-
-    @property
-    def admitted(self) -> Sequence[Admitted]:
-        """The requests of this router that have not been read to the end or left, oldest first."""
-        return self._admission.admitted
-
-    def tenant_of(self, claimed: str) -> str:
-        """Return the tenant of a call that claims one; raises as `tenant_of_caller`."""
-        return tenant_of_caller(claimed) if self._has_api_keys else claimed
-
     async def _take_over(
         self, request_id: str, tenant: str, deadline: float | None, *, is_free: bool = False
     ) -> LiveRequest:
         model = self.model.info()
         if (tenant, request_id) in self._admission:
             self._end_reader(request_id, tenant)
-        admitted = self._admission.admit(tenant, request_id)
+        admitted = self._admission.admit(tenant, request_id, self.name)
         lease: Lease | None = None
         try:
             now = asyncio.get_running_loop().time()
             new_lease = lease = self._quotas.begin(tenant, now, is_free=is_free)
-            return await self._schedulers.resume(
+            return await self.schedulers.resume(
                 request_id,
                 tenant,
                 lambda found: self._start_resumed(found, admitted, deadline, model, new_lease),
             )
-        except BaseException as error:
-            if isinstance(error, QuireError):
-                metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
+        except BaseException:
             # The request is absent if it was resumed and its reader has left.
             if (tenant, request_id) in self._admission:
                 if lease is not None:
@@ -376,52 +323,38 @@ class Inference:
 
     def _end_reader(self, request_id: str, tenant: str) -> None:
         """End the call that reads a live request of this router, so that another can resume it."""
-        live = self._admission.find(tenant, request_id)
-        if live is None:
+        admitted = self._admission.find(tenant, request_id)
+        if admitted is None or admitted.model != self.name:
+            raise NotFoundError(f"request {request_id!r} is of another model")
+        if (live := admitted.live) is None:
             raise UnavailableError(f"request {request_id!r} is being resumed by another call")
         if live.record.resume_record is None:
             raise NotFoundError(
                 f"request {request_id!r} cannot be resumed: it was not submitted as resumable"
             )
         # Without a scheduler, this router would have the only copy.
-        if live.live_seq_keys and not self._schedulers.is_kept(live):
-            raise self._schedulers.unavailable()
+        if live.live_seq_keys and not self.schedulers.is_kept(live):
+            raise self.schedulers.unavailable()
         # Do not cancel it: if the other call is refused, the request can still be resumed.
-        self._schedulers.leave(live)
+        self.schedulers.leave(live)
         live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
     def _on_closed(self, live: LiveRequest, lease: Lease) -> None:
         if live.goes_on:
             now = asyncio.get_running_loop().time()  # this router will not see the request's end
-            lease.leave(live.request_id, now, now + self._schedulers.resume_grace_s)
+            lease.leave(live.request_id, now, now + self.schedulers.resume_grace_s)
         elif live.num_cached_tokens is None:
             lease.end(0)  # the scheduler never admitted it
         else:
             lease.end(len(live.prompt_token_ids) + live.num_completion_tokens)
         self._admission.close(live)
 
-    @property
-    def num_live(self) -> int:
-        """Number of admitted requests whose reader has neither finished nor left."""
-        return len(self._admission)
-
-    async def drain(self) -> None:
-        """Admit no more requests; return when the live ones have been read to the end.
-
-        If this call is cancelled before, resumable requests continue at their scheduler, and an
-        error asks their clients to resume them at another router.
-        """
-        self._schedulers.set_draining()
-        try:
-            await self._admission.drain()
-        except asyncio.CancelledError:
-            self._hand_over()
-            raise
-
-    def _hand_over(self) -> None:
-        for live in self._admission.lives:
-            if live.record.resume_record is not None:
-                self._schedulers.leave(live)
+    def hand_over(self) -> None:
+        """Leave resumable requests to their scheduler; their clients resume at another router."""
+        for each in self._admission.admitted:
+            live = each.live
+            if each.model == self.name and live and live.record.resume_record is not None:
+                self.schedulers.leave(live)
                 live.take_away(
                     UnavailableError(
                         f"the router is shutting down; request {live.request_id!r} continues and"
@@ -433,31 +366,6 @@ class Inference:
         """End the threads that work on text."""
         self.text.close()
 
-    async def load(self) -> Load:
-        """Return the load of the schedulers; raises `UnavailableError` without one."""
-        return await self._schedulers.load()
-
-    async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
-        """Return which sequences hold which KV blocks; raises the schedulers' errors.
-
-        Raises `PermissionDeniedError` if the call's API key belongs to a tenant.
-        """
-        if self._has_api_keys:
-            check_operator()
-        return await self._schedulers.describe_kv(query)
-
-    def watch_kv(self, worker: str = "") -> AsyncGenerator[WatchKvResponse]:
-        """Yield the events of the prefix caches; see `kv_watch`. Raises as `describe_kv`."""
-        if self._has_api_keys:
-            check_operator()
-        return watch_kv(self._schedulers, worker)
-
-    async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """Return the activity of the workers; raises as `describe_kv`."""
-        if self._has_api_keys:
-            check_operator()
-        return await self._schedulers.describe_activity(query)
-
 
 def _most_tokens(
     num_prompt_tokens: int, n: int, beam: BeamSearch | None, sampling: SamplingParams
@@ -468,9 +376,10 @@ def _most_tokens(
 
 
 @contextmanager
-def _refusals_counted() -> Iterator[None]:
+def refusals_counted(model: str = "") -> Iterator[None]:
+    """Count an error that the block raises as a refused request, of a model if it is known."""
     try:
         yield
     except QuireError as error:
-        metrics.REQUESTS_REFUSED.labels(error.code.name).inc()
+        metrics.REQUESTS_REFUSED.labels(model, error.code.name).inc()
         raise

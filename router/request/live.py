@@ -22,7 +22,7 @@ from contract.outputs import (
 )
 from contract.request import OutputReceived
 from contract.sampling import BeamSearch, SamplingParams
-from router import metrics
+from router.metrics import ModelMetrics
 from router.request.output import LiveOutput
 
 
@@ -81,6 +81,7 @@ class LiveRequest:
         outputs: Sequence[LiveOutput],
         *,
         model: str,
+        metrics: ModelMetrics,
         cancel: Callable[[Sequence[int]], None],
         leave: Callable[["LiveRequest"], None],
         on_closed: Callable[["LiveRequest"], None],
@@ -93,6 +94,7 @@ class LiveRequest:
         """
         self.record = record
         self.model = model
+        self._metrics = metrics
         self.created = int(time.time())
         self.outputs = tuple(outputs)
         self.num_cached_tokens: int | None = None
@@ -182,9 +184,9 @@ class LiveRequest:
         elif output.last_token_at is None:
             output.first_token_at = now
             if output.index == 0:
-                metrics.TIME_TO_FIRST_TOKEN.observe(now - self._submitted_at)
+                self._metrics.time_to_first_token.observe(now - self._submitted_at)
         elif self.record.beam is None:  # all tokens of a search arrive at once
-            metrics.INTER_TOKEN_LATENCY.observe(now - output.last_token_at)
+            self._metrics.inter_token_latency.observe(now - output.last_token_at)
         output.last_token_at = now
         output.push(token_id, logprob)
         self._outputs_with_events[output.index] = None
@@ -349,15 +351,15 @@ class LiveRequest:
 
     def _observe_end(self, output: LiveOutput) -> None:
         assert output.finished is not None
-        metrics.REQUEST_SUCCESS.labels(output.finished.finish_reason.value).inc()
-        metrics.REQUEST_GENERATION_TOKENS.observe(len(output.token_ids))
+        self._metrics.succeeded(output.finished.finish_reason.value)
+        self._metrics.request_generation_tokens.observe(len(output.token_ids))
         if not self.live_seq_keys:
             took_s = asyncio.get_running_loop().time() - self._submitted_at
-            metrics.E2E_REQUEST_LATENCY.observe(took_s)
+            self._metrics.e2e_request_latency.observe(took_s)
         first, last = output.first_token_at, output.last_token_at
         num_gaps = len(output.token_ids) - 1
         if first is not None and last is not None and num_gaps and self.record.beam is None:
-            metrics.TIME_PER_OUTPUT_TOKEN.observe((last - first) / num_gaps)
+            self._metrics.time_per_output_token.observe((last - first) / num_gaps)
 
     def _expire(self) -> None:
         self._cancel(seq_keys := self.live_seq_keys)

@@ -18,6 +18,7 @@ from contract.errors import InvalidArgumentError, QuireError, TooBusyError, Unav
 from contract.info import ModelInfo
 from contract.liveness.heartbeat import BEAT_S, TICK_S, Heartbeat
 from quire.v1 import scheduler_pb2, scheduler_pb2_grpc
+from router.metrics import of_model
 from router.request.live import LiveRequest
 from router.schedulers.calls import SchedulerCalls
 from router.schedulers.live_table import LiveTable
@@ -50,6 +51,8 @@ class LinkConfig:
     max_message_mb: int
     tls: ClientTls | None = None
     """None: no TLS."""
+    model_name: str = ""
+    """The model in metrics, by the router's flags."""
 
 
 class LinkOwner(Protocol):
@@ -101,7 +104,7 @@ class SchedulerLink:
         """Epochs of the schedulers whose workers the latest scheduler has taken over."""
         self.away_since: float | None = asyncio.get_running_loop().time()
         """When the connection was lost, on the loop's clock; None: it is connected."""
-        self.table = LiveTable()
+        self.table = LiveTable(of_model(config.model_name))
         """The live sequences at the scheduler, or for the next scheduler."""
         self.room: int | None = None
         """Last known room in its queues, in sequences; None: no limit reported."""

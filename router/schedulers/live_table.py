@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from router import metrics
+from router.metrics import ModelMetrics
 from router.request.live import LiveRequest
 from router.schedulers.messages import StepEvents
 
@@ -11,7 +11,8 @@ from router.schedulers.messages import StepEvents
 class LiveTable:
     """Maps the keys of live sequences to their requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: ModelMetrics) -> None:
+        self._metrics = metrics
         self._seq_key_to_live: dict[int, LiveRequest] = {}
 
     def __len__(self) -> int:
@@ -81,7 +82,7 @@ class LiveTable:
                 del table[seq_key]
                 stopped.append(seq_key)
         if is_new:
-            metrics.GENERATION_TOKENS.inc(num_tokens)
+            self._metrics.generation_tokens.inc(num_tokens)
         for ending in events.endings:
             if (live := table.pop(ending.seq_key, None)) is not None:
                 live.finish(

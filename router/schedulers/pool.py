@@ -24,7 +24,7 @@ from contract.outputs import FinishReason, OutputError
 from contract.request import MAX_N
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WorkerKv
-from router import metrics
+from router.metrics import of_model
 from router.request.live import LiveRequest
 from router.schedulers.calls import SchedulerCalls, sum_loads
 from router.schedulers.link import LinkConfig, MisfitError, SchedulerLink
@@ -59,13 +59,28 @@ class Schedulers:
         self._discovery = discovery
         self._config = config
         self._tokenizers = tokenizers
-        self._health = health
+        self.health = health
         self._links: list[SchedulerLink] = []
         self._placement = SchedulerPlacement()
         self._model: ModelInfo | None = None
         self._model_changed = asyncio.Event()
         self._next_seq_key = 0
         self._is_draining = False
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a connected scheduler has a worker with its model, as far as is known."""
+        return any(not link.is_unloaded for link in self._connected)
+
+    @property
+    def num_live_seqs(self) -> int:
+        """Sequences of this router that run, or wait for a scheduler or a model."""
+        return sum(len(link.table) for link in self._links)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a scheduler is connected that does not hang."""
+        return any(link.hang is None for link in self._connected)
 
     # --- for requests ---------------------------------------------------------------------------
 
@@ -188,20 +203,14 @@ class Schedulers:
 
     # --- unary calls ----------------------------------------------------------------------------
 
-    @property
-    def calls(self) -> Sequence[SchedulerCalls]:
-        """Calls to the connected schedulers; raises UnavailableError if there is none."""
-        if not self._connected:
-            raise self.unavailable()
-        return [link.calls for link in self._connected]
-
     def calls_to_all(self) -> Sequence[SchedulerCalls]:
         """Return calls to all schedulers, for changes that must reach every one of them.
 
         Raises UnavailableError if there is no scheduler, or if one was lost or discovered less than
         `_AWAY_S` ago. A scheduler that has been away for longer may be a standby.
         """
-        calls = self.calls
+        if not self._connected:
+            raise self.unavailable()
         now = asyncio.get_running_loop().time()
         for link in self._links:
             if link.away_since is not None and (away_s := now - link.away_since) < _AWAY_S:
@@ -209,7 +218,7 @@ class Schedulers:
                     f"the scheduler at {link.target} has not been connected for {away_s:.1f} s; the"
                     f" call is refused until it connects or {_AWAY_S:g} s have passed"
                 )
-        return calls
+        return [link.calls for link in self._connected]
 
     @property
     def target_to_calls(self) -> Mapping[str, SchedulerCalls]:
@@ -218,12 +227,10 @@ class Schedulers:
 
     @property
     def target_to_is_connected(self) -> Mapping[str, bool]:
-        """Addresses of all known schedulers; raises UnavailableError if there is none.
+        """Addresses of all known schedulers; there may be none.
 
         A scheduler that is not connected may be running without any loaded model.
         """
-        if not self._links:
-            raise self.unavailable()
         return {link.target: link.is_connected for link in self._links}
 
     async def load(self) -> Load:
@@ -397,16 +404,16 @@ class Schedulers:
 
     def _update_health(self) -> None:
         num_connected = len(self._connected)
-        metrics.SCHEDULER_CONNECTED.set(num_connected)
+        of_model(self._config.model_name).scheduler_connected.set(num_connected)
         if self._is_draining:
             return
         hangs = [link.hang for link in self._connected if link.hang is not None]
         if num_connected > len(hangs):
-            self._health.set_ready()
+            self.health.set_ready()
         elif hangs:
-            self._health.set_not_ready("; ".join(hangs))
+            self.health.set_not_ready("; ".join(hangs))
         elif problems := [link.status for link in self._links if not link.is_starting]:
-            self._health.set_not_ready("; ".join(problems))
+            self.health.set_not_ready("; ".join(problems))
         else:
             waits = [link.status for link in self._links]
-            self._health.set_starting("; ".join(waits) or "waiting for a scheduler to be found")
+            self.health.set_starting("; ".join(waits) or "waiting for a scheduler to be found")

@@ -5,7 +5,7 @@ For clients each adapter is a model of its own, with the limits of its base mode
 
 from collections.abc import Mapping
 
-from contract.errors import NotFoundError
+from contract.errors import ModelNotFoundError
 from contract.lora import LoraAdapter
 from contract.request import Model
 from router.schedulers.pool import Schedulers
@@ -40,11 +40,8 @@ class ServedModel:
         """
         if name in ("", self.name):
             return
-        adapters = self._adapters()
-        if name not in adapters:
-            served = ", ".join(map(repr, (self.name, *adapters)))
-            verb = "are" if adapters else "is"
-            raise NotFoundError(f"model {name[:128]!r} is not served; {served} {verb}")
+        if not self.has_adapter(name):
+            raise ModelNotFoundError(name, self.names())
 
     def info(self, name: str = "") -> Model:
         """Return the model or adapter with this name.
@@ -73,7 +70,15 @@ class ServedModel:
         """Return the model, then its adapters; empty before a scheduler has connected."""
         if self._schedulers.model is None:
             return ()
-        return tuple(map(self.info, (self.name, *self._adapters())))
+        return tuple(map(self.info, self.names()))
+
+    def names(self) -> tuple[str, ...]:
+        """Return what requests may name: the model, then its adapters."""
+        return (self.name, *self._adapters())
+
+    def has_adapter(self, name: str) -> bool:
+        """Whether an adapter of this name is known; adapters stay known without a scheduler."""
+        return name in self._adapters()
 
     def has(self, name: str, digest: bytes) -> bool:
         """Whether requests may name this adapter."""

@@ -48,6 +48,17 @@ class Batch:
     """Turns that another router is to go on with."""
 
 
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Some models by name, or all but some."""
+
+    names: tuple[str, ...]
+    are_left_out: bool = False
+
+
+ALL_MODELS: Final = Models((), are_left_out=True)
+
+
 class TurnStore:
     """The turns of all tenants. A turn belongs to one router at a time, its owner."""
 
@@ -91,11 +102,17 @@ class TurnStore:
             )
         return own
 
-    async def claim(self, limit: int, group_limit: int = 0) -> Sequence[Turn]:
+    async def claim(
+        self, limit: int, group_limit: int = 0, models: Models = ALL_MODELS
+    ) -> Sequence[Turn]:
         """Become the owner of turns that have none, the most urgent and the oldest first.
 
         At most `limit` that are in no group, and `group_limit` that are.
         """
+        chosen = ""
+        if models.names:
+            places = ", ".join("?" * len(models.names))
+            chosen = f" AND model {'NOT ' if models.are_left_out else ''}IN ({places})"
 
         def work(cursor: Cursor, db: Connection) -> list[Turn]:
             now = db.now(cursor)
@@ -103,9 +120,9 @@ class TurnStore:
             for condition, most in (("= ''", limit), ("<> ''", group_limit)):
                 cursor.execute(
                     f"SELECT {_COLUMNS} FROM turns WHERE status IN ('queued', 'running')"  # noqa: S608 - constants
-                    f" AND ended_at IS NULL AND lease_until < ? AND group_id {condition}"
+                    f" AND ended_at IS NULL AND lease_until < ? AND group_id {condition}{chosen}"
                     f" ORDER BY priority DESC, created_at, position LIMIT ?{db.skips_locked}",
-                    (now, most),
+                    (now, *models.names, most),
                 )
                 turns += [_turn(row) for row in cursor.fetchall()]
             for turn in turns:

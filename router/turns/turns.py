@@ -25,11 +25,12 @@ from contract.outputs import (
     Usage,
 )
 from contract.request import GenerateRequest
+from router.request.cells import Cells
 from router.request.inference import Inference
 from router.request.live import LiveRequest
 from router.schedulers.wire import record_from_bytes, record_to_bytes
 from router.turns.running import MovedError, RunningTurn, Seen
-from router.turns.store import SWEEP_LIMIT, Batch, TurnStore
+from router.turns.store import SWEEP_LIMIT, Batch, Models, TurnStore
 from router.turns.turn import StoreError, Turn, TurnEnd, TurnStatus
 
 log = structlog.get_logger()
@@ -40,7 +41,7 @@ _SWEEP_S: Final = 60.0
 _POLL_S: Final = 0.5
 """How often a turn that another router computes is looked at."""
 _MAX_RUNNING: Final = 256
-"""A router takes up turns that were left while it has fewer than these."""
+"""A router takes up turns of a model that were left while it has fewer than these of it."""
 _MAX_GROUPED: Final = 32
 """And turns of groups, such as lines of batches: few, so that clients who wait do not suffer."""
 _MAX_FAILURES: Final = 3
@@ -72,14 +73,14 @@ class Turns:
     def __init__(
         self,
         store: TurnStore,
-        inference: Inference,
+        cells: Cells,
         *,
         retention_s: float,
         tick_s: float = TICK_S,
     ) -> None:
         """`run` does the work. Turns that have ended are deleted after `retention_s`."""
         self.store = store
-        self._inference = inference
+        self._cells = cells
         self._retention_s = retention_s
         self._tick_s = tick_s
         self._kinds: dict[str, TurnKind] = {}
@@ -116,7 +117,7 @@ class Turns:
         return await asyncio.shield(accepting)
 
     async def _accept(self, turn: Turn, request: GenerateRequest) -> Turn:
-        live = await self._inference.generate(request)
+        live = await self._cells.generate(request)
         turn = replace(
             turn,
             model=live.model,
@@ -260,7 +261,7 @@ class Turns:
             running.move()  # a reader that lacks the end looks in the store
 
     async def _read_to_the_end(self, running: RunningTurn, live: LiveRequest | None) -> None:
-        self._inference.act_for(running.turn.tenant)
+        self._cells.entry.act_for(running.turn.tenant)
         backoff_s, num_failures, num_tokens = _MIN_BACKOFF_S, 0, running.num_tokens
         while True:
             try:
@@ -283,10 +284,11 @@ class Turns:
 
     async def _submit(self, running: RunningTurn) -> LiveRequest:
         if running.record is not None:
-            return self._inference.restart(record_from_bytes(running.record), running.events)
+            cell = await self._cells.use(running.turn.model)
+            return cell.restart(record_from_bytes(running.record), running.events)
         turn = running.turn
         request = await self._kinds[turn.kind].request(turn)
-        live = await self._inference.generate(request)
+        live = await self._cells.generate(request)
         running.record = record_to_bytes(live, request)
         return live
 
@@ -393,17 +395,42 @@ class Turns:
             running.task.cancel()
 
     async def _take_up(self) -> None:
-        num_grouped = sum(1 for running in self._running.values() if running.turn.group)
-        room = max(0, _MAX_RUNNING - len(self._running) + num_grouped)
+        for cell in self._cells.all:
+            if not self._is_draining and (cell.model.infos() or self._cells.on_demand):
+                await self._take_up_for(cell)
+
+    async def _take_up_for(self, cell: Inference) -> None:
+        """Take up turns of one model; those that wait for another take no room from it."""
+        own = [each.turn for each in self._running.values() if self._is_for(cell, each.turn)]
+        num_grouped = sum(1 for turn in own if turn.group)
+        room = max(0, _MAX_RUNNING - len(own) + num_grouped)
         group_room = max(0, _MAX_GROUPED - num_grouped)
-        if self._is_draining or not (room or group_room) or not self._inference.model.infos():
+        if not (room or group_room):
             return
-        for turn in await self.store.claim(room, group_room):
+        for turn in await self.store.claim(room, group_room, self._models_for(cell)):
             if turn.kind not in self._kinds or turn.id in self._running:
                 continue
             running = RunningTurn(turn, await self.store.events(turn.id))
             log.info("turn goes on", turn=turn.id, num_tokens=running.num_tokens)
             self._start(running, None)
+
+    def _is_for(self, cell: Inference, turn: Turn) -> bool:
+        try:
+            return self._cells.of(turn.model) is cell
+        except NotFoundError:  # it ends soon
+            return False
+
+    def _models_for(self, cell: Inference) -> Models:
+        """Return whose turns the cell computes; the first has those that name none."""
+        cells = self._cells.all
+        names = cell.model.names()
+        if cell is not cells[0]:
+            return Models(names)
+        others = [other for other in cells if other is not cell]
+        if all(other.model.infos() for other in others):  # what is unknown is refused
+            taken = {name for other in others for name in other.model.names()} - {*names}
+            return Models(tuple(taken), are_left_out=True)
+        return Models(("", *names))
 
     # --- the end --------------------------------------------------------------------------------
 

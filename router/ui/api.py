@@ -11,7 +11,7 @@ from quire.v1.common_pb2 import ActivityQuery
 from quire.v1.kv_pb2 import KvQuery
 from router.http.errors import error_response, failure_response
 from router.http.strict_json import json_bytes
-from router.request.inference import Inference
+from router.request.cells import Cells
 from router.ui.pages import HEADERS, PAGE_PATH, Page, read_pages
 from router.ui.wire import activity_to_json, kv_to_json, message_to_json, query_from_url
 
@@ -25,8 +25,8 @@ _Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Ui:
     """The page of one router."""
 
-    def __init__(self, inference: Inference) -> None:
-        self._inference = inference
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
         self._path_to_page = {page.path: page for page in read_pages()}
 
     @property
@@ -63,17 +63,17 @@ class Ui:
 
     async def _load(self, _: web.Request) -> object:
         """Return the load of the service: `Load`."""
-        return message_to_json(await self._inference.load())
+        return message_to_json(await self._cells.load())
 
     async def _kv(self, request: web.Request) -> object:
         """Return which sequences hold which KV blocks: `WorkerKv`s; parameters as in `KvQuery`."""
-        workers = await self._inference.describe_kv(query_from_url(KvQuery, request.query))
+        workers = await self._cells.describe_kv(query_from_url(KvQuery, request.query))
         return {"workers": [kv_to_json(worker) for worker in workers]}
 
     async def _activity(self, request: web.Request) -> object:
         """Return the workers' activity: `WorkerActivity`; parameters as in `ActivityQuery`."""
         query = query_from_url(ActivityQuery, request.query)
-        workers = await self._inference.describe_activity(query)
+        workers = await self._cells.describe_activity(query)
         return {"workers": [activity_to_json(worker) for worker in workers]}
 
 

@@ -17,7 +17,7 @@ from quire.vllm_engine import smg_common_pb2, vllm_engine_pb2, vllm_engine_pb2_g
 from quire.vllm_engine import vllm_engine_pb2 as pb
 from router.access.tenancy import with_precedence
 from router.grpc.call import CallContext, deadline_of, metadata_of
-from router.request.inference import Inference
+from router.request.cells import Cells
 from router.request.live import LiveRequest
 from router.request.vectors import make_vectors, pooling_of
 from router.schedulers.wire import failure_of
@@ -39,8 +39,9 @@ FindDirectory = Callable[[str], Awaitable[Path]]
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Answers the calls of `vllm.grpc.engine.VllmEngine`; an interceptor converts errors."""
 
-    def __init__(self, inference: Inference, health: Health, find_directory: FindDirectory) -> None:
-        self._inference = inference
+    def __init__(self, cells: Cells, health: Health, find_directory: FindDirectory) -> None:
+        self._cells = cells
+        (self._cell,) = cells.all  # its requests name no model
         self._health = health
         self._find_directory = find_directory
         self._started_s = time.monotonic()
@@ -51,7 +52,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Stream the deltas and ends; it writes to the context as `InferenceService` does."""
         parsed = replace(request_from_proto(request), deadline=deadline_of(context))
         parsed = with_precedence(parsed, metadata_of(context))
-        async with await self._inference.generate(parsed) as live:
+        async with await self._cell.generate(parsed) as live:
             answer = _Answer(live, is_streamed=request.stream)
             async for event in live:
                 match event:
@@ -68,12 +69,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Embed(  # noqa: N802
         self, request: pb.EmbedRequest, context: CallContext
     ) -> pb.EmbedResponse:
-        model = self._inference.model.info()
+        model = self._cell.model.info()
         prompt = GenerateRequest(
             prompt=tuple(request.tokenized.input_ids), deadline=deadline_of(context)
         )
         (vector,) = await make_vectors(
-            self._inference, [prompt], pooling_of(model), lambda _: "tokenized.input_ids"
+            self._cell, [prompt], pooling_of(model), lambda _: "tokenized.input_ids"
         )
         return pb.EmbedResponse(
             embedding=vector.values,
@@ -89,22 +90,22 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(  # noqa: N802
         self, request: pb.AbortRequest, _: CallContext
     ) -> pb.AbortResponse:
-        self._inference.abort(request.request_ids)
+        self._cells.abort(request.request_ids)
         return pb.AbortResponse()
 
     async def GetModelInfo(  # noqa: N802
         self, _request: pb.GetModelInfoRequest, _: CallContext
     ) -> pb.GetModelInfoResponse:
-        model = self._inference.model.info()
-        directory = await self._find_directory(self._inference.model.directory)
+        model = self._cell.model.info()
+        directory = await self._find_directory(self._cell.model.directory)
         return _model_to_proto(model, directory, await asyncio.to_thread(_read_config, directory))
 
     async def GetServerInfo(  # noqa: N802
         self, _request: pb.GetServerInfoRequest, _: CallContext
     ) -> pb.GetServerInfoResponse:
-        load = await self._inference.load()
+        load = await self._cells.load()
         return pb.GetServerInfoResponse(
-            active_requests=self._inference.num_live,
+            active_requests=self._cells.num_live,
             uptime_seconds=time.monotonic() - self._started_s,
             server_type="quire",
             data_parallel_size=1,
@@ -118,7 +119,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> pb.GetLoadsResponse:
         if request.dp_rank:
             raise InvalidArgumentError("dp_rank", f"is {request.dp_rank}; a cell is one rank, 0")
-        load = await self._inference.load()
+        load = await self._cells.load()
         running, waiting = load.num_requests_running, load.num_requests_waiting
         num_held = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
         return pb.GetLoadsResponse(
@@ -144,7 +145,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetTokenizer(  # noqa: N802
         self, _request: smg_common_pb2.GetTokenizerRequest, context: CallContext
     ) -> None:
-        directory = await self._find_directory(self._inference.model.directory)
+        directory = await self._find_directory(self._cell.model.directory)
         archive = await asyncio.to_thread(read_tokenizer_files, directory)
         for chunk in chunks_to_proto(archive):
             await context.write(chunk)
@@ -152,16 +153,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def SubscribeKvEvents(  # noqa: N802
         self, _request: smg_common_pb2.SubscribeKvEventsRequest, context: CallContext
     ) -> None:
-        async with aclosing(batches(self._inference.watch_kv())) as found:
+        async with aclosing(batches(self._cells.watch_kv())) as found:
             async for batch in found:
                 await context.write(batch)
 
 
-def vllm_engine_service(
-    inference: Inference, health: Health, find_directory: FindDirectory
-) -> Service:
+def vllm_engine_service(cells: Cells, health: Health, find_directory: FindDirectory) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    servicer = VllmEngineServicer(inference, health, find_directory)
+    servicer = VllmEngineServicer(cells, health, find_directory)
     return service_of(vllm_engine_pb2, vllm_engine_pb2_grpc, "VllmEngine", servicer)
 
 

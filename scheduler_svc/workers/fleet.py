@@ -424,6 +424,8 @@ class Fleet:
         missing = ", ".join(f"{target} ({trouble})" for target, trouble in troubles.items())
         if len(troubles) < len(self.roster.engines):
             self._health.set_ready(f"without {missing}" if missing else None)
+        elif self.roster.engines and len(self.roster.unloaded()) == len(self.roster.engines):
+            self._health.set_ready(f"every model is unloaded: {missing}")  # requests wait
         elif self._sessions():
             self._health.set_not_ready(f"every worker hangs or is lost: {missing}")
         else:

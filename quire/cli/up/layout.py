@@ -23,6 +23,8 @@ from quire.cli.up.settings import (
 )
 from rpc.settings import ENV_PREFIX
 
+GPU_MEMORY_UTILIZATION: Final = 0.9
+"""The worker's default."""
 SHIPPED_MODEL: Final = Path(__file__).parents[3] / "models" / "quire-tiny-python"
 """Where a checkout has it."""
 
@@ -51,8 +53,10 @@ class Addresses:
     """0: the router listens on a Unix socket instead."""
     router_http_ports: tuple[int, ...]
     """Each router's own; of one router, it is `http_port`."""
-    scheduler_http_port: int
-    worker_http_ports: tuple[int, ...]
+    scheduler_http_ports: tuple[int, ...]
+    """One for each model."""
+    worker_http_ports: tuple[tuple[int, ...], ...]
+    """For each model, one for each worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,31 +68,52 @@ class Layout:
     specs: tuple[ProcessSpec, ...]
 
 
-def choose_model(settings: UpSettings) -> str:
-    """Return what the processes get as their model; raises ModelError if it cannot be one.
+def choose_models(settings: UpSettings) -> Mapping[str, str]:
+    """Return what the processes get as their models, by name, in order.
 
     A path is absolute. Names on the hub, and URLs, are left to the processes. With --demo alone it
     is the demo's, downloaded if need be, or without a network the shipped one.
+
+    Raises:
+        ModelError: One cannot be a model, or two have one name.
     """
-    if settings.model is None and settings.demo and settings.simulate is None:
+    models = [_checked(model) for model in settings.model] or [_default_model(settings)]
+    names = settings.served_model_name or tuple(map(name_of, models))
+    for name in names:
+        if [_folder(each) for each in names].count(_folder(name)) > 1:
+            raise ModelError(
+                f"--model: two models have the name {name!r}: --served-model-name gives others"
+            )
+    return dict(zip(names, models, strict=True))
+
+
+def _folder(name: str) -> str:
+    """Return a name as a part of file names and of names of processes."""
+    return name.replace("/", "-")
+
+
+def _default_model(settings: UpSettings) -> str:
+    if settings.demo and settings.simulate is None:
         try:
             return str(fetch_demo_model(settings.cache_dir or DEFAULT_CACHE_DIR))
         except DemoModelError as error:
             print(f"the model that chats cannot be fetched: {error}\nserving the shipped one")
-    if settings.model is None:
-        if not SHIPPED_MODEL.is_dir():
-            raise ModelError(
-                f"--model: is not given, and the model that Quire ships is not at {SHIPPED_MODEL}"
-            )
-        return str(SHIPPED_MODEL)
-    place = place_of(settings.model)
+    if not SHIPPED_MODEL.is_dir():
+        raise ModelError(
+            f"--model: is not given, and the model that Quire ships is not at {SHIPPED_MODEL}"
+        )
+    return str(SHIPPED_MODEL)
+
+
+def _checked(model: str) -> str:
+    place = place_of(model)
     if place in (ModelPlace.HUB, ModelPlace.URL):
-        return settings.model
-    path = Path(settings.model).resolve()
+        return model
+    path = Path(model).resolve()
     if place is ModelPlace.DIRECTORY:
         for name in ("config.json", "tokenizer.json"):
             if not (path / name).is_file():
-                raise ModelError(f"--model: {settings.model}: it must have a {name}")
+                raise ModelError(f"--model: {model}: it must have a {name}")
     return str(path)
 
 
@@ -108,20 +133,31 @@ def choose_ports(settings: UpSettings) -> Addresses:
 
     http = choose("--http-port", settings.http_port)
     grpc = 0 if settings.uds else choose("--grpc-port", settings.grpc_port)
-    scheduler = choose("--scheduler-http-port", settings.scheduler_http_port, http + 1)
-    first = settings.worker_http_port
-    workers = tuple(
-        choose("--worker-http-port", first + i if first else first, http + 2 + i)
-        for i in range(1 if settings.simulate is not None else settings.num_workers)
-    )
+    num_workers = 1 if settings.simulate is not None else settings.num_workers
+    schedulers, workers = [], []
+    for model in range(max(1, len(settings.model))):
+        first_port = settings.scheduler_http_port
+        asked, default = first_port and first_port + model, http + 1 + model * (1 + num_workers)
+        schedulers.append(choose("--scheduler-http-port", asked, default))
+        first, num_before = settings.worker_http_port, model * num_workers
+        workers.append(
+            tuple(
+                choose(
+                    "--worker-http-port",
+                    first + num_before + i if first else first,
+                    default + 1 + i,
+                )
+                for i in range(num_workers)
+            )
+        )
     num_own = settings.routers if settings.routers > 1 else 0  # a single one has the service's
     routers = tuple(choose("--http-port", 0) for _ in range(num_own)) or (http,)
-    return Addresses(http, grpc, routers, scheduler, workers)
+    return Addresses(http, grpc, routers, tuple(schedulers), tuple(workers))
 
 
 def plan(
     settings: UpSettings,
-    model: str,
+    models: Mapping[str, str],
     chosen: Addresses,
     directory: Path,
     environment: Mapping[str, str],
@@ -130,11 +166,22 @@ def plan(
     common = _flags(settings, COMMON_FLAGS)
     environment = _without_our_own(environment)
     host = ports.reachable(settings.host)
-    model_name = settings.served_model_name or name_of(model)
-    named = ("--model", model, "--served-model-name", model_name)
+    names = [*models]
     num_workers = settings.simulate or settings.num_workers
-    sockets = [f"{directory}/worker-{i}.sock" for i in range(num_workers)]
-    scheduler_socket = f"{directory}/scheduler.sock"
+
+    def named(cell: int) -> tuple[str, ...]:
+        return ("--model", models[names[cell]], "--served-model-name", names[cell])
+
+    # By numbers, since a socket's path must be short.
+    def worker_socket(cell: int, i: int) -> str:
+        return f"{directory}/worker-{f'{cell}-' if cell else ''}{i}.sock"
+
+    def scheduler_socket(cell: int) -> str:
+        return f"{directory}/scheduler{f'-{cell}' if cell else ''}.sock"
+
+    def process_name(kind: str, cell: int, suffix: str = "") -> str:
+        """Name the model's processes after it, if there are several models."""
+        return f"{kind}{f'-{_folder(names[cell])}' if len(names) > 1 else ''}{suffix}"
 
     def spec(
         name: str, module: str, http_port: int, *flags: str, group: int, **more: str
@@ -157,40 +204,46 @@ def plan(
             environment={**environment, **more},
         )
 
-    def worker(i: int) -> ProcessSpec:
+    def worker(cell: int, i: int) -> ProcessSpec:
+        name = process_name("worker", cell, f"-{i}")
         return spec(
-            f"worker-{i}",
+            name,
             "gpu_worker",
-            chosen.worker_http_ports[i],
-            *named,
-            *("--uds", sockets[i], "--worker-id", f"worker-{i}", "--device", settings.device),
+            chosen.worker_http_ports[cell][i],
+            *named(cell),
+            *("--uds", worker_socket(cell, i), "--worker-id", name, "--device", settings.device),
             *_flags(settings, ANY_WORKER_FLAGS + DEVICE_WORKER_FLAGS),
+            *_share_of_device(settings),
             *_num_threads(settings),
             *_role(settings, i),
             group=2,
             **_devices(settings, i, environment),
         )
 
-    def simulated() -> ProcessSpec:
+    def simulated(cell: int) -> ProcessSpec:
+        several = f"{directory}/worker{f'-{cell}' if cell else ''}.sock"
         return spec(
-            "sim-workers",
+            process_name("sim-workers", cell),
             "sim_worker",
-            chosen.worker_http_ports[0],
-            *named,
-            *("--uds", f"{directory}/worker.sock" if num_workers > 1 else sockets[0]),
-            *("--count", str(num_workers), "--worker-id", "sim"),
+            chosen.worker_http_ports[cell][0],
+            *named(cell),
+            *("--uds", several if num_workers > 1 else worker_socket(cell, 0)),
+            *("--count", str(num_workers), "--worker-id", process_name("sim", cell)),
             *_flags(settings, ANY_WORKER_FLAGS),
             group=2,
         )
 
-    scheduler = spec(
-        "scheduler",
-        "scheduler_svc",
-        chosen.scheduler_http_port,
-        *("--uds", scheduler_socket, "--workers", ",".join(f"unix:{path}" for path in sockets)),
-        *_flags(settings, SCHEDULER_FLAGS),
-        group=1,
-    )
+    def scheduler(cell: int) -> ProcessSpec:
+        workers = ",".join(f"unix:{worker_socket(cell, i)}" for i in range(num_workers))
+        return spec(
+            process_name("scheduler", cell),
+            "scheduler_svc",
+            chosen.scheduler_http_ports[cell],
+            *("--uds", scheduler_socket(cell), "--workers", workers),
+            *_flags(settings, SCHEDULER_FLAGS),
+            group=1,
+        )
+
     listen: tuple[str, ...] = ("--grpc-port", str(chosen.grpc_port))
     if settings.uds is not None:
         listen = ("--uds", str(settings.uds.absolute()))
@@ -202,13 +255,19 @@ def plan(
     if settings.operator_uds is not None:
         operator_sockets = [settings.operator_uds.absolute()]
 
+    further: tuple[str, ...] = ()
+    for cell in range(1, len(names)):
+        model = f"{names[cell]}={models[names[cell]]}@unix:{scheduler_socket(cell)}"
+        further += ("--cell", model)
+
     def router(i: int) -> ProcessSpec:
         return spec(
             router_names[i],
             "router",
             chosen.router_http_ports[i],
-            *named,
-            *("--scheduler", f"unix:{scheduler_socket}", *listen),
+            *named(0),
+            *("--scheduler", f"unix:{scheduler_socket(0)}", *listen),
+            *further,
             *("--operator-uds", str(operator_sockets[i])),
             *_flags(settings, ROUTER_FLAGS),
             *(() if settings.reflection else ("--no-reflection",)),
@@ -217,27 +276,35 @@ def plan(
             *(("--local-drain",) if settings.local_drain else ()),
             group=0,
             **_secrets(settings),
-            **_turn_store(settings, f"{model_name}-{chosen.http_port}", environment),
+            **_turn_store(settings, f"{names[0]}-{chosen.http_port}", environment),
         )
 
     service = ServiceInfo(
         pid=os.getpid(),
-        model=model,
-        model_name=model_name,
+        model=models[names[0]],
+        model_name=names[0],
         http_address=ports.join(host, chosen.http_port),
         grpc_target=grpc_target(settings, chosen.grpc_port),
-        scheduler_target=f"unix:{scheduler_socket}",
+        scheduler_target=f"unix:{scheduler_socket(0)}",
+        models=models,
+        scheduler_targets={
+            name: f"unix:{scheduler_socket(cell)}" for cell, name in enumerate(names)
+        },
         operator_target=f"unix:{operator_sockets[0]}",
         other_operator_targets=tuple(f"unix:{path}" for path in operator_sockets[1:]),
         flags=described_flags(settings),
         has_tls=settings.tls_cert is not None,
         log_dir=f"{directory}/logs",
     )
-    workers = (
-        [worker(i) for i in range(num_workers)] if settings.simulate is None else [simulated()]
+    cells = range(len(names))
+    if settings.simulate is None:
+        workers = [worker(cell, i) for cell in cells for i in range(num_workers)]
+    else:
+        workers = [simulated(cell) for cell in cells]
+    # Workers first: they take longest.
+    return Layout(
+        service, (*workers, *map(scheduler, cells), *map(router, range(settings.routers)))
     )
-    routers = map(router, range(settings.routers))
-    return Layout(service, (*workers, scheduler, *routers))  # workers first: they take longest
 
 
 def described_flags(settings: UpSettings, names: Collection[str] | None = None) -> dict[str, str]:
@@ -308,7 +375,22 @@ def _role(settings: UpSettings, index: int) -> tuple[str, ...]:
 def _num_threads(settings: UpSettings) -> tuple[str, ...]:
     if settings.num_threads is not None:
         return ("--num-threads", str(settings.num_threads))
-    if settings.num_workers == 1:
+    num_loaded = settings.num_workers * _num_loaded(settings)
+    if num_loaded == 1:
         return ()
     # Otherwise each worker uses every core, and they slow each other down.
-    return ("--num-threads", str(max(1, (os.cpu_count() or 1) // settings.num_workers)))
+    return ("--num-threads", str(max(1, (os.cpu_count() or 1) // num_loaded)))
+
+
+def _num_loaded(settings: UpSettings) -> int:
+    """Return how many models are loaded at once."""
+    num_models = max(1, len(settings.model))
+    return min(num_models, settings.on_demand or num_models)
+
+
+def _share_of_device(settings: UpSettings) -> tuple[str, ...]:
+    """Divide a GPU among the models that are loaded at once; others are loaded on demand."""
+    flags: tuple[str, ...] = () if settings.on_demand is None else ("--unloaded",)
+    if settings.gpu_memory_utilization is None and (num_loaded := _num_loaded(settings)) > 1:
+        flags += ("--gpu-memory-utilization", f"{GPU_MEMORY_UTILIZATION / num_loaded:.3f}")
+    return flags

@@ -39,9 +39,9 @@ class ServiceInfo:
     pid: int
     """The supervisor's."""
     model: str
-    """The model's directory."""
+    """The model's directory; of several, the first's."""
     model_name: str
-    """The name that requests use."""
+    """The name that requests use for it."""
     http_address: str
     """Where this machine reaches the router's HTTP, "host:port"."""
     grpc_target: str
@@ -51,12 +51,21 @@ class ServiceInfo:
     """The scheduler's gRPC, for operators; empty in what an older release wrote."""
     operator_target: str = ""
     """The router's gRPC for operators; empty in what an older release wrote."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """The models by their names, in order; empty in what an older release wrote."""
+    scheduler_targets: Mapping[str, str] = field(default_factory=dict)
+    """Each model's scheduler, by the model's name; empty in what an older release wrote."""
     other_operator_targets: tuple[str, ...] = ()
     """The same of the other routers."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """The values of the flags of `quire up`, by name; empty in what an older release wrote."""
     has_tls: bool = False
     """Whether the TCP ports use TLS."""
+
+    @property
+    def title(self) -> str:
+        """The names of its models."""
+        return ", ".join(self.models) or self.model_name
 
     def is_at(self, http_port: int | None) -> bool:
         """Whether this is the router's HTTP port; None: any is."""

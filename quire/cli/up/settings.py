@@ -33,6 +33,8 @@ ROUTER_FLAGS: Final = (
     "turn_retention_days",
     "tool_parser",
     "reasoning_parser",
+    "on_demand",
+    "min_loaded_s",
 )
 SCHEDULER_FLAGS: Final = (
     "policy",
@@ -86,15 +88,22 @@ class UpSettings(ProcessSettings):
     QUIRE_MAX_WAITING (docs/reference/flags.md lists all).
     """
 
-    model: ModelName | None = None
+    model: Annotated[tuple[ModelName, ...], NoDecode] = ()
     """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
     Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md); default: the small
-    model that Quire ships."""
+    model that Quire ships. Repeat it for several models behind the same ports, each with a
+    scheduler and workers of its own that share the devices (docs/operations.md)."""
     cache_dir: Path | None = None
     """Directory for what is derived from GGUF files or downloaded from URLs; default:
     ~/.cache/quire. Names on the hub have the hub's own cache (HF_HOME)."""
-    served_model_name: str = ""
-    """The name that requests use for the model; empty: the directory's name."""
+    served_model_name: Annotated[tuple[str, ...], NoDecode] = ()
+    """The name that requests use for the model; empty: the directory's name. Of several models one
+    each, in their order."""
+    on_demand: PositiveInt | None = None
+    """Most models that are loaded at once, each when a request wants it, in place of the one that
+    was used least recently (docs/operations.md); default: all are loaded."""
+    min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """With --on-demand, how long a model stays loaded at least; default: the router's, 10."""
     model_class: str = ""
     """The implementation that runs the model: a class of yours, as package.module:Class
     (docs/models.md); "transformers"; empty: the worker's choice."""
@@ -228,7 +237,12 @@ class UpSettings(ProcessSettings):
     """Stop when standard input ends. For programs that start a service of their own: however they
     end, the pipe closes."""
 
-    @field_validator("api_key", "lora", mode="before")
+    @field_validator("model", mode="before")
+    @classmethod
+    def _is_a_list(cls, value: object) -> object:
+        return split_at_commas(str(value) if isinstance(value, Path) else value or ())
+
+    @field_validator("api_key", "lora", "served_model_name", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return split_at_commas(value)
@@ -255,6 +269,29 @@ class UpSettings(ProcessSettings):
             )
         if any(given) and self.workers > 1:
             raise ValueError(f"--workers: {self.workers}: cannot be with --prefill-workers")
+        return self
+
+    @model_validator(mode="after")
+    def _several_models_can_be_told_apart(self) -> Self:
+        num_names, num_models = len(self.served_model_name), max(1, len(self.model))
+        if num_names not in {0, num_models}:
+            raise ValueError(
+                f"--served-model-name: has {num_names} names; --model has {num_models} models"
+            )
+        if num_models > 1:
+            for name in ("lora", "model_class", "draft_model"):
+                if getattr(self, name):
+                    flag = name.replace("_", "-")
+                    raise ValueError(f"--{flag}: is for one model; --model has {num_models}")
+        elif self.on_demand is not None:
+            raise ValueError(f"--on-demand: {self.on_demand}: needs several models (--model)")
+        if self.on_demand is not None and (self.devices_per_worker > 1 or self.simulate):
+            raise ValueError(
+                f"--on-demand: {self.on_demand}: simulated workers, and workers on several devices,"
+                " keep their model"
+            )
+        if self.on_demand is not None and self.routers > 1:
+            raise ValueError(f"--on-demand: {self.on_demand}: needs one router; not {self.routers}")
         return self
 
     @property

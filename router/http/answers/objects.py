@@ -240,9 +240,12 @@ def model_json(model: Model, created: int) -> Json:
         "created": created,
         "owned_by": "quire",
         "root": model.id,
-        "max_model_len": model.max_model_len,
     }
-    return described | {"parent": model.parent} if model.parent else described
+    if model.max_model_len:
+        described["max_model_len"] = model.max_model_len
+    if model.parent:
+        described["parent"] = model.parent
+    return described
 
 
 def end_json(finished: OutputFinished) -> Json:

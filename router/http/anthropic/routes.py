@@ -9,15 +9,17 @@ from router.http.anthropic.errors import REQUEST_ID_HEADER, ROOT
 from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.requests.conversation import Conversation
+from router.request.cells import Cells
 from router.request.inference import Inference
 
 
-def messages_routes(inference: Inference, bodies: BodyReader) -> list[web.RouteDef]:
+def messages_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
     """Return the routes."""
 
     async def create_message(request: web.Request, call_id: CallId) -> web.StreamResponse:
         """Continue a conversation, as Anthropic's API does; streamed on request."""
         body = await bodies.read(request, MessagesBody, generates=True)
+        inference = await cells.use(body.model)
         inference.check_room(body.model)  # before the template is rendered
         max_model_len = inference.model.info(body.model).max_model_len
         prompt, plan = await (await _conversation(inference, body)).prepare(inference)
@@ -28,6 +30,7 @@ def messages_routes(inference: Inference, bodies: BodyReader) -> list[web.RouteD
     async def count_tokens(request: web.Request, call_id: CallId) -> web.Response:
         """Count the tokens of the prompt that a message has."""
         body = await bodies.read(request, CountBody)
+        inference = await cells.known(body.model)
         prompt, _ = await (await _conversation(inference, body)).prepare(inference)
         token_ids = await inference.text.tokenize(body.model, prompt, add_special_tokens=False)
         response = json_response({"input_tokens": len(token_ids)})

@@ -21,7 +21,7 @@ from router.http.batches.lines import (
 )
 from router.http.batches.store import Batch, BatchStore, File
 from router.http.strict_json import excerpt
-from router.request.inference import Inference
+from router.request.cells import Cells
 from router.turns.turn import Turn, TurnStatus
 from router.turns.turns import Turns
 
@@ -38,13 +38,13 @@ _PAGE: Final = 1000
 class Batches:
     """The files and batches of one router's clients."""
 
-    inference: Inference
+    cells: Cells
     turns: Turns
     retention_s: float
     tick_s: float = _TICK_S
 
     def __post_init__(self) -> None:
-        self.turns.serve(KIND, BatchLines(self.inference))
+        self.turns.serve(KIND, BatchLines(self.cells))
 
     @property
     def store(self) -> BatchStore:

@@ -21,6 +21,7 @@ from router.http.openai_responses.events import OutputText
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
 from router.http.strict_json import Schema, json_bytes, parse_json
+from router.request.cells import Cells
 from router.request.inference import Inference
 from router.request.stop_strings import StopMatcher
 from router.turns.turn import Turn, TurnStatus
@@ -55,11 +56,11 @@ _BAD_REQUEST: Final = 400
 class BatchLines:
     """Computes lines; a `TurnKind`."""
 
-    inference: Inference
+    cells: Cells
 
     async def request(self, turn: Turn) -> GenerateRequest:
         """Return the request of a line; raises QuireError if its body is wrong."""
-        call = await self._call(turn)
+        call = await self._call(turn, self.cells.of(turn.model))
         if isinstance(call, Call):
             if len(call.requests) > 1:
                 raise InvalidArgumentError("prompt", "has several; in a batch it must have one")
@@ -86,7 +87,7 @@ class BatchLines:
         """Return the line of the error file for an answer that cannot be made."""
         return line(turn, status_code=error.http_status, body=error_json(error))
 
-    async def _call(self, turn: Turn) -> Call | ResponseCall:
+    async def _call(self, turn: Turn, inference: Inference) -> Call | ResponseCall:
         asked = parse_line(turn.body)
         schema = ENDPOINTS[asked["url"]]
         for field in _UNSUPPORTED:
@@ -97,26 +98,27 @@ class BatchLines:
         except ValidationError as error:
             raise error_from_validation(error) from error
         if isinstance(body, ChatBody):
-            return await chat_call(self.inference, body, turn.id)
+            return await chat_call(inference, body, turn.id)
         if isinstance(body, CompletionBody):
-            return completion_call(self.inference, body, turn.id)
+            return completion_call(inference, body, turn.id)
         assert isinstance(body, ResponseBody), "there are no other endpoints"
         body.check()
-        model = self.inference.model.info(body.model).id
+        model = inference.model.info(body.model).id
         head = head_of(body, f"resp_{turn.id}", turn.created_at, model, store=False)
-        return await prepare(self.inference, body, head)
+        return await prepare(inference, body, head)
 
     async def _answer(self, turn: Turn, events: Sequence[Event], at: float) -> Json:
-        call = await self._call(turn)
+        inference = self.cells.of(turn.model)
+        call = await self._call(turn, inference)
         if isinstance(call, ResponseCall):
-            made = call.events(self.inference)
+            made = call.events(inference)
             async for _ in told(_each(events), made, lambda: at):
                 pass
             return made.response
         (request,) = call.requests
-        model = self.inference.model.info(request.model)
+        model = inference.model.info(request.model)
         outputs, usages = [CollectedOutput() for _ in range(call.n)], []
-        texts = [self._text_of(request) for _ in range(call.n)]
+        texts = [_text_of(inference, request) for _ in range(call.n)]
         for event in events:
             match event:
                 case OutputDelta(output_index=index):  # tokens are kept, their text is not
@@ -129,14 +131,15 @@ class BatchLines:
                     usages.append(event)
         return whole_json(call, outputs, usages, created=int(turn.created_at), model=model.id)
 
-    def _text_of(self, request: GenerateRequest) -> OutputText:
-        text, model = self.inference.text, self.inference.model.info(request.model)
-        ends = frozenset() if request.sampling.ignore_eos else frozenset(model.eos_token_ids)
-        return OutputText(
-            text.detokenizer(skip_special_tokens=request.skip_special_tokens),
-            StopMatcher(request.stop, include_in_output=request.include_stop_str_in_output),
-            ends | frozenset(request.sampling.stop_token_ids),
-        )
+
+def _text_of(inference: Inference, request: GenerateRequest) -> OutputText:
+    model = inference.model.info(request.model)
+    ends = frozenset() if request.sampling.ignore_eos else frozenset(model.eos_token_ids)
+    return OutputText(
+        inference.text.detokenizer(skip_special_tokens=request.skip_special_tokens),
+        StopMatcher(request.stop, include_in_output=request.include_stop_str_in_output),
+        ends | frozenset(request.sampling.stop_token_ids),
+    )
 
 
 def parse_line(text: bytes) -> dict[str, Any]:
@@ -153,12 +156,14 @@ def parse_line(text: bytes) -> dict[str, Any]:
 
 
 def turn_of_line(batch_id: str, tenant: str, number: int, text: bytes, created_at: float) -> Turn:
+    model = parse_line(text)["body"].get("model")
     return Turn(
         id=f"{batch_id}_{number}",
         tenant=tenant,
         kind=KIND,
         body=text,
         created_at=created_at,
+        model=model if isinstance(model, str) else "",
         group=batch_id,
         position=number,
         priority=-MAX_PRIORITY,

@@ -39,7 +39,7 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
     store = batches.store
 
     def tenant_of(request: web.Request) -> str:
-        return batches.inference.tenant_of(request.headers.get(TENANT_KEY, ""))
+        return batches.cells.entry.tenant_of(request.headers.get(TENANT_KEY, ""))
 
     async def upload_file(request: web.Request, _: CallId) -> web.StreamResponse:
         """Upload a file of requests, of at most 64 MiB."""

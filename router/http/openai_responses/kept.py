@@ -18,7 +18,7 @@ from router.http.openai_responses.body import ResponseBody
 from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored, told
 from router.http.openai_responses.items import Item, parse_items, with_id
 from router.http.strict_json import excerpt, json_bytes
-from router.request.inference import Inference
+from router.request.cells import Cells
 from router.turns.running import Seen
 from router.turns.turn import Turn, TurnStatus
 from router.turns.turns import Turns
@@ -32,7 +32,7 @@ MAX_LISTED: Final = 100
 class KeptResponses:
     """The responses of all tenants; a `TurnKind`."""
 
-    inference: Inference
+    cells: Cells
     turns: Turns
 
     # --- TurnKind -------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ class KeptResponses:
         body = ResponseBody.model_validate_json(turn.body)
         head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
         earlier = await self.earlier(turn.tenant, turn.previous_id)
-        call = await prepare(self.inference, body, head, earlier)
+        call = await prepare(self.cells.of(turn.model), body, head, earlier)
         return replace(call.planned, tenant=turn.tenant, priority=turn.priority)
 
     async def result(
@@ -50,7 +50,8 @@ class KeptResponses:
     ) -> bytes:
         """Return the response's JSON."""
         del status  # the events say it
-        made = (await restored(self.inference, turn)).events(self.inference)
+        inference = self.cells.of(turn.model)
+        made = (await restored(inference, turn)).events(inference)
         async for _ in told(_each(events), made, lambda: at):
             pass
         return json_bytes(made.response)
@@ -81,10 +82,11 @@ class KeptResponses:
                 "input": [with_id(item) for item in body.items],
             }
         )
-        model = self.inference.model.info(body.model).id
+        inference = self.cells.of(body.model)
+        model = inference.model.info(body.model).id
         head = head_of(body, response_id, created_at, model, store=True)
         earlier = await self.earlier(tenant, body.previous_response_id)
-        call = await prepare(self.inference, body, head, earlier)
+        call = await prepare(inference, body, head, earlier)
         call = replace(call, request=with_precedence(call.request, headers))
         turn = Turn(
             id=response_id,
@@ -101,7 +103,7 @@ class KeptResponses:
         except InvalidArgumentError as error:
             raise call.named(error) from error
         if accepted.id != response_id:
-            call = await restored(self.inference, accepted)
+            call = await restored(self.cells.of(accepted.model), accepted)
         return accepted, call
 
     async def earlier(self, tenant: str, previous_id: str | None) -> list[Item]:
@@ -133,7 +135,7 @@ class KeptResponses:
 
     async def whole(self, turn: Turn, call: ResponseCall) -> Json:
         """Wait for a response's end, and return it."""
-        made, seen = call.events(self.inference), Seen()
+        made, seen = call.events(self.cells.of(turn.model)), Seen()
         async with aclosing(self.read(turn, seen)) as events:
             async for _ in told(events, made, lambda: seen.ended_at or time.time()):
                 pass

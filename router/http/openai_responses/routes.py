@@ -26,6 +26,7 @@ from router.http.openai_responses.events import ResponseEvents
 from router.http.openai_responses.items import Item
 from router.http.openai_responses.kept import KIND, MAX_LISTED, KeptResponses, input_of
 from router.http.strict_json import excerpt
+from router.request.cells import Cells
 from router.request.inference import Inference
 from router.request.live import LiveRequest
 from router.turns.running import Seen
@@ -37,11 +38,9 @@ log = structlog.get_logger()
 _MAX_NUMBER_DIGITS = 9
 
 
-def responses_routes(
-    inference: Inference, bodies: BodyReader, turns: Turns | None
-) -> list[web.RouteDef]:
+def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> list[web.RouteDef]:
     """Return the routes; without `turns` nothing is kept."""
-    kept = None if turns is None else KeptResponses(inference, turns)
+    kept = None if turns is None else KeptResponses(cells, turns)
     if turns is not None and kept is not None:
         turns.serve(KIND, kept)
 
@@ -49,6 +48,7 @@ def responses_routes(
         """Answer a conversation, as OpenAI's Responses; streamed, or in the background."""
         body = await bodies.read(request, ResponseBody, generates=True)
         body.check()
+        inference = await cells.use(body.model)
         inference.check_room(body.model)  # before the template is rendered
         call_id.value = f"resp_{uuid.uuid4().hex}"
         if kept is None:
@@ -89,7 +89,7 @@ def responses_routes(
         return json_response(_page(input_of(await find(request)), request))
 
     def tenant_of(request: web.Request) -> str:
-        return inference.tenant_of(request.headers.get(TENANT_KEY, ""))
+        return cells.entry.tenant_of(request.headers.get(TENANT_KEY, ""))
 
     def kept_here() -> KeptResponses:
         if kept is None:
@@ -158,9 +158,8 @@ async def _answer_kept(
     http: web.Request, kept: KeptResponses, body: ResponseBody, response_id: str
 ) -> web.StreamResponse:
     """Answer a call that is kept: it goes on without its client."""
-    turn, call = await kept.accept(
-        body, response_id, kept.inference.tenant_of(http.headers.get(TENANT_KEY, "")), http.headers
-    )
+    tenant = kept.cells.entry.tenant_of(http.headers.get(TENANT_KEY, ""))
+    turn, call = await kept.accept(body, response_id, tenant, http.headers)
     if body.stream:
         return await _follow(http, kept, turn, call)
     headers = {REQUEST_ID_HEADER: turn.id}
@@ -178,8 +177,9 @@ async def _follow(
     *,
     starting_after: int = -1,
 ) -> web.StreamResponse:
-    call = call or await restored(kept.inference, turn)
-    made = call.events(kept.inference)  # it may raise, which the status can still say
+    inference = kept.cells.of(turn.model)
+    call = call or await restored(inference, turn)
+    made = call.events(inference)  # it may raise, which the status can still say
     sse = SseResponse(http, {REQUEST_ID_HEADER: turn.id})
     seen = Seen()
     async with aclosing(kept.read(turn, seen)) as events:

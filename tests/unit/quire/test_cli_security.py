@@ -22,7 +22,9 @@ from tests.certificates import Authority
 def planned(environment=None, **flags):
     settings = UpSettings(http_port=0, grpc_port=0, simulate=1, **flags)
     chosen = layout.choose_ports(settings)
-    return layout.plan(settings, "/models/tiny", chosen, Path("/run/q"), environment or {})
+    return layout.plan(
+        settings, {"tiny": "/models/tiny"}, chosen, Path("/run/q"), environment or {}
+    )
 
 
 def test_every_process_gets_the_certificates(tmp_path):

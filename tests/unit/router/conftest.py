@@ -11,6 +11,8 @@ import tokenizers
 from router_fake_scheduler import FakeScheduler
 from router_tokenizers import byte_level_bpe
 
+from router.request.cells import Cells
+from router.request.entry import Entry
 from router.request.inference import Inference
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
@@ -43,6 +45,7 @@ class Router:
     """The router's inference service, connected to a fake scheduler."""
 
     inference: Inference
+    cells: Cells
     scheduler: FakeScheduler
     health: Health
     ready: asyncio.Event
@@ -66,9 +69,10 @@ async def router(model_dir: Path, tmp_path: Path) -> AsyncIterator[Router]:
         health=health,
     )
     task = asyncio.create_task(client.run())
-    inference = Inference("tiny", tokenizers, client, max_live_requests=3, tokenizer_threads=1)
+    entry = Entry(3)
+    inference = Inference("tiny", tokenizers, client, entry, tokenizer_threads=1)
     await ready.wait()
-    yield Router(inference, scheduler, health, ready)
+    yield Router(inference, Cells([inference], entry), scheduler, health, ready)
     inference.close()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -234,6 +234,28 @@ class FakeInference:
         return Load(**{name: number for number, name in enumerate(names)})
 
 
+class FakeCells:
+    """One model, whose name decides nothing."""
+
+    def __init__(self, inference: FakeInference) -> None:
+        self.inference = inference
+        self.infos = inference.model.infos
+        self.check_quota = inference.check_quota
+
+    async def use(self, model: str) -> FakeInference:
+        return self.of(model)
+
+    async def known(self, model: str) -> FakeInference:
+        return self.of(model)
+
+    def of(self, _: str) -> FakeInference:
+        return self.inference
+
+    async def load(self, model: str = "") -> Load:
+        assert not model
+        return await self.inference.load()
+
+
 class FakeAdapters:
     """Fakes the router's calls to schedulers about adapters."""
 
@@ -245,9 +267,9 @@ class FakeAdapters:
         self.quota_checks: list[int] = []
 
     async def load_adapter(
-        self, name: str, directory: str, peer: str
+        self, name: str, directory: str, peer: str, model: str
     ) -> adapters_pb2.LoadAdapterResponse:
-        self.calls.append((name, directory, peer))
+        self.calls.append((name, directory, peer, *filter(None, [model])))
         if self.refusal is not None:
             raise self.refusal
         was_there = name in self.names

@@ -36,7 +36,7 @@ async def process(router, tmp_path) -> AsyncIterator[Process]:
         stub = open_inference_pb2_grpc.GRPCInferenceServiceStub(channel)
         process = Process(stub, router.scheduler, router)
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
-            KServeServicer(router.inference, lambda: process.is_ready), server
+            KServeServicer(router.cells, lambda: process.is_ready), server
         )
         server.add_insecure_port(target)
         await server.start()

@@ -90,7 +90,7 @@ def names(inference):
 
 async def next_infos(router):
     """The listed models, after the next change from the scheduler."""
-    await router.inference._schedulers.model_change()
+    await router.inference.schedulers.model_change()
     return names(router.inference)
 
 
@@ -117,7 +117,7 @@ async def test_adapters_come_and_go_as_the_scheduler_tells(router):
 
 def operated(router, check_operator=None):
     operators = Operators(check_operator, has_client_certificates=False, obeys_loopback=False)
-    return Operations(router.inference._schedulers, router.inference.model, operators)
+    return Operations(router.cells, operators)
 
 
 async def test_what_is_loaded_is_listed_when_the_call_returns(router):

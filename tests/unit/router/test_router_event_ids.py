@@ -28,8 +28,8 @@ TEXT = "one 🙂 two three"
 async def http(router):
     app = web.Application()
     operators = Operators(None, has_client_certificates=False, obeys_loopback=False)
-    adapters = Operations(router.inference._schedulers, router.inference.model, operators)
-    app.add_routes(routes(router.inference, adapters, max_body_bytes=2**20))
+    adapters = Operations(router.cells, operators)
+    app.add_routes(routes(router.cells, adapters, max_body_bytes=2**20))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

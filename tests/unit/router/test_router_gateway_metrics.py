@@ -52,13 +52,13 @@ async def test_a_gateway_reads_the_cells_load_under_both_names(settings, tmp_pat
         assert found[f"{prefix}num_requests_waiting"] == [(model, 5)]
         assert found[f"{prefix}num_requests_running"] == [(model, 3)]
         assert found[f"{prefix}kv_cache_usage_perc"] == [(model, 0.75)]
-        info = {"block_size": "16", "num_gpu_blocks": "200"}
+        info = {**model, "block_size": "16", "num_gpu_blocks": "200"}
         assert found[f"{prefix}cache_config_info"] == [(info, 1)]
         assert found[f"{prefix}lora_requests_info"] == []
 
 
 async def test_adapters_in_use_are_told_by_whether_their_requests_run(router):
-    model_changed = asyncio.create_task(router.inference._schedulers.model_change())
+    model_changed = asyncio.create_task(router.inference.schedulers.model_change())
     await asyncio.sleep(0)
     await router.scheduler.send_adapters("fr", "de")
     await model_changed
@@ -69,9 +69,10 @@ async def test_adapters_in_use_are_told_by_whether_their_requests_run(router):
     first = (await router.scheduler.submits.get()).first_seq_key
     await router.scheduler.step({first: [70]}, admitted={first: 0})
     await anext(aiter(lives[0]))
-    families = {family.name: family for family in GatewayMetrics(router.inference).collect()}
+    families = {family.name: family for family in GatewayMetrics(router.cells).collect()}
     (sample,) = families["vllm:lora_requests_info"].samples
     assert sample.labels == {
+        "model_name": "tiny",
         "max_lora": "2",
         "running_lora_adapters": "fr",
         "waiting_lora_adapters": "de",
@@ -92,7 +93,7 @@ async def test_without_a_scheduler_the_cell_has_no_load_and_the_scrape_still_ans
 
 
 async def test_scrapes_at_the_same_time_ask_once(router):
-    metrics = GatewayMetrics(router.inference)
+    metrics = GatewayMetrics(router.cells)
     before = router.scheduler.num_load_calls
     await asyncio.gather(*(metrics.refresh() for _ in range(8)))
     assert router.scheduler.num_load_calls == before + 1

@@ -37,7 +37,7 @@ async def with_events(router):
 
 async def test_a_lost_schedulers_workers_are_cleared_and_older_epochs_are_void(router):
     events = await with_events(router)
-    async with aclosing(router.inference.watch_kv()) as watch:
+    async with aclosing(router.cells.watch_kv()) as watch:
         events.messages.put_nowait(first := message("w", 5, 1, stored=STORED))
         assert await anext(watch) == first
         events.messages.put_nowait(None)
@@ -48,7 +48,7 @@ async def test_a_lost_schedulers_workers_are_cleared_and_older_epochs_are_void(r
 
 
 async def test_a_scheduler_without_events_is_named(router):
-    async with aclosing(router.inference.watch_kv()) as watch:
+    async with aclosing(router.cells.watch_kv()) as watch:
         with pytest.raises(UnimplementedError, match=r"s was started without --kv-events"):
             await anext(watch)
 

@@ -25,7 +25,7 @@ REQUEST = GenerateRequest(prompt=(5, 6, 7), request_id="r", tenant="t", priority
 @pytest.fixture
 def live_requests(router):
     operators = Operators(None, has_client_certificates=False, obeys_loopback=False)
-    return LiveRequests(router.inference, operators)
+    return LiveRequests(router.cells, operators)
 
 
 async def start(router, **changes):
@@ -99,7 +99,7 @@ async def test_client_that_has_read_gets_the_error_as_the_end_of_each_output(rou
     assert ends[0].error.message == "an operator has ended the request"
     assert not ends[0].error.retryable
     assert router.scheduler.leaves.empty(), "a resumable one ends, too"
-    assert router.inference.num_live == 0
+    assert router.cells.num_live == 0
 
 
 async def test_request_that_is_still_prepared_is_not_submitted(router, live_requests, monkeypatch):
@@ -121,7 +121,7 @@ async def test_request_that_is_still_prepared_is_not_submitted(router, live_requ
     with pytest.raises(PermissionDeniedError, match="an operator"):
         await asking
     assert router.scheduler.submits.empty()
-    assert router.inference.num_live == 0
+    assert router.cells.num_live == 0
 
 
 async def test_resumable_request_that_nobody_reads_is_cancelled_by_id_and_tenant(

@@ -18,9 +18,11 @@ from contract.errors import (
 from contract.outputs import FinishReason, OutputFinished
 from contract.request import GenerateRequest
 from router.operators.adapters_and_models import Operations
+from router.request.cells import Cells
+from router.request.entry import Entry
+from router.request.inference import Inference
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
-from router.schedulers.served_model import ServedModel
 from router.text import tokenizer as tokenizers_module
 from router.text.tokenizer import Tokenizers, load_tokenizer
 from rpc.health import Health
@@ -34,7 +36,9 @@ PEER = "unix:"
 
 def operated(schedulers, check_operator=None):
     operators = Operators(check_operator, has_client_certificates=False, obeys_loopback=False)
-    return Operations(schedulers, ServedModel("tiny", schedulers), operators)
+    entry = Entry(9)
+    cell = Inference("tiny", schedulers._tokenizers, schedulers, entry, tokenizer_threads=1)
+    return Operations(Cells([cell], entry), operators)
 
 
 async def reconnect(router):
@@ -64,7 +68,7 @@ def other_dir(tmp_path):
 
 
 async def test_all_workers_are_unloaded_and_loaded(router):
-    loading = operated(router.inference._schedulers)
+    loading = operated(router.inference.schedulers)
     (worker,) = await loading.unload_models("", PEER)
     assert (worker.worker, worker.was_unloaded) == ("w", False)
     told = [each async for each in loading.load_models("w", "/models/b", PEER)]
@@ -76,7 +80,7 @@ async def test_all_workers_are_unloaded_and_loaded(router):
 
 
 async def test_a_schedulers_refusal_is_reported(router):
-    loading = operated(router.inference._schedulers)
+    loading = operated(router.inference.schedulers)
     with pytest.raises(NotFoundError, match="worker 'x' is unknown"):
         await loading.unload_models("x", PEER)
     with pytest.raises(NotFoundError, match="worker 'x' is unknown"):
@@ -89,7 +93,7 @@ async def test_only_operators_may(router):
     def refuse():
         raise PermissionDeniedError("a tenant's key")
 
-    schedulers = router.inference._schedulers
+    schedulers = router.inference.schedulers
     for loading, peer in (
         (operated(schedulers), "ipv4:127.0.0.1:4711"),
         (operated(schedulers, refuse), PEER),
@@ -233,7 +237,7 @@ async def test_a_model_whose_tokenizer_cannot_be_read_is_not_served(
     if problem not in router.health.status:
         await not_ready.wait()
     with pytest.raises(UnavailableError, match="has no tokenizer that this router can read"):
-        router.inference._schedulers.reserve_seq_keys(1)
+        router.inference.schedulers.reserve_seq_keys(1)
 
 
 async def test_requests_prepared_for_the_old_model_are_not_submitted(

@@ -47,7 +47,7 @@ async def test_a_request_is_written_as_it_is_then(router):
 
 
 async def test_requests_that_end_while_the_scheduler_does_not_read_cost_no_memory(router):
-    (link,) = router.inference._schedulers._links
+    (link,) = router.inference.schedulers._links
     unread = link._outbox = Outbox()  # its messages are not sent
     refs = []
     for _ in range(20):

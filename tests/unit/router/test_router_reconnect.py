@@ -32,7 +32,7 @@ async def test_not_ready_and_new_requests_are_refused_while_there_is_no_schedule
     with pytest.raises(UnavailableError, match="scheduler"):
         await router.inference.generate(GenerateRequest(prompt="a"))
     with pytest.raises(UnavailableError):
-        await router.inference.load()
+        await router.cells.load()
     await router.scheduler.start()
     await router.ready.wait()
     live, _ = await start(router)
@@ -163,7 +163,7 @@ async def test_a_model_that_lacks_tokens_of_the_tokenizer_is_not_served(router):
     with pytest.raises(UnavailableError, match=words):
         await router.inference.generate(GenerateRequest(prompt="a"))
     with pytest.raises(UnavailableError, match=words):
-        await router.inference.load()
+        await router.cells.load()
     assert router.inference.model.infos() == ()
 
     await router.scheduler.stop()

@@ -42,7 +42,7 @@ def news(keys, tokens, *, ended=(), **fields):
 
 async def resume(router, submit, tokens, request=NOTHING, *, ended=False, **fields):
     """Resumes a request with one output that has `tokens`; returns it and its key."""
-    resuming = asyncio.create_task(router.inference.resume(request))
+    resuming = asyncio.create_task(router.cells.resume(request))
     asked = await router.scheduler.resumes.get()
     assert (asked.request_id, asked.tenant) == (request.request_id, request.tenant)
     key = asked.first_seq_key
@@ -64,7 +64,7 @@ async def test_a_leaving_client_is_reported_and_its_request_is_not_cancelled(rou
 async def test_a_drain_that_takes_too_long_hands_over_what_can_be_resumed(router):
     live, submit = await start(router)
     other, other_submit = await start(router, replace(REQUEST, request_id="o", resumable=False))
-    drain = asyncio.create_task(router.inference.drain())
+    drain = asyncio.create_task(router.cells.drain())
     await asyncio.sleep(0)
     drain.cancel()
     with pytest.raises(UnavailableError, match="'r' continues and can be resumed"):
@@ -193,8 +193,8 @@ async def test_a_call_whose_request_was_resumed_elsewhere_ends_with_aborted(rout
 async def test_only_its_tenant_finds_a_request_that_is_read_here(router, tenant):
     live, _ = await start(router)
     for call in (
-        router.inference.resume(replace(NOTHING, tenant=tenant)),
-        router.inference.cancel("r", tenant),
+        router.cells.resume(replace(NOTHING, tenant=tenant)),
+        router.cells.cancel("r", tenant),
     ):
         asking = asyncio.create_task(call)
         asked = await router.scheduler.resumes.get()
@@ -207,7 +207,7 @@ async def test_only_its_tenant_finds_a_request_that_is_read_here(router, tenant)
 
 
 async def test_an_id_that_the_scheduler_does_not_know_is_not_found(router):
-    resuming = asyncio.create_task(router.inference.resume(NOTHING))
+    resuming = asyncio.create_task(router.cells.resume(NOTHING))
     asked = await router.scheduler.resumes.get()
     await router.scheduler.refuse(asked.first_seq_key, grpc.StatusCode.NOT_FOUND, "unknown")
     with pytest.raises(NotFoundError, match="unknown"):
@@ -215,18 +215,18 @@ async def test_an_id_that_the_scheduler_does_not_know_is_not_found(router):
 
 
 async def test_without_a_scheduler_a_resume_is_refused_for_a_retry(router):
-    resuming = asyncio.create_task(router.inference.resume(NOTHING))
+    resuming = asyncio.create_task(router.cells.resume(NOTHING))
     await router.scheduler.resumes.get()
     await router.scheduler.stop()
     with pytest.raises(UnavailableError, match="lost the scheduler"):
         await resuming
     with pytest.raises(UnavailableError):
-        await router.inference.resume(NOTHING)
+        await router.cells.resume(NOTHING)
 
 
 async def test_a_call_that_ends_while_it_resumes_leaves_the_request(router):
     _, submit = await start(router)
-    resuming = asyncio.create_task(router.inference.resume(replace(NOTHING, request_id="s")))
+    resuming = asyncio.create_task(router.cells.resume(replace(NOTHING, request_id="s")))
     asked = await router.scheduler.resumes.get()
     resuming.cancel()
     await router.scheduler.resumed(submit, asked.first_seq_key)
@@ -235,7 +235,7 @@ async def test_a_call_that_ends_while_it_resumes_leaves_the_request(router):
 
 async def test_cancel_ends_the_request_whoever_reads_it(router):
     _, submit = await start(router)
-    cancelling = asyncio.create_task(router.inference.cancel("r", "t"))
+    cancelling = asyncio.create_task(router.cells.cancel("r", "t"))
     asked = await router.scheduler.resumes.get()
     await router.scheduler.resumed(submit, asked.first_seq_key)
     await cancelling
@@ -245,7 +245,7 @@ async def test_cancel_ends_the_request_whoever_reads_it(router):
 async def test_a_resumed_request_is_submitted_again_to_the_next_scheduler_with_its_ends(router):
     live, submit = await start(router, replace(REQUEST, n=2))
     await live.aclose()
-    resuming = asyncio.create_task(router.inference.resume(NOTHING))
+    resuming = asyncio.create_task(router.cells.resume(NOTHING))
     key = (await router.scheduler.resumes.get()).first_seq_key
     await router.scheduler.resumed(submit, key, news([key, key + 1], [9, 8], ended=[key]))
     live = await resuming

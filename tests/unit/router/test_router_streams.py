@@ -321,7 +321,7 @@ async def test_too_many_live_requests_are_refused(router):
 
 
 async def test_a_request_that_can_never_be_queued_is_invalid(router):
-    router.inference._schedulers._links[0].max_waiting = 2
+    router.inference.schedulers._links[0].max_waiting = 2
     with pytest.raises(InvalidArgumentError, match="n is 3; it must be at most 2"):
         await router.inference.generate(GenerateRequest(prompt="a", n=3))
     router.scheduler.load.num_workers = 3
@@ -341,7 +341,7 @@ async def test_a_scheduler_reports_how_many_sequences_it_takes(router):
     router.ready.clear()
     await scheduler.start()
     await router.ready.wait()
-    assert router.inference._schedulers._links[0].max_waiting == 7
+    assert router.inference.schedulers._links[0].max_waiting == 7
     await scheduler.stop()
 
 
@@ -393,7 +393,7 @@ async def test_a_request_that_is_refused_frees_its_place(router):
 
 async def test_draining_refuses_new_requests_and_waits_for_live_ones(router):
     live, submit = await start(router)
-    drain = asyncio.create_task(router.inference.drain())
+    drain = asyncio.create_task(router.cells.drain())
     await asyncio.sleep(0)
     with pytest.raises(UnavailableError, match="draining"):
         await router.inference.generate(GenerateRequest(prompt="a"))

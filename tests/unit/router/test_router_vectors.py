@@ -51,7 +51,7 @@ async def test_vectors_come_in_the_order_of_the_inputs(router):
     assert [each.num_tokens for each in vectors] == [
         len(router.inference.text._tokenizer.encode(text)) for text in ("one", "two tokens")
     ]
-    assert router.inference.num_live == 0
+    assert router.cells.num_live == 0
 
 
 async def test_one_failure_cancels_the_other_inputs(router):
@@ -62,7 +62,7 @@ async def test_one_failure_cancels_the_other_inputs(router):
     with pytest.raises(QuireError, match="not finite"):
         await task
     assert await router.scheduler.cancels.get() == [second]
-    assert router.inference.num_live == 0
+    assert router.cells.num_live == 0
 
 
 async def test_a_caller_that_leaves_cancels_all(router):

@@ -13,6 +13,8 @@ from contract.outputs import OutputDelta
 from contract.request import GenerateRequest, ResumeRequest
 from quire.v1 import kv_pb2
 from router.operators.adapters_and_models import Operations
+from router.request.cells import Cells
+from router.request.entry import Entry
 from router.request.inference import Inference
 from router.schedulers import link as link_module
 from router.schedulers import pool as schedulers_module
@@ -48,9 +50,9 @@ class Pool:
             tokenizers=tokenizers,
             health=self.health,
         )
-        self.inference = Inference(
-            "tiny", tokenizers, self.schedulers, max_live_requests=99, tokenizer_threads=1
-        )
+        entry = Entry(99)
+        self.inference = Inference("tiny", tokenizers, self.schedulers, entry, tokenizer_threads=1)
+        self.cells = Cells([self.inference], entry)
 
     async def wait_for(self, num_connected, num_known=None):
         while (
@@ -215,7 +217,7 @@ async def test_a_request_is_resumed_wherever_it_is(pool, pair):
     await live.aclose()
     await home.leaves.get()
     request = ResumeRequest("r", "", {}, has_prompt_scores=False, deadline=None)
-    resuming = asyncio.create_task(pool.inference.resume(request))
+    resuming = asyncio.create_task(pool.cells.resume(request))
 
     async def answer(fake):
         key = (await fake.resumes.get()).first_seq_key
@@ -306,7 +308,7 @@ async def test_requests_may_be_as_long_as_all_schedulers_now_take(pool, pair):
 
 async def test_an_unknown_request_is_not_found(pool, pair):
     request = ResumeRequest("r", "", {}, has_prompt_scores=False, deadline=None)
-    resuming = asyncio.create_task(pool.inference.resume(request))
+    resuming = asyncio.create_task(pool.cells.resume(request))
     for fake in pair:
         asked = await fake.resumes.get()
         await fake.refuse(asked.first_seq_key, NotFoundError.code, "unknown")
@@ -318,12 +320,12 @@ async def test_loads_are_added_up_and_workers_of_all_are_described(pool, pair):
     for fake in pair:
         fake.load.fragmentation = 0.25
         fake.load.block_size = 16
-    load = await pool.inference.load()
+    load = await pool.cells.load()
     assert (load.num_blocks, load.num_workers) == (14, 2)
     assert (load.block_size, load.fragmentation) == (16, 0.25)
-    assert len(await pool.inference.describe_kv(kv_pb2.KvQuery())) == 2
+    assert len(await pool.cells.describe_kv(kv_pb2.KvQuery())) == 2
     with pytest.raises(NotFoundError, match="nowhere"):
-        await pool.inference.describe_kv(kv_pb2.KvQuery(worker="nowhere"))
+        await pool.cells.describe_kv(kv_pb2.KvQuery(worker="nowhere"))
 
 
 async def test_a_scheduler_with_another_model_than_the_others_is_left_out(model_dir, pair):
@@ -358,7 +360,7 @@ async def test_a_request_goes_where_its_adapter_is(model_dir, pair):
 
 def operated(pool):
     operators = Operators(None, has_client_certificates=False, obeys_loopback=False)
-    return Operations(pool.schedulers, pool.inference.model, operators)
+    return Operations(pool.cells, operators)
 
 
 async def test_what_one_refuses_the_others_unload_even_if_the_caller_leaves(pool, pair):

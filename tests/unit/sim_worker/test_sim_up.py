@@ -14,7 +14,7 @@ from rpc.settings import parse_settings
 def planned(**flags):
     settings = UpSettings(http_port=0, grpc_port=0, **flags)
     chosen = layout.choose_ports(settings)
-    return layout.plan(settings, "/models/tiny", chosen, Path("/run/q"), {})
+    return layout.plan(settings, {"tiny": "/models/tiny"}, chosen, Path("/run/q"), {})
 
 
 def flags_of(spec):

@@ -17,5 +17,6 @@ def main(argv: Sequence[str]) -> int:
         response = stub.Unload(loading_pb2.UnloadRequest(worker=settings.worker))
     for each in response.workers:
         print(f"{each.worker} {'was unloaded already' if each.was_unloaded else 'is unloaded'}")
-    print(f"`{invocation()} load` loads it again; until then requests use other workers, or wait")
+    which = f" --served-model {settings.served_model}" if settings.served_model else ""
+    print(f"`{invocation()} load{which}` loads it again; until then requests use others, or wait")
     return 0

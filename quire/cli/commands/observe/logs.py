@@ -65,7 +65,7 @@ def _find_service(http_port: int | None) -> ServiceInfo:
         return find_service(http_port)
     for ended in ended_services():
         if ended.is_at(http_port):
-            sys.stderr.write(f"{ended.model_name} is down; its logs: {ended.log_dir}\n")
+            sys.stderr.write(f"{ended.title} is down; its logs: {ended.log_dir}\n")
             return ended
     return find_service(http_port)  # raises
 

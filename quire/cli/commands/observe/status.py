@@ -43,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show_service(console: Console, service: ServiceInfo, settings: StatusSettings) -> bool:
-    console.print(f"[bold]{escape(service.model_name)}[/bold]  {escape(service.model)}")
+    for name, model in (service.models or {service.model_name: service.model}).items():
+        console.print(f"[bold]{escape(name)}[/bold]  {escape(model)}")
     console.print(
         f"HTTP {service.http_address}, gRPC {service.grpc_target}, supervisor pid {service.pid},"
         f" logs {service.log_dir}",
@@ -61,8 +62,9 @@ def _show_service(console: Console, service: ServiceInfo, settings: StatusSettin
             process.http_address,
         )
     console.print(table)
-    is_loaded = _show_load(console, service.grpc_target, settings)
-    return is_loaded and all(answer is not None and answer.ready for answer in answers)
+    names = [*service.models] if len(service.models) > 1 else [""]
+    are_loaded = [_show_load(console, service.grpc_target, settings, name) for name in names]
+    return all(are_loaded) and all(answer is not None and answer.ready for answer in answers)
 
 
 async def _probe_all(service: ServiceInfo) -> list[Readiness | None]:
@@ -88,17 +90,18 @@ def _describe(readiness: Readiness | None) -> str:
     return f"[{colour}]{escape(readiness.status)}{percent}[/{colour}]"
 
 
-def _show_load(console: Console, target: str, settings: StatusSettings) -> bool:
-    """Show the load that the router reports; return whether it answered."""
+def _show_load(console: Console, target: str, settings: StatusSettings, model: str = "") -> bool:
+    """Show the load that the router reports, of one model if named; return whether it answered."""
+    title = f"{escape(model)}: " if model else ""
     try:
         with open_client(target, settings) as client:
-            load = client.load(timeout_s=_TIMEOUT_S)
+            load = client.load(model=model, timeout_s=_TIMEOUT_S)
     except QuireError as error:
         console.print(
-            f"load: [red]no answer from {target}: {escape(str(error))}[/red]", soft_wrap=True
+            f"{title}load: [red]no answer from {target}: {escape(str(error))}[/red]", soft_wrap=True
         )
         return False
-    console.print(describe_load(load), soft_wrap=True)
+    console.print(title + describe_load(load), soft_wrap=True)
     return True
 
 

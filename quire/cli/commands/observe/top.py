@@ -105,7 +105,7 @@ def _quits(fd: int, seconds: float) -> bool:
 
 def title(target: str, service: ServiceInfo | None) -> str:
     """Return the heading with the service's name and address, as markup."""
-    name = "" if service is None else f"  [bold]{escape(service.model_name)}[/bold]"
+    name = "" if service is None else f"  [bold]{escape(service.title)}[/bold]"
     return f"[bold]quire top[/bold]{name}  [dim]{escape(target)}[/dim]"
 
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     while pids & {service.pid for service in running_services()}:
         time.sleep(_POLL_S)
     for service in chosen:
-        print(f"{service.model_name} on {service.http_address} is down; logs: {service.log_dir}")
+        print(f"{service.title} on {service.http_address} is down; logs: {service.log_dir}")
     return 0
 
 

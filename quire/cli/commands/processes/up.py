@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NoReturn
@@ -40,14 +40,14 @@ _FOLLOW_S: Final = 0.2
 def main(argv: Sequence[str]) -> int:
     settings = parse_settings(UpSettings, "quire up", argv)
     try:
-        model = layout.choose_model(settings)
+        models = layout.choose_models(settings)
         if (already := _find_running(settings)) is not None:
-            return _already_up(settings, model, already)
+            return _already_up(settings, models, already)
         chosen = layout.choose_ports(settings)
         directory = ServiceDir.create()
     except (ModelError, ports.PortError, ServiceDirError) as error:
         raise CommandError(str(error)) from None
-    planned = layout.plan(settings, model, chosen, directory.path, os.environ)
+    planned = layout.plan(settings, models, chosen, directory.path, os.environ)
     if settings.detach:
         return _detach(settings, planned, directory)
     return _supervise(settings, planned, directory)
@@ -62,10 +62,11 @@ def _find_running(settings: UpSettings) -> ServiceInfo | None:
     return None
 
 
-def _already_up(settings: UpSettings, model: str, service: ServiceInfo) -> int:
-    if service.model != model:
+def _already_up(settings: UpSettings, models: Mapping[str, str], service: ServiceInfo) -> int:
+    served = [*service.models.values()] or [service.model]
+    if served != [*models.values()]:
         raise CommandError(
-            f"--http-port: {settings.http_port}: a service of {service.model} has this port"
+            f"--http-port: {settings.http_port}: a service of {', '.join(served)} has this port"
             f" (pid {service.pid}); stop it with `{invocation()} down`, or choose other ports"
         )
     given = layout.described_flags(settings, settings.model_fields_set)
@@ -76,13 +77,10 @@ def _already_up(settings: UpSettings, model: str, service: ServiceInfo) -> int:
     ]
     if differences:
         raise CommandError(
-            f"{service.model_name} is up there (pid {service.pid}) with other flags:"
+            f"{service.title} is up there (pid {service.pid}) with other flags:"
             f" {'; '.join(differences)}; stop it with `{invocation()} down`, or choose other ports"
         )
-    print(
-        f"{service.model_name} is already up, with the flags it was started with"
-        f" (pid {service.pid})."
-    )
+    print(f"{service.title} is already up, with the flags it was started with (pid {service.pid}).")
     print(how_to_use(service))
     return asyncio.run(run_demo(service, settings)) if settings.demo else 0
 
@@ -161,7 +159,7 @@ async def _show_start(planned: Layout, check: Callable[[], None] = lambda: None)
         await wait_until_ready(addresses, display.show, check, tls=planned.service.has_tls)
     finally:
         display.close()
-    print(f"{planned.service.model_name} is up after {time.monotonic() - started_at:.1f} s.")
+    print(f"{planned.service.title} is up after {time.monotonic() - started_at:.1f} s.")
 
 
 def _detach(settings: UpSettings, planned: Layout, directory: ServiceDir) -> int:

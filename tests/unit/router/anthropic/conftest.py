@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator
 import anthropic
 import pytest
 from aiohttp import web
-from openai_fakes import FakeAdapters, FakeInference
+from openai_fakes import FakeAdapters, FakeCells, FakeInference
 
 from router.http.api import routes
 
@@ -17,7 +17,7 @@ async def inference() -> FakeInference:
 async def url(inference) -> AsyncIterator[str]:
     """The address of a server of all HTTP routes, run as `rpc.server` runs it."""
     app = web.Application()
-    app.add_routes(routes(inference, FakeAdapters(), max_body_bytes=2**20))
+    app.add_routes(routes(FakeCells(inference), FakeAdapters(), max_body_bytes=2**20))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

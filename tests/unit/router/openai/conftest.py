@@ -3,7 +3,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 from aiohttp import web
-from openai_fakes import FakeAdapters, FakeInference
+from openai_fakes import FakeAdapters, FakeCells, FakeInference
 
 from router.http.api import routes
 from router.http.web_pages import PageGuard
@@ -30,7 +30,12 @@ async def server(inference, adapters, may_be_compressed) -> AsyncIterator[tuple[
     guard = PageGuard(frozenset({"quire.test"}), frozenset({"https://app.test"}))
     app = web.Application(middlewares=[guard.middleware(None)])
     app.add_routes(
-        routes(inference, adapters, max_body_bytes=2**20, may_be_compressed=may_be_compressed)
+        routes(
+            FakeCells(inference),
+            adapters,
+            max_body_bytes=2**20,
+            may_be_compressed=may_be_compressed,
+        )
     )
     runner = web.AppRunner(
         app, handler_cancellation=True, shutdown_timeout=0.1, auto_decompress=False

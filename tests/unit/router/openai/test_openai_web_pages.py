@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
-from openai_fakes import FakeInference
+from openai_fakes import FakeCells, FakeInference
 
 from contract.errors import PermissionDeniedError
 from router.http.api import OPERATOR_PATHS, routes
@@ -78,7 +78,7 @@ async def test_a_page_that_is_allowed_may_call(http, inference):
 async def test_where_a_router_listens_to_others_only_operators_routes_are_guarded(adapters):
     guard = PageGuard(frozenset({"0.0.0.0"})).middleware(OPERATOR_PATHS)
     app = web.Application(middlewares=[guard])
-    app.add_routes(routes(FakeInference(), adapters, max_body_bytes=2**20))
+    app.add_routes(routes(FakeCells(FakeInference()), adapters, max_body_bytes=2**20))
     async with TestClient(TestServer(app)) as http:
         headers = {"Host": "quire.example"}
         async with http.post("/v1/completions", json={"prompt": "x"}, headers=headers) as response:

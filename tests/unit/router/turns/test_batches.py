@@ -26,12 +26,10 @@ BODIES = {
 @asynccontextmanager
 async def serving(router, store):
     """Serves the API over a store, as one start of a router does."""
-    turns = Turns(store, router.inference, retention_s=60, tick_s=0.02)
-    batches = Batches(router.inference, turns, 60, tick_s=0.02)
+    turns = Turns(store, router.cells, retention_s=60, tick_s=0.02)
+    batches = Batches(router.cells, turns, 60, tick_s=0.02)
     app = web.Application()
-    app.add_routes(
-        routes(router.inference, None, max_body_bytes=2**20, turns=turns, batches=batches)
-    )
+    app.add_routes(routes(router.cells, None, max_body_bytes=2**20, turns=turns, batches=batches))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -22,9 +22,9 @@ ASK = {"model": "tiny", "input": "Say", "max_output_tokens": 9}
 @asynccontextmanager
 async def serving(router, store, **options):
     """Serves the API over a store, as one start of a router does."""
-    turns = Turns(store, router.inference, retention_s=60, tick_s=0.02, **options)
+    turns = Turns(store, router.cells, retention_s=60, tick_s=0.02, **options)
     app = web.Application()
-    app.add_routes(routes(router.inference, None, max_body_bytes=2**20, turns=turns))
+    app.add_routes(routes(router.cells, None, max_body_bytes=2**20, turns=turns))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -92,7 +92,7 @@ async def test_store_false_keeps_nothing(router, new_store):
 
 async def test_what_needs_a_store_is_refused_without_one(router):
     app = web.Application()
-    app.add_routes(routes(router.inference, None, max_body_bytes=2**20))
+    app.add_routes(routes(router.cells, None, max_body_bytes=2**20))
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

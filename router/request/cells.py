@@ -1,0 +1,292 @@
+"""The models of a router by name, each a cell with its own schedulers, workers, tokenizer, limits.
+
+What one cell lacks, such as a scheduler, does not concern the others.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from contract.errors import (
+    AbortedError,
+    InvalidArgumentError,
+    ModelNotFoundError,
+    NotFoundError,
+    QuireError,
+    UnavailableError,
+)
+from contract.request import GenerateRequest, Model, ResumeRequest
+from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
+from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
+from router.request.admission import Admitted
+from router.request.entry import Entry
+from router.request.inference import Inference, refusals_counted
+from router.request.live import LiveRequest
+from router.request.on_demand import OnDemand
+from router.schedulers.calls import sum_loads
+from router.schedulers.kv_watch import watch_kv
+from rpc.health import Health
+
+T = TypeVar("T")
+
+
+class Cells:
+    """The models and what the APIs ask about all of them together."""
+
+    def __init__(
+        self, cells: Sequence[Inference], entry: Entry, on_demand: OnDemand | None = None
+    ) -> None:
+        """`cells` are at least one, with different names, that share `entry`.
+
+        The first is the one of requests that name no model.
+        """
+        self.all = tuple(cells)
+        self.entry = entry
+        self.on_demand = on_demand
+
+    # --- by name --------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the models, without adapters."""
+        return tuple(cell.model.name for cell in self.all)
+
+    def of(self, model: str) -> Inference:
+        """Return the cell of a model, or of an adapter; of an empty name the first.
+
+        An only cell checks the name itself. Raises `NotFoundError` if there are several, and none
+        serves it.
+        """
+        if len(self.all) == 1 or not model:
+            return self.all[0]
+        for cell in self.all:
+            if cell.model.name == model:
+                return cell
+        for cell in self.all:
+            if cell.model.has_adapter(model):
+                return cell
+        raise ModelNotFoundError(model, [name for cell in self.all for name in cell.model.names()])
+
+    def only(self, model: str) -> Inference:
+        """Return the cell of a model that an operator must name, unless there is only one.
+
+        Raises `InvalidArgumentError` without a name, `NotFoundError` for an unknown one.
+        """
+        if not model and len(self.all) > 1:
+            raise InvalidArgumentError(
+                "model", f"is not set; it must be one of {', '.join(map(repr, self.names))}"
+            )
+        return self.of(model)
+
+    def some(self, model: str) -> Sequence[Inference]:
+        """Return the cell of a model, or all cells without a name; raises as `of`."""
+        return [self.of(model)] if model else self.all
+
+    def infos(self) -> tuple[Model, ...]:
+        """Return the models that are known, each followed by its adapters.
+
+        Models on demand are listed before they are known, without limits. Of two with one name only
+        that which `of` finds.
+        """
+        found: dict[str, Model] = {}
+        for cell in self.all:
+            models = cell.model.infos()
+            if not models and self.on_demand is not None:  # a request loads it
+                models = (Model(cell.model.name, 0, 0, ()),)
+            for model in models:
+                if self.of(model.id) is cell:
+                    found.setdefault(model.id, model)
+        return tuple(found.values())
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def check_quota(self, num_bytes: int) -> None:
+        """Raise `TooBusyError` if the quota of the caller's tenant is too small for a body."""
+        most = max(cell.text.max_token_bytes for cell in self.all)
+        with refusals_counted():
+            self.entry.check_quota(num_bytes, most)
+
+    async def use(self, model: str) -> Inference:
+        """Return the cell of a model that a request is for, loaded if models are on demand.
+
+        Raises as `of` and `OnDemand.wait_until_loaded`.
+        """
+        with refusals_counted():
+            cell = self.of(model)
+            if self.on_demand is not None:
+                await self.on_demand.wait_until_loaded(cell)
+            return cell
+
+    async def known(self, model: str) -> Inference:
+        """Return the cell of a model with its limits, which are unknown until its first load."""
+        cell = self.of(model)
+        return cell if cell.model.infos() else await self.use(model)
+
+    async def generate(self, request: GenerateRequest) -> LiveRequest:
+        """Submit a request to the cell of its model; see `Inference.generate`."""
+        return await (await self.use(request.model)).generate(request)
+
+    async def resume(self, request: ResumeRequest, model: str = "") -> LiveRequest:
+        """Continue a request, of any model without a name; see `Inference.resume`."""
+        request = replace(request, tenant=self.entry.tenant_of(request.tenant))
+        return await self._where(
+            request.tenant, request.request_id, model, lambda cell: cell.resume(request)
+        )
+
+    async def cancel(self, request_id: str, tenant: str, model: str = "") -> None:
+        """Cancel a resumable request that any call may be reading; raises as `resume`."""
+        await self.cancel_of(self.entry.tenant_of(tenant), request_id, model)
+
+    async def cancel_of(self, tenant: str, request_id: str, model: str = "") -> None:
+        """Cancel a tenant's resumable request for any caller, who must be allowed to.
+
+        This is not charged to the tenant's quota.
+        """
+        await self._where(
+            tenant, request_id, model, lambda cell: cell.cancel_of(tenant, request_id)
+        )
+
+    async def _where(
+        self,
+        tenant: str,
+        request_id: str,
+        model: str,
+        ask: Callable[[Inference], Awaitable[T]],
+    ) -> T:
+        """Ask the cell that has a resumable request.
+
+        `NotFoundError` is final, so it is raised only if every cell could look.
+        """
+        with refusals_counted():
+            try:
+                cells = self.some(model)
+            except ModelNotFoundError:  # an adapter that was unloaded since
+                cells = self.all
+            if (admitted := self.entry.admission.find(tenant, request_id)) is not None:
+                cells = [cell for cell in self.all if cell.name == admitted.model]
+            refusals: list[QuireError] = []
+            for cell in cells:
+                try:
+                    return await ask(cell)
+                except (NotFoundError, UnavailableError) as error:
+                    refusals.append(error)
+            raise next((e for e in refusals if isinstance(e, UnavailableError)), refusals[0])
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End live requests of the caller's tenant at this router; ignore unknown ids.
+
+        Their calls end with ABORTED.
+        """
+        tenant, wanted = self.entry.tenant_of(""), {*request_ids}
+        for each in self.admitted:
+            if each.tenant == tenant and each.request_id in wanted:
+                each.end(AbortedError(f"request {each.request_id!r} was aborted"))
+
+    @property
+    def admitted(self) -> Sequence[Admitted]:
+        """The requests of this router that have not been read to the end or left, oldest first."""
+        return self.entry.admission.admitted
+
+    @property
+    def num_live(self) -> int:
+        """Number of admitted requests whose reader has neither finished nor left."""
+        return len(self.entry.admission)
+
+    # --- what the schedulers report -------------------------------------------------------------
+
+    async def load(self, model: str = "") -> Load:
+        """Return the load of a model's schedulers, or of all that are connected.
+
+        Raises `NotFoundError`; `UnavailableError` if none is connected.
+        """
+        return sum_loads(await self._known(model, self._load_of))
+
+    async def _load_of(self, cell: Inference) -> Load:
+        try:
+            return await cell.schedulers.load()
+        except UnavailableError:
+            if self.on_demand is not None and (load := await self.on_demand.load_of(cell)):
+                return load  # its model was never loaded
+            raise
+
+    async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
+        """Return which sequences hold which KV blocks; raises the schedulers' errors.
+
+        Raises `PermissionDeniedError` if the call's API key belongs to a tenant.
+        """
+        self.entry.check_operator()
+        found = await self._known("", lambda cell: cell.schedulers.describe_kv(query))
+        return [worker for workers in found for worker in workers]
+
+    async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
+        """Return the activity of the workers; raises as `describe_kv`."""
+        self.entry.check_operator()
+        found = await self._known("", lambda cell: cell.schedulers.describe_activity(query))
+        return [worker for workers in found for worker in workers]
+
+    def watch_kv(self, worker: str = "", model: str = "") -> AsyncGenerator[WatchKvResponse]:
+        """Yield the events of a model's prefix caches; see `kv_watch`.
+
+        Raises as `describe_kv`, and as `only`.
+        """
+        self.entry.check_operator()
+        return watch_kv(self.only(model).schedulers, worker)
+
+    async def _known(self, model: str, ask: Callable[[Inference], Awaitable[T]]) -> list[T]:
+        """Ask cells at once; an error counts only if none answers."""
+
+        async def one(cell: Inference) -> T | QuireError:
+            try:
+                return await ask(cell)
+            except QuireError as error:
+                return error
+
+        ends = await asyncio.gather(*map(one, self.some(model)))
+        answers = [end for end in ends if not isinstance(end, QuireError)]
+        if not answers:
+            raise next(end for end in ends if isinstance(end, QuireError))
+        return answers
+
+    # --- the end --------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Admit no more requests; return when the live ones have been read to the end.
+
+        If this call is cancelled before, resumable requests continue at their scheduler, and an
+        error asks their clients to resume them at another router.
+        """
+        if self.on_demand is not None:
+            self.on_demand.drain()
+        for cell in self.all:
+            cell.schedulers.set_draining()
+        try:
+            await self.entry.admission.drain()
+        except asyncio.CancelledError:
+            for cell in self.all:
+                cell.hand_over()
+            raise
+
+    def close(self) -> None:
+        """End the threads that work on text."""
+        for cell in self.all:
+            cell.close()
+
+
+def join_health(cells: Sequence[tuple[str, Health]], router: Health) -> None:
+    """Declare the router ready while one of several cells is; its status names the others."""
+
+    def update() -> None:
+        waiting = [f"{name}: {health.status}" for name, health in cells if not health.ready]
+        if len(waiting) < len(cells):
+            router.set_ready("; ".join(waiting) or None)
+        else:
+            router.set_not_ready("; ".join(waiting))
+
+    for _, health in cells:
+        health.on_change(update)
+    router.add_details(
+        "models",
+        lambda: {name: {"ready": each.ready, "status": each.status} for name, each in cells},
+    )
+    update()

@@ -1,0 +1,48 @@
+"""What all models of a router share: the requests that are live, and the quotas of tenants."""
+
+import asyncio
+
+from router.access.api_keys import ApiKeys, current_caller, enter_as
+from router.access.quotas import Quotas
+from router.access.tenancy import check_operator, tenant_of_caller
+from router.request.admission import Admission
+
+_MAX_ESCAPE_BYTES = 6
+"""Most bytes of JSON for one byte of text, as in \\u0041."""
+
+
+class Entry:
+    """Made within the event loop, once for each router."""
+
+    def __init__(self, max_live_requests: int, api_keys: ApiKeys | None = None) -> None:
+        """With `api_keys` a call's key, which was checked before, determines its tenant."""
+        self.max_live_requests = max_live_requests
+        self.admission = Admission(max_live_requests)
+        tenant_to_quota = {} if api_keys is None else api_keys.tenant_to_quota
+        self.quotas = Quotas(tenant_to_quota, asyncio.get_running_loop().time())
+        self.has_api_keys = api_keys is not None
+
+    def check_quota(self, num_bytes: int, max_token_bytes: int) -> None:
+        """Check the quota of the caller's tenant before a body is parsed.
+
+        Raises `TooBusyError` if the quota is used up, or is too small for any JSON text of
+        `num_bytes` with tokens of at most `max_token_bytes`.
+        """
+        if self.has_api_keys:
+            num_tokens = 1 + num_bytes // (_MAX_ESCAPE_BYTES * max_token_bytes)
+            now = asyncio.get_running_loop().time()
+            self.quotas.check(current_caller().tenant, num_tokens, now)
+
+    def tenant_of(self, claimed: str) -> str:
+        """Return the tenant of a call that claims one; raises as `tenant_of_caller`."""
+        return tenant_of_caller(claimed) if self.has_api_keys else claimed
+
+    def act_for(self, tenant: str) -> None:
+        """Let the present task make calls for a tenant whose key was checked before."""
+        if self.has_api_keys:
+            enter_as(tenant)
+
+    def check_operator(self) -> None:
+        """Raise `PermissionDeniedError` if the call's API key belongs to a tenant."""
+        if self.has_api_keys:
+            check_operator()

@@ -1,0 +1,214 @@
+"""Loads the model that a request wants, in place of the one that was used least recently.
+
+A model that is unloaded loses no request: its scheduler keeps them with their tokens, and they go
+on when it is loaded again. Its requests count as wanting it. So models that are all busy take
+turns, and each stays for a least time. Only one router may do this for the same schedulers, since
+two might load two models at once.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from typing import Final
+
+import structlog
+
+from contract.errors import QuireError, TooBusyError, UnavailableError
+from quire.v1.common_pb2 import Load
+from router.request.inference import Inference
+from router.schedulers.loading import LoadingCalls
+from rpc.security.tls import ClientTls
+
+TICK_S: Final = 0.1
+_CONNECT_S: Final = 10.0
+"""How long the router may take to use a model that is loaded."""
+_RETRY_S: Final = 5.0
+"""How long a model that could not be loaded is not tried again."""
+_AWAY_RETRY_S: Final = 0.5
+"""The same if a process was not reached, such as one that starts."""
+
+log = structlog.get_logger()
+
+
+class OnDemand:
+    """Decides which of the models are loaded; `run` does the work."""
+
+    def __init__(
+        self,
+        cells: Sequence[Inference],
+        *,
+        max_loaded: int,
+        min_loaded_s: float,
+        max_waiting: int,
+        tls: ClientTls | None = None,
+        tick_s: float = TICK_S,
+    ) -> None:
+        """At most `max_waiting` calls wait for models."""
+        self._cells = {cell: _Demand() for cell in cells}
+        self._loading = LoadingCalls(tls)
+        self._max_loaded = max_loaded
+        self._min_loaded_s = min_loaded_s
+        self._max_waiting = max_waiting
+        self._tick_s = tick_s
+        self._is_draining = False
+        self._has_begun = False
+        """Whether a model was loaded or wanted; before that, the first one is."""
+
+    async def wait_until_loaded(self, cell: Inference) -> None:
+        """Return when requests can be submitted.
+
+        Raises:
+            TooBusyError: Too many calls wait.
+            UnavailableError: The model cannot be loaded, with the reason, or the router drains.
+        """
+        self._has_begun = True
+        demand = self._cells[cell]
+        demand.used_at = asyncio.get_running_loop().time()
+        if cell.schedulers.is_loaded:
+            return
+        if self._is_draining:
+            raise _draining()
+        num_waiting = sum(len(each.waiters) for each in self._cells.values())
+        if num_waiting >= self._max_waiting:
+            raise TooBusyError(f"{num_waiting} requests wait for models that are not loaded")
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        demand.waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            demand.waiters.discard(waiter)
+
+    async def load_of(self, cell: Inference) -> Load | None:
+        """Return the load of a cell's schedulers, connected or not; None: none answers."""
+        return await self._loading.sum_of_loads(cell.schedulers.target_to_is_connected)
+
+    def drain(self) -> None:
+        """Refuse the calls that wait; what was accepted still gets its model."""
+        self._is_draining = True
+        for demand in self._cells.values():
+            demand.fail(_draining())
+
+    async def run(self) -> None:
+        """Load what is wanted, until cancelled."""
+        while True:
+            await asyncio.sleep(self._tick_s)
+            wanted = self._look()
+            if wanted is not None:
+                try:
+                    await self._make_room_and_load(wanted)
+                except QuireError as error:
+                    demand = self._cells[wanted]
+                    if demand.waiters:
+                        log.warning("a model is not loaded", model=wanted.name, reason=str(error))
+                    demand.retry_at = asyncio.get_running_loop().time() + (
+                        _AWAY_RETRY_S if isinstance(error, UnavailableError) else _RETRY_S
+                    )
+                    demand.fail(UnavailableError(f"model {wanted.name!r}: {error}"))
+
+    def _look(self) -> Inference | None:
+        """Note what is loaded and used; return the model that is wanted for the longest."""
+        now = asyncio.get_running_loop().time()
+        for cell, demand in self._cells.items():
+            has_live = cell.schedulers.num_live_seqs > 0
+            if has_live:
+                demand.used_at = now
+            if cell.schedulers.is_loaded:
+                demand.loaded_at = now if demand.loaded_at is None else demand.loaded_at
+                demand.wanted_at = None
+                demand.succeed()
+                self._has_begun = True
+                continue
+            demand.loaded_at = None
+            is_first = cell is next(iter(self._cells)) and not self._has_begun
+            if not (demand.waiters or has_live or is_first):
+                demand.wanted_at = None
+            elif demand.wanted_at is None:
+                demand.wanted_at = now
+        wanted = [
+            (demand.wanted_at, cell)
+            for cell, demand in self._cells.items()
+            if demand.wanted_at is not None and now >= demand.retry_at
+        ]
+        return min(wanted, key=lambda each: each[0])[1] if wanted else None
+
+    async def _make_room_and_load(self, wanted: Inference) -> None:
+        """Load a model, or leave it to a later turn if no other may be unloaded yet.
+
+        Raises:
+            QuireError: It cannot be loaded, or another cannot be unloaded.
+        """
+        loads = dict(
+            zip(
+                self._cells,
+                await asyncio.gather(*map(self.load_of, self._cells)),
+                strict=True,
+            )
+        )
+        load, demand = loads[wanted], self._cells[wanted]
+        now = asyncio.get_running_loop().time()
+        if load is None or not (load.num_workers or load.num_unloaded_workers):
+            raise wanted.schedulers.unavailable()
+        if load.num_workers:  # the router will notice
+            if demand.wanted_at is not None and now > demand.wanted_at + _CONNECT_S:
+                raise wanted.schedulers.unavailable()
+            return
+        loaded = [cell for cell, each in loads.items() if each is not None and each.num_workers]
+        for cell, each in self._cells.items():
+            each.seen_at = (each.seen_at or now) if cell in loaded else None
+        while len(loaded) >= self._max_loaded:
+            victim = self._least_recently_used(loaded, now)
+            if victim is None:
+                return
+            log.info("a model makes room", model=victim.name, wanted=wanted.name)
+            await self._loading.unload(victim.schedulers.target_to_is_connected)
+            loaded.remove(victim)
+        log.info("loading a model on demand", model=wanted.name)
+        loading = self._loading.load(wanted.schedulers.target_to_is_connected)
+        async with aclosing(loading):
+            async for _ in loading:
+                pass
+
+    def _least_recently_used(self, loaded: Sequence[Inference], now: float) -> Inference | None:
+        """Return the model to unload; None: all have to stay for now."""
+        free = [
+            cell
+            for cell in loaded
+            if now >= (self._cells[cell].stays_since or now) + self._min_loaded_s
+        ]
+        return min(free, key=self._last_use, default=None)
+
+    def _last_use(self, cell: Inference) -> tuple[float, float]:
+        demand = self._cells[cell]
+        return demand.used_at, demand.stays_since or 0.0  # of busy ones, the longest loaded
+
+
+class _Demand:
+    """Who wants a model, and since when it is as it is; times of the event loop's clock."""
+
+    def __init__(self) -> None:
+        self.waiters: set[asyncio.Future[None]] = set()
+        self.used_at = 0.0
+        self.wanted_at: float | None = None
+        self.loaded_at: float | None = None
+        """None: no connected scheduler has a worker with it."""
+        self.seen_at: float | None = None
+        """When its schedulers first said that they have such a worker, connected or not."""
+        self.retry_at = 0.0
+
+    @property
+    def stays_since(self) -> float | None:
+        return self.loaded_at or self.seen_at
+
+    def succeed(self) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def fail(self, error: QuireError) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+
+def _draining() -> UnavailableError:
+    return UnavailableError("the router is draining; send the request to another one")

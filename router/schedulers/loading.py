@@ -1,0 +1,127 @@
+"""Calls to schedulers that load and unload their models, or ask what is loaded.
+
+They have channels of their own, because the link to a scheduler closes when its model changes, and
+is not connected before the scheduler's workers have had a model.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+
+import structlog
+
+from contract.errors import NotFoundError, QuireError, UnavailableError
+from quire.v1 import loading_pb2, loading_pb2_grpc
+from quire.v1.common_pb2 import Load
+from router.schedulers.calls import SchedulerCalls, sum_loads
+from rpc.peers.channel import open_channel
+from rpc.security.tls import ClientTls
+from rpc.status import calling
+from rpc.tasks import merged, responses
+
+log = structlog.get_logger()
+
+
+class LoadingCalls:
+    """Calls to some schedulers, given by address with whether each is connected.
+
+    `NotFoundError` means that no scheduler has such a worker. A scheduler that is not connected may
+    be a standby, so it may be unreachable if another answers. All raise the schedulers' errors.
+    """
+
+    def __init__(self, tls: ClientTls | None = None) -> None:
+        self._tls = tls
+
+    async def unload(
+        self, targets: Mapping[str, bool], worker: str = ""
+    ) -> Sequence[loading_pb2.UnloadedWorker]:
+        """Unload the model of a worker, or of all if `worker` is empty."""
+        request = loading_pb2.UnloadRequest(worker=worker)
+
+        async def one(target: str) -> Sequence[loading_pb2.UnloadedWorker] | QuireError:
+            try:
+                async with open_channel(target, tls=self._tls) as channel:
+                    stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
+                    with calling():
+                        workers: Sequence[loading_pb2.UnloadedWorker] = (
+                            await stub.Unload(request)
+                        ).workers
+                    return workers
+            except QuireError as error:
+                return error
+
+        ends = await asyncio.gather(*map(one, targets))
+        tolerated: list[QuireError] = []
+        for (target, is_connected), end in zip(targets.items(), ends, strict=True):
+            if isinstance(end, QuireError):
+                _tolerate(target, end, tolerated, may_be_standby=not is_connected)
+        _check_answered(tolerated, len(targets))
+        return [worker for end in ends if not isinstance(end, QuireError) for worker in end]
+
+    async def load(
+        self, targets: Mapping[str, bool], worker: str = "", directory: str = ""
+    ) -> AsyncGenerator[loading_pb2.LoadResponse]:
+        """Load a model at a worker, or at all if `worker` is empty; yield the progress.
+
+        An empty `directory` is the model that the worker had.
+        """
+        request = loading_pb2.LoadRequest(worker=worker, directory=directory)
+        tolerated: list[QuireError] = []
+        loads = merged(
+            [
+                self._load_at(target, request, tolerated, may_be_standby=not is_connected)
+                for target, is_connected in targets.items()
+            ]
+        )
+        async with aclosing(loads):
+            async for progress in loads:
+                yield progress
+        _check_answered(tolerated, len(targets))
+
+    async def _load_at(
+        self,
+        target: str,
+        request: loading_pb2.LoadRequest,
+        tolerated: list[QuireError],
+        *,
+        may_be_standby: bool,
+    ) -> AsyncGenerator[loading_pb2.LoadResponse]:
+        try:
+            async with open_channel(target, tls=self._tls) as channel:
+                stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
+                async with aclosing(responses(stub.Load(request))) as loading:
+                    async for progress in loading:
+                        may_be_standby = False  # it answers, so its next error counts
+                        yield progress
+        except QuireError as error:
+            _tolerate(target, error, tolerated, may_be_standby=may_be_standby)
+
+    async def sum_of_loads(self, targets: Mapping[str, bool]) -> Load | None:
+        """Return what the schedulers that answer have to do; None: none answers."""
+
+        async def one(target: str) -> Load | None:
+            async with open_channel(target, tls=self._tls) as channel:
+                try:
+                    return await SchedulerCalls(channel).load()
+                except QuireError:
+                    return None
+
+        found = [load for load in await asyncio.gather(*map(one, targets)) if load is not None]
+        return sum_loads(found) if found else None
+
+
+def _tolerate(
+    target: str, error: QuireError, tolerated: list[QuireError], *, may_be_standby: bool
+) -> None:
+    """Append an error to `tolerated` if another scheduler's answer suffices; raise other errors."""
+    if not isinstance(error, NotFoundError):
+        if not (may_be_standby and isinstance(error, UnavailableError)):
+            raise error
+        log.warning("a scheduler was not reached", target=target, reason=str(error))
+    tolerated.append(error)
+
+
+def _check_answered(tolerated: Sequence[QuireError], num_asked: int) -> None:
+    """Raise an error if all schedulers failed; a `NotFoundError` if there is one."""
+    if tolerated and len(tolerated) == num_asked:
+        raise next((each for each in tolerated if isinstance(each, NotFoundError)), tolerated[0])

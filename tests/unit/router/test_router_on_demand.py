@@ -1,0 +1,211 @@
+"""Models that share a device: a router loads the one that is wanted in place of another."""
+
+import asyncio
+import contextlib
+import itertools
+
+import grpc
+import pytest
+from router_fake_scheduler import LENGTH, FakeScheduler
+
+from contract.errors import TooBusyError, UnavailableError
+from contract.request import GenerateRequest
+from contract.sampling import SamplingParams
+from quire.v1 import loading_pb2, loading_pb2_grpc
+from router.request.cells import Cells
+from router.request.entry import Entry
+from router.request.inference import Inference
+from router.request.on_demand import OnDemand
+from router.schedulers.link import LinkConfig
+from router.schedulers.pool import Schedulers
+from router.text.tokenizer import Tokenizers, load_tokenizer
+from rpc.health import Health
+from rpc.peers.discovery import Discovery
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Device:
+    """What is loaded on it, one model at a time, and what was loaded before."""
+
+    def __init__(self):
+        self.loaded = set()
+        self.history = []
+        self.broken = set()
+        """Models that cannot be loaded."""
+
+
+class FakeLoading(loading_pb2_grpc.LoadingServiceServicer):
+    def __init__(self, scheduler, device, name):
+        self.scheduler, self.device, self.name = scheduler, device, name
+
+    async def Unload(self, request, context):  # noqa: N802, ARG002
+        self.device.loaded.discard(self.name)
+        self.scheduler.load.num_workers, self.scheduler.load.num_unloaded_workers = 0, 1
+        await self.scheduler.send_unloaded(True)
+        return loading_pb2.UnloadResponse(workers=[loading_pb2.UnloadedWorker(worker="w")])
+
+    async def Load(self, request, context):  # noqa: N802, ARG002
+        assert not self.device.loaded, "another model has the device"
+        if self.name in self.device.broken:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "its files are broken")
+        self.device.loaded.add(self.name)
+        self.device.history.append(self.name)
+        self.scheduler.load.num_workers, self.scheduler.load.num_unloaded_workers = 1, 0
+        if self.scheduler.knows_model.is_set():
+            await self.scheduler.send_unloaded(False)
+        self.scheduler.knows_model.set()
+        yield loading_pb2.LoadResponse(worker="w", is_done=True)
+
+
+class Service:
+    def __init__(self, cells, schedulers, device):
+        self.cells, self.schedulers, self.device = cells, schedulers, device
+
+    def ask(self, name):
+        """Begin a request; returns its task."""
+        request = GenerateRequest(prompt=(5, 6), model=name, sampling=SamplingParams(max_tokens=2))
+        return asyncio.create_task(self.cells.generate(request))
+
+    async def answered(self, name):
+        """Make a request that its scheduler answers at once."""
+        asking = self.ask(name)
+        submit = await self.schedulers[name].submits.get()
+        assert self.device.loaded == {name}
+        await self.finish(name, submit)
+        async with await asking as live:
+            return [event async for event in live]
+
+    async def finish(self, name, submit):
+        key = submit.first_seq_key
+        await self.schedulers[name].step({key: [70]}, finished={key: LENGTH}, admitted={key: 0})
+
+
+@contextlib.asynccontextmanager
+async def serving(model_dir, folder, names, **options):
+    device = Device()
+    schedulers, made = {}, []
+    entry = Entry(options.pop("max_live_requests", 9))
+    for name in names:
+        scheduler = schedulers[name] = FakeScheduler(folder / name)
+        scheduler.loading = FakeLoading(scheduler, device, name)
+        scheduler.load.num_workers, scheduler.load.num_unloaded_workers = 0, 1
+        scheduler.knows_model.clear()
+        await scheduler.start()
+        tokenizers = Tokenizers(load_tokenizer(model_dir))
+        links = Schedulers(
+            Discovery([scheduler.target]),
+            LinkConfig(router_id="test", max_message_mb=4),
+            tokenizers=tokenizers,
+            health=Health(),
+        )
+        made.append(Inference(name, tokenizers, links, entry, tokenizer_threads=1))
+    on_demand = OnDemand(
+        made, **{"max_loaded": 1, "min_loaded_s": 0, "max_waiting": 9, "tick_s": 0.01, **options}
+    )
+    cells = Cells(made, entry, on_demand)
+    tasks = [asyncio.create_task(cell.schedulers.run()) for cell in made]
+    tasks.append(asyncio.create_task(on_demand.run()))
+    try:
+        yield Service(cells, schedulers, device)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
+        cells.close()
+        for scheduler in schedulers.values():
+            scheduler.knows_model.set()
+            await scheduler.stop()
+
+
+async def until(condition):
+    while not condition():  # noqa: ASYNC110 - several parts change it
+        await asyncio.sleep(0)
+
+
+async def test_the_first_model_is_loaded_without_a_request(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "ab") as service:
+        await until(lambda: service.cells.all[0].schedulers.is_loaded)
+        assert service.device.history == ["a"]
+        assert [each.id for each in service.cells.infos()] == ["a", "b"]
+
+
+async def test_a_request_loads_its_model_in_place_of_the_least_recently_used(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "abc", max_loaded=1) as service:
+        for name in "abcab":
+            assert await service.answered(name)
+        assert service.device.history == [*"abcab"]
+        assert await service.answered("b")
+        assert service.device.history == [*"abcab"]  # it is loaded
+
+
+async def test_running_requests_wait_for_their_model_and_are_not_lost(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "ab") as service:
+        running = service.ask("a")
+        submit = await service.schedulers["a"].submits.get()
+        assert await service.answered("b")  # though "a" is busy
+        await until(lambda: service.device.loaded == {"a"})  # its request wants it back
+        await service.finish("a", submit)
+        async with await running as live:
+            assert [event async for event in live]
+        assert service.device.history == [*"aba"]
+
+
+async def test_a_model_stays_for_a_time_however_much_another_is_wanted(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "ab", min_loaded_s=3600) as service:
+        await service.answered("a")
+        waiting = service.ask("b")
+        for _ in range(5):
+            await service.answered("a")
+        assert not waiting.done()
+        assert service.device.history == ["a"]
+        service.cells.on_demand._min_loaded_s = 0
+        await service.schedulers["b"].submits.get()
+        await (await waiting).aclose()
+
+
+async def test_what_cannot_be_loaded_is_told_and_others_go_on(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "ab") as service:
+        service.device.broken.add("b")
+        await service.answered("a")
+        with pytest.raises(UnavailableError, match="model 'b': its files are broken"):
+            await service.ask("b")
+        await service.answered("a")
+
+
+async def test_no_model_makes_room_for_one_whose_scheduler_is_away(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "ab") as service:
+        await service.answered("a")
+        await service.schedulers["b"].stop()
+        with pytest.raises(UnavailableError, match="not connected"):
+            await service.ask("b")
+        assert service.device.history == ["a"]
+        await service.schedulers["b"].start()
+
+
+async def test_few_calls_wait_and_none_after_a_drain(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "ab", min_loaded_s=3600, max_waiting=1) as service:
+        await service.answered("a")
+        waiting = service.ask("b")
+        await asyncio.sleep(0)
+        with pytest.raises(TooBusyError, match="1 requests wait for models"):
+            await service.ask("b")
+        draining = asyncio.create_task(service.cells.drain())
+        for asking in (waiting, service.ask("b")):
+            with pytest.raises(UnavailableError, match="draining"):
+                await asking
+        await draining
+
+
+async def test_a_client_that_leaves_wants_nothing(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "ab", min_loaded_s=3600) as service:
+        await service.answered("a")
+        waiting = service.ask("b")
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        service.cells.on_demand._min_loaded_s = 0
+        for _ in itertools.repeat(None, 20):
+            await service.answered("a")
+        assert service.device.history == ["a"]
