@@ -7,13 +7,17 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import structlog
 from aiohttp import ClientConnectionResetError, web
 from opentelemetry import context as otel_context
 
 from contract.errors import InvalidArgumentError
+from router.http.answers.sse import STARTED
 from router.http.errors import REQUEST_ID_HEADER, failure_response
 from router.http.strict_json import excerpt, json_bytes
 from rpc.observe import telemetry
+
+log = structlog.get_logger()
 
 _REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}")
 
@@ -39,11 +43,17 @@ def endpoint(handler: CallHandler) -> HttpHandler:
         try:
             if (header := request.headers.get(REQUEST_ID_HEADER)) is not None:
                 call_id.value = _check_request_id(header)
-            response = await handler(request, call_id)
+            response: web.StreamResponse = await handler(request, call_id)
         except ClientConnectionResetError:
             raise  # the client is gone
-        except Exception as error:  # noqa: BLE001 - the one place that answers for all of them
-            response = failure_response(error, path=request.path, request_id=call_id.value)
+        except Exception as error:
+            if STARTED not in request:
+                response = failure_response(error, path=request.path, request_id=call_id.value)
+            else:  # a second head would be read as a part of the body: cut the body off instead
+                log.exception("stream_failed", path=request.path, request_id=call_id.value)
+                if request.transport is not None:
+                    request.transport.close()
+                response = request[STARTED]
         finally:
             otel_context.detach(token)
         if not response.prepared:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from router.http.answers.answer import Call, whole_json
 from router.http.answers.objects import CollectedOutput, Json
 from router.http.errors import error_from_finished, error_from_validation, error_json
 from router.http.openai_responses.body import ResponseBody
-from router.http.openai_responses.call import ResponseCall, head_of, prepare, told
+from router.http.openai_responses.call import ResponseCall, head_of, prepare
 from router.http.openai_responses.events import OutputText
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
@@ -110,8 +110,8 @@ class BatchLines:
         call = await self._call(turn)
         if isinstance(call, ResponseCall):
             made = call.events(self.inference)
-            async for _ in told(_each(events), made, lambda: at):
-                pass
+            for event in events:
+                made.take(event, lambda: at)
             return made.response
         (request,) = call.requests
         model = self.inference.model.info(request.model)
@@ -198,8 +198,3 @@ def _deadline(turn: Turn) -> float:
 
 WINDOW_S: Final = 86400.0
 """OpenAI's `completion_window`, which is always "24h"."""
-
-
-async def _each(events: Sequence[Event]) -> AsyncIterator[Event]:
-    for event in events:
-        yield event

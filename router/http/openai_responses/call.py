@@ -1,10 +1,9 @@
 """One call of /v1/responses: its request, and the events that answer it."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from contract.errors import InvalidArgumentError
-from contract.outputs import Event, OutputDelta, OutputFinished, Usage
 from contract.request import GenerateRequest
 from router.http.answers.objects import Json
 from router.http.errors import error_with_json_names
@@ -134,21 +133,3 @@ async def _truncated(
         else:
             fewest = middle + 1
     return await without(max(0, fewest)).conversation().prepare(inference)
-
-
-async def told(
-    source: AsyncIterator[Event], events: ResponseEvents, now: Callable[[], float]
-) -> AsyncGenerator[list[Json], None]:
-    """Yield a response's events as its tokens come; raises what the source raises."""
-    yield events.begin()
-    finished: OutputFinished | None = None
-    async for event in source:
-        match event:
-            case OutputDelta():
-                if new := events.push(event):
-                    yield new
-            case OutputFinished():
-                finished = event
-            case Usage():
-                assert finished is not None, "the usage follows the end"
-                yield events.finish(finished, event, now())

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -15,7 +15,7 @@ from contract.request import GenerateRequest
 from router.access.tenancy import with_precedence
 from router.http.answers.objects import Json
 from router.http.openai_responses.body import ResponseBody
-from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored, told
+from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored
 from router.http.openai_responses.items import Item, parse_items, with_id
 from router.http.strict_json import excerpt, json_bytes
 from router.request.inference import Inference
@@ -51,8 +51,8 @@ class KeptResponses:
         """Return the response's JSON."""
         del status  # the events say it
         made = (await restored(self.inference, turn)).events(self.inference)
-        async for _ in told(_each(events), made, lambda: at):
-            pass
+        for event in events:
+            made.take(event, lambda: at)
         return json_bytes(made.response)
 
     def failure(self, turn: Turn, error: QuireError) -> bytes:
@@ -135,8 +135,8 @@ class KeptResponses:
         """Wait for a response's end, and return it."""
         made, seen = call.events(self.inference), Seen()
         async with aclosing(self.read(turn, seen)) as events:
-            async for _ in told(events, made, lambda: seen.ended_at or time.time()):
-                pass
+            async for event in events:
+                made.take(event, seen.end)
         return made.response
 
     async def shown(self, turn: Turn) -> Json:
@@ -167,11 +167,6 @@ def input_of(turn: Turn) -> list[dict[str, Any]]:
     """Return a response's input items, as they are listed."""
     items: list[dict[str, Any]] = from_json(turn.body)["input"]
     return items
-
-
-async def _each(events: Sequence[Event]) -> AsyncIterator[Event]:
-    for event in events:
-        yield event
 
 
 def _key(headers: Mapping[str, str]) -> str | None:

@@ -1,6 +1,5 @@
 """The routes of /v1/responses."""
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -8,20 +7,19 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
-import structlog
-from aiohttp import ClientConnectionResetError, web
+from aiohttp import web
 
 from contract.errors import InvalidArgumentError, QuireError, UnimplementedError
 from contract.outputs import Event, OutputFinished
 from router.access.tenancy import TENANT_KEY, with_precedence
 from router.http.answers.objects import Json
-from router.http.answers.sse import SseResponse
-from router.http.answers.streaming import STATUS_WITHIN_S, first_of, rest_of
+from router.http.answers.sse import SseResponse, named_events
+from router.http.answers.streaming import stream
 from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.errors import REQUEST_ID_HEADER, error_from_finished
 from router.http.openai_responses.body import ResponseBody
-from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored, told
+from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored
 from router.http.openai_responses.events import ResponseEvents
 from router.http.openai_responses.items import Item
 from router.http.openai_responses.kept import KIND, MAX_LISTED, KeptResponses, input_of
@@ -31,8 +29,6 @@ from router.request.live import LiveRequest
 from router.turns.running import Seen
 from router.turns.turn import Turn
 from router.turns.turns import Turns
-
-log = structlog.get_logger()
 
 _MAX_NUMBER_DIGITS = 9
 
@@ -101,7 +97,8 @@ def responses_routes(
 
     return [
         web.post("/v1/responses", endpoint(create_response)),
-        web.get("/v1/responses/{id}", endpoint(get_response)),
+        # A stream has no HEAD.
+        web.get("/v1/responses/{id}", endpoint(get_response), allow_head=False),
         web.delete("/v1/responses/{id}", endpoint(delete_response)),
         web.post("/v1/responses/{id}/cancel", endpoint(cancel_response)),
         web.get("/v1/responses/{id}/input_items", endpoint(list_input_items)),
@@ -179,13 +176,16 @@ async def _follow(
     starting_after: int = -1,
 ) -> web.StreamResponse:
     call = call or await restored(kept.inference, turn)
-    made = call.events(kept.inference)  # it may raise, which the status can still say
-    sse = SseResponse(http, {REQUEST_ID_HEADER: turn.id})
-    seen = Seen()
+    made, seen = call.events(kept.inference), Seen()  # it may raise, which the status can still say
     async with aclosing(kept.read(turn, seen)) as events:
-        await sse.start()
-        await send_events(sse, made, events, lambda: seen.ended_at or time.time(), starting_after)
-    return sse.response
+        return await _stream(
+            SseResponse(http, {REQUEST_ID_HEADER: turn.id}),
+            made,
+            events,
+            now=seen.end,
+            starting_after=starting_after,
+            is_accepted=True,
+        )
 
 
 async def _answer(
@@ -195,7 +195,8 @@ async def _answer(
     try:
         async with await inference.generate(call.planned) as live:
             if call.body.stream:
-                return await _stream(http, inference, call, live)
+                sse = SseResponse(http, {REQUEST_ID_HEADER: live.request_id})
+                return await _stream(sse, call.events(inference), live)
             return json_response(await _collected(inference, call, live))
     except InvalidArgumentError as error:
         raise call.named(error) from error
@@ -203,8 +204,8 @@ async def _answer(
 
 async def _collected(inference: Inference, call: ResponseCall, live: LiveRequest) -> Json:
     events = call.events(inference)
-    async for _ in told(_successful(live), events, time.time):
-        pass
+    async for event in _successful(live):
+        events.take(event, time.time)
     return events.response
 
 
@@ -216,43 +217,33 @@ async def _successful(live: LiveRequest) -> AsyncIterator[Event]:
 
 
 async def _stream(
-    http: web.Request, inference: Inference, call: ResponseCall, live: LiveRequest
-) -> web.StreamResponse:
-    made = call.events(inference)  # it may raise, which the status can still say
-    sse = SseResponse(http, {REQUEST_ID_HEADER: live.request_id})
-    async with first_of(live) as first:
-        # A refusal comes soon, and the status can say so.
-        await asyncio.wait([first], timeout=STATUS_WITHIN_S)
-        if first.done():
-            first.result()
-        await sse.start()
-        await send_events(sse, made, rest_of(first, live), time.time)
-    return sse.response
-
-
-async def send_events(
     sse: SseResponse,
-    events: ResponseEvents,
+    made: ResponseEvents,
     source: AsyncIterator[Event],
-    now: Callable[[], float],
+    *,
+    now: Callable[[], float] = time.time,
     starting_after: int = -1,
-) -> None:
-    """Send the events behind the one with a number, to the response's end."""
-    try:
-        with sse.heartbeats():
-            async with aclosing(told(source, events, now)) as stream:
-                async for new in stream:
-                    await _send(sse, new, starting_after)
-    except ClientConnectionResetError:
-        raise  # the client is gone
-    except QuireError as error:
-        await _send(sse, events.fail(error), starting_after)
-    except Exception:
-        log.exception("stream_failed", response_id=events.response["id"])
-        await _send(sse, events.fail(QuireError("internal error")), starting_after)
-    await sse.end()
+    is_accepted: bool = False,
+) -> web.StreamResponse:
+    """Stream a response's events behind the one with a number."""
 
+    def wanted(events: Sequence[Json]) -> list[Json]:
+        return [each for each in events if cast(int, each["sequence_number"]) > starting_after]
 
-async def _send(sse: SseResponse, events: Sequence[Json], starting_after: int) -> None:
-    if new := [event for event in events if cast(int, event["sequence_number"]) > starting_after]:
-        await sse.send_named(new)
+    begun = named_events(wanted(made.begin()))
+
+    async def send() -> None:
+        async for event in source:
+            await sse.send_named(wanted(made.take(event, now)))
+
+    async def fail(error: QuireError) -> None:
+        await sse.send_named(wanted(made.fail(error)))
+
+    return await stream(
+        sse,
+        send(),
+        fail,
+        request_id=str(made.response["id"]),
+        head=lambda: begun,
+        is_accepted=is_accepted,
+    )
