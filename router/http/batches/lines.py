@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 from pydantic import ValidationError
@@ -14,6 +14,7 @@ from contract.outputs import Event, OutputDelta, OutputFinished, Usage
 from contract.request import MAX_PRIORITY, GenerateRequest
 from router.http.answers.answer import Call, whole_json
 from router.http.answers.objects import CollectedOutput, Json
+from router.http.body import MAX_PARSED_AT_ONCE_BYTES
 from router.http.errors import error_from_finished, error_from_validation, error_json
 from router.http.openai_responses.body import ResponseBody
 from router.http.openai_responses.call import ResponseCall, head_of, prepare
@@ -24,6 +25,8 @@ from router.http.strict_json import Schema, json_bytes, parse_json
 from router.request.inference import Inference
 from router.request.stop_strings import StopMatcher
 from router.turns.turn import Turn, TurnStatus
+
+T = TypeVar("T")
 
 KIND: Final = "batch line"
 
@@ -37,6 +40,7 @@ _UNSUPPORTED: Final = (
     "stream",
     "background",
     "previous_response_id",
+    "store",
     "echo",
     "prompt_logprobs",
     "return_token_ids",
@@ -78,24 +82,18 @@ class BatchLines:
     ) -> bytes:
         """Return the line of the output file, or of the error file."""
         if status is TurnStatus.COMPLETED:
-            return line(turn, status_code=_OK, body=await self._answer(turn, events, at))
-        code, error = _failure(events)
-        return line(turn, status_code=code, body=error_json(error))
+            code, body = _OK, await self._answer(turn, events, at)
+        else:
+            code, error = _failure(events)
+            body = error_json(error)
+        return await _off_loop(turn, lambda turn: line(turn, status_code=code, body=body))
 
     def failure(self, turn: Turn, error: QuireError) -> bytes:
         """Return the line of the error file for an answer that cannot be made."""
         return line(turn, status_code=error.http_status, body=error_json(error))
 
     async def _call(self, turn: Turn) -> Call | ResponseCall:
-        asked = parse_line(turn.body)
-        schema = ENDPOINTS[asked["url"]]
-        for field in _UNSUPPORTED:
-            if asked["body"].get(field):
-                raise InvalidArgumentError(field, "is set; in a batch it must not be")
-        try:
-            body = schema.model_validate(asked["body"])
-        except ValidationError as error:
-            raise error_from_validation(error) from error
+        body = await _off_loop(turn, _body_of)
         if isinstance(body, ChatBody):
             return await chat_call(self.inference, body, turn.id)
         if isinstance(body, CompletionBody):
@@ -137,6 +135,25 @@ class BatchLines:
             StopMatcher(request.stop, include_in_output=request.include_stop_str_in_output),
             ends | frozenset(request.sampling.stop_token_ids),
         )
+
+
+async def _off_loop(turn: Turn, work: Callable[[Turn], T]) -> T:
+    """Return `work(turn)`, of a large line from a thread, since it parses the line."""
+    if len(turn.body) <= MAX_PARSED_AT_ONCE_BYTES:
+        return work(turn)
+    return await asyncio.to_thread(work, turn)
+
+
+def _body_of(turn: Turn) -> Schema:
+    """Return a line's request; raises InvalidArgumentError."""
+    asked = parse_line(turn.body)
+    for field in _UNSUPPORTED:
+        if asked["body"].get(field):
+            raise InvalidArgumentError(field, "is set; in a batch it must not be")
+    try:
+        return ENDPOINTS[asked["url"]].model_validate(asked["body"])
+    except ValidationError as error:
+        raise error_from_validation(error) from error
 
 
 def parse_line(text: bytes) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Responses that are kept: how each becomes a turn, and what is read of it later."""
 
+import asyncio
 import hashlib
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -34,6 +35,8 @@ class KeptResponses:
 
     inference: Inference
     turns: Turns
+    max_bytes: int
+    """Most of a conversation that is continued, as of one that is sent whole."""
 
     # --- TurnKind -------------------------------------------------------------------------------
 
@@ -108,22 +111,13 @@ class KeptResponses:
         """Return the items of the turns that a new one continues; raises NotFoundError."""
         if previous_id is None:
             return []
-        turns = await self.turns.store.conversation(tenant, previous_id)
+        turns = await self.turns.store.conversation(tenant, previous_id, self.max_bytes)
         if not turns:
             raise NotFoundError(
                 f"previous_response_id is {excerpt(previous_id)}; it, or a response before it, is"
                 " not kept or has been deleted"
             )
-        items: list[Item] = []
-        for turn in turns:
-            if turn.kind != KIND or turn.result is None:
-                raise InvalidArgumentError(
-                    "previous_response_id", f"names {turn.id}, which has not ended"
-                )
-            items += parse_items(input_of(turn))
-            if output := from_json(turn.result)["output"]:
-                items += parse_items(output)
-        return items
+        return await asyncio.to_thread(_items_of, turns)
 
     async def find(self, tenant: str, response_id: str) -> Turn:
         return await self.turns.find(tenant, response_id, KIND)
@@ -166,6 +160,19 @@ def unfinished(head: Json, status: str) -> Json:
 def input_of(turn: Turn) -> list[dict[str, Any]]:
     """Return a response's input items, as they are listed."""
     items: list[dict[str, Any]] = from_json(turn.body)["input"]
+    return items
+
+
+def _items_of(turns: Sequence[Turn]) -> list[Item]:
+    items: list[Item] = []
+    for turn in turns:
+        if turn.kind != KIND or turn.result is None:
+            raise InvalidArgumentError(
+                "previous_response_id", f"names {turn.id}, which has not ended"
+            )
+        items += parse_items(input_of(turn))
+        if output := from_json(turn.result)["output"]:
+            items += parse_items(output)
     return items
 
 

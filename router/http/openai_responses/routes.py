@@ -18,6 +18,7 @@ from router.http.answers.streaming import stream
 from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.errors import REQUEST_ID_HEADER, error_from_finished
+from router.http.listing import integer, page
 from router.http.openai_responses.body import ResponseBody
 from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored
 from router.http.openai_responses.events import ResponseEvents
@@ -30,14 +31,12 @@ from router.turns.running import Seen
 from router.turns.turn import Turn
 from router.turns.turns import Turns
 
-_MAX_NUMBER_DIGITS = 9
-
 
 def responses_routes(
     inference: Inference, bodies: BodyReader, turns: Turns | None
 ) -> list[web.RouteDef]:
     """Return the routes; without `turns` nothing is kept."""
-    kept = None if turns is None else KeptResponses(inference, turns)
+    kept = None if turns is None else KeptResponses(inference, turns, bodies.max_bytes)
     if turns is not None and kept is not None:
         turns.serve(KIND, kept)
 
@@ -66,7 +65,7 @@ def responses_routes(
         query = request.query
         if query.get("stream", "false").lower() != "true":
             return json_response(await kept_here().shown(found))
-        after = _number(query.get("starting_after"), "starting_after", least=-1)
+        after = integer(query, "starting_after", -1, least=-1, most=10**9)
         return await _follow(request, kept_here(), found, starting_after=after)
 
     async def cancel_response(request: web.Request, _: CallId) -> web.StreamResponse:
@@ -82,7 +81,8 @@ def responses_routes(
 
     async def list_input_items(request: web.Request, _: CallId) -> web.StreamResponse:
         """List the input items of a response, without those of earlier ones."""
-        return json_response(_page(input_of(await find(request)), request))
+        items = input_of(await find(request))[::-1]
+        return json_response(page(items, request.query, most=MAX_LISTED))
 
     def tenant_of(request: web.Request) -> str:
         return inference.tenant_of(request.headers.get(TENANT_KEY, ""))
@@ -115,40 +115,6 @@ def _check_without_store(body: ResponseBody) -> None:
             raise UnimplementedError(
                 f"{name} is {excerpt(value)}; this service keeps no responses (--turn-store)"
             )
-
-
-def _page(items: list[Json], request: web.Request) -> Json:
-    """Return a page of items as OpenAI lists them; the newest come first by default."""
-    query = request.query
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidArgumentError("order", f"is {excerpt(order)}; it must be asc or desc")
-    limit = _number(query.get("limit", "20"), "limit", least=1, most=MAX_LISTED)
-    listed = items if order == "asc" else items[::-1]
-    if (after := query.get("after")) is not None:
-        ids = [item["id"] for item in listed]
-        if after not in ids:
-            raise InvalidArgumentError("after", f"is {excerpt(after)}; no item has that id")
-        listed = listed[ids.index(after) + 1 :]
-    page = listed[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(listed) > limit,
-    }
-
-
-def _number(text: str | None, field: str, *, least: int, most: int = 10**9) -> int:
-    if text is None:
-        return least
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_NUMBER_DIGITS):
-        raise InvalidArgumentError(field, f"is {excerpt(text)}; it must be an integer")
-    if not least <= int(text) <= most:
-        raise InvalidArgumentError(field, f"is {text}; it must be in [{least}, {most}]")
-    return int(text)
 
 
 async def _answer_kept(

@@ -72,6 +72,18 @@ class FakeKvEvents(kv_pb2_grpc.KvEventServiceServicer):
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the scheduler has ended")
 
 
+class _Stream:
+    """A router's stream, to which one message is written at a time, as gRPC demands."""
+
+    def __init__(self, context):
+        self._context = context
+        self._lock = asyncio.Lock()
+
+    async def write(self, message):
+        async with self._lock:
+            await self._context.write(message)
+
+
 _EPOCHS = itertools.count(1)
 
 
@@ -136,26 +148,27 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self._server.stop(0)
 
     async def Connect(self, request_iterator, context):  # noqa: N802
-        beats = asyncio.create_task(self._beat(context))
+        stream = _Stream(context)
+        beats = asyncio.create_task(self._beat(stream))
         try:
-            await self._obey(request_iterator, context)
+            await self._obey(request_iterator, stream)
         finally:
             beats.cancel()
 
-    async def _beat(self, context):
+    async def _beat(self, stream):
         while True:
             await asyncio.sleep(BEAT_S)
             await self.lives.wait()
-            if self._stream is context:
-                await context.write(scheduler_pb2.ConnectResponse(step=scheduler_pb2.StepOutput()))
+            if self._stream is stream:
+                await stream.write(scheduler_pb2.ConnectResponse(step=scheduler_pb2.StepOutput()))
 
-    async def _obey(self, request_iterator, context):
+    async def _obey(self, request_iterator, stream):
         async for request in request_iterator:
             match request.WhichOneof("message"):
                 case "hello":
                     await self.knows_model.wait()
-                    await context.write(self._welcome())
-                    self._stream = context
+                    await stream.write(self._welcome())
+                    self._stream = stream
                     self.routers.put_nowait(request.hello.router_id)
                 case "submit":
                     self.submits.put_nowait(request.submit)
