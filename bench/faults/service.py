@@ -68,8 +68,12 @@ class ChaosService:
         has_standby: bool,
         worker_flags: Sequence[str],
         keeps_turns: bool,
+        script: Path | None,
     ) -> None:
-        """`directory` is for sockets, logs and turns; each device pool has `num_blocks`."""
+        """`directory` is for sockets, logs and turns; each device pool has `num_blocks`.
+
+        With `script`, simulated workers play it.
+        """
         self._directory = directory
         self._processes: dict[str, Process] = {}
         self._links: dict[str, Link] = {}
@@ -79,9 +83,12 @@ class ChaosService:
         workers = ["worker-0", "worker-1"]
         self._ports = iter(free_ports(len((*workers, *self._schedulers, *self.routers))))
         for worker in workers:
+            kind = ("gpu_worker", "--device=cpu", "--num-threads=1")
+            if script is not None:
+                kind = ("sim_worker", f"--script={script}", f"--worker-id={worker}")
             self._add(
-                *(worker, "gpu_worker", "--device=cpu", "--num-threads=1", f"--model={model}"),
-                *(f"--num-blocks={num_blocks}", "--max-num-batched-tokens=512", *worker_flags),
+                *(worker, *kind, f"--model={model}", f"--num-blocks={num_blocks}"),
+                *("--max-num-batched-tokens=512", *worker_flags),
             )
         for scheduler in self._schedulers:
             self._add(
@@ -250,6 +257,7 @@ async def chaos_service(
     has_standby: bool = False,
     worker_flags: Sequence[str] = ("--dtype=float32", "--host-kv-memory-gb=0.1"),
     keeps_turns: bool = False,
+    script: Path | None = None,
 ) -> AsyncIterator[ChaosService]:
     """Start the service and wait until it is ready; it ends with the block, or with us."""
     service = ChaosService(
@@ -259,6 +267,7 @@ async def chaos_service(
         has_standby=has_standby,
         worker_flags=worker_flags,
         keeps_turns=keeps_turns,
+        script=script,
     )
     try:
         await service.start()
