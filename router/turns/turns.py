@@ -391,7 +391,8 @@ class Turns:
         for turn in await self.store.claim(room, group_room):
             if turn.kind not in self._kinds or turn.id in self._running:
                 continue
-            running = RunningTurn(turn, await self.store.events(turn.id))
+            has_begun = turn.status is not TurnStatus.QUEUED
+            running = RunningTurn(turn, await self.store.events(turn.id) if has_begun else ())
             log.info("turn goes on", turn=turn.id, num_tokens=running.num_tokens)
             self._start(running, None)
 
