@@ -5,21 +5,21 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import structlog
 from aiohttp import ClientConnectionResetError, web
 from opentelemetry import context as otel_context
 
-from contract.errors import InvalidArgumentError
+from contract.errors import InvalidArgumentError, UnimplementedError
 from router.http.answers.sse import STARTED
-from router.http.errors import REQUEST_ID_HEADER, failure_response
+from router.http.errors import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, failure_response
 from router.http.strict_json import excerpt, json_bytes
 from rpc.observe import telemetry
 
 log = structlog.get_logger()
 
-_REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}")
+RESUMABLE_HEADER: Final = "X-Quire-Resumable"
 
 
 @dataclass(slots=True)
@@ -63,12 +63,30 @@ def endpoint(handler: CallHandler) -> HttpHandler:
     return handle
 
 
+def is_resumable(request: web.Request) -> bool:
+    """Whether a call's stream may be resumed by Last-Event-ID; raises InvalidArgumentError."""
+    text = request.headers.get(RESUMABLE_HEADER, "false").lower()
+    if text not in ("true", "false"):
+        raise InvalidArgumentError(
+            RESUMABLE_HEADER, f"is {excerpt(text)}; it must be true or false"
+        )
+    return text == "true"
+
+
+def check_not_resumable(request: web.Request) -> None:
+    """Refuse a call that asks for a stream to resume, where there is none."""
+    if is_resumable(request):
+        raise UnimplementedError(
+            f"{RESUMABLE_HEADER} is true; {request.path} has no streams that Last-Event-ID resumes"
+        )
+
+
 def json_response(value: object, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.Response(body=json_bytes(value), content_type="application/json", headers=headers)
 
 
 def _check_request_id(request_id: str) -> str:
-    if not _REQUEST_ID_PATTERN.fullmatch(request_id):
+    if not re.fullmatch(REQUEST_ID_PATTERN, request_id):
         raise InvalidArgumentError(
             REQUEST_ID_HEADER,
             f"is {excerpt(request_id)}; it must be 1 to 128 printable ASCII characters",

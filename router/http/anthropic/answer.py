@@ -11,10 +11,11 @@ from contract.request import GenerateRequest
 from router.http.answers.objects import Json
 from router.http.answers.sse import SseResponse, named_events
 from router.http.answers.streaming import stream
+from router.http.anthropic import errors as anthropic
 from router.http.anthropic.body import FIELD_TO_JSON, MessagesBody
 from router.http.anthropic.content import ContentEvents, collected, usage_json
-from router.http.anthropic.errors import REQUEST_ID_HEADER, error_json
-from router.http.errors import error_from_finished, error_with_json_names
+from router.http.anthropic.errors import error_json
+from router.http.errors import REQUEST_ID_HEADER, error_from_finished, error_with_json_names
 from router.http.requests.outputs import OutputPlan
 from router.http.strict_json import json_bytes
 from router.request.inference import Inference
@@ -101,12 +102,13 @@ async def _collect(call: MessageCall, live: LiveRequest) -> web.Response:
     return web.Response(
         body=json_bytes(message | call.end(content, finished, usage)),
         content_type="application/json",
-        headers={REQUEST_ID_HEADER: call.request_id},
+        headers={anthropic.REQUEST_ID_HEADER: call.request_id},
     )
 
 
 async def _stream(http: web.Request, call: MessageCall, live: LiveRequest) -> web.StreamResponse:
-    sse = SseResponse(http, {REQUEST_ID_HEADER: call.request_id}, _PING)
+    headers = dict.fromkeys((REQUEST_ID_HEADER, anthropic.REQUEST_ID_HEADER), call.request_id)
+    sse = SseResponse(http, headers, _PING)
 
     def head() -> bytes:
         return named_events([{"type": "message_start", "message": call.head(live)}]) + _PING

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import cast
 
+import structlog
 from aiohttp import web
 
 from contract.errors import InvalidArgumentError, QuireError, UnimplementedError
@@ -16,7 +17,7 @@ from router.http.answers.objects import Json
 from router.http.answers.sse import SseResponse, named_events
 from router.http.answers.streaming import stream
 from router.http.body import BodyReader
-from router.http.endpoint import CallId, endpoint, json_response
+from router.http.endpoint import CallId, check_not_resumable, endpoint, json_response
 from router.http.errors import REQUEST_ID_HEADER, error_from_finished
 from router.http.listing import integer, page
 from router.http.openai_responses.body import ResponseBody
@@ -30,6 +31,8 @@ from router.request.live import LiveRequest
 from router.turns.running import Seen
 from router.turns.turn import Turn
 from router.turns.turns import Turns
+
+log = structlog.get_logger()
 
 
 def responses_routes(
@@ -45,28 +48,31 @@ def responses_routes(
         body = await bodies.read(request, ResponseBody, generates=True)
         body.check()
         inference.check_room(body.model)  # before the template is rendered
-        call_id.value = f"resp_{uuid.uuid4().hex}"
+        response_id = f"resp_{uuid.uuid4().hex}"
+        _name(call_id, request, response_id)
         if kept is None:
             _check_without_store(body)
         elif body.store is not False:
-            return await _answer_kept(request, kept, body, call_id.value)
+            return await _answer_kept(request, kept, body, response_id, call_id)
+        check_not_resumable(request)
         model = inference.model.info(body.model).id
-        head = head_of(body, call_id.value, time.time(), model, store=False)
+        head = head_of(body, response_id, time.time(), model, store=False)
         earlier: Sequence[Item] = ()
         if kept is not None:
             earlier = await kept.earlier(tenant_of(request), body.previous_response_id)
         call = await prepare(inference, body, head, earlier)
         call = replace(call, request=with_precedence(call.request, request.headers))
-        return await _answer(request, inference, call)
+        return await _answer(request, inference, call, call_id)
 
-    async def get_response(request: web.Request, _: CallId) -> web.StreamResponse:
+    async def get_response(request: web.Request, call_id: CallId) -> web.StreamResponse:
         """Return a response that is kept, or stream it from an event on."""
         found = await find(request)
+        _name(call_id, request, found.id)
         query = request.query
         if query.get("stream", "false").lower() != "true":
             return json_response(await kept_here().shown(found))
         after = integer(query, "starting_after", -1, least=-1, most=10**9)
-        return await _follow(request, kept_here(), found, starting_after=after)
+        return await _follow(request, kept_here(), found, call_id, starting_after=after)
 
     async def cancel_response(request: web.Request, _: CallId) -> web.StreamResponse:
         """Cancel a response; one that has ended stays as it is."""
@@ -105,6 +111,14 @@ def responses_routes(
     ]
 
 
+def _name(call_id: CallId, http: web.Request, response_id: str) -> None:
+    """Let a call have the response's id, unless its client has named the call."""
+    if REQUEST_ID_HEADER not in http.headers:
+        call_id.value = response_id
+    else:
+        log.info("response of a call", response=response_id, request_id=call_id.value)
+
+
 def _check_without_store(body: ResponseBody) -> None:
     for name, value in (
         ("store", body.store or None),
@@ -118,25 +132,25 @@ def _check_without_store(body: ResponseBody) -> None:
 
 
 async def _answer_kept(
-    http: web.Request, kept: KeptResponses, body: ResponseBody, response_id: str
+    http: web.Request, kept: KeptResponses, body: ResponseBody, response_id: str, call_id: CallId
 ) -> web.StreamResponse:
     """Answer a call that is kept: it goes on without its client."""
     turn, call = await kept.accept(
         body, response_id, kept.inference.tenant_of(http.headers.get(TENANT_KEY, "")), http.headers
     )
+    if turn.id != response_id:  # an older one has its key
+        _name(call_id, http, turn.id)
     if body.stream:
-        return await _follow(http, kept, turn, call)
-    headers = {REQUEST_ID_HEADER: turn.id}
-    if body.background:
-        return json_response(await kept.shown(turn), headers)
-    response = await kept.whole(turn, call)
-    return json_response(response, headers)
+        return await _follow(http, kept, turn, call_id, call)
+    shown = await (kept.shown(turn) if body.background else kept.whole(turn, call))
+    return json_response(shown)
 
 
 async def _follow(
     http: web.Request,
     kept: KeptResponses,
     turn: Turn,
+    call_id: CallId,
     call: ResponseCall | None = None,
     *,
     starting_after: int = -1,
@@ -145,7 +159,7 @@ async def _follow(
     made, seen = call.events(kept.inference), Seen()  # it may raise, which the status can still say
     async with aclosing(kept.read(turn, seen)) as events:
         return await _stream(
-            SseResponse(http, {REQUEST_ID_HEADER: turn.id}),
+            SseResponse(http, {REQUEST_ID_HEADER: call_id.value}),
             made,
             events,
             now=seen.end,
@@ -155,13 +169,13 @@ async def _follow(
 
 
 async def _answer(
-    http: web.Request, inference: Inference, call: ResponseCall
+    http: web.Request, inference: Inference, call: ResponseCall, call_id: CallId
 ) -> web.StreamResponse:
     """Answer a call that is not kept: it ends with its client's connection."""
     try:
         async with await inference.generate(call.planned) as live:
             if call.body.stream:
-                sse = SseResponse(http, {REQUEST_ID_HEADER: live.request_id})
+                sse = SseResponse(http, {REQUEST_ID_HEADER: call_id.value})
                 return await _stream(sse, call.events(inference), live)
             return json_response(await _collected(inference, call, live))
     except InvalidArgumentError as error:
