@@ -82,7 +82,8 @@ class SseResponse:
         self._is_chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
         self._transport, self._drain = transport, writer.drain
         self._is_started.set()
-        self.put(head + self._early)
+        if begun := head + self._early:
+            self.put(begun)
 
     def has_room(self) -> bool:
         if self._transport is None:
@@ -100,8 +101,6 @@ class SseResponse:
 
     def put(self, event: bytes) -> None:
         """Send one event: its lines, and an empty one."""
-        if not event:
-            return  # an empty chunk would end the body
         self._is_silent = False
         if (transport := self._transport) is None:
             self._early += event
@@ -119,8 +118,9 @@ class SseResponse:
 
     async def send_named(self, events: Sequence[Mapping[str, object]]) -> None:
         """Send events that have their `type` as a name, too, in one write."""
-        self.put(named_events(events))
-        await self.wait_for_room()
+        if events:  # an empty chunk would end the body
+            self.put(named_events(events))
+            await self.wait_for_room()
 
     async def send_done(self) -> None:
         """Send the end of OpenAI's streams."""

@@ -16,6 +16,7 @@ from router_fake_scheduler import ERROR, LENGTH
 from contract.errors import UnavailableError
 from contract.outputs import FinishReason, OutputError, OutputFinished
 from quire.v1 import common_pb2
+from router.http.answers import streaming
 from router.http.answers.sse import SseResponse
 from router.http.api import routes
 from router.http.endpoint import endpoint
@@ -192,6 +193,18 @@ async def test_an_empty_event_does_not_end_a_stream():
         assert text == b'data: {"a":1}\n\n'
     finally:
         await runner.cleanup()
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+async def test_tokens_that_make_no_event_do_not_wait_for_the_status(
+    address, inference, monkeypatch, path
+):
+    """Such as the beginning of a call: the first event comes as soon as it is there."""
+    monkeypatch.setattr(streaming, "STATUS_WITHIN_S", 10**6)
+    inference.script = spell("")
+    body = CALLS[path] | {"stream": True}
+    ((status, _, _),) = await exchange(address, request("POST", path, body, Connection="close"))
+    assert status == 200
 
 
 # --- kept streams -------------------------------------------------------------------------------
