@@ -73,8 +73,8 @@ class SseResponse:
 
         From here on an error can only be an event.
         """
-        self._request[STARTED] = self.response
         writer = await self.response.prepare(self._request)
+        self._request[STARTED] = self.response
         transport = self._request.transport
         if writer is None or transport is None:
             raise ClientConnectionResetError("the client is gone")

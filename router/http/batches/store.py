@@ -170,6 +170,8 @@ class BatchStore:
         """Change a batch that has not ended."""
 
         def work(cursor: Cursor, _: Connection) -> None:
+            # This locks the row, so that no other change gets lost.
+            cursor.execute("UPDATE batches SET is_live = is_live WHERE id = ?", (batch.id,))
             now = _find(cursor, batch.tenant, batch.id)
             if now is not None and now.is_live:
                 cursor.execute(
@@ -185,9 +187,9 @@ class BatchStore:
         def work(cursor: Cursor, db: Connection) -> int:
             now = db.now(cursor)
             cursor.execute(
-                "UPDATE turns SET status = 'cancelled', ended_at = ? WHERE id IN (SELECT id"
+                "UPDATE turns SET status = 'cancelled', ended_at = ? WHERE id IN (SELECT id"  # noqa: S608 - constants
                 " FROM turns WHERE tenant = ? AND group_id = ? AND ended_at IS NULL"
-                " AND record IS NULL AND lease_until < ? LIMIT ?)",
+                f" AND record IS NULL AND lease_until < ? LIMIT ?{db.skips_locked})",
                 (now, batch.tenant, batch.id, now, SLICE),
             )
             return cursor.rowcount
@@ -212,10 +214,11 @@ class BatchStore:
     async def clear(self) -> None:
         """Delete the turns of batches that have ended."""
 
-        def work(cursor: Cursor, _: Connection) -> int:
+        def work(cursor: Cursor, db: Connection) -> int:
             cursor.execute(
-                "DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE group_id <> ''"
-                " AND group_id NOT IN (SELECT id FROM batches WHERE is_live = ?) LIMIT ?)",
+                "DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE group_id <> ''"  # noqa: S608 - constants
+                " AND group_id NOT IN (SELECT id FROM batches WHERE is_live = ?)"
+                f" LIMIT ?{db.skips_locked})",
                 (True, SLICE),
             )
             return cursor.rowcount

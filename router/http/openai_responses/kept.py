@@ -36,7 +36,7 @@ class KeptResponses:
     inference: Inference
     turns: Turns
     max_bytes: int
-    """Most of a conversation that is continued, as of one that is sent whole."""
+    """Most of a conversation that is continued."""
 
     # --- TurnKind -------------------------------------------------------------------------------
 

@@ -32,6 +32,9 @@ from router.turns.running import Seen
 from router.turns.turn import Turn
 from router.turns.turns import Turns
 
+_MAX_BODIES = 16
+"""Most of a conversation that is continued: each of its responses has instructions and tools."""
+
 log = structlog.get_logger()
 
 
@@ -39,7 +42,9 @@ def responses_routes(
     inference: Inference, bodies: BodyReader, turns: Turns | None
 ) -> list[web.RouteDef]:
     """Return the routes; without `turns` nothing is kept."""
-    kept = None if turns is None else KeptResponses(inference, turns, bodies.max_bytes)
+    kept = (
+        None if turns is None else KeptResponses(inference, turns, _MAX_BODIES * bodies.max_bytes)
+    )
     if turns is not None and kept is not None:
         turns.serve(KIND, kept)
 

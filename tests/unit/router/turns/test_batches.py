@@ -28,6 +28,17 @@ BODIES = {
 }
 
 
+BOTH = pytest.mark.parametrize("place", ["sqlite", "postgres"], indirect=True)
+
+
+@pytest.fixture
+def place(request, path):
+    """A file, or a database of PostgreSQL if the test says so."""
+    if getattr(request, "param", "sqlite") == "sqlite":
+        return str(path)
+    return request.getfixturevalue("postgres").new_database()
+
+
 @asynccontextmanager
 async def serving(router, store):
     """Serves the API over a store, as one start of a router does."""
@@ -140,6 +151,7 @@ async def test_a_batch_goes_on_at_the_next_start(router, new_store):
         assert (batch.status, batch.request_counts.completed) == ("completed", 2)
 
 
+@BOTH
 async def test_a_cancelled_batch_keeps_what_is_answered(router, new_store):
     async with serving(router, new_store()) as client:
         batch = await created(client, line("a"), line("b"))
@@ -185,6 +197,7 @@ async def test_a_file_can_be_deleted(router, new_store):
             await client.files.retrieve(file.id)
 
 
+@BOTH
 async def test_lines_become_turns_in_slices_and_go_on_where_a_router_died(
     router, new_store, monkeypatch
 ):
@@ -209,6 +222,7 @@ async def test_lines_become_turns_in_slices_and_go_on_where_a_router_died(
         assert batch.in_progress_at is not None
 
 
+@BOTH
 async def test_a_batch_that_has_ended_is_filled_no_more(router, new_store):
     store = new_store()
     async with serving(router, store) as client:
@@ -219,6 +233,7 @@ async def test_a_batch_that_has_ended_is_filled_no_more(router, new_store):
         assert await store.count_group("", batch.id) == {}
 
 
+@BOTH
 async def test_what_an_ended_batch_has_left_is_deleted_at_the_next_start(router, new_store):
     store = new_store()
     left = turn_of_line("batch_gone", "", 1, line("a").encode(), 0.0)
