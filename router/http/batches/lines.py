@@ -17,13 +17,11 @@ from router.http.answers.objects import CollectedOutput, Json
 from router.http.body import MAX_PARSED_AT_ONCE_BYTES
 from router.http.errors import error_from_finished, error_from_validation, error_json
 from router.http.openai_responses.body import ResponseBody
-from router.http.openai_responses.call import ResponseCall, head_of, prepare
-from router.http.openai_responses.events import OutputText
+from router.http.openai_responses.call import ResponseCall, head_of, output_text, prepare
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
 from router.http.strict_json import Schema, json_bytes, parse_json
 from router.request.inference import Inference
-from router.request.stop_strings import StopMatcher
 from router.turns.turn import Turn, TurnStatus
 
 T = TypeVar("T")
@@ -114,7 +112,7 @@ class BatchLines:
         (request,) = call.requests
         model = self.inference.model.info(request.model)
         outputs, usages = [CollectedOutput() for _ in range(call.n)], []
-        texts = [self._text_of(request) for _ in range(call.n)]
+        texts = [output_text(self.inference, request) for _ in range(call.n)]
         for event in events:
             match event:
                 case OutputDelta(output_index=index):  # tokens are kept, their text is not
@@ -126,15 +124,6 @@ class BatchLines:
                 case Usage():
                     usages.append(event)
         return whole_json(call, outputs, usages, created=int(turn.created_at), model=model.id)
-
-    def _text_of(self, request: GenerateRequest) -> OutputText:
-        text, model = self.inference.text, self.inference.model.info(request.model)
-        ends = frozenset() if request.sampling.ignore_eos else frozenset(model.eos_token_ids)
-        return OutputText(
-            text.detokenizer(skip_special_tokens=request.skip_special_tokens),
-            StopMatcher(request.stop, include_in_output=request.include_stop_str_in_output),
-            ends | frozenset(request.sampling.stop_token_ids),
-        )
 
 
 async def _off_loop(turn: Turn, work: Callable[[Turn], T]) -> T:

@@ -45,15 +45,9 @@ class ResponseCall:
 
     def events(self, inference: Inference) -> ResponseEvents:
         """Return what makes the response's events, from its first token on."""
-        request, model = self.planned, inference.model.info(self.request.model)
-        end_token_ids = frozenset() if self.body.ignore_eos else frozenset(model.eos_token_ids)
         return ResponseEvents(
             self.head,
-            OutputText(
-                inference.text.detokenizer(skip_special_tokens=request.skip_special_tokens),
-                StopMatcher(request.stop, include_in_output=False),
-                end_token_ids,
-            ),
+            output_text(inference, self.planned),
             None if self.plan.new_reader is None else self.plan.new_reader(),
             call_stop=self.plan.stop,
             token_text=inference.text.token_text,
@@ -61,6 +55,17 @@ class ResponseCall:
             has_logprobs=self.body.has_logprobs,
             seals_thinking=self.body.seals_thinking,
         )
+
+
+def output_text(inference: Inference, request: GenerateRequest) -> OutputText:
+    """Return what makes a text of an output's tokens again, as it was made when they came."""
+    sampling, model = request.sampling, inference.model.info(request.model)
+    ends = frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids)
+    return OutputText(
+        inference.text.detokenizer(skip_special_tokens=request.skip_special_tokens),
+        StopMatcher(request.stop, include_in_output=request.include_stop_str_in_output),
+        ends | frozenset(sampling.stop_token_ids),
+    )
 
 
 def head_of(
