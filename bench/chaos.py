@@ -4,6 +4,7 @@
     python bench/chaos.py --soak 3600 --every 15 --standby
     python bench/chaos.py --roles --kills 60
     python bench/chaos.py --turns 500
+    python bench/chaos.py --agent 40
 
 A service of two routers, a scheduler and two workers serves 64 streams of every kind, through
 clients that resume. Again and again a process is killed with SIGKILL, or stopped for some seconds,
@@ -27,11 +28,19 @@ not, and its text compared with what it was alone:
 - `turns_lost`: accepted, and not there or failed; `turns_doubled`: computed as two, or an event
   that came twice or was missing; `turns_contradicted`: with another text.
 
+With --agent, an agent works through so many turns with a tool, by /v1/responses and then by
+/v1/messages, on simulated workers that play its model's outputs. Every ten seconds router,
+scheduler or worker are killed in turn, and once all of them at the same time.
+`transcripts_that_differ` counts the APIs by which it said, called or was told anything else, byte
+for byte, than undisturbed.
+
 Ends with 1 if any of these is not as it should be.
 """
 
 import argparse
 import asyncio
+import hashlib
+import itertools
 import random
 import sys
 import tempfile
@@ -43,6 +52,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from faults.agent import Agent, write_model
 from faults.service import ChaosService, Fault, What, chaos_service
 from faults.streams import Stall, Streams, make_cases, stalls
 from faults.turns import TurnClient
@@ -57,6 +67,8 @@ _NUM_BLOCKS_CRAMPED = 320
 """Enough for the longest request, and for a third of the streams."""
 _MAX_RECOMPUTED = 3 * 15
 """Tokens of a stream when its scheduler is killed: at most three outputs, blocks of 16 slots."""
+_AGENT_SPEEDUP = 0.15
+"""An output of 100 tokens takes about 3 s: 40 turns last for some ten kills."""
 _IDLE_S = 60.0
 _NUM_LONGEST = 10
 _SAME_S = 0.5
@@ -251,6 +263,54 @@ async def run_turns(given: argparse.Namespace) -> Results:
     }
 
 
+async def run_agent(given: argparse.Namespace) -> Results:
+    """Let processes die while an agent works, and return whether that changed a byte."""
+    chance = random.Random(given.seed)
+    results: Results = {"kills": 0, "turns": 0, "breaks": 0, "transcripts_that_differ": 0}
+    speedup = _AGENT_SPEEDUP * (8 if given.quick else 1)
+    with tempfile.TemporaryDirectory(prefix="quire-chaos-") as name:
+        model, script = write_model(Path(name), given.agent)
+        async with chaos_service(
+            Path(name),
+            model,
+            _NUM_BLOCKS,
+            worker_flags=[f"--speedup={speedup}"],
+            keeps_turns=True,
+            script=script,
+        ) as service:
+            for api in ("responses", "messages"):
+                undisturbed = await Agent(service.urls, api, chance).run()
+                agent = Agent(service.urls, api, chance)
+                working = asyncio.create_task(agent.run())
+                names = itertools.cycle(
+                    ("router-0", "", "scheduler", "worker-0", "router-1", "scheduler", "worker-1")
+                )
+                for killed in names:
+                    await asyncio.wait([working], timeout=given.turn_kills_every)
+                    if working.done():
+                        break
+                    at = time.strftime("%H:%M:%S")
+                    print(f"  {api}, turn {agent.num_turns}, {at}: {killed or 'all'} killed")
+                    results["kills"] += 1
+                    if killed:
+                        await service.befall(Fault(What.KILLED, killed))
+                    else:
+                        await service.kill_all()
+                    await service.wait_until_ready()
+                results["turns"] += agent.num_turns
+                results["breaks"] += agent.num_breaks
+                transcript = await working
+                if transcript != undisturbed:
+                    results["transcripts_that_differ"] += 1
+                    print(f"  wrong: {api}: {transcript.decode()}\n for {undisturbed.decode()}")
+                digest = hashlib.sha256(transcript).hexdigest()[:16]
+                print(f"  {api}: {len(transcript)} bytes, sha256 {digest}", flush=True)
+                await service.wait_until_ready()
+            if given.logs is not None:
+                service.save_logs(given.logs)
+    return results
+
+
 def _parse() -> argparse.Namespace:
     parser = arguments(__doc__, quick="stops and silences of 3 s instead of 10, fewer references")
     add = parser.add_argument
@@ -260,7 +320,13 @@ def _parse() -> argparse.Namespace:
     add("--every", type=float, default=15.0, metavar="S", help="seconds between faults of --soak")
     kinds = [f"{kind} {what}" for kind in ("router", "scheduler", "worker") for what in What]
     add("--turns", type=int, metavar="N", help="instead of streams: so many kept responses")
-    add("--turn-kills-every", type=float, default=5.0, metavar="S", help="seconds between kills")
+    add("--agent", type=int, metavar="N", help="instead of streams: an agent's so many turns")
+    add(
+        "--turn-kills-every",
+        type=float,
+        metavar="S",
+        help="seconds between kills; default: 5 of --turns, 10 of --agent",
+    )
     add("--only", choices=kinds, action="append", default=[], help="faults of these kinds alone")
     add("--streams", type=int, default=64, help="live streams")
     add("--seed", type=int, default=0, help="seed of faults and requests")
@@ -274,9 +340,14 @@ def _parse() -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = _parse()
-    results = main(given, run_chaos if given.turns is None else run_turns)
+    if given.turn_kills_every is None:
+        given.turn_kills_every = 5.0 if given.agent is None else 10.0
+    measure = run_chaos if given.turns is None else run_turns
+    results = main(given, measure if given.agent is None else run_agent)
     for name, value in results.items():
         print(f"  {name:>32}  {value}")
+    if given.agent is not None:
+        sys.exit(bool(results["transcripts_that_differ"]))
     if given.turns is not None:
         sys.exit(any(value for name, value in results.items() if name.startswith("turns_")))
     must_be_zero = ("lost", "duplicated", "contradicted", "wrong_streams")

@@ -88,7 +88,11 @@ async def run_router(
     ui = Ui(cells) if settings.ui else None
     turns = _turns(settings, cells)
     batches = (
-        None if turns is None else Batches(cells, turns, settings.turn_retention_days * _DAY_S)
+        None
+        if turns is None
+        else Batches(
+            cells, turns, settings.turn_retention_days * _DAY_S, settings.max_body_mb * _MIB
+        )
     )
     open_paths = frozenset() if ui is None else ui.open_paths
     access = (

@@ -1,8 +1,10 @@
 """The process of simulated workers: constructs all their parts and runs them."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc.aio
 import structlog
@@ -15,6 +17,7 @@ from model_files.locate import find_model
 from rpc.grpc_server import make_grpc_server, start_grpc_server
 from rpc.health import Health
 from rpc.server import Addresses, serve
+from sim_worker.draw import Script
 from sim_worker.settings import SimWorkerSettings
 from sim_worker.steps import SimulatedSteps
 from sim_worker.time_model import TimeModel
@@ -154,10 +157,24 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
         time_model=time_model,
         speedup=settings.speedup,
         block_bytes=settings.block_bytes,
+        script=None if settings.script is None else _script(settings.script, vocabulary),
     )
     worker = WorkerService()
     worker.open(info, steps)
     return worker
+
+
+def _script(path: Path, vocabulary: Vocabulary) -> Script:
+    try:
+        outputs = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"script {path} cannot be read: {error}") from None
+    ids = range(vocabulary.vocab_size)
+    if not outputs or not all(each in ids for output in outputs for each in output):
+        raise ModelError(f"script {path} must have lists of token ids below {len(ids)}")
+    if not vocabulary.eos_token_ids:
+        raise ModelError("script is set; that needs --model or --eos-token-ids")
+    return Script(outputs, vocabulary.eos_token_ids)
 
 
 def _prefill_tokens_per_s(time_model: TimeModel) -> float:

@@ -3,6 +3,8 @@
 Symbols: `S` sequences.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -46,6 +48,24 @@ class TokenSource:
             chances = splitmix(seeds ^ _END_STREAM, positions)
             token_ids[may_end & (chances < self._end_below)] = self._eos_token_id
         return token_ids
+
+
+class Script:
+    """Plays outputs token by token: number N where the prompt has N end tokens.
+
+    So a chat template with an end token after each result of a tool plays an agent's model.
+    """
+
+    def __init__(self, outputs: Sequence[Sequence[int]], eos_token_ids: Sequence[int]) -> None:
+        """What comes after an output's last token is the first end token."""
+        self._outputs = outputs
+        self._eos_token_ids = eos_token_ids
+
+    def token(self, prompt: npt.NDArray[np.int32], num_outputs: int) -> int:
+        """Return the token after `num_outputs` others; behind the last output it begins again."""
+        number = np.isin(prompt, self._eos_token_ids).sum() % len(self._outputs)
+        output = self._outputs[number]
+        return output[num_outputs] if num_outputs < len(output) else self._eos_token_ids[0]
 
 
 def splitmix(seeds: Uint64Array, positions: Int64Array) -> Uint64Array:

@@ -86,6 +86,10 @@ class SimWorkerSettings(ProcessSettings):
     """Average number of tokens after which sequences end by an end token; unset: they run to their
     maximum length."""
 
+    script: Path | None = None
+    """A JSON file with lists of token ids, which requests get instead of random tokens: those of
+    list N if the prompt has N end tokens, and then an end token."""
+
     @field_validator("eos_token_ids", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:

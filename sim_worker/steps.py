@@ -20,7 +20,7 @@ from gpu_worker.step.rows import Rows, ScheduledRows
 from gpu_worker.step.spans import SequenceSpans
 from sim_worker.block_ledger import BlockLedger
 from sim_worker.disk_moves import DiskMoves
-from sim_worker.draw import TokenSource
+from sim_worker.draw import Script, TokenSource
 from sim_worker.tier_ledger import TierLedger
 from sim_worker.time_model import TimeModel
 
@@ -47,8 +47,10 @@ class SimulatedSteps:
         time_model: TimeModel,
         speedup: float,
         block_bytes: int = 0,
+        script: Script | None = None,
     ) -> None:
         """`block_bytes` may be 0 if there are no host and disk blocks."""
+        self._script = script
         self._limits = limits
         self._rows = Rows(limits)
         self._labels = BlockLabels(limits)
@@ -225,6 +227,10 @@ class SimulatedSteps:
         may_end = num_outputs >= self._sampling.min_tokens[rows]
         may_draw_eos = may_end & self._heeds_eos[rows]
         token_ids = self._tokens.draw(self._sampling.seed[rows], positions, may_draw_eos)
+        if self._script is not None:
+            for i, row in enumerate(rows.tolist()):
+                prompt = self._rows.token_ids[row, : self._rows.num_prompt[row]]
+                token_ids[i] = self._script.token(prompt, int(num_outputs[i]))
         stops = self._sampling.ends(rows, token_ids)
         for index in np.flatnonzero(stops & ~may_end).tolist():
             token_ids[index] = self._another(rows[index], token_ids[index])

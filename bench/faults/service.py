@@ -69,10 +69,12 @@ class ChaosService:
         worker_flags: Sequence[str],
         roles: Sequence[str],
         keeps_turns: bool,
+        script: Path | None,
     ) -> None:
         """`directory` is for sockets, logs and turns; each device pool has `num_blocks`.
 
         `roles` has one for each worker.
+        With `script`, simulated workers play it.
         """
         self._directory = directory
         self._processes: dict[str, Process] = {}
@@ -83,10 +85,12 @@ class ChaosService:
         workers = ["worker-0", "worker-1"]
         self._ports = iter(free_ports(len((*workers, *self._schedulers, *self.routers))))
         for worker, role in zip(workers, roles, strict=True):
+            kind = ("gpu_worker", "--device=cpu", "--num-threads=1", f"--role={role}")
+            if script is not None:
+                kind = ("sim_worker", f"--script={script}", f"--worker-id={worker}")
             self._add(
-                *(worker, "gpu_worker", "--device=cpu", "--num-threads=1", f"--model={model}"),
-                *(f"--num-blocks={num_blocks}", "--max-num-batched-tokens=512", f"--role={role}"),
-                *worker_flags,
+                *(worker, *kind, f"--model={model}", f"--num-blocks={num_blocks}"),
+                *("--max-num-batched-tokens=512", *worker_flags),
             )
         for scheduler in self._schedulers:
             self._add(
@@ -256,6 +260,7 @@ async def chaos_service(
     worker_flags: Sequence[str] = ("--dtype=float32", "--host-kv-memory-gb=0.1"),
     roles: Sequence[str] = ("both", "both"),
     keeps_turns: bool = False,
+    script: Path | None = None,
 ) -> AsyncIterator[ChaosService]:
     """Start the service and wait until it is ready; it ends with the block, or with us."""
     service = ChaosService(
@@ -266,6 +271,7 @@ async def chaos_service(
         worker_flags=worker_flags,
         roles=roles,
         keeps_turns=keeps_turns,
+        script=script,
     )
     try:
         await service.start()

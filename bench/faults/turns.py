@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-import httpx
 
 _ASK_AGAIN_S = 0.3
 _TIMEOUT_S = 300.0
@@ -41,7 +40,6 @@ class TurnClient:
     def __init__(self, urls: Sequence[str], chance: random.Random) -> None:
         self._urls = urls
         self._chance = chance
-        self._reader = httpx.AsyncClient(timeout=_READ_S)
         self._references: list[tuple[dict[str, Any], str]] = []
         self.verdict = TurnVerdict()
 
@@ -68,8 +66,7 @@ class TurnClient:
                 for _ in left:
                     await self._turn(session)
 
-        async with self._reader:
-            await asyncio.gather(*(ask() for _ in range(at_once)))
+        await asyncio.gather(*(ask() for _ in range(at_once)))
 
     async def _turn(self, session: aiohttp.ClientSession) -> None:
         body, expected = self._chance.choice(self._references)
@@ -82,7 +79,7 @@ class TurnClient:
             async with asyncio.timeout(_TIMEOUT_S):
                 accepted = await self._call(session, "POST", "", body, headers)
                 turn_id = accepted["id"]
-                streamed = await self._follow(turn_id) if is_stream else None
+                streamed = await self._follow(session, turn_id) if is_stream else None
                 whole = await self._ended(session, turn_id)
                 again = await self._call(session, "POST", "", body, headers)
         except (TimeoutError, LookupError) as error:
@@ -94,21 +91,19 @@ class TurnClient:
             if text is not None and text != expected:
                 verdict.contradicted.append(f"{turn_id}: {what} {text!r} for {expected!r}")
 
-    async def _follow(self, turn_id: str) -> str:
-        """Read a turn's stream, again after each break, behind the last event.
-
-        Not by aiohttp: its client, 3.14.5, sometimes never reads on in a stream that began before
-        the turn was taken up, and does not even notice that the router has died.
-        """
+    async def _follow(self, session: aiohttp.ClientSession, turn_id: str) -> str:
+        """Read a turn's stream, again after each break, behind the last event."""
         last, text = -1, ""
         while True:
             path = f"/{turn_id}?stream=true&starting_after={last}"
-            with contextlib.suppress(httpx.HTTPError):
-                async with self._reader.stream("GET", self._url(path)) as response:
-                    if response.status_code == httpx.codes.NOT_FOUND:
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with session.get(
+                    self._url(path), timeout=aiohttp.ClientTimeout(sock_read=_READ_S)
+                ) as response:
+                    if response.status == 404:
                         raise LookupError(turn_id)
-                    async for line in response.aiter_lines():
-                        if not line.startswith("data: {"):
+                    async for line in response.content:
+                        if not line.startswith(b"data: {"):
                             continue
                         event = json.loads(line[6:])
                         if (number := event["sequence_number"]) != last + 1:

@@ -126,8 +126,10 @@ class BatchSettings(RouterClientSettings):
 
     @model_validator(mode="after")
     def _there_is_one_service(self) -> Self:
-        if self.url and self.model:
-            raise ValueError("--model: a service is started; leave out --url")
+        given = {"--url": self.url, "--model": self.model, "--http-port": self.http_port}
+        names = [name for name, value in given.items() if value]
+        if len(names) > 1:
+            raise ValueError(f"{' and '.join(names)}: each names a service; give one")
         return self
 
 

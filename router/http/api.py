@@ -16,22 +16,19 @@ from router.http.batches.batches import Batches
 from router.http.batches.routes import FILES, batch_routes
 from router.http.body import BodyReader
 from router.http.embeddings import embedding_routes
-from router.http.endpoint import CallId, endpoint, json_response
+from router.http.endpoint import CallId, endpoint, is_resumable, json_response
 from router.http.errors import MethodNotAllowedError
 from router.http.lora import LoadAdapterBody, UnloadAdapterBody, load_adapter, unload_adapter
 from router.http.openai_responses.routes import responses_routes
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
 from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
-from router.http.strict_json import excerpt
 from router.operators.adapters_and_models import Operations
 from router.request.cells import Cells
 from router.turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", FILES))
 """Routes that change the service for all its users, and the one that web pages may call unasked."""
-
-_RESUMABLE_HEADER = "X-Quire-Resumable"
 
 
 def routes(
@@ -151,15 +148,11 @@ def routes(
 
 def _with_headers(call: Call, http: web.Request) -> Call:
     """Add what the headers say: priority, tenant, resumable, and where to resume."""
-    resumable = http.headers.get(_RESUMABLE_HEADER, "false").lower()
-    if resumable not in ("true", "false"):
-        raise InvalidArgumentError(
-            _RESUMABLE_HEADER, f"is {excerpt(resumable)}; it must be true or false"
-        )
+    resumable = is_resumable(http)
     call = replace(
         call,
         requests=[
-            replace(with_precedence(request, http.headers), resumable=resumable == "true")
+            replace(with_precedence(request, http.headers), resumable=resumable)
             for request in call.requests
         ],
     )

@@ -2,7 +2,7 @@
 
 import base64
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
 from aiohttp import web
@@ -16,6 +16,7 @@ from router.http.answers.objects import Json
 from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.requests.completions import Prompts, parse_prompts
+from router.http.requests.schema import RequestId
 from router.http.strict_json import Listed, Schema, at_most, json_bytes
 from router.request.cells import Cells
 from router.request.inference import Inference
@@ -65,7 +66,7 @@ def embedding_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
 
 class _Body(Schema):
     model: str = ""
-    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
+    request_id: RequestId | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     """vLLM's: cut an input after so many tokens; -1: as many as the model takes."""
     user: str = ""
@@ -117,8 +118,7 @@ async def _embeddings_response(
         dimensions=body.dimensions,
     )
     requests = body.requests(body.input, request_id, headers, special=body.add_special_tokens)
-    name = "input" if len(requests) == 1 else "input[{}]"
-    vectors = await make_vectors(inference, requests, pooling, name.format)
+    vectors = await make_vectors(inference, requests, pooling, _name("input", requests))
     encode = _as_base64 if body.encoding_format == "base64" else _as_numbers
     num_tokens = sum(vector.num_tokens for vector in vectors)
 
@@ -133,6 +133,11 @@ async def _embeddings_response(
 
     # In a thread, since a million numbers take longer than other calls should wait.
     return web.Response(body=await inference.text.run(answer), content_type="application/json")
+
+
+def _name(field: str, inputs: Sequence[object]) -> Callable[[int], str]:
+    """Return what names one of a field's inputs, of which there may be one, by its index."""
+    return (field if len(inputs) == 1 else field + "[{}]").format
 
 
 def _as_numbers(vector: Vector) -> list[float]:
@@ -170,7 +175,8 @@ async def _rerank(
         inference,
         body.requests((body.query,), f"{request_id}-query", headers),
         body.requests(texts, request_id, headers),
-        lambda i: f"documents[{i}]",
+        lambda _: "query",
+        "documents[{}]".format,
     )
     best = sorted(range(len(texts)), key=lambda i: -scores.values[i])[: body.top_n]
     return {
@@ -216,7 +222,8 @@ async def _score(
         inference,
         body.requests(tuple(body.text_1), f"{request_id}-1", headers),
         body.requests(tuple(body.text_2), request_id, headers),
-        lambda i: f"text_2[{i}]",
+        _name("text_1", body.text_1),
+        _name("text_2", body.text_2),
     )
     return {
         "id": f"score-{request_id}",

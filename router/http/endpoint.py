@@ -5,17 +5,21 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
+import structlog
 from aiohttp import ClientConnectionResetError, web
 from opentelemetry import context as otel_context
 
-from contract.errors import InvalidArgumentError
-from router.http.errors import REQUEST_ID_HEADER, failure_response
+from contract.errors import InvalidArgumentError, UnimplementedError
+from router.http.answers.sse import STARTED
+from router.http.errors import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, failure_response
 from router.http.strict_json import excerpt, json_bytes
 from rpc.observe import telemetry
 
-_REQUEST_ID_PATTERN = re.compile(r"[!-~]{1,128}")
+log = structlog.get_logger()
+
+RESUMABLE_HEADER: Final = "X-Quire-Resumable"
 
 
 @dataclass(slots=True)
@@ -39,11 +43,17 @@ def endpoint(handler: CallHandler) -> HttpHandler:
         try:
             if (header := request.headers.get(REQUEST_ID_HEADER)) is not None:
                 call_id.value = _check_request_id(header)
-            response = await handler(request, call_id)
+            response: web.StreamResponse = await handler(request, call_id)
         except ClientConnectionResetError:
             raise  # the client is gone
-        except Exception as error:  # noqa: BLE001 - the one place that answers for all of them
-            response = failure_response(error, path=request.path, request_id=call_id.value)
+        except Exception as error:
+            if STARTED not in request:
+                response = failure_response(error, path=request.path, request_id=call_id.value)
+            else:  # a second head would be read as a part of the body: cut the body off instead
+                log.exception("stream_failed", path=request.path, request_id=call_id.value)
+                if request.transport is not None:
+                    request.transport.close()
+                response = request[STARTED]
         finally:
             otel_context.detach(token)
         if not response.prepared:
@@ -53,12 +63,30 @@ def endpoint(handler: CallHandler) -> HttpHandler:
     return handle
 
 
+def is_resumable(request: web.Request) -> bool:
+    """Whether a call's stream may be resumed by Last-Event-ID; raises InvalidArgumentError."""
+    text = request.headers.get(RESUMABLE_HEADER, "false").lower()
+    if text not in ("true", "false"):
+        raise InvalidArgumentError(
+            RESUMABLE_HEADER, f"is {excerpt(text)}; it must be true or false"
+        )
+    return text == "true"
+
+
+def check_not_resumable(request: web.Request) -> None:
+    """Refuse a call that asks for a stream to resume, where there is none."""
+    if is_resumable(request):
+        raise UnimplementedError(
+            f"{RESUMABLE_HEADER} is true; {request.path} has no streams that Last-Event-ID resumes"
+        )
+
+
 def json_response(value: object, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.Response(body=json_bytes(value), content_type="application/json", headers=headers)
 
 
 def _check_request_id(request_id: str) -> str:
-    if not _REQUEST_ID_PATTERN.fullmatch(request_id):
+    if not re.fullmatch(REQUEST_ID_PATTERN, request_id):
         raise InvalidArgumentError(
             REQUEST_ID_HEADER,
             f"is {excerpt(request_id)}; it must be 1 to 128 printable ASCII characters",

@@ -28,6 +28,7 @@ from router.http.strict_json import excerpt, json_bytes
 log = structlog.get_logger()
 
 REQUEST_ID_HEADER = "X-Request-Id"
+REQUEST_ID_PATTERN = "[!-~]{1,128}"
 
 _STATUS_TO_TYPE = {
     401: "authentication_error",

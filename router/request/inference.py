@@ -150,6 +150,7 @@ class Inference:
             model,
             secrets.randbits(_SEED_BITS),
             cuts_max_tokens=request.cuts_max_tokens,
+            is_pair=request.pair is not None,
         )
         sampling = replace(sampling, structured=prepared.structured, adapter=model.adapter)
         if sampling.pooling is not None:

@@ -164,9 +164,10 @@ def complete_sampling(
     seed: int,
     *,
     cuts_max_tokens: bool = False,
+    is_pair: bool = False,
 ) -> SamplingParams:
     """Return the parameters with `seed` and `max_tokens` set."""
-    check_prompt_length(num_prompt_tokens, model)
+    check_prompt_length(num_prompt_tokens, model, "pair" if is_pair else "prompt")
     room = max(1, model.max_model_len - num_prompt_tokens)
     max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
     if max_tokens > room and cuts_max_tokens:
@@ -183,14 +184,14 @@ def complete_sampling(
     )
 
 
-def check_prompt_length(num_prompt_tokens: int, model: Model) -> None:
+def check_prompt_length(num_prompt_tokens: int, model: Model, field: str = "prompt") -> None:
     """Check that the prompt is not empty and leaves room for one token."""
     if num_prompt_tokens == 0:
-        raise InvalidArgumentError("prompt", "is empty; it must have at least 1 token")
+        raise InvalidArgumentError(field, "is empty; it must have at least 1 token")
     if num_prompt_tokens > model.max_prompt_len:
         less = ", one less than the model's context" if model.abilities.generates else ""
         raise ContextLengthError(
-            "prompt",
+            field,
             f"has {num_prompt_tokens} tokens; it must have at most {model.max_prompt_len}{less}",
         )
 

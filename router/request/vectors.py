@@ -67,12 +67,13 @@ async def make_vectors(
     requests: Sequence[GenerateRequest],
     pooling: Pooling,
     name: Callable[[int], str],
+    pair_name: Callable[[int], str] = str,
 ) -> list[Vector]:
     """Compute the vectors of some requests, whose `sampling` is not read.
 
     Some are live at a time. If the service is busy, the first refusal is the call's, as for a
     single request; once an input is accepted, the others wait. If one fails, the others are
-    cancelled. `name` names an input, by its index, in errors.
+    cancelled. `name` and `pair_name` name an input and its pair, by the index, in errors.
     """
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, pooling=pooling)
     vectors: list[Vector | None] = [None] * len(requests)
@@ -107,11 +108,11 @@ async def make_vectors(
             try:
                 vectors[index] = await make_one(index)
             except InvalidArgumentError as error:
-                if error.field.partition("[")[0] not in ("prompt", "pair"):
+                field, bracket, token = error.field.partition("[")
+                if field not in ("prompt", "pair"):
                     raise
-                raise InvalidArgumentError(
-                    error.field.replace("prompt", name(index), 1), error.problem
-                ) from error
+                shown = (name if field == "prompt" else pair_name)(index)
+                raise type(error)(shown + bracket + token, error.problem) from error
 
     tasks = [asyncio.create_task(work()) for _ in range(min(_MAX_AT_ONCE, len(requests)))]
     try:
@@ -135,25 +136,40 @@ async def score_pairs(
     inference: Inference,
     firsts: Sequence[GenerateRequest],
     seconds: Sequence[GenerateRequest],
-    name: Callable[[int], str],
+    first_name: Callable[[int], str],
+    second_name: Callable[[int], str],
 ) -> Scores:
     """Score each of `firsts`, or the only one, with the same place in `seconds`.
+
+    `first_name` and `second_name` name them in errors.
 
     A model with a classification head scores pairs: in (0, 1), by the logistic function. Of any
     other model the score is the cosine of the two vectors, in [-1, 1].
     """
     model = inference.model.info(seconds[0].model)
+    num_firsts = len(firsts)
     if Task.SCORE in model.abilities.tasks:
         pairs = [
             replace(one, pair=two.prompt, request_id=two.request_id)
             for one, two in zip(_repeated(firsts, len(seconds)), seconds, strict=True)
             if isinstance(two.prompt, str)
         ]
-        made = await make_vectors(inference, pairs, Pooling(PoolingKind.SCORE), name)
+        made = await make_vectors(
+            inference,
+            pairs,
+            Pooling(PoolingKind.SCORE),
+            lambda i: first_name(min(i, num_firsts - 1)),
+            second_name,
+        )
         return Scores([_logistic(float(each.values[0])) for each in made], _num_tokens(made))
     pooling = pooling_of(model, normalize=True)
-    made = await make_vectors(inference, [*firsts, *seconds], pooling, name)
-    ones, twos = made[: len(firsts)], made[len(firsts) :]
+    made = await make_vectors(
+        inference,
+        [*firsts, *seconds],
+        pooling,
+        lambda i: first_name(i) if i < num_firsts else second_name(i - num_firsts),
+    )
+    ones, twos = made[:num_firsts], made[num_firsts:]
     return Scores(
         [
             float(np.dot(one.values, two.values))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ class Seen:
     """By output."""
     ended_at: float | None = None
     """When the turn ended, once the reader has its end."""
+
+    def end(self) -> float:
+        """Return when the turn ended, or now."""
+        return self.ended_at or time.time()
 
     def new_of(self, events: Iterable[Event]) -> Iterator[Event]:
         """Yield what the reader lacks; from then on it has it."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from contract.codec.outputs import event_from_proto, event_to_proto
+from contract.errors import InvalidArgumentError
 from contract.outputs import Event
 from quire.v1 import inference_pb2
 from router.turns.database import Connection, Cursor, Database
@@ -18,7 +19,12 @@ LEASE_S: Final = 5.0
 _FIELDS: Final = tuple(field.name for field in fields(Turn))
 _COLUMNS: Final = ", ".join("group_id" if name == "group" else name for name in _FIELDS)
 _PLACES: Final = ", ".join("?" * (len(_FIELDS) + 2))
-_MAX_CHAIN: Final = 4096
+_OF_TURN: Final = ", ".join(
+    "NULL" if name == "record" else f"turns.{column}"
+    for name, column in zip(_FIELDS, _COLUMNS.split(", "), strict=True)
+)
+"""A turn's columns without what submits it, which has its whole prompt."""
+MAX_CHAIN: Final = 1024
 """Most turns of one conversation."""
 
 
@@ -41,8 +47,6 @@ class Batch:
 
     accepted: list[Turn] = field(default_factory=list)
     """Turns that this router computes from now on."""
-    queued: list[Turn] = field(default_factory=list)
-    """Turns that any router may start."""
     progress: list[Progress] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     """Turns that another router is to go on with."""
@@ -90,8 +94,6 @@ class TurnStore:
             for turn in batch.accepted
             if insert_turn(cursor, turn, self._owner, lease_until)
         }
-        for turn in batch.queued:
-            insert_turn(cursor, turn, "", 0.0)
         for progress in batch.progress:
             if progress.turn_id in own:
                 _write_progress(cursor, progress)
@@ -168,26 +170,41 @@ class TurnStore:
 
         return await self.database.run(work)
 
-    async def conversation(self, tenant: str, turn_id: str) -> Sequence[Turn]:
-        """Return a turn and those that it continues, oldest first.
+    async def conversation(self, tenant: str, turn_id: str, max_bytes: int) -> Sequence[Turn]:
+        """Return a turn and those that it continues, oldest first, without their records.
 
-        Empty if one is missing, or if there are too many.
+        Empty if one is missing; raises InvalidArgumentError if they are too many or too large.
         """
+        chain = (
+            "WITH RECURSIVE chain (id, previous_id, depth) AS ("
+            " SELECT id, previous_id, 1 FROM turns WHERE tenant = ? AND id = ?"
+            " UNION ALL SELECT turns.id, turns.previous_id, depth + 1"
+            " FROM turns JOIN chain ON turns.id = chain.previous_id"
+            " WHERE turns.tenant = ? AND depth <= ?)"
+        )
+        of_chain = "FROM chain JOIN turns ON turns.id = chain.id"
+        asked = (tenant, turn_id, tenant, MAX_CHAIN)
 
         def work(cursor: Cursor, _: Connection) -> list[Turn]:
-            turns: list[Turn] = []
-            wanted: str | None = turn_id
-            while wanted is not None and len(turns) < _MAX_CHAIN:
-                cursor.execute(
-                    f"SELECT {_COLUMNS} FROM turns WHERE tenant = ? AND id = ?",  # noqa: S608 - constants
-                    (tenant, wanted),
-                )
-                row = cursor.fetchone()
-                if row is None:
-                    return []
-                turns.append(_turn(row))
-                wanted = turns[-1].previous_id
-            return turns[::-1] if wanted is None else []
+            cursor.execute(
+                f"{chain} SELECT count(*), sum(length(body) + coalesce(length(result), 0))"
+                f" {of_chain}",
+                asked,
+            )
+            num, num_bytes = cursor.fetchone()
+            for what, value, most in (
+                ("turns", num, MAX_CHAIN),
+                ("bytes", num_bytes or 0, max_bytes),
+            ):
+                if value > most:
+                    raise InvalidArgumentError(
+                        "previous_response_id",
+                        f"continues a conversation of {value} {what} or more; it must have at most"
+                        f" {most}",
+                    )
+            cursor.execute(f"{chain} SELECT {_OF_TURN} {of_chain} ORDER BY depth DESC", asked)
+            turns = [_turn(row) for row in cursor.fetchall()]
+            return turns if turns and turns[0].previous_id is None else []
 
         return await self.database.run(work)
 
@@ -262,10 +279,10 @@ class TurnStore:
 
 
 def insert_turn(cursor: Cursor, turn: Turn, owner: str, lease_until: float) -> bool:
-    """Insert a turn; whether its key was free."""
+    """Insert a turn; whether its key and its id were free."""
     cursor.execute(
         f"INSERT INTO turns ({_COLUMNS}, owner, lease_until) VALUES ({_PLACES})"  # noqa: S608 - constants
-        " ON CONFLICT (tenant, idempotency_key) DO NOTHING",
+        " ON CONFLICT DO NOTHING",
         (*_values(turn), owner, lease_until),
     )
     return cursor.rowcount > 0

@@ -86,7 +86,6 @@ class Turns:
         self._kinds: dict[str, TurnKind] = {}
         self._running: dict[str, RunningTurn] = {}
         self._accepted: list[tuple[Turn, asyncio.Future[bool]]] = []
-        self._queued: list[tuple[Turn, asyncio.Future[bool]]] = []
         self._released: set[str] = set()
         self._is_urgent = asyncio.Event()
         self._is_draining = False
@@ -126,7 +125,7 @@ class Turns:
             priority=request.priority,
         )
         try:
-            if await self._keep(self._accepted, turn):
+            if await self._keep(turn):
                 self._start(RunningTurn(turn), live)
                 return turn
         except BaseException:
@@ -138,13 +137,9 @@ class Turns:
             raise StoreError("the turn was deleted while it was accepted")
         return known
 
-    async def enqueue(self, turns: Sequence[Turn]) -> None:
-        """Keep turns that some router starts when there is room; raises StoreError."""
-        await asyncio.gather(*(self._keep(self._queued, turn) for turn in turns))
-
-    async def _keep(self, waiting: list[tuple[Turn, asyncio.Future[bool]]], turn: Turn) -> bool:
+    async def _keep(self, turn: Turn) -> bool:
         kept: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        waiting.append((turn, kept))
+        self._accepted.append((turn, kept))
         self._is_urgent.set()
         return await kept
 
@@ -344,24 +339,22 @@ class Turns:
 
     async def _write(self, *, has_tokens: bool) -> None:
         accepted, self._accepted = self._accepted, []
-        queued, self._queued = self._queued, []
         written = {
             running: running.progress()
             for running in self._running.values()
             if has_tokens or running.needs_writing
         }
-        if not (accepted or queued or written):
+        if not (accepted or written):
             return
         batch = Batch(
             [turn for turn, _ in accepted],
-            [turn for turn, _ in queued],
             [progress for progress, _ in written.values()],
             released=list(self._released),
         )
         try:
             own = await self.store.write(batch)
         except StoreError as error:
-            for _, kept in [*accepted, *queued]:
+            for _, kept in accepted:
                 if not kept.done():
                     kept.set_exception(error)
             for running, (progress, _) in written.items():
@@ -372,9 +365,6 @@ class Turns:
         for turn, kept in accepted:
             if not kept.done():
                 kept.set_result(turn.id in own)
-        for _, kept in queued:
-            if not kept.done():
-                kept.set_result(True)
         for running, (progress, seen) in written.items():
             if running.turn.id not in own:
                 self._lose(running)
@@ -410,7 +400,8 @@ class Turns:
         for turn in await self.store.claim(room, group_room, self._models_for(cell)):
             if turn.kind not in self._kinds or turn.id in self._running:
                 continue
-            running = RunningTurn(turn, await self.store.events(turn.id))
+            has_begun = turn.status is not TurnStatus.QUEUED
+            running = RunningTurn(turn, await self.store.events(turn.id) if has_begun else ())
             log.info("turn goes on", turn=turn.id, num_tokens=running.num_tokens)
             self._start(running, None)
 

@@ -73,6 +73,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         prompt = GenerateRequest(
             prompt=tuple(request.tokenized.input_ids), deadline=deadline_of(context)
         )
+        prompt = with_precedence(prompt, metadata_of(context))
         (vector,) = await make_vectors(
             self._cell, [prompt], pooling_of(model), lambda _: "tokenized.input_ids"
         )

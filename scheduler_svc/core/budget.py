@@ -18,6 +18,12 @@ _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
 not measured: half when no sequence may start, a quarter when fewer must run."""
 
 
+_BACKGROUND_SHARE = 8
+"""Beside other requests, those of the lowest priority get this fraction, 1 / 8, of the prompt
+tokens that a step may have. Derived: prompts may make a step 1.4 times as long
+(--max-decode-slowdown), batches hardly longer than 1.05 times."""
+
+
 class TokenBudget:
     """The tokens that the step being planned may still compute."""
 
@@ -30,6 +36,8 @@ class TokenBudget:
         """Tokens of any kind left in this step."""
         self.num_prompt_tokens = 0
         """Prompt tokens left in this step; at most `num_tokens`."""
+        self.num_background_tokens = 0
+        """Prompt tokens left in this step for requests of the lowest priority."""
         self.long_prefills: list[Sequence] = []
         """Long sequences that got at most half of the tokens left in this step. They get a second
         grant from what the others do not use."""
@@ -40,12 +48,18 @@ class TokenBudget:
         self._max_long_prefills = config.max_long_prefills
 
     def begin_step(
-        self, num_decodes: int, max_paced_tokens: int | None, max_prompt_tokens: int | None
+        self,
+        num_decodes: int,
+        max_paced_tokens: int | None,
+        max_prompt_tokens: int | None,
+        *,
+        has_foreground: bool = True,
     ) -> None:
         """Start a step in which `num_decodes` sequences decode.
 
         Args:
             num_decodes: Sequences that compute one token each.
+            has_foreground: Whether a live request has more than the lowest priority.
             max_paced_tokens: The pacer's bound on prompt tokens in a step with decodes, which
                 prompts delay; None: no bound.
             max_prompt_tokens: The pacer's bound on prompt tokens in any step; None: no bound.
@@ -61,6 +75,9 @@ class TokenBudget:
         if self._takes_whole_prompts:  # the longest must fit some step
             most = max(most, min(left, self._longest_prompt))
         self.num_tokens, self.num_prompt_tokens = left, most
+        self.num_background_tokens = most
+        if num_decodes and has_foreground and not self._takes_whole_prompts:
+            self.num_background_tokens = -(-most // _BACKGROUND_SHARE)
         self.long_prefills = []
 
     def grant(self, seq: Sequence, num_in_step: int) -> int:
@@ -81,6 +98,9 @@ class TokenBudget:
         if is_prompt and self.is_long(num_left) and seq not in self.long_prefills:
             self.long_prefills.append(seq)
             room = -(-room // 2)
+        is_background = is_prompt and seq.request.is_background
+        if is_background:
+            room = min(room, self.num_background_tokens)
         if self._max_chunk is not None:
             room = min(room, self._max_chunk - num_in_step)
         granted = min(num_left, room)
@@ -89,11 +109,18 @@ class TokenBudget:
         self.num_tokens -= granted
         paid = granted if is_prompt else 0
         self.num_prompt_tokens = min(self.num_prompt_tokens - paid, self.num_tokens)
+        self.num_background_tokens -= paid if is_background else 0
         return granted
 
-    def has_room(self, num_tokens: int) -> bool:
+    def prompt_room(self, seq: Sequence) -> int:
+        """Return the prompt tokens left in this step for a sequence."""
+        if seq.request.is_background:
+            return min(self.num_prompt_tokens, self.num_background_tokens)
+        return self.num_prompt_tokens
+
+    def has_room(self, seq: Sequence, num_tokens: int) -> bool:
         """Whether the step can begin to compute a prompt with `num_tokens` left."""
-        return self.num_prompt_tokens >= (num_tokens if self._takes_whole_prompts else 1)
+        return self.prompt_room(seq) >= (num_tokens if self._takes_whole_prompts else 1)
 
     def is_long(self, num_tokens: int) -> bool:
         """Whether a sequence with `num_tokens` known tokens left to compute counts as long."""

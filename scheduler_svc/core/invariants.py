@@ -86,6 +86,11 @@ def check(core: Scheduler) -> None:
         and len(siblings) == core.live.num_siblings,
         "a sibling has no leader, or two leaders",
     )
+    outputs = {each for seq in live for each in seq.outputs}
+    _expect(
+        core.live.num_foreground == sum(not each.request.is_background for each in outputs),
+        "the outputs above the lowest priority are miscounted",
+    )
     groups = {id(seq.group): seq.group for seq in live if seq.group is not None}.values()
     _expect(
         rows.num_reserved

@@ -28,6 +28,8 @@ class LiveSequences:
         self._num_created = 0
         self.num_siblings = 0
         """Sequences that wait for their leader."""
+        self.num_foreground = 0
+        """Outputs of requests that have more than the lowest priority."""
         self._admitted: list[Admitted] = []  # not reported to the sources yet
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -50,8 +52,7 @@ class LiveSequences:
             for index in range(request.n)
             if not (request.outputs and request.outputs[index].finished)
         ]
-        by_key = self._by_source.setdefault(request.source, {})
-        by_key.update((seq.seq_key, seq) for seq in seqs)
+        self._file(request, seqs)
         if request.outputs:
             return seqs
         leader, *siblings = seqs
@@ -106,6 +107,7 @@ class LiveSequences:
         seq.set_status(SeqStatus.FINISHED)
         by_key = self._by_source[seq.request.source]
         del by_key[seq.seq_key]
+        self.num_foreground -= not seq.request.is_background
         if not by_key:
             del self._by_source[seq.request.source]
         if not seq.siblings:
@@ -139,9 +141,14 @@ class LiveSequences:
         for seq in seqs[1:]:
             seq.set_status(SeqStatus.SPARE)
             seq.num_charged_tokens = len(bare.prompt_token_ids)  # the leader is charged for it
-        by_key = self._by_source.setdefault(request.source, {})
-        by_key.update((seq.seq_key, seq) for seq in group.outputs)
+        self._file(request, group.outputs)
         return group.leader
+
+    def _file(self, request: Request, seqs: Iterable[Sequence]) -> None:
+        by_key = self._by_source.setdefault(request.source, {})
+        for seq in seqs:
+            by_key[seq.seq_key] = seq
+            self.num_foreground += not request.is_background
 
     def _create(self, request: Request, index: int, rank: Rank, now: float) -> Sequence:
         self._num_created += 1

@@ -447,7 +447,10 @@ class Scheduler:
             return None
         num_decodes = self.running.num_decoding
         builder, budget = PlanBuilder(step, now, num_decodes), self.budget
-        budget.begin_step(num_decodes, max_paced_tokens, max_prompt_tokens)
+        has_foreground = self.live.num_foreground > 0
+        budget.begin_step(
+            num_decodes, max_paced_tokens, max_prompt_tokens, has_foreground=has_foreground
+        )
         self.running.grow_tables(builder)
         self.beams.advance(builder)
         for seq in self.running.prefilling:
@@ -506,7 +509,7 @@ class Scheduler:
         while self.budget.num_tokens and self.rows.num_free:
             if (seq := self.queue.first(may_be_long=may_be_long)) is None:
                 return
-            if not self.budget.num_prompt_tokens and seq.status is not SeqStatus.SWAPPED:
+            if not self.budget.prompt_room(seq) and seq.status is not SeqStatus.SWAPPED:
                 return  # the sequence would hold blocks without computing
             num_tokens = len(seq.token_ids)
             has_room = self._has_room(self.groups.num_needed(num_tokens))
@@ -517,7 +520,7 @@ class Scheduler:
                     return
             found = self.lookup.find(seq)
             num_left = num_tokens - found.num_tokens
-            if not self.budget.has_room(num_left):
+            if not self.budget.has_room(seq, num_left):
                 return
             if not self.budget.may_start(num_left, self.running.prefilling):
                 may_be_long = False

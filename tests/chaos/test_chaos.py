@@ -41,6 +41,14 @@ def test_no_token_is_lost_repeated_or_changed_whatever_is_killed(
     assert numbers["tokens"] > 0
 
 
+def test_an_agent_says_and_calls_the_same_whatever_is_killed(tmp_path: Path):
+    flags = ["--quick", "--agent=8", "--turn-kills-every=0.7"]
+    code, output, numbers = run("chaos.py", *flags, report=tmp_path / "agent.json")
+    assert code == 0, output
+    assert numbers["kills"] >= 4, output  # of each API a router's, and all at once
+    assert numbers["turns"] == 2 * 8
+
+
 @pytest.mark.parametrize("kv_format", ["bfloat16", "bfloat16+int8", "bfloat16+fp8"])
 def test_streams_are_exact_in_each_kv_format(kv_format: str, tmp_path: Path):
     flags = [f"--formats={kv_format}", "--streams=100", "--cases=12", "--every=3"]

@@ -76,7 +76,7 @@ def submit(machine: SchedulerMachine, draw: Random, *, is_crowd: bool) -> None:
         n=draw.choice([1, 1, 1, 2, 3]),
         max_tokens=draw.randint(6 if is_crowd else 1, 10),
         salt=draw.choice(["", "", "", "other"]),
-        priority=draw.randint(-2, 2),
+        priority=draw.choice([-100, -1, 0, 1, 2]),
         tenant=draw.choice(["", "other"]),
         patience=draw.choice([None, None, 20]),
         pin_s=draw.choice([None, None, None, 3, 30]),

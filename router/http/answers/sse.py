@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from aiohttp import ClientConnectionResetError, web
 
 from router.http.strict_json import json_bytes
 
+STARTED: Final = web.RequestKey("started", web.StreamResponse)
+"""The key of a request's response once its head is sent; then there can be no other."""
 _HEARTBEAT_S = 1.0
 _MOST_UNSENT_BYTES = 64 * 1024
 """More would only hide from the request that its client is slow."""
@@ -65,12 +68,13 @@ class SseResponse:
                 self.put(self._heartbeat)
         self._is_silent = True
 
-    async def start(self) -> None:
-        """Send status 200, the headers and the events that have come.
+    async def start(self, head: bytes = b"") -> None:
+        """Send status 200, the headers, `head`, and the events that have come.
 
         From here on an error can only be an event.
         """
         writer = await self.response.prepare(self._request)
+        self._request[STARTED] = self.response
         transport = self._request.transport
         if writer is None or transport is None:
             raise ClientConnectionResetError("the client is gone")
@@ -78,8 +82,8 @@ class SseResponse:
         self._is_chunked = self.response.headers.get("Transfer-Encoding") == "chunked"
         self._transport, self._drain = transport, writer.drain
         self._is_started.set()
-        if self._early:
-            self.put(self._early)
+        if begun := head + self._early:
+            self.put(begun)
 
     def has_room(self) -> bool:
         if self._transport is None:
@@ -114,11 +118,9 @@ class SseResponse:
 
     async def send_named(self, events: Sequence[Mapping[str, object]]) -> None:
         """Send events that have their `type` as a name, too, in one write."""
-        lines = (
-            b"event: %b\n%b" % (str(event["type"]).encode(), sse_event(event)) for event in events
-        )
-        self.put(b"".join(lines))
-        await self.wait_for_room()
+        if events:  # an empty chunk would end the body
+            self.put(named_events(events))
+            await self.wait_for_room()
 
     async def send_done(self) -> None:
         """Send the end of OpenAI's streams."""
@@ -131,3 +133,10 @@ class SseResponse:
 def sse_event(value: object) -> bytes:
     """Return the event of a value; it may follow lines with its id and its name."""
     return b"data: %b\n\n" % json_bytes(value)
+
+
+def named_events(events: Sequence[Mapping[str, object]]) -> bytes:
+    """Return events that have their `type` as a name, too."""
+    return b"".join(
+        b"event: %b\n%b" % (str(event["type"]).encode(), sse_event(event)) for event in events
+    )

@@ -1,9 +1,8 @@
 """Streams events as they come: when the status is sent, and what an error becomes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import structlog
 from aiohttp import ClientConnectionResetError, web
@@ -15,8 +14,6 @@ STATUS_WITHIN_S = 5.0
 """How long a stream waits for its first event before it sends status 200. After the status, errors
 can only be sent as events."""
 
-E = TypeVar("E")
-
 log = structlog.get_logger()
 
 
@@ -26,6 +23,8 @@ async def stream(
     fail: Callable[[QuireError], Awaitable[None]],
     *,
     request_id: str,
+    head: Callable[[], bytes] = bytes,
+    is_accepted: bool = False,
 ) -> web.StreamResponse:
     """Send all events and end the response.
 
@@ -34,6 +33,8 @@ async def stream(
         send: Puts all events, from the first to what ends the stream, into `sse`.
         fail: Sends an error as an event, once the status is sent.
         request_id: Names the call in the log.
+        head: Makes what comes before all events, once the status is sent.
+        is_accepted: Whether the call cannot be refused, so that the status is sent at once.
 
     Raises:
         QuireError: The call was refused; nothing has been sent.
@@ -44,12 +45,12 @@ async def stream(
         # headers, so that no proxy takes the service for hanging.
         await asyncio.wait(
             (sending, sse.first_event),
-            timeout=STATUS_WITHIN_S,
+            timeout=0 if is_accepted else STATUS_WITHIN_S,
             return_when=asyncio.FIRST_COMPLETED,
         )
         if sending.done() and not sse.first_event.done():
             sending.result()
-        await sse.start()
+        await sse.start(head())
         try:
             with sse.heartbeats():
                 await sending
@@ -67,23 +68,3 @@ async def stream(
             sending.exception()  # else asyncio complains that it was never read
     await sse.end()
     return sse.response
-
-
-@asynccontextmanager
-async def first_of(events: AsyncIterator[E]) -> AsyncIterator[asyncio.Future[E]]:
-    """Start waiting for the first event; leaving the block ends the wait."""
-    first = asyncio.ensure_future(anext(events))
-    try:
-        yield first
-    finally:
-        if first.cancel():
-            await asyncio.wait([first])
-        elif not first.cancelled():
-            first.exception()  # else asyncio complains that it was never read
-
-
-async def rest_of(first: asyncio.Future[E], events: AsyncIterator[E]) -> AsyncIterator[E]:
-    """Yield the first event when it is there, and the others."""
-    yield await first
-    async for event in events:
-        yield event

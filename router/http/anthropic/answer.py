@@ -1,28 +1,25 @@
 """Answers one message: starts its request, and streams or collects the output."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-import structlog
-from aiohttp import ClientConnectionResetError, web
+from aiohttp import web
 
 from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputDelta, OutputFinished, Usage
 from contract.request import GenerateRequest
 from router.http.answers.objects import Json
-from router.http.answers.sse import SseResponse
-from router.http.answers.streaming import STATUS_WITHIN_S, first_of, rest_of
+from router.http.answers.sse import SseResponse, named_events
+from router.http.answers.streaming import stream
+from router.http.anthropic import errors as anthropic
 from router.http.anthropic.body import FIELD_TO_JSON, MessagesBody
 from router.http.anthropic.content import ContentEvents, collected, usage_json
-from router.http.anthropic.errors import REQUEST_ID_HEADER, error_json
-from router.http.errors import error_from_finished, error_with_json_names
+from router.http.anthropic.errors import error_json
+from router.http.errors import REQUEST_ID_HEADER, error_from_finished, error_with_json_names
 from router.http.requests.outputs import OutputPlan
 from router.http.strict_json import json_bytes
 from router.request.inference import Inference
 from router.request.live import LiveRequest
-
-log = structlog.get_logger()
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
@@ -105,33 +102,22 @@ async def _collect(call: MessageCall, live: LiveRequest) -> web.Response:
     return web.Response(
         body=json_bytes(message | call.end(content, finished, usage)),
         content_type="application/json",
-        headers={REQUEST_ID_HEADER: call.request_id},
+        headers={anthropic.REQUEST_ID_HEADER: call.request_id},
     )
 
 
 async def _stream(http: web.Request, call: MessageCall, live: LiveRequest) -> web.StreamResponse:
-    sse = SseResponse(http, {REQUEST_ID_HEADER: call.request_id}, _PING)
-    async with first_of(live) as first:
-        # A refusal comes soon, and the status can say so.
-        await asyncio.wait([first], timeout=STATUS_WITHIN_S)
-        if first.done():
-            first.result()
-        await sse.start()
-        try:
-            with sse.heartbeats():
-                start: Json = {"type": "message_start", "message": call.head(live)}
-                await sse.send_named([start, {"type": "ping"}])
-                await _send_content(sse, call, rest_of(first, live))
-        except ClientConnectionResetError:
-            raise  # the client is gone
-        except QuireError as error:
-            await sse.send_named([error_json(call.named(error), call.request_id)])
-        except Exception:
-            log.exception("stream_failed", request_id=call.request_id)
-            hidden = QuireError("internal error")
-            await sse.send_named([error_json(hidden, call.request_id)])
-    await sse.end()
-    return sse.response
+    headers = dict.fromkeys((REQUEST_ID_HEADER, anthropic.REQUEST_ID_HEADER), call.request_id)
+    sse = SseResponse(http, headers, _PING)
+
+    def head() -> bytes:
+        return named_events([{"type": "message_start", "message": call.head(live)}]) + _PING
+
+    async def fail(error: QuireError) -> None:
+        await sse.send_named([error_json(call.named(error), call.request_id)])
+
+    sending = _send_content(sse, call, live)
+    return await stream(sse, sending, fail, request_id=call.request_id, head=head)
 
 
 async def _send_content(sse: SseResponse, call: MessageCall, events: AsyncIterator[Event]) -> None:
@@ -140,8 +126,7 @@ async def _send_content(sse: SseResponse, call: MessageCall, events: AsyncIterat
     async for event in events:
         match event:
             case OutputDelta():
-                if new := list(content.push(event.text)):
-                    await sse.send_named(new)
+                await sse.send_named(list(content.push(event.text)))
             case OutputFinished():
                 if error := error_from_finished(event):
                     raise error

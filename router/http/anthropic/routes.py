@@ -7,7 +7,7 @@ from router.http.anthropic.answer import MessageCall, answer_message
 from router.http.anthropic.body import CountBody, MessagesBody
 from router.http.anthropic.errors import REQUEST_ID_HEADER, ROOT
 from router.http.body import BodyReader
-from router.http.endpoint import CallId, endpoint, json_response
+from router.http.endpoint import CallId, check_not_resumable, endpoint, json_response
 from router.http.requests.conversation import Conversation
 from router.request.cells import Cells
 from router.request.inference import Inference
@@ -18,6 +18,7 @@ def messages_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
 
     async def create_message(request: web.Request, call_id: CallId) -> web.StreamResponse:
         """Continue a conversation, as Anthropic's API does; streamed on request."""
+        check_not_resumable(request)
         body = await bodies.read(request, MessagesBody, generates=True)
         inference = await cells.use(body.model)
         inference.check_room(body.model)  # before the template is rendered

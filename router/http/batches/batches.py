@@ -3,13 +3,19 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Container, Mapping
+from collections.abc import AsyncIterator, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import islice
+from typing import Final, cast
 
 import structlog
 
-from contract.errors import InvalidArgumentError, NotFoundError, QuireError
+from contract.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    QuireError,
+)
 from router.http.answers.objects import Json
 from router.http.batches.lines import (
     KIND,
@@ -19,7 +25,7 @@ from router.http.batches.lines import (
     turn_of_line,
     unanswered_line,
 )
-from router.http.batches.store import Batch, BatchStore, File
+from router.http.batches.store import SLICE, VALIDATING, Batch, BatchStore, File
 from router.http.strict_json import excerpt
 from router.request.cells import Cells
 from router.turns.turn import Turn, TurnStatus
@@ -41,6 +47,8 @@ class Batches:
     cells: Cells
     turns: Turns
     retention_s: float
+    max_line_bytes: int
+    """Largest line, as the body of a call that answers one at once."""
     tick_s: float = _TICK_S
 
     def __post_init__(self) -> None:
@@ -57,6 +65,17 @@ class Batches:
             raise NotFoundError(f"file {excerpt(file_id)} is not kept, or has been deleted")
         return file
 
+    async def delete_file(self, tenant: str, file_id: str) -> None:
+        """Delete a file; raises NotFoundError, or FailedPreconditionError while it is read."""
+        file = await self.file(tenant, file_id)
+        for batch in await self.store.batches(is_live=True):
+            is_its = (batch.tenant, batch.file_id) == (tenant, file_id)
+            if is_its and batch.shown["status"] == VALIDATING:
+                raise FailedPreconditionError(
+                    f"file {file_id} is being read for {batch.id}; delete it later"
+                )
+        await self.store.delete_file(file.tenant, file.id)
+
     async def content(self, tenant: str, file_id: str) -> bytes:
         """Return what a file holds; raises NotFoundError."""
         content = await self.store.content(tenant, file_id)
@@ -69,10 +88,10 @@ class Batches:
     ) -> Json:
         """Keep a batch and its lines; from then on it is computed to its end."""
         content = await self.content(tenant, file_id)
-        batch_id, now = f"batch_{uuid.uuid4().hex}", time.time()
-        turns, errors = await asyncio.to_thread(
-            _read_lines, content, batch_id, tenant, endpoint, now
+        num_lines, errors = await asyncio.to_thread(
+            _checked_lines, content, endpoint, self.max_line_bytes
         )
+        batch_id, now = f"batch_{uuid.uuid4().hex}", time.time()
         shown: Json = {
             "id": batch_id,
             "object": "batch",
@@ -83,14 +102,13 @@ class Batches:
             "expires_at": int(now + WINDOW_S),
             "metadata": dict(metadata),
             "errors": {"object": "list", "data": errors} if errors else None,
-            "status": "failed" if errors else "in_progress",
-            "failed_at" if errors else "in_progress_at": int(now),
+            "status": "failed" if errors else VALIDATING,
             "output_file_id": None,
             "error_file_id": None,
-            "request_counts": {"total": len(turns), "completed": 0, "failed": 0},
+            "request_counts": {"total": num_lines, "completed": 0, "failed": 0},
+            **({"failed_at": int(now)} if errors else {}),
         }
-        batch = Batch(batch_id, tenant, now, not errors, shown)
-        await self.store.create(batch, [] if errors else turns)
+        await self.store.create(Batch(batch_id, tenant, now, not errors, shown))
         return shown
 
     async def find(self, tenant: str, batch_id: str) -> Batch:
@@ -105,7 +123,7 @@ class Batches:
         if not batch.is_live:
             return batch.shown
         counts = await self.turns.store.count_group(batch.tenant, batch.id)
-        return {**batch.shown, "request_counts": _counts(counts)}
+        return {**batch.shown, "request_counts": _counts(batch, counts)}
 
     async def cancel(self, batch: Batch) -> Json:
         """Begin no more of its lines; those that run are ended soon."""
@@ -120,7 +138,7 @@ class Batches:
 
     async def run(self) -> None:
         """Look after the batches that have not ended; several routers may do so at once."""
-        next_sweep = time.monotonic() + _SWEEP_S
+        next_sweep = 0.0
         while True:
             await asyncio.sleep(self.tick_s)
             try:
@@ -134,6 +152,7 @@ class Batches:
                 if time.monotonic() >= next_sweep:
                     next_sweep = time.monotonic() + _SWEEP_S
                     await self.store.sweep(self.retention_s)
+                    await self.store.clear()
             except QuireError as error:
                 log.warning("batches are looked after later", error=str(error))
 
@@ -142,47 +161,65 @@ class Batches:
         is_stopping = is_late or batch.shown["status"] == "cancelling"
         if is_stopping:
             await self.store.end_queued(batch)
+        elif batch.shown["status"] == VALIDATING:
+            await self._fill(batch)
+            return
         counts = await self.turns.store.count_group(batch.tenant, batch.id)
         if any(num for status, num in counts.items() if not status.has_ended):
             if is_stopping:
-                async for turn in self._turns(batch):
-                    if not turn.status.has_ended:
-                        await self.turns.cancel(turn)
+                async for found in self._pages(batch):
+                    for turn in found:
+                        if not turn.status.has_ended:
+                            await self.turns.cancel(turn)
             return
         await self._end(batch, counts, "expired" if is_late else "")
 
-    async def _turns(self, batch: Batch) -> AsyncIterator[Turn]:
+    async def _fill(self, batch: Batch) -> None:
+        """Make turns of a batch's lines. Any router goes on behind the last one that is a turn."""
+        content = await self.store.content(batch.tenant, batch.file_id)
+        if content is None:
+            log.warning("batch has lost its file", batch=batch.id)
+            await self.cancel(batch)
+            return
+        last = await self.store.last_position(batch)
+        left = (
+            turn_of_line(batch.id, batch.tenant, number, text, batch.created_at)
+            for number, text in _numbered(content)
+            if number > last
+        )
+        while turns := list(islice(left, SLICE)):
+            if not await self.store.fill(batch, turns):
+                return
+        await self.store.change(
+            batch,
+            lambda shown: (
+                {**shown, "status": "in_progress", "in_progress_at": int(time.time())}
+                if shown["status"] == VALIDATING
+                else shown
+            ),
+        )
+
+    async def _pages(self, batch: Batch) -> AsyncIterator[Sequence[Turn]]:
         first = 0
         while found := await self.turns.store.list_group(
             batch.tenant, batch.id, first_position=first, limit=_PAGE
         ):
-            for turn in found:
-                yield turn
+            yield found
             first = found[-1].position + 1
 
     async def _end(self, batch: Batch, counts: Mapping[TurnStatus, int], why: str) -> None:
         status = why or ("cancelled" if batch.shown["status"] == "cancelling" else "completed")
         kinds: dict[str, list[bytes]] = {"output": [], "error": []}
-        async for turn in self._turns(batch):
-            if turn.status is TurnStatus.COMPLETED and turn.result is not None:
-                kinds["output"].append(turn.result)
-            elif turn.status is TurnStatus.FAILED and turn.result is not None:
-                kinds["error"].append(turn.result)
-            elif status == "expired":
-                kinds["error"].append(
-                    unanswered_line(turn, "batch_expired", "the batch's window was over before")
-                )
-            else:
-                kinds["error"].append(
-                    unanswered_line(turn, "batch_cancelled", "the batch was cancelled before")
-                )
+        async for found in self._pages(batch):
+            for kind, lines in (await asyncio.to_thread(_told, found, status)).items():
+                kinds[kind] += lines
         now = time.time()
         shown = {
             **batch.shown,
             "status": status,
             f"{status}_at": int(now),
             "finalizing_at": int(now),
-            "request_counts": _counts(counts),
+            "request_counts": _counts(batch, counts),
         }
         files = []
         for kind, lines in kinds.items():
@@ -195,47 +232,73 @@ class Batches:
                 )
                 shown[f"{kind}_file_id"] = file_id
         await self.store.end(batch, shown, files)
+        await self.store.clear()
         log.info("batch ended", batch=batch.id, status=status)
 
 
-def _counts(counts: Mapping[TurnStatus, int]) -> Json:
+def _counts(batch: Batch, counts: Mapping[TurnStatus, int]) -> Json:
+    total = cast(Json, batch.shown["request_counts"])["total"]
     completed = counts.get(TurnStatus.COMPLETED, 0)
     failed = counts.get(TurnStatus.FAILED, 0)
-    return {"total": sum(counts.values()), "completed": completed, "failed": failed}
+    return {"total": total, "completed": completed, "failed": failed}
 
 
-def _read_lines(
-    content: bytes, batch_id: str, tenant: str, endpoint: str, created_at: float
-) -> tuple[list[Turn], list[Json]]:
-    """Return a file's lines as turns, and what is wrong with them."""
-    turns: list[Turn] = []
+def _told(turns: Sequence[Turn], status: str) -> dict[str, list[bytes]]:
+    """Return the lines of the output file and of the error file of some turns."""
+    kinds: dict[str, list[bytes]] = {"output": [], "error": []}
+    for turn in turns:
+        if turn.status is TurnStatus.COMPLETED and turn.result is not None:
+            kinds["output"].append(turn.result)
+        elif turn.status is TurnStatus.FAILED and turn.result is not None:
+            kinds["error"].append(turn.result)
+        elif status == "expired":
+            kinds["error"].append(
+                unanswered_line(turn, "batch_expired", "the batch's window was over before")
+            )
+        else:
+            kinds["error"].append(
+                unanswered_line(turn, "batch_cancelled", "the batch was cancelled before")
+            )
+    return kinds
+
+
+def _numbered(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield a file's lines that are not empty, with their numbers."""
+    for number, text in enumerate(content.splitlines(), 1):
+        if text.strip():
+            yield number, text
+
+
+def _checked_lines(content: bytes, endpoint: str, max_bytes: int) -> tuple[int, list[Json]]:
+    """Return how many lines a file has, and what is wrong with them."""
     errors: list[Json] = []
     seen: set[str] = set()
-    for number, text in enumerate(content.splitlines(), 1):
-        if not text.strip():
-            continue
-        if len(errors) == MAX_SHOWN_ERRORS or len(turns) > MAX_LINES:
+    num_lines = 0
+    for number, text in _numbered(content):
+        num_lines += 1
+        if len(errors) == MAX_SHOWN_ERRORS or num_lines > MAX_LINES:
             break
         try:
-            custom_id = _checked(text, endpoint, seen)
+            seen.add(_checked(text, endpoint, seen, max_bytes))
         except InvalidArgumentError as error:
             errors.append(_problem("invalid_line", str(error), number, error.field))
-            continue
-        seen.add(custom_id)
-        turns.append(turn_of_line(batch_id, tenant, number, text, created_at))
-    if len(turns) > MAX_LINES:
+    if num_lines > MAX_LINES:
         errors.append(_problem("too_many_lines", f"the file has more lines than {MAX_LINES}"))
-    if not turns and not errors:
+    if not num_lines:
         errors.append(_problem("empty_file", "the file has no lines"))
-    return turns, errors
+    return num_lines, errors
 
 
 def _problem(code: str, message: str, line: int | None = None, param: str | None = None) -> Json:
     return {"code": code, "line": line, "message": message, "param": param}
 
 
-def _checked(text: bytes, endpoint: str, seen: Container[str]) -> str:
+def _checked(text: bytes, endpoint: str, seen: Container[str], max_bytes: int) -> str:
     """Return a line's custom_id; raises InvalidArgumentError."""
+    if len(text) > max_bytes:
+        raise InvalidArgumentError(
+            "line", f"has {len(text)} bytes; it must have at most {max_bytes} (--max-body-mb)"
+        )
     asked = parse_line(text)
     if asked["url"] != endpoint:
         raise InvalidArgumentError("url", f"is {excerpt(asked['url'])}, not the batch's")

@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 from pydantic import ValidationError
@@ -14,17 +14,18 @@ from contract.outputs import Event, OutputDelta, OutputFinished, Usage
 from contract.request import MAX_PRIORITY, GenerateRequest
 from router.http.answers.answer import Call, whole_json
 from router.http.answers.objects import CollectedOutput, Json
+from router.http.body import MAX_PARSED_AT_ONCE_BYTES
 from router.http.errors import error_from_finished, error_from_validation, error_json
 from router.http.openai_responses.body import ResponseBody
-from router.http.openai_responses.call import ResponseCall, head_of, prepare, told
-from router.http.openai_responses.events import OutputText
+from router.http.openai_responses.call import ResponseCall, head_of, output_text, prepare
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
 from router.http.strict_json import Schema, json_bytes, parse_json
 from router.request.cells import Cells
 from router.request.inference import Inference
-from router.request.stop_strings import StopMatcher
 from router.turns.turn import Turn, TurnStatus
+
+T = TypeVar("T")
 
 KIND: Final = "batch line"
 
@@ -38,6 +39,7 @@ _UNSUPPORTED: Final = (
     "stream",
     "background",
     "previous_response_id",
+    "store",
     "echo",
     "prompt_logprobs",
     "return_token_ids",
@@ -79,24 +81,18 @@ class BatchLines:
     ) -> bytes:
         """Return the line of the output file, or of the error file."""
         if status is TurnStatus.COMPLETED:
-            return line(turn, status_code=_OK, body=await self._answer(turn, events, at))
-        code, error = _failure(events)
-        return line(turn, status_code=code, body=error_json(error))
+            code, body = _OK, await self._answer(turn, events, at)
+        else:
+            code, error = _failure(events)
+            body = error_json(error)
+        return await _off_loop(turn, lambda turn: line(turn, status_code=code, body=body))
 
     def failure(self, turn: Turn, error: QuireError) -> bytes:
         """Return the line of the error file for an answer that cannot be made."""
         return line(turn, status_code=error.http_status, body=error_json(error))
 
     async def _call(self, turn: Turn, inference: Inference) -> Call | ResponseCall:
-        asked = parse_line(turn.body)
-        schema = ENDPOINTS[asked["url"]]
-        for field in _UNSUPPORTED:
-            if asked["body"].get(field):
-                raise InvalidArgumentError(field, "is set; in a batch it must not be")
-        try:
-            body = schema.model_validate(asked["body"])
-        except ValidationError as error:
-            raise error_from_validation(error) from error
+        body = await _off_loop(turn, _body_of)
         if isinstance(body, ChatBody):
             return await chat_call(inference, body, turn.id)
         if isinstance(body, CompletionBody):
@@ -112,13 +108,13 @@ class BatchLines:
         call = await self._call(turn, inference)
         if isinstance(call, ResponseCall):
             made = call.events(inference)
-            async for _ in told(_each(events), made, lambda: at):
-                pass
+            for event in events:
+                made.take(event, lambda: at)
             return made.response
         (request,) = call.requests
         model = inference.model.info(request.model)
         outputs, usages = [CollectedOutput() for _ in range(call.n)], []
-        texts = [_text_of(inference, request) for _ in range(call.n)]
+        texts = [output_text(inference, request) for _ in range(call.n)]
         for event in events:
             match event:
                 case OutputDelta(output_index=index):  # tokens are kept, their text is not
@@ -132,14 +128,23 @@ class BatchLines:
         return whole_json(call, outputs, usages, created=int(turn.created_at), model=model.id)
 
 
-def _text_of(inference: Inference, request: GenerateRequest) -> OutputText:
-    model = inference.model.info(request.model)
-    ends = frozenset() if request.sampling.ignore_eos else frozenset(model.eos_token_ids)
-    return OutputText(
-        inference.text.detokenizer(skip_special_tokens=request.skip_special_tokens),
-        StopMatcher(request.stop, include_in_output=request.include_stop_str_in_output),
-        ends | frozenset(request.sampling.stop_token_ids),
-    )
+async def _off_loop(turn: Turn, work: Callable[[Turn], T]) -> T:
+    """Return `work(turn)`, of a large line from a thread, since it parses the line."""
+    if len(turn.body) <= MAX_PARSED_AT_ONCE_BYTES:
+        return work(turn)
+    return await asyncio.to_thread(work, turn)
+
+
+def _body_of(turn: Turn) -> Schema:
+    """Return a line's request; raises InvalidArgumentError."""
+    asked = parse_line(turn.body)
+    for field in _UNSUPPORTED:
+        if asked["body"].get(field):
+            raise InvalidArgumentError(field, "is set; in a batch it must not be")
+    try:
+        return ENDPOINTS[asked["url"]].model_validate(asked["body"])
+    except ValidationError as error:
+        raise error_from_validation(error) from error
 
 
 def parse_line(text: bytes) -> dict[str, Any]:
@@ -203,8 +208,3 @@ def _deadline(turn: Turn) -> float:
 
 WINDOW_S: Final = 86400.0
 """OpenAI's `completion_window`, which is always "24h"."""
-
-
-async def _each(events: Sequence[Event]) -> AsyncIterator[Event]:
-    for event in events:
-        yield event

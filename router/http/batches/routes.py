@@ -2,8 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from aiohttp import BodyPartReader, web
 from pydantic import Field
@@ -16,11 +15,13 @@ from router.http.batches.store import File
 from router.http.body import BodyReader
 from router.http.endpoint import CallId, endpoint, json_response
 from router.http.errors import BodyTooLargeError, UnsupportedMediaTypeError
+from router.http.listing import page
 from router.http.requests.schema import MAX_METADATA
 from router.http.strict_json import Schema, at_most, excerpt
 
 FILES: Final = "/v1/files"
 MAX_FILE_BYTES: Final = 64 * 1024 * 1024
+MAX_LISTED: Final = 10_000
 _MAX_PURPOSE_BYTES: Final = 64
 _PURPOSE: Final = "batch"
 
@@ -60,7 +61,7 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
         purpose = request.query.get("purpose")
         files = await store.files(tenant_of(request))
         shown = [_file_json(file) for file in files if purpose in (None, file.purpose)]
-        return json_response(_page(shown, request))
+        return json_response(page(shown, request.query, most=MAX_LISTED))
 
     async def get_file(request: web.Request, _: CallId) -> web.StreamResponse:
         """Describe a file."""
@@ -74,9 +75,9 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
 
     async def delete_file(request: web.Request, _: CallId) -> web.StreamResponse:
         """Delete a file; a batch that was made of it goes on."""
-        file = await batches.file(tenant_of(request), request.match_info["id"])
-        await store.delete_file(file.tenant, file.id)
-        return json_response({"id": file.id, "object": "file", "deleted": True})
+        file_id = request.match_info["id"]
+        await batches.delete_file(tenant_of(request), file_id)
+        return json_response({"id": file_id, "object": "file", "deleted": True})
 
     async def create_batch(request: web.Request, _: CallId) -> web.StreamResponse:
         """Answer the requests of a file, at the lowest priority, within a day."""
@@ -89,10 +90,10 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
     async def list_batches(request: web.Request, _: CallId) -> web.StreamResponse:
         """List the batches that are kept, newest first."""
         found = await store.batches(tenant=tenant_of(request))
-        page = _page([batch.shown for batch in found], request)
+        told = page([batch.shown for batch in found], request.query, most=MAX_LISTED)
         id_to_batch = {batch.id: batch for batch in found}
-        page["data"] = [await batches.shown(id_to_batch[each["id"]]) for each in page["data"]]
-        return json_response(page)
+        told["data"] = [await batches.shown(id_to_batch[each["id"]]) for each in told["data"]]
+        return json_response(told)
 
     async def get_batch(request: web.Request, _: CallId) -> web.StreamResponse:
         """Describe a batch, and how far it is."""
@@ -157,23 +158,4 @@ def _file_json(file: File) -> Json:
         "filename": file.name,
         "purpose": file.purpose,
         "status": "processed",
-    }
-
-
-def _page(items: Sequence[Json], request: web.Request) -> dict[str, Any]:
-    """Return the part of a list that is asked for."""
-    after, limit = request.query.get("after"), request.query.get("limit", "20")
-    if not (limit.isdecimal() and 1 <= int(limit[:9]) <= 10_000):  # noqa: PLR2004 - OpenAI's
-        raise InvalidArgumentError("limit", f"is {excerpt(limit)}; it must be in [1, 10000]")
-    first = 0
-    if after is not None:
-        ids = [item["id"] for item in items]
-        first = ids.index(after) + 1 if after in ids else len(ids)
-    shown = list(items[first : first + int(limit)])
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": first + len(shown) < len(items),
     }

@@ -12,6 +12,11 @@ from router.turns.database import Connection, Cursor, Database
 from router.turns.store import insert_turn
 from router.turns.turn import Turn
 
+VALIDATING: Final = "validating"
+"""A batch's status while its lines become turns."""
+SLICE: Final = 500
+"""Turns that one transaction writes or deletes."""
+
 _FILE: Final = "id, tenant, purpose, name, num_bytes, created_at"
 
 
@@ -37,6 +42,11 @@ class Batch:
     is_live: bool
     shown: Json
     """What its client is told, without the counts."""
+
+    @property
+    def file_id(self) -> str:
+        """The file that its lines come from."""
+        return str(self.shown["input_file_id"])
 
 
 class BatchStore:
@@ -92,18 +102,50 @@ class BatchStore:
 
     # --- batches --------------------------------------------------------------------------------
 
-    async def create(self, batch: Batch, turns: Sequence[Turn]) -> None:
-        """Keep a batch and all of its turns, or nothing."""
+    async def create(self, batch: Batch) -> None:
+        """Keep a batch; its turns come by `fill`."""
 
         def work(cursor: Cursor, _: Connection) -> None:
             cursor.execute(
                 "INSERT INTO batches VALUES (?, ?, ?, ?, ?)",
                 (batch.id, batch.tenant, batch.created_at, batch.is_live, json_bytes(batch.shown)),
             )
-            for turn in turns:
-                insert_turn(cursor, turn, "", 0.0)
 
         await self._database.run(work)
+
+    async def last_position(self, batch: Batch) -> int:
+        """Return the last line that is a turn; 0: none is."""
+
+        def work(cursor: Cursor, _: Connection) -> int:
+            cursor.execute(
+                "SELECT max(position) FROM turns WHERE tenant = ? AND group_id = ?",
+                (batch.tenant, batch.id),
+            )
+            (last,) = cursor.fetchone()
+            return last or 0
+
+        return await self._database.run(work)
+
+    async def fill(self, batch: Batch, turns: Sequence[Turn]) -> bool:
+        """Keep more turns of a batch that is still being filled; whether it is.
+
+        A transaction must be short: those of turns that clients wait for come after it.
+        """
+
+        def work(cursor: Cursor, db: Connection) -> bool:
+            cursor.execute(  # the row's lock keeps the batch from ending in between
+                "SELECT shown FROM batches WHERE tenant = ? AND id = ? AND is_live = ?"  # noqa: S608 - constants
+                + db.skips_locked,
+                (batch.tenant, batch.id, True),
+            )
+            row = cursor.fetchone()
+            if row is None or from_json(bytes(row[0]))["status"] != VALIDATING:
+                return False
+            for turn in turns:
+                insert_turn(cursor, turn, "", 0.0)
+            return True
+
+        return await self._database.run(work)
 
     async def batches(self, *, tenant: str | None = None, is_live: bool = False) -> Sequence[Batch]:
         """Return batches, newest first: of a tenant, or those that have not ended."""
@@ -128,6 +170,8 @@ class BatchStore:
         """Change a batch that has not ended."""
 
         def work(cursor: Cursor, _: Connection) -> None:
+            # This locks the row, so that no other change gets lost.
+            cursor.execute("UPDATE batches SET is_live = is_live WHERE id = ?", (batch.id,))
             now = _find(cursor, batch.tenant, batch.id)
             if now is not None and now.is_live:
                 cursor.execute(
@@ -140,18 +184,21 @@ class BatchStore:
     async def end_queued(self, batch: Batch) -> None:
         """End the turns of a batch that no router has begun."""
 
-        def work(cursor: Cursor, db: Connection) -> None:
+        def work(cursor: Cursor, db: Connection) -> int:
             now = db.now(cursor)
             cursor.execute(
-                "UPDATE turns SET status = 'cancelled', ended_at = ? WHERE tenant = ?"
-                " AND group_id = ? AND ended_at IS NULL AND record IS NULL AND lease_until < ?",
-                (now, batch.tenant, batch.id, now),
+                "UPDATE turns SET status = 'cancelled', ended_at = ? WHERE id IN (SELECT id"  # noqa: S608 - constants
+                " FROM turns WHERE tenant = ? AND group_id = ? AND ended_at IS NULL"
+                f" AND record IS NULL AND lease_until < ? LIMIT ?{db.skips_locked})",
+                (now, batch.tenant, batch.id, now, SLICE),
             )
+            return cursor.rowcount
 
-        await self._database.run(work)
+        while await self._database.run(work) == SLICE:
+            pass
 
     async def end(self, batch: Batch, shown: Json, files: Sequence[tuple[File, bytes]]) -> None:
-        """End a batch, keep its files, and delete its turns; nothing if another router has."""
+        """End a batch, and keep its files; nothing if another router has."""
 
         def work(cursor: Cursor, _: Connection) -> None:
             cursor.execute(
@@ -161,11 +208,23 @@ class BatchStore:
             if cursor.rowcount:
                 for file, content in files:
                     _insert_file(cursor, file, content)
-                cursor.execute(
-                    "DELETE FROM turns WHERE tenant = ? AND group_id = ?", (batch.tenant, batch.id)
-                )
 
         await self._database.run(work)
+
+    async def clear(self) -> None:
+        """Delete the turns of batches that have ended."""
+
+        def work(cursor: Cursor, db: Connection) -> int:
+            cursor.execute(
+                "DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE group_id <> ''"  # noqa: S608 - constants
+                " AND group_id NOT IN (SELECT id FROM batches WHERE is_live = ?)"
+                f" LIMIT ?{db.skips_locked})",
+                (True, SLICE),
+            )
+            return cursor.rowcount
+
+        while await self._database.run(work) == SLICE:
+            pass
 
     async def sweep(self, retention_s: float) -> None:
         """Delete files and ended batches that are older."""

@@ -12,12 +12,10 @@ from contract.sampling import SamplingParams, StructuredOutput
 from router.http.answers.objects import Json
 from router.http.openai_responses.items import Item, messages_of, parse_items
 from router.http.requests.conversation import Conversation, Effort
-from router.http.requests.schema import MAX_METADATA
+from router.http.requests.schema import MAX_METADATA, MAX_TOP_LOGPROBS
 from router.http.requests.structured import JsonSchema
 from router.http.requests.tools import MAX_TOOLS, FunctionName, ToolFields
 from router.http.strict_json import Listed, Schema, at_most
-
-MAX_TOP_LOGPROBS: Final = 20
 
 FIELD_TO_JSON: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -1,10 +1,9 @@
 """One call of /v1/responses: its request, and the events that answer it."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from contract.errors import InvalidArgumentError
-from contract.outputs import Event, OutputDelta, OutputFinished, Usage
 from contract.request import GenerateRequest
 from router.http.answers.objects import Json
 from router.http.errors import error_with_json_names
@@ -46,15 +45,9 @@ class ResponseCall:
 
     def events(self, inference: Inference) -> ResponseEvents:
         """Return what makes the response's events, from its first token on."""
-        request, model = self.planned, inference.model.info(self.request.model)
-        end_token_ids = frozenset() if self.body.ignore_eos else frozenset(model.eos_token_ids)
         return ResponseEvents(
             self.head,
-            OutputText(
-                inference.text.detokenizer(skip_special_tokens=request.skip_special_tokens),
-                StopMatcher(request.stop, include_in_output=False),
-                end_token_ids,
-            ),
+            output_text(inference, self.planned),
             None if self.plan.new_reader is None else self.plan.new_reader(),
             call_stop=self.plan.stop,
             token_text=inference.text.token_text,
@@ -62,6 +55,17 @@ class ResponseCall:
             has_logprobs=self.body.has_logprobs,
             seals_thinking=self.body.seals_thinking,
         )
+
+
+def output_text(inference: Inference, request: GenerateRequest) -> OutputText:
+    """Return what makes a text of an output's tokens again, as it was made when they came."""
+    sampling, model = request.sampling, inference.model.info(request.model)
+    ends = frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids)
+    return OutputText(
+        inference.text.detokenizer(skip_special_tokens=request.skip_special_tokens),
+        StopMatcher(request.stop, include_in_output=request.include_stop_str_in_output),
+        ends | frozenset(sampling.stop_token_ids),
+    )
 
 
 def head_of(
@@ -134,21 +138,3 @@ async def _truncated(
         else:
             fewest = middle + 1
     return await without(max(0, fewest)).conversation().prepare(inference)
-
-
-async def told(
-    source: AsyncIterator[Event], events: ResponseEvents, now: Callable[[], float]
-) -> AsyncGenerator[list[Json], None]:
-    """Yield a response's events as its tokens come; raises what the source raises."""
-    yield events.begin()
-    finished: OutputFinished | None = None
-    async for event in source:
-        match event:
-            case OutputDelta():
-                if new := events.push(event):
-                    yield new
-            case OutputFinished():
-                finished = event
-            case Usage():
-                assert finished is not None, "the usage follows the end"
-                yield events.finish(finished, event, now())

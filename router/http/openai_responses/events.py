@@ -11,6 +11,7 @@ from typing import Final, Protocol
 
 from contract.errors import QuireError
 from contract.outputs import (
+    Event,
     FinishReason,
     OutputDelta,
     OutputFinished,
@@ -101,6 +102,7 @@ class ResponseEvents:
         self._seals_thinking = seals_thinking
         self._name = str(head["id"]).partition("_")[2]
         self._status = "in_progress"
+        self._finished: OutputFinished | None = None
         self._end: Json = {}
         self._output: list[Json] = []
         self._open: Json | None = None
@@ -143,6 +145,18 @@ class ResponseEvents:
             self._add("response.created", response=self.response)
         self._add("response.in_progress", response=self.response)
         return self._take()
+
+    def take(self, event: Event, now: Callable[[], float]) -> list[Json]:
+        """Return the events that one of the output's makes; `now` is asked when it has ended."""
+        match event:
+            case OutputDelta():
+                return self.push(event)
+            case OutputFinished():
+                self._finished = event
+            case Usage():
+                assert self._finished is not None, "the usage follows the end"
+                return self.finish(self._finished, event, now())
+        return []
 
     def push(self, delta: OutputDelta) -> list[Json]:
         """Return the events of more tokens; the text is made of these alone."""

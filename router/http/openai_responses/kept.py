@@ -1,8 +1,9 @@
 """Responses that are kept: how each becomes a turn, and what is read of it later."""
 
+import asyncio
 import hashlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -15,7 +16,7 @@ from contract.request import GenerateRequest
 from router.access.tenancy import with_precedence
 from router.http.answers.objects import Json
 from router.http.openai_responses.body import ResponseBody
-from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored, told
+from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored
 from router.http.openai_responses.items import Item, parse_items, with_id
 from router.http.strict_json import excerpt, json_bytes
 from router.request.cells import Cells
@@ -34,6 +35,8 @@ class KeptResponses:
 
     cells: Cells
     turns: Turns
+    max_bytes: int
+    """Most of a conversation that is continued."""
 
     # --- TurnKind -------------------------------------------------------------------------------
 
@@ -52,8 +55,8 @@ class KeptResponses:
         del status  # the events say it
         inference = self.cells.of(turn.model)
         made = (await restored(inference, turn)).events(inference)
-        async for _ in told(_each(events), made, lambda: at):
-            pass
+        for event in events:
+            made.take(event, lambda: at)
         return json_bytes(made.response)
 
     def failure(self, turn: Turn, error: QuireError) -> bytes:
@@ -110,22 +113,13 @@ class KeptResponses:
         """Return the items of the turns that a new one continues; raises NotFoundError."""
         if previous_id is None:
             return []
-        turns = await self.turns.store.conversation(tenant, previous_id)
+        turns = await self.turns.store.conversation(tenant, previous_id, self.max_bytes)
         if not turns:
             raise NotFoundError(
                 f"previous_response_id is {excerpt(previous_id)}; it, or a response before it, is"
                 " not kept or has been deleted"
             )
-        items: list[Item] = []
-        for turn in turns:
-            if turn.kind != KIND or turn.result is None:
-                raise InvalidArgumentError(
-                    "previous_response_id", f"names {turn.id}, which has not ended"
-                )
-            items += parse_items(input_of(turn))
-            if output := from_json(turn.result)["output"]:
-                items += parse_items(output)
-        return items
+        return await asyncio.to_thread(_items_of, turns)
 
     async def find(self, tenant: str, response_id: str) -> Turn:
         return await self.turns.find(tenant, response_id, KIND)
@@ -137,8 +131,8 @@ class KeptResponses:
         """Wait for a response's end, and return it."""
         made, seen = call.events(self.cells.of(turn.model)), Seen()
         async with aclosing(self.read(turn, seen)) as events:
-            async for _ in told(events, made, lambda: seen.ended_at or time.time()):
-                pass
+            async for event in events:
+                made.take(event, seen.end)
         return made.response
 
     async def shown(self, turn: Turn) -> Json:
@@ -171,9 +165,17 @@ def input_of(turn: Turn) -> list[dict[str, Any]]:
     return items
 
 
-async def _each(events: Sequence[Event]) -> AsyncIterator[Event]:
-    for event in events:
-        yield event
+def _items_of(turns: Sequence[Turn]) -> list[Item]:
+    items: list[Item] = []
+    for turn in turns:
+        if turn.kind != KIND or turn.result is None:
+            raise InvalidArgumentError(
+                "previous_response_id", f"names {turn.id}, which has not ended"
+            )
+        items += parse_items(input_of(turn))
+        if output := from_json(turn.result)["output"]:
+            items += parse_items(output)
+    return items
 
 
 def _key(headers: Mapping[str, str]) -> str | None:

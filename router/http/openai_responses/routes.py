@@ -1,6 +1,5 @@
 """The routes of /v1/responses."""
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -9,19 +8,20 @@ from dataclasses import replace
 from typing import cast
 
 import structlog
-from aiohttp import ClientConnectionResetError, web
+from aiohttp import web
 
 from contract.errors import InvalidArgumentError, QuireError, UnimplementedError
 from contract.outputs import Event, OutputFinished
 from router.access.tenancy import TENANT_KEY, with_precedence
 from router.http.answers.objects import Json
-from router.http.answers.sse import SseResponse
-from router.http.answers.streaming import STATUS_WITHIN_S, first_of, rest_of
+from router.http.answers.sse import SseResponse, named_events
+from router.http.answers.streaming import stream
 from router.http.body import BodyReader
-from router.http.endpoint import CallId, endpoint, json_response
+from router.http.endpoint import CallId, check_not_resumable, endpoint, json_response
 from router.http.errors import REQUEST_ID_HEADER, error_from_finished
+from router.http.listing import integer, page
 from router.http.openai_responses.body import ResponseBody
-from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored, told
+from router.http.openai_responses.call import ResponseCall, head_of, prepare, restored
 from router.http.openai_responses.events import ResponseEvents
 from router.http.openai_responses.items import Item
 from router.http.openai_responses.kept import KIND, MAX_LISTED, KeptResponses, input_of
@@ -33,14 +33,15 @@ from router.turns.running import Seen
 from router.turns.turn import Turn
 from router.turns.turns import Turns
 
-log = structlog.get_logger()
+_MAX_BODIES = 16
+"""Most of a conversation that is continued: each of its responses has instructions and tools."""
 
-_MAX_NUMBER_DIGITS = 9
+log = structlog.get_logger()
 
 
 def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> list[web.RouteDef]:
     """Return the routes; without `turns` nothing is kept."""
-    kept = None if turns is None else KeptResponses(cells, turns)
+    kept = None if turns is None else KeptResponses(cells, turns, _MAX_BODIES * bodies.max_bytes)
     if turns is not None and kept is not None:
         turns.serve(KIND, kept)
 
@@ -50,28 +51,31 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         body.check()
         inference = await cells.use(body.model)
         inference.check_room(body.model)  # before the template is rendered
-        call_id.value = f"resp_{uuid.uuid4().hex}"
+        response_id = f"resp_{uuid.uuid4().hex}"
+        _name(call_id, request, response_id)
         if kept is None:
             _check_without_store(body)
         elif body.store is not False:
-            return await _answer_kept(request, kept, body, call_id.value)
+            return await _answer_kept(request, kept, body, response_id, call_id)
+        check_not_resumable(request)
         model = inference.model.info(body.model).id
-        head = head_of(body, call_id.value, time.time(), model, store=False)
+        head = head_of(body, response_id, time.time(), model, store=False)
         earlier: Sequence[Item] = ()
         if kept is not None:
             earlier = await kept.earlier(tenant_of(request), body.previous_response_id)
         call = await prepare(inference, body, head, earlier)
         call = replace(call, request=with_precedence(call.request, request.headers))
-        return await _answer(request, inference, call)
+        return await _answer(request, inference, call, call_id)
 
-    async def get_response(request: web.Request, _: CallId) -> web.StreamResponse:
+    async def get_response(request: web.Request, call_id: CallId) -> web.StreamResponse:
         """Return a response that is kept, or stream it from an event on."""
         found = await find(request)
+        _name(call_id, request, found.id)
         query = request.query
         if query.get("stream", "false").lower() != "true":
             return json_response(await kept_here().shown(found))
-        after = _number(query.get("starting_after"), "starting_after", least=-1)
-        return await _follow(request, kept_here(), found, starting_after=after)
+        after = integer(query, "starting_after", -1, least=-1, most=10**9)
+        return await _follow(request, kept_here(), found, call_id, starting_after=after)
 
     async def cancel_response(request: web.Request, _: CallId) -> web.StreamResponse:
         """Cancel a response; one that has ended stays as it is."""
@@ -86,7 +90,8 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
 
     async def list_input_items(request: web.Request, _: CallId) -> web.StreamResponse:
         """List the input items of a response, without those of earlier ones."""
-        return json_response(_page(input_of(await find(request)), request))
+        items = input_of(await find(request))[::-1]
+        return json_response(page(items, request.query, most=MAX_LISTED))
 
     def tenant_of(request: web.Request) -> str:
         return cells.entry.tenant_of(request.headers.get(TENANT_KEY, ""))
@@ -101,11 +106,20 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
 
     return [
         web.post("/v1/responses", endpoint(create_response)),
-        web.get("/v1/responses/{id}", endpoint(get_response)),
+        # A stream has no HEAD.
+        web.get("/v1/responses/{id}", endpoint(get_response), allow_head=False),
         web.delete("/v1/responses/{id}", endpoint(delete_response)),
         web.post("/v1/responses/{id}/cancel", endpoint(cancel_response)),
         web.get("/v1/responses/{id}/input_items", endpoint(list_input_items)),
     ]
+
+
+def _name(call_id: CallId, http: web.Request, response_id: str) -> None:
+    """Let a call have the response's id, unless its client has named the call."""
+    if REQUEST_ID_HEADER not in http.headers:
+        call_id.value = response_id
+    else:
+        log.info("response of a call", response=response_id, request_id=call_id.value)
 
 
 def _check_without_store(body: ResponseBody) -> None:
@@ -120,82 +134,56 @@ def _check_without_store(body: ResponseBody) -> None:
             )
 
 
-def _page(items: list[Json], request: web.Request) -> Json:
-    """Return a page of items as OpenAI lists them; the newest come first by default."""
-    query = request.query
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise InvalidArgumentError("order", f"is {excerpt(order)}; it must be asc or desc")
-    limit = _number(query.get("limit", "20"), "limit", least=1, most=MAX_LISTED)
-    listed = items if order == "asc" else items[::-1]
-    if (after := query.get("after")) is not None:
-        ids = [item["id"] for item in listed]
-        if after not in ids:
-            raise InvalidArgumentError("after", f"is {excerpt(after)}; no item has that id")
-        listed = listed[ids.index(after) + 1 :]
-    page = listed[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(listed) > limit,
-    }
-
-
-def _number(text: str | None, field: str, *, least: int, most: int = 10**9) -> int:
-    if text is None:
-        return least
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdecimal() and len(digits) <= _MAX_NUMBER_DIGITS):
-        raise InvalidArgumentError(field, f"is {excerpt(text)}; it must be an integer")
-    if not least <= int(text) <= most:
-        raise InvalidArgumentError(field, f"is {text}; it must be in [{least}, {most}]")
-    return int(text)
-
-
 async def _answer_kept(
-    http: web.Request, kept: KeptResponses, body: ResponseBody, response_id: str
+    http: web.Request, kept: KeptResponses, body: ResponseBody, response_id: str, call_id: CallId
 ) -> web.StreamResponse:
     """Answer a call that is kept: it goes on without its client."""
-    tenant = kept.cells.entry.tenant_of(http.headers.get(TENANT_KEY, ""))
-    turn, call = await kept.accept(body, response_id, tenant, http.headers)
+    turn, call = await kept.accept(
+        body,
+        response_id,
+        kept.cells.entry.tenant_of(http.headers.get(TENANT_KEY, "")),
+        http.headers,
+    )
+    if turn.id != response_id:  # an older one has its key
+        _name(call_id, http, turn.id)
     if body.stream:
-        return await _follow(http, kept, turn, call)
-    headers = {REQUEST_ID_HEADER: turn.id}
-    if body.background:
-        return json_response(await kept.shown(turn), headers)
-    response = await kept.whole(turn, call)
-    return json_response(response, headers)
+        return await _follow(http, kept, turn, call_id, call)
+    shown = await (kept.shown(turn) if body.background else kept.whole(turn, call))
+    return json_response(shown)
 
 
 async def _follow(
     http: web.Request,
     kept: KeptResponses,
     turn: Turn,
+    call_id: CallId,
     call: ResponseCall | None = None,
     *,
     starting_after: int = -1,
 ) -> web.StreamResponse:
     inference = kept.cells.of(turn.model)
     call = call or await restored(inference, turn)
-    made = call.events(inference)  # it may raise, which the status can still say
-    sse = SseResponse(http, {REQUEST_ID_HEADER: turn.id})
-    seen = Seen()
+    made, seen = call.events(inference), Seen()  # it may raise, which the status can still say
     async with aclosing(kept.read(turn, seen)) as events:
-        await sse.start()
-        await send_events(sse, made, events, lambda: seen.ended_at or time.time(), starting_after)
-    return sse.response
+        return await _stream(
+            SseResponse(http, {REQUEST_ID_HEADER: call_id.value}),
+            made,
+            events,
+            now=seen.end,
+            starting_after=starting_after,
+            is_accepted=True,
+        )
 
 
 async def _answer(
-    http: web.Request, inference: Inference, call: ResponseCall
+    http: web.Request, inference: Inference, call: ResponseCall, call_id: CallId
 ) -> web.StreamResponse:
     """Answer a call that is not kept: it ends with its client's connection."""
     try:
         async with await inference.generate(call.planned) as live:
             if call.body.stream:
-                return await _stream(http, inference, call, live)
+                sse = SseResponse(http, {REQUEST_ID_HEADER: call_id.value})
+                return await _stream(sse, call.events(inference), live)
             return json_response(await _collected(inference, call, live))
     except InvalidArgumentError as error:
         raise call.named(error) from error
@@ -203,8 +191,8 @@ async def _answer(
 
 async def _collected(inference: Inference, call: ResponseCall, live: LiveRequest) -> Json:
     events = call.events(inference)
-    async for _ in told(_successful(live), events, time.time):
-        pass
+    async for event in _successful(live):
+        events.take(event, time.time)
     return events.response
 
 
@@ -216,43 +204,33 @@ async def _successful(live: LiveRequest) -> AsyncIterator[Event]:
 
 
 async def _stream(
-    http: web.Request, inference: Inference, call: ResponseCall, live: LiveRequest
-) -> web.StreamResponse:
-    made = call.events(inference)  # it may raise, which the status can still say
-    sse = SseResponse(http, {REQUEST_ID_HEADER: live.request_id})
-    async with first_of(live) as first:
-        # A refusal comes soon, and the status can say so.
-        await asyncio.wait([first], timeout=STATUS_WITHIN_S)
-        if first.done():
-            first.result()
-        await sse.start()
-        await send_events(sse, made, rest_of(first, live), time.time)
-    return sse.response
-
-
-async def send_events(
     sse: SseResponse,
-    events: ResponseEvents,
+    made: ResponseEvents,
     source: AsyncIterator[Event],
-    now: Callable[[], float],
+    *,
+    now: Callable[[], float] = time.time,
     starting_after: int = -1,
-) -> None:
-    """Send the events behind the one with a number, to the response's end."""
-    try:
-        with sse.heartbeats():
-            async with aclosing(told(source, events, now)) as stream:
-                async for new in stream:
-                    await _send(sse, new, starting_after)
-    except ClientConnectionResetError:
-        raise  # the client is gone
-    except QuireError as error:
-        await _send(sse, events.fail(error), starting_after)
-    except Exception:
-        log.exception("stream_failed", response_id=events.response["id"])
-        await _send(sse, events.fail(QuireError("internal error")), starting_after)
-    await sse.end()
+    is_accepted: bool = False,
+) -> web.StreamResponse:
+    """Stream a response's events behind the one with a number."""
 
+    def wanted(events: Sequence[Json]) -> list[Json]:
+        return [each for each in events if cast(int, each["sequence_number"]) > starting_after]
 
-async def _send(sse: SseResponse, events: Sequence[Json], starting_after: int) -> None:
-    if new := [event for event in events if cast(int, event["sequence_number"]) > starting_after]:
-        await sse.send_named(new)
+    begun = named_events(wanted(made.begin()))
+
+    async def send() -> None:
+        async for event in source:
+            await sse.send_named(wanted(made.take(event, now)))
+
+    async def fail(error: QuireError) -> None:
+        await sse.send_named(wanted(made.fail(error)))
+
+    return await stream(
+        sse,
+        send(),
+        fail,
+        request_id=str(made.response["id"]),
+        head=lambda: begun,
+        is_accepted=is_accepted,
+    )

@@ -16,12 +16,11 @@ from router.http.requests.messages import (
     check_template_kwargs,
     for_template,
 )
-from router.http.requests.schema import UNIMPLEMENTED, Body
+from router.http.requests.schema import MAX_TOP_LOGPROBS, UNIMPLEMENTED, Body
 from router.http.requests.tools import ToolFields
 from router.http.strict_json import Schema
 from router.request.inference import Inference
 
-MAX_TOP_LOGPROBS = 20
 MAX_THINKING_BUDGET = 2**20
 
 ThinkingBudget = Annotated[int, Field(ge=0, le=MAX_THINKING_BUDGET)]

@@ -7,7 +7,7 @@ value has no effect (`echo: false`). `Inference.generate` checks ranges, for eve
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
@@ -16,6 +16,7 @@ from contract.request import GenerateRequest
 from contract.sampling import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
 from router.http.answers.answer import UsageInStream
 from router.http.answers.objects import TokenText
+from router.http.errors import REQUEST_ID_PATTERN
 from router.http.requests.beam import BeamFields
 from router.http.requests.structured import StructuredFields
 from router.http.strict_json import Listed, Schema, at_most, excerpt
@@ -39,6 +40,11 @@ Three are labels for stored records; nothing is stored, and `store: true` is ref
 
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
+
+
+RequestId: TypeAlias = Annotated[str, Field(pattern=f"^{REQUEST_ID_PATTERN}$")]
+MAX_TOP_LOGPROBS: Final = 20
+"""Of a chat or a response, as OpenAI has it."""
 
 
 class StreamOptions(Schema):
@@ -73,7 +79,7 @@ class Body(StructuredFields, BeamFields):
     ]
 
     # Not OpenAI's, but sent by clients of vLLM.
-    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,128}$")] | None = None
+    request_id: RequestId | None = None
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0

@@ -2,7 +2,7 @@
 
 from scheduler_svc.core.policies.deadline import EarliestDeadline
 from scheduler_svc.core.policies.fair import TenantFair
-from scheduler_svc.core.policies.policy import Policy, Rank
+from scheduler_svc.core.policies.policy import Policy, Rank, background
 from scheduler_svc.core.policies.priority import Priority
 from scheduler_svc.core.values.request import Request
 
@@ -30,7 +30,9 @@ class Combined(Policy):
         return Rank(
             key=self._deadline.rank(request, arrived).key if self._deadline else (arrived,),
             account=request.tenant if self._fair else "",
-            level=(self._priority.level(request, arrived),) if self._priority else (),
+            level=(self._priority.level(request, arrived),)
+            if self._priority
+            else background(request),
         )
 
     def num_served(self, account: str) -> float:

@@ -1,7 +1,7 @@
 """Earliest deadline first; a request without deadline gets one."""
 
 from scheduler_svc.core.policies.arguments import check_positive
-from scheduler_svc.core.policies.policy import Policy, Rank
+from scheduler_svc.core.policies.policy import Policy, Rank, background
 from scheduler_svc.core.values.request import Request
 
 
@@ -16,4 +16,5 @@ class EarliestDeadline(Policy):
 
     def rank(self, request: Request, arrived: float) -> Rank:
         latest = arrived + self._patience_s
-        return Rank((latest if request.deadline is None else min(latest, request.deadline),))
+        due = latest if request.deadline is None else min(latest, request.deadline)
+        return Rank((due,), level=background(request))

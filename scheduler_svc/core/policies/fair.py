@@ -8,7 +8,7 @@ raised to the lowest counter of the waiting tenants.
 """
 
 from scheduler_svc.core.policies.arguments import check_positive
-from scheduler_svc.core.policies.policy import Policy, Rank
+from scheduler_svc.core.policies.policy import Policy, Rank, background
 from scheduler_svc.core.values.request import Request
 
 _FEW_COUNTERS = 1024
@@ -33,7 +33,7 @@ class TenantFair(Policy):
         self._most_counters = _FEW_COUNTERS
 
     def rank(self, request: Request, arrived: float) -> Rank:
-        return Rank((arrived,), account=request.tenant)
+        return Rank((arrived,), account=request.tenant, level=background(request))
 
     def num_served(self, account: str) -> float:
         return self._counters.get(account, self._floor)

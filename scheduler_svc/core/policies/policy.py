@@ -76,6 +76,14 @@ class Policy(ABC):
         """
 
 
+def background(request: Request) -> Key:
+    """Return a level: requests of the lowest priority come after all others.
+
+    So batches fill gaps, and are preempted first, whatever else a policy goes by.
+    """
+    return (float(request.is_background),)
+
+
 def sort_key(policy: Policy, rank: Rank, seq_id: SeqId) -> SortKey:
     """Return the current sort key of a sequence."""
     return (rank.level, policy.num_served(rank.account), rank.key, seq_id)

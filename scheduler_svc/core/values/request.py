@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.outputs import FinishReason
+from contract.request import MAX_PRIORITY
 from scheduler_svc.core.beams.search import BeamParams
 
 __all__ = ["FinishReason", "OutputSoFar", "Request", "SeqId", "SeqKey", "SourceId"]
@@ -68,3 +69,8 @@ class Request:
     worker for candidates and has no end tokens."""
     outputs: tuple[OutputSoFar, ...] = ()
     """For a resubmitted request: one entry per sequence; in a search these have no tokens."""
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it has the lowest priority, as lines of batches have."""
+        return self.priority == -MAX_PRIORITY

@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 
 from quire.cli.__main__ import main
+from quire.cli.commands import batch
 
 
 class Router:
@@ -17,7 +18,8 @@ class Router:
     def __init__(self) -> None:
         self.url = ""
         self.asked: list[tuple[str, dict, dict]] = []
-        self.refusals: list[web.Response] = []
+        self.refusals: list[web.Response | None] = []
+        """Answers that come first, the last one before the others; None: it hangs up."""
         self.num_at_once = self.most_at_once = 0
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -28,7 +30,12 @@ class Router:
         await asyncio.sleep(0)
         self.num_at_once -= 1
         if self.refusals:
-            return self.refusals.pop()
+            refusal = self.refusals.pop()
+            if refusal is None:
+                assert request.transport is not None
+                request.transport.close()
+                return web.Response()
+            return refusal
         body = {"path": request.path, "text": asked["prompt"]}
         return web.json_response(body, headers={"X-Request-Id": "r"})
 
@@ -109,6 +116,31 @@ async def test_a_full_queue_is_waited_for(router, tmp_path):
     router.refusals = [web.json_response({}, status=s, headers=headers) for s in (429, 503, 529)]
     assert await run(router, tmp_path, line("a")) == 0
     assert len(router.asked) == 4
+
+
+async def test_patience_begins_when_the_connection_is_lost(router, tmp_path, monkeypatch):
+    """A line may be computed for longer than a service may be out of reach."""
+    monkeypatch.setattr(batch, "_PATIENCE_S", 0.0)
+    router.refusals = [None]
+    assert await run(router, tmp_path, line("a"), line("b")) == 0
+    keys = {}
+    for _, body, headers in router.asked:
+        keys.setdefault(headers["Idempotency-Key"], []).append(body)
+    assert sorted(map(len, keys.values())) == [1, 2]  # the line that was lost keeps its key
+
+
+async def test_a_service_that_stays_out_of_reach_is_given_up(router, tmp_path, monkeypatch):
+    monkeypatch.setattr(batch, "_PATIENCE_S", 0.0)
+    router.refusals = [None, None]
+    assert await run(router, tmp_path, line("a")) == 1
+    assert answers(tmp_path)["a"]["error"]["code"] == "unreachable"
+
+
+@pytest.mark.parametrize("flags", [("--model", "m"), ("--http-port", "8000")])
+async def test_two_services_are_refused(router, tmp_path, capsys, flags):
+    with pytest.raises(SystemExit):
+        await run(router, tmp_path, line("a"), flags=flags)
+    assert f"--url and {flags[0]}: each names a service; give one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ class FakeLiveRequest:
 
     async def send_to(self, put: Callable[[Event], None], room: Room | None = None) -> None:
         async for event in self:
-            if room is not None:
+            if room is not None and not room.has_room():
                 await room.wait_for_room()
             put(event)
 

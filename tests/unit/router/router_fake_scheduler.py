@@ -72,6 +72,18 @@ class FakeKvEvents(kv_pb2_grpc.KvEventServiceServicer):
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the scheduler has ended")
 
 
+class _Stream:
+    """A router's stream, to which one message is written at a time, as gRPC demands."""
+
+    def __init__(self, context):
+        self._context = context
+        self._lock = asyncio.Lock()
+
+    async def write(self, message):
+        async with self._lock:
+            await self._context.write(message)
+
+
 _EPOCHS = itertools.count(1)
 
 
@@ -112,7 +124,6 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.load = common_pb2.Load(num_blocks=7, num_workers=1)
         self._step_ids = itertools.count(1)
         self._stream = None
-        self._writing = asyncio.Lock()  # gRPC allows one write at a time
         self._server = None
         self.knows_model = asyncio.Event()
         self.knows_model.set()
@@ -137,30 +148,27 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self._server.stop(0)
 
     async def Connect(self, request_iterator, context):  # noqa: N802
-        beats = asyncio.create_task(self._beat(context))
+        stream = _Stream(context)
+        beats = asyncio.create_task(self._beat(stream))
         try:
-            await self._obey(request_iterator, context)
+            await self._obey(request_iterator, stream)
         finally:
             beats.cancel()
 
-    async def _write(self, message):
-        async with self._writing:
-            await self._stream.write(message)
-
-    async def _beat(self, context):
+    async def _beat(self, stream):
         while True:
             await asyncio.sleep(BEAT_S)
             await self.lives.wait()
-            if self._stream is context:
-                await self._write(scheduler_pb2.ConnectResponse(step=scheduler_pb2.StepOutput()))
+            if self._stream is stream:
+                await stream.write(scheduler_pb2.ConnectResponse(step=scheduler_pb2.StepOutput()))
 
-    async def _obey(self, request_iterator, context):
+    async def _obey(self, request_iterator, stream):
         async for request in request_iterator:
             match request.WhichOneof("message"):
                 case "hello":
                     await self.knows_model.wait()
-                    await context.write(self._welcome())
-                    self._stream = context
+                    await stream.write(self._welcome())
+                    self._stream = stream
                     self.routers.put_nowait(request.hello.router_id)
                 case "submit":
                     self.submits.put_nowait(request.submit)
@@ -254,23 +262,23 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                 for key, reason in (finished or {}).items()
             ],
         )
-        await self._write(scheduler_pb2.ConnectResponse(step=step))
+        await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
     async def send_room(self, num_sequences=None):
         """Sends how many sequences the queues take; None: the router need not count."""
         room = scheduler_pb2.QueueRoom(num_sequences=num_sequences)
         step = scheduler_pb2.StepOutput(room=room)
-        await self._write(scheduler_pb2.ConnectResponse(step=step))
+        await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
     async def send_max_model_len(self, max_model_len):
         """Sends how many tokens a request may have from now on."""
         step = scheduler_pb2.StepOutput(max_model_len=max_model_len)
-        await self._write(scheduler_pb2.ConnectResponse(step=step))
+        await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
     async def send_unloaded(self, is_unloaded):
         """Sends whether all workers are unloaded."""
         step = scheduler_pb2.StepOutput(is_unloaded=is_unloaded)
-        await self._write(scheduler_pb2.ConnectResponse(step=step))
+        await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
     async def send_adapters(self, *names):
         """Sends the adapters that requests may use from now on."""
@@ -278,7 +286,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.changes.put_nowait(names)
         served = scheduler_pb2.ServedAdapters(adapters=map(adapter, names))
         step = scheduler_pb2.StepOutput(adapters=served)
-        await self._write(scheduler_pb2.ConnectResponse(step=step))
+        await self._stream.write(scheduler_pb2.ConnectResponse(step=step))
 
     async def LoadAdapter(self, request, context):  # noqa: N802
         await self.may_load.wait()
@@ -304,7 +312,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Sends `resumed` for a request that was submitted before; `so_far` is a StepOutput."""
         resumed = scheduler_pb2.Resumed(submit=submit, so_far=so_far)
         resumed.submit.first_seq_key = first_seq_key
-        await self._write(scheduler_pb2.ConnectResponse(resumed=resumed))
+        await self._stream.write(scheduler_pb2.ConnectResponse(resumed=resumed))
 
     async def refuse(self, first_seq_key, code, message, retry_after_s=None):
         refused = scheduler_pb2.Refused(
@@ -313,4 +321,4 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             message=message,
             retry_after_s=retry_after_s,
         )
-        await self._write(scheduler_pb2.ConnectResponse(refused=refused))
+        await self._stream.write(scheduler_pb2.ConnectResponse(refused=refused))

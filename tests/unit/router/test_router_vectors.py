@@ -6,7 +6,13 @@ import grpc
 import pytest
 from router_fake_scheduler import ERROR, LENGTH, FakeScheduler
 
-from contract.errors import InvalidArgumentError, QuireError, TooBusyError, UnimplementedError
+from contract.errors import (
+    ContextLengthError,
+    InvalidArgumentError,
+    QuireError,
+    TooBusyError,
+    UnimplementedError,
+)
 from contract.pooling import Pooling, PoolingKind
 from contract.request import GenerateRequest
 from quire.v1 import common_pb2
@@ -16,9 +22,10 @@ MEAN = Pooling(PoolingKind.MEAN)
 
 
 @pytest.fixture(autouse=True)
-def _embeds(monkeypatch):
+def _embeds(request, monkeypatch):
+    """The model embeds, or does the task that the test chooses."""
     fields = {
-        "tasks": [common_pb2.TASK_EMBED],
+        "tasks": [getattr(request, "param", common_pb2.TASK_EMBED)],
         "embedding_size": 2,
         "pooling": common_pb2.Pooling(kind=common_pb2.POOLING_KIND_CLS, normalize=True),
     }
@@ -110,7 +117,7 @@ async def test_other_tasks_are_refused_by_name(router):
 
 async def test_vectors_score_by_their_cosine(router):
     task = asyncio.create_task(
-        score_pairs(router.inference, inputs("q"), inputs("a", "b"), "documents[{}]".format)
+        score_pairs(router.inference, inputs("q"), inputs("a", "b"), str, str)
     )
     values = [[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]]
     for vector in values:
@@ -119,6 +126,28 @@ async def test_vectors_score_by_their_cosine(router):
         await router.scheduler.step(vectors={submit.first_seq_key: vector})
     scores = await task
     assert scores.values == pytest.approx([0.6, 0.0])
+
+
+@pytest.mark.parametrize("_embeds", [common_pb2.TASK_EMBED, common_pb2.TASK_SCORE], indirect=True)
+@pytest.mark.parametrize(
+    ("query", "document", "message"),
+    [
+        ("", "a", "query is empty"),
+        ("q", "\ud800", r"documents\[1\] "),
+        ("q", "a " * 64, r"documents\[1\] has \d+ tokens"),
+    ],
+)
+async def test_a_bad_text_of_a_ranking_is_named(router, query, document, message):
+    scoring = score_pairs(
+        router.inference,
+        inputs(query),
+        inputs("b", document),
+        lambda _: "query",
+        "documents[{}]".format,
+    )
+    with pytest.raises(InvalidArgumentError, match=f"^{message}") as refused:
+        await scoring
+    assert isinstance(refused.value, ContextLengthError) == ("tokens" in message)
 
 
 async def test_defaults_are_the_models_and_inputs_are_bounded(router):

@@ -7,7 +7,7 @@ from hashlib import sha256
 import grpc
 import pytest
 from keyed_router import running
-from router_fake_scheduler import ERROR, LENGTH, STOP, FakeKvEvents
+from router_fake_scheduler import ERROR, LENGTH, STOP, FakeKvEvents, FakeScheduler
 
 from contract.codec.packing import pack_int32, unpack_int32
 from contract.codec.sampling import sampling_from_proto
@@ -167,6 +167,23 @@ async def test_the_tokenizer_comes_as_an_archive_with_its_hash(stub, model_dir):
     files = zipfile.ZipFile(io.BytesIO(archive))
     assert files.read("tokenizer.json") == (model_dir / "tokenizer.json").read_bytes()
     assert "tokenizer_config.json" in files.namelist()
+
+
+@pytest.fixture
+def _embeds(monkeypatch):
+    monkeypatch.setattr(FakeScheduler, "model_fields", {"tasks": [common_pb2.TASK_EMBED]})
+
+
+@pytest.mark.usefixtures("_embeds")
+async def test_an_input_has_the_precedence_of_its_call(settings, tmp_path):
+    async with running(settings, tmp_path) as router:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(router.channel)
+        metadata = (("x-quire-priority", "-100"), ("x-quire-tenant", "them"))
+        call = stub.Embed(pb.EmbedRequest(tokenized=PROMPT), metadata=metadata)
+        submit = await router.scheduler.submits.get()
+        assert (submit.priority, submit.tenant) == (-100, "them")
+        await router.scheduler.step(vectors={submit.first_seq_key: [1.0]})
+        assert list((await call).embedding) == [1.0]
 
 
 async def test_a_model_that_makes_no_vectors_says_so(stub):

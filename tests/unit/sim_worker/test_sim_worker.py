@@ -15,7 +15,7 @@ from quire.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.settings import parse_settings
 from sim_worker.app import find_vocabulary, run_sim_workers
-from sim_worker.draw import TokenSource, splitmix
+from sim_worker.draw import Script, TokenSource, splitmix
 from sim_worker.settings import SimWorkerSettings
 from sim_worker.time_model import TimeModel
 
@@ -227,3 +227,46 @@ def test_flags_are_parsed():
     given = parse_settings(SimWorkerSettings, "quire-sim-worker", argv)
     assert given.eos_token_ids == (1, 2)
     assert [given.of_worker(i).grpc_port for i in range(3)] == [7000, 7001, 7002]
+
+
+def test_a_script_plays_the_output_of_the_prompts_number_of_end_tokens():
+    script = Script([[5, 6], [7]], (1, 2))
+
+    def played(*prompt, num=4):
+        return [script.token(np.array(prompt, np.int32), i) for i in range(num)]
+
+    assert played(9, 9) == [5, 6, 1, 1]
+    assert played(9, 1, 9) == [7, 1, 1, 1]
+    assert played(1, 9, 2) == [5, 6, 1, 1]  # from the beginning again
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        ("[", {"eos_token_ids": (1,)}, "cannot be read"),
+        ("[[1], [9]]", {"eos_token_ids": (1,), "vocab_size": 9}, "token ids below 9"),
+        ("[[1]]", {}, "needs --model or --eos-token-ids"),
+    ],
+)
+async def test_a_script_that_cannot_be_played_is_refused(folder, text, flags, message):
+    path = folder / "script.json"
+    path.write_text(text)
+    with pytest.raises(ModelError, match=message):
+        await run_sim_workers(settings(folder, script=path, **flags))
+
+
+async def test_a_worker_plays_its_script(folder):
+    path = folder / "script.json"
+    path.write_text("[[5, 6]]")
+    stop, started = asyncio.Event(), asyncio.Event()
+
+    async def on_started(_):
+        started.set()
+
+    options = settings(folder, script=path, eos_token_ids=(1,), speedup=1000)
+    running = asyncio.create_task(run_sim_workers(options, on_started=on_started, stop=stop))
+    await started.wait()
+    _, tokens = await generate(f"unix:{folder}/worker.sock", 4, ignore_eos=True)
+    assert tokens == [5, 6, 1, 1]
+    stop.set()
+    await running

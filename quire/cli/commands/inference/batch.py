@@ -178,11 +178,12 @@ async def _session(
 async def _answer(session: aiohttp.ClientSession, line: Line, output: TextIO) -> bool:
     """Write the answer to one line; whether it is one."""
     response, error = None, None
-    wait_s = 0.5
-    deadline = asyncio.get_running_loop().time() + _PATIENCE_S
+    wait_s, lost_at = 0.5, None
+    # A response that the service keeps is not computed again if the connection breaks.
+    headers = {"Idempotency-Key": secrets.token_hex(16)}
     while True:
         try:
-            async with session.post(line.url, json=line.body) as answer:
+            async with session.post(line.url, json=line.body, headers=headers) as answer:
                 if answer.status not in _RETRIED:
                     response = {
                         "status_code": answer.status,
@@ -190,9 +191,11 @@ async def _answer(session: aiohttp.ClientSession, line: Line, output: TextIO) ->
                         "body": await answer.json(content_type=None),
                     }
                     break
-                wait_s = float(answer.headers.get("Retry-After", wait_s))
+                wait_s, lost_at = float(answer.headers.get("Retry-After", wait_s)), None
         except (aiohttp.ClientError, TimeoutError, ValueError) as failure:
-            if asyncio.get_running_loop().time() > deadline:
+            now = asyncio.get_running_loop().time()
+            lost_at = lost_at or now  # an answer may take longer than this patience
+            if now - lost_at > _PATIENCE_S:
                 error = {"code": "unreachable", "message": repr(failure)}
                 break
         await asyncio.sleep(min(wait_s, _MAX_WAIT_S))

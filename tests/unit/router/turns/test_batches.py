@@ -10,7 +10,12 @@ from aiohttp import web
 from router_fake_scheduler import LENGTH
 
 from router.http.api import routes
+from router.http.batches import lines
 from router.http.batches.batches import Batches
+from router.http.batches.lines import turn_of_line
+from router.http.batches.store import Batch, BatchStore
+from router.turns.store import insert_turn
+from router.turns.turn import StoreError
 from router.turns.turns import Turns
 
 pytestmark = pytest.mark.timeout(60)
@@ -23,11 +28,22 @@ BODIES = {
 }
 
 
+BOTH = pytest.mark.parametrize("place", ["sqlite", "postgres"], indirect=True)
+
+
+@pytest.fixture
+def place(request, path):
+    """A file, or a database of PostgreSQL if the test says so."""
+    if getattr(request, "param", "sqlite") == "sqlite":
+        return str(path)
+    return request.getfixturevalue("postgres").new_database()
+
+
 @asynccontextmanager
 async def serving(router, store):
     """Serves the API over a store, as one start of a router does."""
     turns = Turns(store, router.cells, retention_s=60, tick_s=0.02)
-    batches = Batches(router.cells, turns, 60, tick_s=0.02)
+    batches = Batches(router.cells, turns, 60, 2**20, tick_s=0.02)
     app = web.Application()
     app.add_routes(routes(router.cells, None, max_body_bytes=2**20, turns=turns, batches=batches))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -63,6 +79,7 @@ async def created(client, *lines, url=CHAT):
 
 async def ended(client, batch):
     while (batch := await client.batches.retrieve(batch.id)).status in (
+        "validating",
         "in_progress",
         "cancelling",
     ):
@@ -88,7 +105,8 @@ async def test_lines_are_answered_and_told(router, new_store, url):
         batch = await created(
             client, line("a", url), line("b", url), line("c", url, top_p=2), url=url
         )
-        assert (batch.status, batch.metadata) == ("in_progress", {"a": "b"})
+        assert (batch.status, batch.metadata) == ("validating", {"a": "b"})
+        assert batch.request_counts.total == 3
         submits = [await answer(router, text) for text in ("one", "two")]
         assert {submit.priority for submit in submits} == {-100}
         batch = await ended(client, batch)
@@ -131,6 +149,7 @@ async def test_a_batch_goes_on_at_the_next_start(router, new_store):
         assert (batch.status, batch.request_counts.completed) == ("completed", 2)
 
 
+@BOTH
 async def test_a_cancelled_batch_keeps_what_is_answered(router, new_store):
     async with serving(router, new_store()) as client:
         batch = await created(client, line("a"), line("b"))
@@ -174,3 +193,98 @@ async def test_a_file_can_be_deleted(router, new_store):
         assert (await client.files.delete(file.id)).deleted
         with pytest.raises(openai.NotFoundError):
             await client.files.retrieve(file.id)
+
+
+@BOTH
+async def test_lines_become_turns_in_slices_and_go_on_where_a_router_died(
+    router, new_store, monkeypatch
+):
+    """One transaction for 50,000 lines would keep out the turns that clients wait for."""
+    monkeypatch.setattr("router.http.batches.batches.SLICE", 2)
+    sizes, fill = [], BatchStore.fill
+
+    async def fill_once(self, batch, turns):
+        sizes.append(len(turns))
+        if len(sizes) == 2:
+            raise StoreError("the router dies here")
+        return await fill(self, batch, turns)
+
+    monkeypatch.setattr(BatchStore, "fill", fill_once)
+    async with serving(router, new_store()) as client:
+        batch = await created(client, *map(line, "abcde"))
+        submits = [await answer(router, text) for text in ("1", "2", "3", "4", "5")]
+        batch = await ended(client, batch)
+        assert (batch.status, batch.request_counts.completed) == ("completed", 5)
+        assert len({submit.request_id for submit in submits}) == 5
+        assert sizes == [2, 2, 2, 1]
+        assert batch.in_progress_at is not None
+
+
+@BOTH
+async def test_a_batch_that_has_ended_is_filled_no_more(router, new_store):
+    store = new_store()
+    async with serving(router, store) as client:
+        batch = await ended(client, await created(client, "{", line("a")))
+        kept = Batch(batch.id, "", 0.0, False, {})
+        turn = turn_of_line(batch.id, "", 1, line("a").encode(), 0.0)
+        assert not await BatchStore(store.database).fill(kept, [turn])
+        assert await store.count_group("", batch.id) == {}
+
+
+@BOTH
+async def test_what_an_ended_batch_has_left_is_deleted_at_the_next_start(router, new_store):
+    store = new_store()
+    left = turn_of_line("batch_gone", "", 1, line("a").encode(), 0.0)
+    await store.database.run(lambda cursor, _: insert_turn(cursor, left, "dead", 10.0**12))
+    async with serving(router, store):
+        while await store.count_group("", "batch_gone"):
+            pass
+
+
+async def test_a_line_is_as_large_as_a_body_and_a_large_one_is_read_off_the_loop(
+    router, new_store, monkeypatch
+):
+    threads = []
+
+    async def to_thread(work, *args):
+        threads.append(work)
+        return work(*args)
+
+    async with serving(router, new_store()) as client:
+        large = line("a", metadata={"a": "x" * 2**20})
+        batch = await ended(client, await created(client, large))
+        (error,) = batch.errors.data
+        assert (error.line, error.param) == (1, "line")
+        assert "it must have at most 1048576 (--max-body-mb)" in error.message
+        monkeypatch.setattr("router.http.batches.lines.asyncio.to_thread", to_thread)
+        batch = await created(client, line("b"), line("c", user="x" * 2**15))
+        for text in ("one", "two"):
+            await answer(router, text)
+        batch = await ended(client, batch)
+        assert batch.request_counts.completed == 2
+        assert len([work for work in threads if work is lines._body_of]) == 2  # request and result
+
+
+async def test_what_a_line_cannot_have_is_refused_by_name(router, new_store):
+    async with serving(router, new_store()) as client:
+        url = "/v1/responses"
+        batch = await created(
+            client, line("a", url, store=True), line("b", url, stream=True), url=url
+        )
+        batch = await ended(client, batch)
+        told = await lines_of(client, batch.error_file_id)
+        messages = [told[each]["response"]["body"]["error"]["message"] for each in "ab"]
+        assert messages == [
+            f"{name} is set; in a batch it must not be" for name in ("store", "stream")
+        ]
+
+
+async def test_a_file_that_is_being_read_is_not_deleted(router, new_store, monkeypatch):
+    async def fill(*_):
+        raise StoreError("later")
+
+    monkeypatch.setattr(BatchStore, "fill", fill)
+    async with serving(router, new_store()) as client:
+        batch = await created(client, line("a"))
+        with pytest.raises(openai.APIStatusError, match="is being read for batch_"):
+            await client.files.delete(batch.input_file_id)

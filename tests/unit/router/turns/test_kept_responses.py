@@ -366,3 +366,24 @@ async def test_a_tenant_finds_its_own_responses_only(router, new_store):
         ):
             with pytest.raises(openai.NotFoundError):
                 await call
+
+
+async def test_a_call_keeps_the_name_that_its_client_gives_it(router, new_store):
+    named = {"X-Request-Id": "mine"}
+    async with serving(router, new_store()) as client:
+        raw = client.with_raw_response.responses
+        for more in ({"background": True}, {"background": True, "stream": True}):
+            response = await raw.create(**ASK, **more, extra_headers=named)
+            assert response.headers["X-Request-Id"] == "mine"
+            await router.scheduler.submits.get()
+        response = await raw.create(**ASK, background=True)
+        assert response.headers["X-Request-Id"] == response.parse().id
+
+
+async def test_a_stream_that_cannot_be_resumed_is_refused_by_name(router, new_store):
+    resumable = {"X-Quire-Resumable": "true"}
+    async with serving(router, new_store()) as client:
+        with pytest.raises(openai.BadRequestError, match="X-Quire-Resumable is true"):
+            await client.responses.create(**ASK, store=False, extra_headers=resumable)
+        kept = await client.responses.create(**ASK, background=True, extra_headers=resumable)
+        assert kept.status == "in_progress"

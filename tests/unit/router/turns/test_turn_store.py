@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from contract.errors import InvalidArgumentError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob, Usage
 from router.turns import store as store_module
 from router.turns.store import Batch, Progress
@@ -29,6 +30,12 @@ def place(request, path):
     return request.getfixturevalue("postgres").new_database()
 
 
+async def insert_queued(store, turns):
+    await store.database.run(
+        lambda cursor, _: [store_module.insert_turn(cursor, turn, "", 0.0) for turn in turns]
+    )
+
+
 async def test_a_turn_is_read_as_it_was_written(new_store):
     store = new_store()
     turn = replace(TURN, record=b"\x00r", idempotency_key="k", previous_id="p", group="g")
@@ -48,7 +55,7 @@ async def test_a_tenant_sees_its_own_turns_only(new_store):
     await store.write(Batch([replace(TURN, idempotency_key="k")]))
     assert await store.find("other", TURN.id) is None
     assert await store.find_by_key("other", "k") is None
-    assert not await store.conversation("other", TURN.id)
+    assert not await store.conversation("other", TURN.id, 99)
     assert not await store.delete("other", TURN.id)
     assert not await store.end("other", TURN.id, END, ())
     assert await store.delete("t", TURN.id)
@@ -94,7 +101,7 @@ async def test_queued_turns_are_taken_up_in_their_order(new_store):
         replace(queued, id=f"t{i}", priority=priority, position=i)
         for i, priority in enumerate((0, -1, 1, 0))
     ]
-    await store.write(Batch(queued=turns))
+    await insert_queued(store, turns)
     assert await store.count_group("t", "g") == {TurnStatus.QUEUED: 4}
     assert await store.list_group("t", "g", first_position=2) == turns[2:]
     assert not await store.claim(3)  # they are a group's
@@ -102,13 +109,18 @@ async def test_queued_turns_are_taken_up_in_their_order(new_store):
     assert [turn.id for turn in await store.claim(0, 3)] == ["t1"]
 
 
-async def test_a_conversation_is_whole_or_missing(new_store):
+async def test_a_conversation_is_whole_or_missing_and_bounded(new_store, monkeypatch):
     store = new_store()
     turns = [replace(TURN, id=f"t{i}", previous_id=f"t{i - 1}" if i else None) for i in range(3)]
-    await store.write(Batch(turns))
-    assert await store.conversation("t", "t2") == turns
+    await store.write(Batch([replace(turn, record=b"its whole prompt") for turn in turns]))
+    assert await store.conversation("t", "t2", 6) == turns
+    with pytest.raises(InvalidArgumentError, match="6 bytes or more; it must have at most 5"):
+        await store.conversation("t", "t2", 5)
+    monkeypatch.setattr(store_module, "MAX_CHAIN", 2)
+    with pytest.raises(InvalidArgumentError, match="3 turns or more; it must have at most 2"):
+        await store.conversation("t", "t2", 6)
     await store.delete("t", "t1")
-    assert not await store.conversation("t", "t2")
+    assert not await store.conversation("t", "t2", 6)
 
 
 async def test_old_turns_are_swept_with_their_events(new_store):
@@ -137,7 +149,7 @@ async def test_routers_that_claim_at_once_share_the_turns(new_store):
         replace(TURN, id=f"t{i}", status=TurnStatus.QUEUED, position=i, group="g")
         for i in range(60)
     ]
-    await stores[0].write(Batch(queued=turns))
+    await insert_queued(stores[0], turns)
     claimed = await asyncio.gather(*(store.claim(0, 30) for store in stores))
     ids = [turn.id for share in claimed for turn in share]
     assert len(ids) == len(set(ids)) == 60

@@ -4,7 +4,7 @@ import sys
 from itertools import pairwise
 
 import pytest
-from policy_driver import Worker, admission_order, make_core, request
+from policy_driver import ROUTER, Worker, admission_order, make_core, request
 
 from scheduler_svc.core.policies.loading import make_policy
 from scheduler_svc.core.policies.policy import Policy
@@ -83,6 +83,49 @@ def test_combined_ages_in_whole_periods():
     ]
     order = admission_order("priority+fair", requests, {"aging_s": "10"})
     assert order == [2, 0, 1]
+
+
+POLICIES = ["fcfs", "fair", "deadline", "fair+deadline", "priority", "priority+fair"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_lowest_priority_comes_last_by_every_policy(policy):
+    requests = [
+        (0.0, request(0, tenant="a", priority=-100, deadline=500.0)),
+        (1.0, request(1, tenant="b", priority=0)),
+        (2.0, request(2, tenant="b", priority=0)),
+    ]
+    assert admission_order(policy, requests) == [1, 2, 0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_lowest_priority_is_preempted_first_by_every_policy(policy):
+    core = make_core(policy, num_blocks=7, max_num_seqs=4)
+    for key, priority in enumerate((0, -100, 0, 0)):
+        core.submit(request(key, max_tokens=8, priority=priority, deadline=50.0), float(key))
+    worker = Worker(core, now=3.0)
+    worker.step()
+    worker.step()
+    (waiting,) = [seq for seq in core.live if seq in core.queue]
+    assert waiting.seq_key == 1
+    worker.run()
+    assert set(worker.ends.values()) == {FinishReason.LENGTH}
+
+
+def test_prompts_of_the_lowest_priority_hardly_delay_others():
+    core = make_core(max_num_seqs=4, max_num_batched_tokens=33)
+    core.submit(request(0, max_tokens=20), 0.0)
+    worker = Worker(core)
+    worker.step()
+    core.submit(request(1, num_tokens=40, priority=-100), 1.0)
+    core.submit(request(2, num_tokens=10), 2.0)
+    worker.chunks.clear()
+    for _ in range(3):
+        worker.step()
+    assert [sum(chunk.values()) for chunk in worker.chunks] == [10 + 4, 4, 4]  # an eighth of 32
+    core.cancel(ROUTER, [0])
+    worker.run()  # alone, it gets all of each step
+    assert set(worker.ends.values()) == {FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize(
