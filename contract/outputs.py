@@ -69,6 +69,8 @@ class Usage:
     """Prompt tokens found in the prefix cache."""
     pinned_tokens: int = 0
     """Prompt tokens pinned in the prefix cache."""
+    reasoning_tokens: int = 0
+    """Tokens of the outputs that are thinking, where its markers are known."""
 
 
 @dataclass(frozen=True, slots=True)

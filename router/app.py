@@ -25,7 +25,10 @@ from router.http.web_pages import PageGuard, is_loopback
 from router.kserve.api import kserve_service
 from router.operators.adapters_and_models import Operations
 from router.operators.live_requests import LiveRequests
+from router.operators.usage import UsageReports
+from router.request.audit import AuditLog
 from router.request.inference import Inference
+from router.request.usage import UsageCounts
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.settings import RouterSettings
@@ -82,6 +85,12 @@ async def run_router(
         health=health,
     )
     api_keys = settings.read_api_keys()
+    usage = UsageCounts() if settings.turn_store else None
+    audit = None
+    if settings.audit_log is not None:
+        audit = AuditLog(
+            settings.audit_log, settings.audit_log_max_mb * _MIB, settings.audit_log_files
+        )
     inference = Inference(
         settings.model_name,
         tokenizers,
@@ -90,11 +99,13 @@ async def run_router(
         tokenizer_threads=settings.tokenizer_threads,
         chats=settings.chats,
         api_keys=api_keys,
+        usage=usage,
+        audit=audit,
     )
     gateway_metrics = GatewayMetrics(inference)
     health.before_scrape(gateway_metrics.refresh)
     ui = Ui(inference) if settings.ui else None
-    turns = _turns(settings, inference)
+    turns = None if usage is None else _turns(settings, inference, usage)
     batches = (
         None if turns is None else Batches(inference, turns, settings.turn_retention_days * _DAY_S)
     )
@@ -105,6 +116,7 @@ async def run_router(
     http = web.Application(middlewares=[access])
     check = None if api_keys is None else check_operator
     obeyed = operators(settings, check)
+    reports = UsageReports(turns, obeyed)
     operations = Operations(schedulers, inference.model, obeyed, settings.client_tls)
     http.add_routes(
         openai_api.routes(
@@ -114,6 +126,7 @@ async def run_router(
             may_be_compressed=settings.accept_compressed,
             turns=turns,
             batches=batches,
+            usage=reports,
         )
     )
     if ui is not None:
@@ -127,7 +140,7 @@ async def run_router(
     services = [
         inference_service(inference),
         kserve_service(inference, lambda: health.ready),
-        *operator_services(operations, LiveRequests(inference, obeyed), inference, obeyed),
+        *operator_services(operations, LiveRequests(inference, obeyed), reports, inference, obeyed),
     ]
     if settings.vllm_engine:
         services.append(_vllm_engine(inference, health, settings, directory))
@@ -170,6 +183,8 @@ async def run_router(
             await turns.close()
         REGISTRY.unregister(gateway_metrics)
         inference.close()
+        if audit is not None:
+            await asyncio.to_thread(audit.close)
         trimming.cancel()
         client.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -179,11 +194,15 @@ async def run_router(
                 task.result()
 
 
-def _turns(settings: RouterSettings, inference: Inference) -> Turns | None:
-    if not settings.turn_store:
-        return None
+def _turns(settings: RouterSettings, inference: Inference, usage: UsageCounts) -> Turns:
     store = TurnStore(open_database(settings.turn_store), f"{socket.gethostname()}:{uuid.uuid4()}")
-    return Turns(store, inference, retention_s=settings.turn_retention_days * _DAY_S)
+    return Turns(
+        store,
+        inference,
+        usage,
+        retention_s=settings.turn_retention_days * _DAY_S,
+        usage_retention_s=settings.usage_retention_days * _DAY_S,
+    )
 
 
 def _vllm_engine(

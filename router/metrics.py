@@ -79,3 +79,4 @@ E2E_REQUEST_LATENCY = Histogram(
 SCHEDULER_CONNECTED = Gauge(
     "quire_scheduler_connected", "Schedulers that the router is connected to."
 )
+AUDIT_LINES_LOST = Counter("quire_audit_lines_lost", "Requests that --audit-log could not write.")

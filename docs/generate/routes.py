@@ -21,6 +21,7 @@ from router.http.requests.completions import CompletionBody
 from router.http.requests.schema import NO_EFFECT
 from router.http.requests.tokens import DetokenizeBody, TokenizeBody
 from router.http.strict_json import Schema
+from router.operators.usage import UsageReports
 from router.ui.api import Ui
 
 _HEAD = """# HTTP
@@ -131,9 +132,9 @@ def router_routes() -> list[tuple[str, str, str]]:
     """Return method, path and the first line of the handler's docstring."""
     app = web.Application()
     batches = cast(Any, SimpleNamespace(store=None))
-    app.add_routes(
-        openai_routes(cast(Any, None), cast(Any, None), max_body_bytes=0, batches=batches)
-    )
+    some = cast(Any, None)
+    usage = UsageReports(None, some)
+    app.add_routes(openai_routes(some, some, max_body_bytes=0, batches=batches, usage=usage))
     app.add_routes(Ui(cast(Any, None)).routes())
     found = []
     for route in app.router.routes():

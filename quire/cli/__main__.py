@@ -16,6 +16,7 @@ COMMANDS: Final = {
     "top": "watch queues, sequences, KV and rates",
     "requests": "list live requests",
     "cancel": "end live requests, by id, tenant or age",
+    "usage": "show what requests have used, by tenant, key, model and time",
     "logs": "show what the processes have logged, of one request if wished",
     "kv": "show which sequences hold which KV blocks",
     "migrate": "move a live request with its KV to another worker",

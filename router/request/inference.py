@@ -25,14 +25,16 @@ from contract.sampling import BeamSearch, SamplingParams
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
 from router import metrics
-from router.access.api_keys import ApiKeys, current_caller, enter_as
+from router.access.api_keys import ApiKeys, current_caller, enter_as, key_of_call
 from router.access.quotas import Lease, Quotas
 from router.access.tenancy import check_operator, claim, tenant_of_caller
 from router.request import span as request_span
 from router.request.admission import Admission, Admitted
+from router.request.audit import AuditLog
 from router.request.live import LiveRequest, ReplayRecord
 from router.request.output import LiveOutput
 from router.request.stop_strings import StopMatcher
+from router.request.usage import UsageCounts, UsageKey
 from router.request.validation import check_request, complete_sampling
 from router.schedulers.kv_watch import watch_kv
 from router.schedulers.messages import Resumption
@@ -62,12 +64,17 @@ class Inference:
         tokenizer_threads: int,
         api_keys: ApiKeys | None = None,
         chats: ChatSettings = ChatSettings(),  # noqa: B008 - it never changes
+        usage: UsageCounts | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         """Serve one model; `model_name` is the name of the flags' model.
 
         With `api_keys` the call's key determines the tenant of a request (`tenancy`);
-        `authentication` has checked the key before.
+        `authentication` has checked the key before. `usage` gets what requests have used, and
+        `audit` what they asked and were answered.
         """
+        self._usage = usage
+        self._audit = audit
         self._has_api_keys = api_keys is not None
         tenant_to_quota = {} if api_keys is None else api_keys.tenant_to_quota
         self._quotas = Quotas(tenant_to_quota, asyncio.get_running_loop().time())
@@ -114,8 +121,10 @@ class Inference:
                 current_caller().tenant, num_tokens, asyncio.get_running_loop().time()
             )
 
-    async def generate(self, request: GenerateRequest) -> LiveRequest:
+    async def generate(self, request: GenerateRequest, *, is_kept: bool = False) -> LiveRequest:
         """Submit a request; the caller reads the result under `async with`.
+
+        If it `is_kept`, its usage is kept with it, and not counted here.
 
         Raises `InvalidArgumentError` naming field, value and limit; `NotFoundError` for an unknown
         model; `AlreadyExistsError` if a request with this id is live; `TooBusyError` beyond
@@ -124,9 +133,9 @@ class Inference:
         the prompt was tokenized.
         """
         with _refusals_counted():
-            return await self._generate(request)
+            return await self._generate(request, is_kept=is_kept)
 
-    async def _generate(self, request: GenerateRequest) -> LiveRequest:
+    async def _generate(self, request: GenerateRequest, *, is_kept: bool) -> LiveRequest:
         model = self.model.info(request.model)
         check_request(request, model, self.text.max_text_bytes(model))
         # Check this before any other work, because under overload most requests end here.
@@ -138,7 +147,7 @@ class Inference:
         lease: Lease | None = None
         try:
             lease = self._quotas.begin(request.tenant, asyncio.get_running_loop().time())
-            live = await self._submit(request, model, admitted, lease)
+            live = await self._submit(request, model, admitted, lease, is_kept=is_kept)
         except BaseException as error:
             if isinstance(error, Exception):
                 admitted.span.set_status(StatusCode.ERROR, str(error))
@@ -151,7 +160,13 @@ class Inference:
         return live
 
     async def _submit(
-        self, request: GenerateRequest, model: Model, admitted: Admitted, lease: Lease
+        self,
+        request: GenerateRequest,
+        model: Model,
+        admitted: Admitted,
+        lease: Lease,
+        *,
+        is_kept: bool,
     ) -> LiveRequest:
         span = admitted.span
         start_s = time.time()
@@ -198,9 +213,12 @@ class Inference:
             resume_record=stop_options_to_bytes(request) if request.resumable else None,
         )
         stop_options = StopOptions(
-            request.stop, request.include_stop_str_in_output, request.skip_special_tokens
+            request.stop,
+            request.include_stop_str_in_output,
+            request.skip_special_tokens,
+            request.thinking,
         )
-        live = self._start(record, request.n, stop_options, model, lease)
+        live = self._start(record, request.n, stop_options, model, lease, is_kept=is_kept)
         if span.is_recording():
             span.set_attributes(request_span.submitted(live))
         self._schedulers.submit(live)
@@ -213,6 +231,8 @@ class Inference:
         stop_options: StopOptions,
         model: Model,
         lease: Lease,
+        *,
+        is_kept: bool = False,
     ) -> LiveRequest:
         end_token_ids = frozenset(record.sampling.stop_token_ids)
         if not record.sampling.ignore_eos:
@@ -226,17 +246,19 @@ class Inference:
                     include_in_output=stop_options.include_stop_str_in_output,
                 ),
                 end_token_ids,
+                stop_options.thinking,
             )
             for index in range(n)
         ]
-        adapter = record.sampling.adapter
+        adapter = "" if record.sampling.adapter is None else record.sampling.adapter.name
         live = LiveRequest(
             record,
             outputs,
-            model=model.id if adapter is None else adapter.name,
+            model=adapter or model.id,
+            usage_key=UsageKey(record.tenant, key_of_call(), model.parent or model.id, adapter),
             cancel=self._schedulers.cancel,
             leave=self._schedulers.leave,
-            on_closed=lambda live: self._on_closed(live, lease),
+            on_closed=lambda live: self._on_closed(live, lease, is_kept=is_kept),
         )
         self._admission.add(live)
         return live
@@ -279,7 +301,7 @@ class Inference:
                 traceparent=telemetry.inject(trace.set_span_in_context(admitted.span)),
                 resume_record=None,
             )
-            live = self._start(record, found.n, found.stop_options, model, lease)
+            live = self._start(record, found.n, found.stop_options, model, lease, is_kept=True)
         except BaseException:
             lease.end(0)
             self._admission.release(admitted.tenant, admitted.request_id)
@@ -294,10 +316,10 @@ class Inference:
             self._schedulers.submit(live)
         return live
 
-    def act_for(self, tenant: str) -> None:
+    def act_for(self, tenant: str, key_name: str) -> None:
         """Let the present task make calls for a tenant whose key was checked before."""
         if self._has_api_keys:
-            enter_as(tenant)
+            enter_as(tenant, key_name)
 
     async def cancel(self, request_id: str, tenant: str) -> None:
         """Cancel a resumable request that any call may be reading; raises as `resume`."""
@@ -372,7 +394,9 @@ class Inference:
             len(record.prompt_token_ids), found.n, record.beam, record.sampling
         )
         lease.take_up(record.request_id, num_tokens)
-        return self._start(record, found.n, found.stop_options, model, lease)
+        live = self._start(record, found.n, found.stop_options, model, lease)
+        live.is_resumed = True
+        return live
 
     def _end_reader(self, request_id: str, tenant: str) -> None:
         """End the call that reads a live request of this router, so that another can resume it."""
@@ -390,7 +414,11 @@ class Inference:
         self._schedulers.leave(live)
         live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
-    def _on_closed(self, live: LiveRequest, lease: Lease) -> None:
+    def _on_closed(self, live: LiveRequest, lease: Lease, *, is_kept: bool) -> None:
+        if self._usage is not None and not is_kept:
+            self._usage.add(live.usage_key, live.used)
+        if self._audit is not None:
+            self._audit.add(live, self.text.decoder())
         if live.goes_on:
             now = asyncio.get_running_loop().time()  # this router will not see the request's end
             lease.leave(live.request_id, now, now + self._schedulers.resume_grace_s)

@@ -210,6 +210,7 @@ def plan(
             *("--scheduler", f"unix:{scheduler_socket}", *listen),
             *("--operator-uds", str(operator_sockets[i])),
             *_flags(settings, ROUTER_FLAGS),
+            *_audit_log(settings, i),
             *(() if settings.reflection else ("--no-reflection",)),
             *(() if settings.ui else ("--no-ui",)),
             # the other processes listen on Unix sockets
@@ -262,6 +263,13 @@ def _flags(settings: UpSettings, names: tuple[str, ...]) -> tuple[str, ...]:
         if value is not None and value != "":
             flags += ("--" + name.replace("_", "-"), str(value))
     return tuple(flags)
+
+
+def _audit_log(settings: UpSettings, index: int) -> tuple[str, ...]:
+    if settings.audit_log is None:
+        return ()
+    path = settings.audit_log.absolute()
+    return ("--audit-log", str(path.with_name(f"{path.name}-{index}") if index else path))
 
 
 def _secrets(settings: UpSettings) -> dict[str, str]:

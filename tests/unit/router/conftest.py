@@ -12,6 +12,7 @@ from router_fake_scheduler import FakeScheduler
 from router_tokenizers import byte_level_bpe
 
 from router.request.inference import Inference
+from router.request.usage import UsageCounts
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text.tokenizer import Tokenizers, load_tokenizer
@@ -46,6 +47,7 @@ class Router:
     scheduler: FakeScheduler
     health: Health
     ready: asyncio.Event
+    usage: UsageCounts
 
     def tokens(self, text: str) -> list[int]:
         return self.inference.text._tokenizer.encode(text, add_special_tokens=False)
@@ -66,9 +68,12 @@ async def router(model_dir: Path, tmp_path: Path) -> AsyncIterator[Router]:
         health=health,
     )
     task = asyncio.create_task(client.run())
-    inference = Inference("tiny", tokenizers, client, max_live_requests=3, tokenizer_threads=1)
+    usage = UsageCounts()
+    inference = Inference(
+        "tiny", tokenizers, client, max_live_requests=3, tokenizer_threads=1, usage=usage
+    )
     await ready.wait()
-    yield Router(inference, scheduler, health, ready)
+    yield Router(inference, scheduler, health, ready, usage)
     inference.close()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

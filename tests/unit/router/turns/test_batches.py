@@ -13,6 +13,7 @@ from router.http.api import routes
 from router.http.batches.batches import Batches
 from router.turns.turns import Turns
 
+KEPT = {"retention_s": 60, "usage_retention_s": 60}
 pytestmark = pytest.mark.timeout(60)
 
 CHAT = "/v1/chat/completions"
@@ -26,7 +27,7 @@ BODIES = {
 @asynccontextmanager
 async def serving(router, store):
     """Serves the API over a store, as one start of a router does."""
-    turns = Turns(store, router.inference, retention_s=60, tick_s=0.02)
+    turns = Turns(store, router.inference, router.usage, **KEPT, tick_s=0.02)
     batches = Batches(router.inference, turns, 60, tick_s=0.02)
     app = web.Application()
     app.add_routes(
