@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from contract.packing import unpack_int32
 from quire.v1 import inference_pb2, kv_pb2
@@ -100,7 +100,13 @@ def test_the_timeline_says_what_a_step_did(page: Page, service: Service):
         expect(tooltip).to_contain_text("1 running, 0 waiting, 0 preempted")
 
 
+def go_on_after_eos(route: Route) -> None:
+    asked = route.request.post_data_json
+    route.continue_(post_data=json.dumps({**asked, "ignore_eos": True}))
+
+
 def test_the_playground_streams_and_stops(page: Page, service: Service):
+    page.route("**/v1/completions", go_on_after_eos)
     page.click("#tab-playground")
     page.fill("#prompt", "once upon a time")
     page.fill("#max-tokens", "4000")
