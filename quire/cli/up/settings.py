@@ -162,7 +162,8 @@ class UpSettings(ProcessSettings):
     disk_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Disk space for KV that does not fit in a worker's host memory, in GiB; default: none."""
     disk_kv_dir: Path | None = None
-    """Directory for KV on the disk; default: the worker's."""
+    """Directory for KV on the disk, where the next start finds it; default: it disappears with the
+    worker."""
     disk_kv_codec: str = ""
     """Compression of KV on the disk: none, lz4, zstd, gzip, int8 or fp8; empty: none."""
     policy: str = ""
