@@ -72,6 +72,11 @@ class Usage:
     reasoning_tokens: int = 0
     """Tokens of the outputs that are thinking, where its markers are known."""
 
+    @property
+    def cache_write_tokens(self) -> int:
+        """Prompt tokens that were computed and pinned."""
+        return max(0, self.pinned_tokens - self.cached_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:

@@ -266,6 +266,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         watermark=settings.watermark,
         eviction=Eviction(settings.eviction),
         max_pinned_share=settings.max_pinned_share,
+        max_tenant_pinned_share=settings.max_tenant_pinned_share,
         defragment_interval_s=settings.defragment_interval_s,
         defragment_threshold=settings.defragment_threshold,
         max_defragment_moves=settings.max_defragment_moves,

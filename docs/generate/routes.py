@@ -39,8 +39,8 @@ _FIELDS = """
 ## Fields
 
 An accepted field is honoured, whether it is OpenAI's or vLLM's. These fields are accepted, although
-they have no effect on an output: {no_effect}. They label records, which Quire does not keep
-(`store: true` is refused), or help to find a cached prefix, which Quire finds without them.
+they have no effect: {no_effect}. They label records, which Quire does not keep (`store: true` is
+refused).
 
 `tools` needs a model whose chat template has a place for them. With `tool_choice` "auto", calls
 that the model writes as `<tool_call>{{"name": …, "arguments": {{…}}}}</tool_call>` (Qwen, Hermes)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.errors import (
     DeadlineError,
-    NoPrefixCacheError,
     QueueFullError,
     RequestTooLongError,
     TooManySequencesError,
@@ -70,18 +69,6 @@ def check_length(request: Request, num_blocks: int, config: SchedulerConfig) -> 
             )
     if request.beam is not None:
         _check_search(request, request.beam.width, num_blocks, config)
-
-
-def check_pin(request: Request, *, has_prefix_cache: bool) -> None:
-    """Check that the core has a prefix cache if the request asks for a pin.
-
-    Raises:
-        NoPrefixCacheError: Prefix caching is off.
-    """
-    if request.cache_pin_s is not None and not has_prefix_cache:
-        raise NoPrefixCacheError(
-            f"cache_pin_s is {request.cache_pin_s}, but prefix caching is switched off"
-        )
 
 
 def check_queue(request: Request, num_waiting: int, max_waiting: int) -> None:

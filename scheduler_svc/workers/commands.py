@@ -6,7 +6,6 @@ from collections import deque
 from contract.errors import DeadlineExceededError, InvalidArgumentError, QuireError, TooBusyError
 from scheduler_svc.core.errors import (
     DeadlineError,
-    NoPrefixCacheError,
     QueueFullError,
     RequestRefusedError,
 )
@@ -99,7 +98,5 @@ def _refusal_from_core(error: RequestRefusedError) -> QuireError:
             return TooBusyError(str(error))
         case DeadlineError():
             return DeadlineExceededError(str(error))
-        case NoPrefixCacheError():
-            return InvalidArgumentError("cache_pin_s", str(error).removeprefix("cache_pin_s "))
         case _:
             return InvalidArgumentError("request", f"cannot be served: {error}")

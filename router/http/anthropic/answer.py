@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 from aiohttp import ClientConnectionResetError, web
@@ -58,7 +58,6 @@ class MessageCall:
 
     def head(self, live: LiveRequest) -> Json:
         """Return a message that is empty yet."""
-        num_cached = live.num_cached_tokens or 0
         return {
             "id": f"msg_{self.request_id}",
             "type": "message",
@@ -67,7 +66,7 @@ class MessageCall:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage_json(Usage(len(live.prompt_token_ids), 0, num_cached)),
+            "usage": usage_json(replace(live.usage, completion_tokens=0)),
         }
 
 

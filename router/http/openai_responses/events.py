@@ -315,7 +315,7 @@ class ResponseEvents:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": usage.cached_tokens,
-                "cache_write_tokens": 0,
+                "cache_write_tokens": usage.cache_write_tokens,
             },
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},

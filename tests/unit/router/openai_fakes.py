@@ -72,7 +72,7 @@ class FakeLiveRequest:
         self.model = request.model or MODEL.id
         self.created = 1_700_000_000
         self.prompt_token_ids = (1, 2, 3)
-        self.num_cached_tokens = 1
+        self.usage = Usage(3, 0, 1)
         self.num_taken = 0
         self.closed = asyncio.Event()
         self._events = events

@@ -371,6 +371,20 @@ async def test_a_tenant_finds_its_own_responses_only(router, new_store):
                 await call
 
 
+async def test_a_response_that_continues_another_is_pinned(router, new_store):
+    async with serving(router, new_store()) as client:
+        asking = asyncio.create_task(client.responses.create(**ASK))
+        first = await answer_of(router, asking, "one", 0)
+        asking = asyncio.create_task(client.responses.create(**ASK, previous_response_id=first.id))
+        submit = await router.scheduler.submits.get()
+        assert submit.cache_pin_s == 300.0
+        key = submit.first_seq_key
+        await router.scheduler.step(admitted={key: 2}, pinned={key: 8})
+        await answered(router, submit, "two")
+        details = (await asking).usage.input_tokens_details
+        assert (details.cached_tokens, details.cache_write_tokens) == (2, 6)
+
+
 async def usage_of(store, *by):
     rows = await read_usage(store.database, 0.0, None, by)
     return [(*row.group.values(), row.used) for row in rows]
