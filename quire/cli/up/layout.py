@@ -188,6 +188,7 @@ def plan(
         chosen.scheduler_http_port,
         *("--uds", scheduler_socket, "--workers", ",".join(f"unix:{path}" for path in sockets)),
         *_flags(settings, SCHEDULER_FLAGS),
+        *_state_file(settings, f"{model_name}-{chosen.http_port}", environment),
         group=1,
     )
     listen: tuple[str, ...] = ("--grpc-port", str(chosen.grpc_port))
@@ -282,9 +283,19 @@ def _turn_store(settings: UpSettings, name: str, environment: Mapping[str, str])
     """Pass it in the environment, too. The default is a file that the next start finds again."""
     place = settings.turn_store
     if not place and settings.http_port and not settings.attached:
-        data = environment.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-        place = str(Path(data, "quire", "turns", name.replace("/", "-") + ".sqlite"))
+        place = str(_data_file(environment, "turns", f"{name}.sqlite"))
     return {f"{ENV_PREFIX}TURN_STORE": place} if place not in ("", "none") else {}
+
+
+def _state_file(settings: UpSettings, name: str, environment: Mapping[str, str]) -> tuple[str, ...]:
+    if not settings.http_port or settings.attached:
+        return ()
+    return ("--state-file", str(_data_file(environment, "state", f"{name}.json")))
+
+
+def _data_file(environment: Mapping[str, str], kind: str, name: str) -> Path:
+    data = environment.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data, "quire", kind, name.replace("/", "-"))
 
 
 def _without_our_own(environment: Mapping[str, str]) -> dict[str, str]:
