@@ -69,6 +69,13 @@ class Usage:
     """Prompt tokens found in the prefix cache."""
     pinned_tokens: int = 0
     """Prompt tokens pinned in the prefix cache."""
+    reasoning_tokens: int = 0
+    """Tokens of the outputs that are thinking, where its markers are known."""
+
+    @property
+    def cache_write_tokens(self) -> int:
+        """Prompt tokens that were computed and pinned."""
+        return max(0, self.pinned_tokens - self.cached_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,13 +86,28 @@ class GenerateRequest:
     """Texts that outputs must not contain."""
     before_form: str = ""
     """Lark rules; the rule `before` says what an output has ahead of its structured part."""
+    thinking: "ThinkingMarkers | None" = None
+    """How thinking is told from the rest, to count it; None: there is none."""
     resumable: bool = False
     """Whether the request continues when its stream breaks, so that the client may resume it."""
 
 
 @dataclass(frozen=True, slots=True)
+class ThinkingMarkers:
+    """What begins and ends thinking in an output's text."""
+
+    begin: str
+    ends: tuple[str, ...]
+    """At least one."""
+    has_begun: bool = False
+    """Whether the prompt ends within thinking."""
+    recurs: bool = False
+    """Whether it may begin anywhere, and again; else only at the output's start."""
+
+
+@dataclass(frozen=True, slots=True)
 class StopOptions:
-    """How the outputs' text ends and is written.
+    """How the outputs' text ends, is written and counted.
 
     It travels in the record of a resumable request, so that another router can finish the text.
     """
@@ -100,6 +115,7 @@ class StopOptions:
     stop: tuple[str, ...]
     include_stop_str_in_output: bool
     skip_special_tokens: bool
+    thinking: ThinkingMarkers | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,10 +105,11 @@ class WorkerSettings(ProcessSettings):
     """How KV is encoded in host memory: none, as on the device; int8 or fp8, in half the memory but
     less precise, so that a sequence's output after a swap may differ."""
     disk_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Disk space in GiB for KV, in a file without a name that disappears with the worker; 0: none.
-    Needs host memory for KV."""
-    disk_kv_dir: Path = Path("/var/tmp")  # noqa: S108 - a file there has no name
-    """Directory of the disk tier's file: on a fast disk, not in memory."""
+    """Disk space in GiB for KV; 0: none. Needs host memory for KV."""
+    disk_kv_dir: Path | None = None
+    """Directory of the disk tier's file, on a fast disk, not in memory: the next worker with the
+    same model and KV finds it and continues with its blocks. Default: a file in /var/tmp that has
+    no name and disappears with the worker."""
     disk_kv_codec: str = "none"
     """How KV is encoded on the disk: none; lz4, zstd or gzip, without loss, with an optional level
     such as zstd:3; int8 or fp8, in half the space but less precise."""

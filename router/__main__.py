@@ -4,6 +4,7 @@ import sys
 
 from model_files.errors import ModelError
 from router.app import run_router
+from router.request.audit import AuditLogError
 from router.settings import RouterSettings
 from rpc.server import observe, run
 from rpc.settings import parse_settings
@@ -15,7 +16,7 @@ def main() -> None:
     observe("router", settings, new_trace_ratio=settings.trace_sample_ratio)
     try:
         run(run_router(settings))
-    except ModelError as error:
+    except (ModelError, AuditLogError) as error:
         sys.stderr.write(f"quire-router: {error}\n")
         raise SystemExit(1) from None
 

@@ -24,10 +24,13 @@ from router.http.web_pages import PageGuard, is_loopback
 from router.kserve.api import kserve_service
 from router.operators.adapters_and_models import Operations
 from router.operators.live_requests import LiveRequests
+from router.operators.usage import UsageReports
+from router.request.audit import AuditLog
 from router.request.cells import Cells, join_health
 from router.request.entry import Entry
 from router.request.inference import Inference
 from router.request.on_demand import OnDemand
+from router.request.usage import UsageCounts
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.settings import CellSettings, RouterSettings
@@ -65,7 +68,13 @@ async def run_router(
     health = Health()
     health.set_starting("reading the tokenizer")
     api_keys = settings.read_api_keys()
-    entry = Entry(settings.max_live_requests, api_keys)
+    usage = UsageCounts() if settings.turn_store else None
+    audit = None
+    if settings.audit_log is not None:
+        audit = AuditLog(
+            settings.audit_log, settings.audit_log_max_mb * _MIB, settings.audit_log_files
+        )
+    entry = Entry(settings.max_live_requests, api_keys, usage, audit)
     own_health = [Health() for _ in settings.cells] if settings.cell else [health]
     made = [
         await _cell(settings, each, entry, own, health)
@@ -86,7 +95,7 @@ async def run_router(
     gateway_metrics = GatewayMetrics(cells)
     health.before_scrape(gateway_metrics.refresh)
     ui = Ui(cells) if settings.ui else None
-    turns = _turns(settings, cells)
+    turns = None if usage is None else _turns(settings, cells, usage)
     batches = (
         None
         if turns is None
@@ -101,6 +110,7 @@ async def run_router(
     http = web.Application(middlewares=[access])
     check = None if api_keys is None else check_operator
     obeyed = operators(settings, check)
+    reports = UsageReports(turns, obeyed)
     operations = Operations(cells, obeyed, settings.client_tls)
     http.add_routes(
         openai_api.routes(
@@ -110,6 +120,7 @@ async def run_router(
             may_be_compressed=settings.accept_compressed,
             turns=turns,
             batches=batches,
+            usage=reports,
         )
     )
     if ui is not None:
@@ -123,7 +134,7 @@ async def run_router(
     services = [
         inference_service(cells),
         kserve_service(cells, lambda: health.ready),
-        *operator_services(operations, LiveRequests(cells, obeyed), cells, obeyed),
+        *operator_services(operations, LiveRequests(cells, obeyed), reports, cells, obeyed),
     ]
     if settings.vllm_engine:
         services.append(_vllm_engine(cells, health, settings, made[0][1]))
@@ -172,6 +183,8 @@ async def run_router(
             await turns.close()
         REGISTRY.unregister(gateway_metrics)
         cells.close()
+        if audit is not None:
+            await asyncio.to_thread(audit.close)
         trimming.cancel()
         for client in clients:
             client.cancel()
@@ -212,11 +225,15 @@ async def _cell(
     return inference, directory
 
 
-def _turns(settings: RouterSettings, cells: Cells) -> Turns | None:
-    if not settings.turn_store:
-        return None
+def _turns(settings: RouterSettings, cells: Cells, usage: UsageCounts) -> Turns:
     store = TurnStore(open_database(settings.turn_store), f"{socket.gethostname()}:{uuid.uuid4()}")
-    return Turns(store, cells, retention_s=settings.turn_retention_days * _DAY_S)
+    return Turns(
+        store,
+        cells,
+        usage,
+        retention_s=settings.turn_retention_days * _DAY_S,
+        usage_retention_s=settings.usage_retention_days * _DAY_S,
+    )
 
 
 def _vllm_engine(cells: Cells, health: Health, settings: RouterSettings, of_flags: Path) -> Service:

@@ -143,3 +143,6 @@ def of_model(model_name: str) -> ModelMetrics:
         E2E_REQUEST_LATENCY.labels(model_name),
         SCHEDULER_CONNECTED.labels(model_name),
     )
+
+
+AUDIT_LINES_LOST = Counter("quire_audit_lines_lost", "Requests that --audit-log could not write.")

@@ -113,6 +113,15 @@ class RouterSettings(ProcessSettings):
     since other users can see a command line."""
     turn_retention_days: Annotated[float, Field(gt=0, le=36500)] = 30.0
     """How long what is kept stays after its end."""
+    usage_retention_days: Annotated[float, Field(gt=0, le=36500)] = 400.0
+    """How long usage (`quire usage`) is kept; it is kept only with --turn-store."""
+    audit_log: Path | None = None
+    """A file for the prompt and the outputs of every request, one JSON object a line; default: none
+    are written anywhere. Each router needs a file of its own."""
+    audit_log_max_mb: Annotated[int, Field(ge=1, le=1_000_000)] = 100
+    """Size in MiB at which --audit-log becomes FILE.1, FILE.1 becomes FILE.2, and so on."""
+    audit_log_files: Annotated[int, Field(ge=2, le=10_000)] = 10
+    """How many files of --audit-log there are; then the oldest is deleted."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of requests to trace (--otlp-traces-endpoint), among those without a traceparent from
     their client."""

@@ -9,6 +9,7 @@ from rpc.server import observe, run
 from rpc.settings import parse_settings
 from scheduler_svc.app import run_scheduler
 from scheduler_svc.journal.entries import RecordingError
+from scheduler_svc.operations.kept_state import StateFileError
 from scheduler_svc.settings import SchedulerSettings
 
 log = structlog.get_logger()
@@ -30,7 +31,7 @@ def main() -> None:
             reason=str(error),
         )
         raise SystemExit(EXIT_STALE_EPOCH) from None
-    except RecordingError as error:
+    except (RecordingError, StateFileError) as error:
         sys.stderr.write(f"quire-scheduler: {error}\n")
         raise SystemExit(1) from None
 

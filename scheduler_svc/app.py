@@ -24,6 +24,7 @@ from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, Sp
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.observers.spans import SequenceSpans
 from scheduler_svc.operations.handoff import Handoff
+from scheduler_svc.operations.kept_state import StateFile, restore_pools
 from scheduler_svc.operations.loading import Loading, WorkerCalls
 from scheduler_svc.operations.migration import Drainer, Migrator
 from scheduler_svc.operations.resizing import Resizer
@@ -90,6 +91,7 @@ async def _run_scheduler(
     stop: asyncio.Event | None,
 ) -> None:
     stop = stop if stop is not None else asyncio.Event()
+    state = StateFile(settings.state_file)
     health = Health()
     resumables = ResumableRequests(
         grace_s=settings.resume_grace_s, max_bytes=settings.resume_max_mb * _MIB
@@ -106,6 +108,8 @@ async def _run_scheduler(
         step_timeout_s=settings.step_timeout_s,
         placer=Placer(PlacementMethod(settings.placement)),
         pulls=pulls,
+        kept_adapters=state.adapters,
+        keep_adapters=state.keep_adapters,
     )
     roster = fleet.roster
     migrator = Migrator(roster, metrics.migrations)
@@ -148,7 +152,7 @@ async def _run_scheduler(
     queue_room = QueueRoomReporter(
         lambda: fleet.queue_room, streams.publish_room, settings.max_waiting
     )
-    resizer = Resizer(roster)
+    resizer = Resizer(roster, state.keep_pool)
     drainer = Drainer(fleet, migrator)
     calls = WorkerCalls(epoch, settings.client_tls)
     loading = Loading(roster, drainer, calls, on_stay=fleet.place_unplaced)
@@ -167,6 +171,8 @@ async def _run_scheduler(
         side_tasks.run(fleet.run(workers, make_engine, metrics.forget), "engines")
         side_tasks.run(servicer.expire_resumable(), "resumable requests")
         side_tasks.run(fleet.watch(), "hanging workers")
+        side_tasks.run(state.run(), "state file")
+        side_tasks.run(restore_pools(state, roster, resizer), "sizes of pools")
         side_tasks.run(servicer.send_heartbeats(), "heartbeats")
         side_tasks.run(queue_room.run(), "room in the queues")
         if kv_events is not None and settings.kv_events_zmq:
@@ -275,6 +281,7 @@ def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerC
         watermark=settings.watermark,
         eviction=Eviction(settings.eviction),
         max_pinned_share=settings.max_pinned_share,
+        max_tenant_pinned_share=settings.max_tenant_pinned_share,
         defragment_interval_s=settings.defragment_interval_s,
         defragment_threshold=settings.defragment_threshold,
         max_defragment_moves=settings.max_defragment_moves,

@@ -28,6 +28,9 @@ class SchedulerSettings(ProcessSettings):
     go while the scheduler runs."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """How often dns: names are looked up, in seconds."""
+    state_file: Path | None = None
+    """A file for the LoRA adapters that operators load and the sizes that they give pools, which
+    the next start sets again; schedulers that stand by for each other share it. Default: none."""
     scheduler_id: Annotated[str, Field(min_length=1, max_length=128)] = "scheduler"
     """Name of this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
@@ -76,6 +79,9 @@ class SchedulerSettings(ProcessSettings):
     max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of a worker's device blocks that requests of all tenants together may pin in the prefix
     cache (cache_pin_s). If a prompt does not fit, only its beginning is pinned."""
+    max_tenant_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.125
+    """Likewise, the share for one tenant's requests; those without a tenant have no bound of their
+    own."""
     defragment_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """How often a busy worker's free blocks are inspected, for a warning if they are scattered, and
     for --defragment-threshold, in seconds; 0: never."""

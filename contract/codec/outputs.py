@@ -124,6 +124,7 @@ def usage_from_proto(message: inference_pb2.Usage) -> Usage:
         message.completion_tokens,
         message.cached_tokens,
         message.pinned_tokens,
+        message.reasoning_tokens,
     )
 
 
@@ -133,6 +134,7 @@ def usage_to_proto(usage: Usage) -> inference_pb2.Usage:
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
         pinned_tokens=usage.pinned_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
     )
 
 

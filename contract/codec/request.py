@@ -15,8 +15,15 @@ from contract.codec.sampling import (
 )
 from contract.errors import InvalidArgumentError
 from contract.pooling import PoolingKind
-from contract.request import GenerateRequest, Model, OutputReceived, ResumeRequest, StopOptions
-from quire.v1 import common_pb2, inference_pb2
+from contract.request import (
+    GenerateRequest,
+    Model,
+    OutputReceived,
+    ResumeRequest,
+    StopOptions,
+    ThinkingMarkers,
+)
+from quire.v1 import common_pb2, inference_pb2, scheduler_pb2
 
 _FROM_PROTO: Converters = {
     "text": str,
@@ -92,18 +99,36 @@ def embedding_kind_from_proto(number: common_pb2.PoolingKind) -> PoolingKind | N
 
 def stop_options_to_bytes(request: GenerateRequest) -> bytes:
     """Serialize the options that another router needs, besides `Submit`, to resume the request."""
-    return inference_pb2.GenerateRequest(
+    thinking = request.thinking
+    return scheduler_pb2.StopOptions(
         stop=request.stop,
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
+        thinking=None
+        if thinking is None
+        else scheduler_pb2.ThinkingMarkers(
+            begin=thinking.begin,
+            ends=thinking.ends,
+            has_begun=thinking.has_begun,
+            recurs=thinking.recurs,
+        ),
     ).SerializeToString()
 
 
 def stop_options_from_bytes(record: bytes) -> StopOptions:
     """Parse stop options; raises `google.protobuf.message.DecodeError` for malformed bytes."""
-    message = inference_pb2.GenerateRequest.FromString(record)
+    message = scheduler_pb2.StopOptions.FromString(record)
+    thinking = None
+    if message.thinking.begin and message.thinking.ends:
+        marked = message.thinking
+        thinking = ThinkingMarkers(
+            marked.begin, tuple(marked.ends), marked.has_begun, marked.recurs
+        )
     return StopOptions(
-        tuple(message.stop), message.include_stop_str_in_output, message.skip_special_tokens
+        tuple(message.stop),
+        message.include_stop_str_in_output,
+        message.skip_special_tokens,
+        thinking,
     )
 
 

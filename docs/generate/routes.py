@@ -21,6 +21,7 @@ from router.http.requests.completions import CompletionBody
 from router.http.requests.schema import NO_EFFECT
 from router.http.requests.tokens import DetokenizeBody, TokenizeBody
 from router.http.strict_json import Schema
+from router.operators.usage import UsageReports
 from router.ui.api import Ui
 
 _HEAD = """# HTTP
@@ -38,8 +39,8 @@ _FIELDS = """
 ## Fields
 
 An accepted field is honoured, whether it is OpenAI's or vLLM's. These fields are accepted, although
-they have no effect on an output: {no_effect}. They label records, which Quire does not keep
-(`store: true` is refused), or help to find a cached prefix, which Quire finds without them.
+they have no effect: {no_effect}. They label records, which Quire does not keep (`store: true` is
+refused).
 
 `tools` needs a model whose chat template has a place for them. With `tool_choice` "auto", calls
 that the model writes as `<tool_call>{{"name": …, "arguments": {{…}}}}</tool_call>` (Qwen, Hermes)
@@ -131,9 +132,9 @@ def router_routes() -> list[tuple[str, str, str]]:
     """Return method, path and the first line of the handler's docstring."""
     app = web.Application()
     batches = cast(Any, SimpleNamespace(store=None))
-    app.add_routes(
-        openai_routes(cast(Any, None), cast(Any, None), max_body_bytes=0, batches=batches)
-    )
+    some = cast(Any, None)
+    usage = UsageReports(None, some)
+    app.add_routes(openai_routes(some, some, max_body_bytes=0, batches=batches, usage=usage))
     app.add_routes(Ui(cast(Any, None)).routes())
     found = []
     for route in app.router.routes():

@@ -1,20 +1,22 @@
 """The file behind the disk tier: one record per disk block, valid as a whole or not at all.
 
-The file has no name and does not outlive the process, so nothing is synced. Length and checksum of
-each record are kept in memory, where no disk can lose or revert them: a record that is torn, short,
-stale, misplaced or changed is an error.
+Length and checksum of each record are in memory, where no disk can lose or revert them: a record
+that is torn, short, stale, misplaced or changed is an error. A file without a name does not outlive
+the process; one that is kept has them on the disk, too (`kept_file`).
 """
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from isal import isal_zlib
 
 from gpu_worker.kv.codecs.records import Bytes, RecordCodec
-
-_PAGE_BYTES = 4096
+from gpu_worker.kv.kept_file import PAGE_BYTES, Headers, Named, open_kept
 
 
 class LostRecordError(Exception):
@@ -25,9 +27,16 @@ class DiskFile:
     """Records of disk blocks [0, num_blocks). Thread-safe, but one thread per block at a time."""
 
     def __init__(
-        self, num_blocks: int, block_bytes: int, directory: Path, codec: RecordCodec | None
+        self,
+        num_blocks: int,
+        block_bytes: int,
+        directory: Path,
+        codec: RecordCodec | None,
+        identity: bytes | None = None,
     ) -> None:
         """Create the file; it grows as it is written.
+
+        With `identity` it is kept: the next process with this identity finds its named records.
 
         Raises:
             OSError: No file can be created in `directory`.
@@ -35,23 +44,62 @@ class DiskFile:
         self._block_bytes = block_bytes
         self._codec = codec
         self._extent_bytes = self.extent_bytes(block_bytes, codec)
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - see close
-        os.ftruncate(self._file.fileno(), num_blocks * self._extent_bytes)
+        self._headers: Headers | None = None
+        self._first_byte = 0
+        if identity is None:
+            self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - see close
+        else:
+            fd, self._path = open_kept(directory, identity)
+            self._file = os.fdopen(fd, "r+b", buffering=0)
+            self._headers = Headers(self._file.fileno(), identity, num_blocks)
+            self._first_byte = self._headers.num_bytes
+        os.ftruncate(self._file.fileno(), self._first_byte + num_blocks * self._extent_bytes)
         # Records are read whole and in random order, so read-ahead would be wasted.
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         self._record_bytes = np.zeros(num_blocks, np.int64)
         """int64[num_blocks]: length of each record; 0: the disk block is empty."""
         self._checksums = np.zeros(num_blocks, np.uint32)
+        self.found: dict[int, Named] = {}
+        """What an earlier process has named and this one has not overwritten, oldest first."""
+        if self._headers is not None:
+            self.found = {each.block: each for each in self._headers.read(block_bytes)}
+            for named in self.found.values():
+                self._record_bytes[named.block] = named.num_bytes
+                self._checksums[named.block] = named.checksum
 
     @staticmethod
     def extent_bytes(block_bytes: int, codec: RecordCodec | None) -> int:
         """Bytes reserved per disk block: whole pages, so that writes do not share a page."""
         record_bytes = block_bytes if codec is None else codec.record_bytes
-        return -(-record_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        return -(-record_bytes // PAGE_BYTES) * PAGE_BYTES
 
     def forget(self, disk_block: int) -> None:
         """Empty a disk block."""
         self._record_bytes[disk_block] = 0
+        self.found.pop(disk_block, None)
+        if self._headers is not None:
+            with contextlib.suppress(OSError):  # the checksum of what is written there is another
+                self._headers.erase(disk_block)
+
+    def name(self, disk_block: int, label: bytes) -> None:
+        """Say what a written record is, for the next process; raises OSError."""
+        if self._headers is not None and (num_bytes := int(self._record_bytes[disk_block])):
+            self._headers.name(disk_block, label, num_bytes, int(self._checksums[disk_block]))
+
+    def distrust(self, disk_blocks: Sequence[int] | None = None) -> None:
+        """Unname records that may be wrong, for the next process too; None: all."""
+        if self._headers is None:
+            return
+        try:
+            if disk_blocks is None:
+                self._headers.erase_all()
+            else:
+                for disk_block in disk_blocks:
+                    self._headers.erase(disk_block)
+                self._headers.sync()
+        except OSError:  # then no process may find it
+            self._headers = None
+            self._path.unlink(missing_ok=True)
 
     def write(self, disk_block: int, block: Bytes) -> int:
         """Write uint8[block_bytes] to an empty disk block; returns the record's bytes.
@@ -64,7 +112,7 @@ class DiskFile:
         for part in record:
             num_bytes += len(part)
             checksum = isal_zlib.crc32(part, checksum)
-        offset = disk_block * self._extent_bytes
+        offset = self._first_byte + disk_block * self._extent_bytes
         num_written = os.pwritev(self._file.fileno(), record, offset)
         if num_written != num_bytes:
             raise LostRecordError(f"{num_written} of {num_bytes} bytes were written")
@@ -83,7 +131,7 @@ class DiskFile:
             raise LostRecordError("the disk block is empty")
         codec = self._codec if num_bytes < self._block_bytes else None
         record = out if codec is None else np.empty(num_bytes, np.uint8)
-        offset = disk_block * self._extent_bytes
+        offset = self._first_byte + disk_block * self._extent_bytes
         num_read = os.preadv(self._file.fileno(), [record.data], offset)
         if num_read != num_bytes:
             raise LostRecordError(f"{num_read} of {num_bytes} bytes were read")

@@ -16,7 +16,8 @@ from typing import TypeAlias
 import numpy as np
 import structlog
 
-from contract.arrays import Int32Array
+from contract.arrays import Int32Array, Labels
+from contract.hashing import HASH_BYTES
 from gpu_worker import metrics
 from gpu_worker.kv.codecs.records import Bytes, RecordCodec
 from gpu_worker.kv.disk_file import DiskFile
@@ -72,7 +73,12 @@ class DiskPool:
     """
 
     def __init__(
-        self, host_blocks: Bytes, num_blocks: int, directory: Path, codec: RecordCodec | None = None
+        self,
+        host_blocks: Bytes,
+        num_blocks: int,
+        directory: Path,
+        codec: RecordCodec | None = None,
+        identity: bytes | None = None,
     ) -> None:
         """Create the file and start the threads.
 
@@ -81,6 +87,8 @@ class DiskPool:
             num_blocks: BD.
             directory: Where to create the file.
             codec: How blocks are encoded on disk; None: as on the host.
+            identity: What makes the KV what it is; then the file outlives this process, and the
+                next with the same identity finds its blocks. None: the file has no name.
 
         Raises:
             OSError: No file can be created there.
@@ -88,7 +96,7 @@ class DiskPool:
         self.num_blocks = num_blocks
         self._host_blocks = host_blocks
         self._block_bytes = host_blocks.shape[1]
-        self._file = DiskFile(num_blocks, self._block_bytes, directory, codec)
+        self._file = DiskFile(num_blocks, self._block_bytes, directory, codec, identity)
         num_staged = max(_NUM_STORING, _STAGING_BYTES // self._block_bytes)
         num_staged = min(num_staged, num_blocks)
         self._staging = np.empty((num_staged, self._block_bytes), np.uint8)
@@ -103,6 +111,39 @@ class DiskPool:
         self._ended: list[tuple[_Move, bool]] = []
         """Ended moves, and whether each succeeded."""
         self._logged: set[_Kind] = set()
+
+    def take_found(self) -> tuple[Int32Array, Labels]:
+        """Return what an earlier process has stored and named, oldest first.
+
+        Returns:
+            int32[N] blocks and uint8[N, 32] labels.
+        """
+        found, self._file.found = self._file.found, {}
+        labels = np.frombuffer(b"".join(each.label for each in found.values()), np.uint8)
+        return np.array(list(found), np.int32), labels.reshape(len(found), HASH_BYTES)
+
+    def scratch(self, count: int) -> Int32Array:
+        """Return int32[count] blocks to overwrite: those without a label first, then the oldest."""
+        oldest = np.array(list(self._file.found), np.int32)
+        empty = np.setdiff1d(np.arange(self.num_blocks, dtype=np.int32), oldest)
+        return np.concatenate([empty, oldest])[:count]
+
+    def name(self, blocks: Int32Array, labels: Labels) -> None:
+        """Say what stored blocks are, for the next process.
+
+        Args:
+            blocks: int32[N].
+            labels: uint8[N, 32].
+        """
+        for block, label in zip(blocks.tolist(), labels, strict=True):
+            try:
+                self._file.name(block, label.tobytes())
+            except OSError as error:
+                self._warn_once(_Kind.STORE, error)
+
+    def distrust(self, blocks: Int32Array | None = None) -> None:
+        """Make sure that no later process finds blocks that may be wrong; None: all."""
+        self._file.distrust(None if blocks is None else blocks.tolist())
 
     def store(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
         """Start storing host blocks `src`, as they are now, to disk blocks `dst`.
@@ -197,7 +238,7 @@ class DiskPool:
         self._file.forget_cached_pages()
 
     def close(self) -> None:
-        """Drain, then delete the file. The last call."""
+        """Drain, then close the file; without a name, it disappears. The last call."""
         self.drain()
         self._storing.shutdown()
         self._loading.shutdown()
@@ -235,7 +276,11 @@ class DiskPool:
             self._free_staging.put(place)
 
     def _read(self, disk_block: int, host_block: int) -> int:
-        return self._file.read(disk_block, self._host_blocks[host_block])
+        try:
+            return self._file.read(disk_block, self._host_blocks[host_block])
+        except Exception:
+            self._file.forget(disk_block)
+            raise
 
     def _warn_once(self, kind: _Kind, problem: Exception) -> None:
         """Log the first failure of each kind only, because a full disk causes thousands."""

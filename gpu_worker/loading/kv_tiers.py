@@ -1,7 +1,11 @@
 """Builds the host and disk tiers of KV memory, with sizes and codecs from the settings."""
 
+import hashlib
 import os
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -13,12 +17,15 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.disk_file import DiskFile
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.kv.kept_file import unlocked_bytes
+from gpu_worker.kv.layer_groups import LayerGroups
 from gpu_worker.loading.kv_memory import free_host_kv_bytes
 from gpu_worker.models.config import ModelConfig
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 
 _GIB = 1024**3
+_UNNAMED_DIR: Final = Path("/var/tmp")  # noqa: S108 - a file there has no name
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +44,32 @@ class LowerTiers:
         return 0 if self.disk_pool is None else self.disk_pool.num_blocks
 
 
-def open_lower_tiers(settings: WorkerSettings, pool: KvPool, config: ModelConfig) -> LowerTiers:
-    """Allocate the tiers.
+def kv_identity(
+    settings: WorkerSettings, directory: Path, dtype: torch.dtype, groups: LayerGroups
+) -> bytes:
+    """Return a hash of all that determines the KV of a token, besides the tokens before it.
+
+    Weights count by the size and time of their files: copied ones are others.
+    """
+    files = sorted(
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in directory.iterdir()
+        if path.is_file()
+    )
+    what = (
+        version("quire"),
+        files,
+        (settings.model_class, settings.quantization, str(dtype), settings.kv_dtype),
+        (str(settings.host_codec), str(settings.disk_codec)),
+        (settings.block_size, groups.windows, groups.layers_per_block),
+    )
+    return hashlib.sha256(repr(what).encode()).digest()
+
+
+def open_lower_tiers(
+    settings: WorkerSettings, pool: KvPool, config: ModelConfig, identity: bytes | None = None
+) -> LowerTiers:
+    """Allocate the tiers. With `identity`, the disk's blocks are kept for the next process.
 
     Raises:
         ModelError: The disk has not enough room, or there is a disk tier without a host tier.
@@ -55,7 +86,7 @@ def open_lower_tiers(settings: WorkerSettings, pool: KvPool, config: ModelConfig
             codec=host_codec,
             has_checksums=settings.kv_checksum,
         )
-        return LowerTiers(host_pool, _open_disk_pool(settings, host_pool, pool, config))
+        return LowerTiers(host_pool, _open_disk_pool(settings, host_pool, pool, config, identity))
     if settings.disk_kv_memory_gb:
         raise ModelError(
             f"disk-kv-memory-gb is {settings.disk_kv_memory_gb}, but KV reaches the disk through"
@@ -65,7 +96,11 @@ def open_lower_tiers(settings: WorkerSettings, pool: KvPool, config: ModelConfig
 
 
 def _open_disk_pool(
-    settings: WorkerSettings, host_pool: HostPool, pool: KvPool, config: ModelConfig
+    settings: WorkerSettings,
+    host_pool: HostPool,
+    pool: KvPool,
+    config: ModelConfig,
+    identity: bytes | None,
 ) -> DiskPool | None:
     num_bytes = int(settings.disk_kv_memory_gb * _GIB)
     block_bytes = host_pool.blocks.shape[1]
@@ -73,15 +108,23 @@ def _open_disk_pool(
     num_blocks = num_bytes // DiskFile.extent_bytes(block_bytes, codec)
     if not num_blocks:
         return None
-    directory = settings.disk_kv_dir
+    directory = settings.disk_kv_dir or _UNNAMED_DIR
+    if settings.disk_kv_dir is None:
+        identity = None
+    if identity is not None:
+        size = (num_blocks, block_bytes, pool.device.type)
+        identity = hashlib.sha256(identity + repr(size).encode()).digest()
     try:
         room = os.statvfs(directory)
-        if num_bytes > (free_bytes := room.f_bavail * room.f_frsize):
+        free_bytes = room.f_bavail * room.f_frsize
+        if identity is not None:
+            free_bytes += unlocked_bytes(directory)
+        if num_bytes > free_bytes:
             raise ModelError(
                 f"disk-kv-memory-gb is {settings.disk_kv_memory_gb}; {directory} has "
                 f"{free_bytes / _GIB:.1f} GiB free"
             )
-        return DiskPool(host_pool.blocks, num_blocks, directory, codec)
+        return DiskPool(host_pool.blocks, num_blocks, directory, codec, identity)
     except OSError as error:
         raise ModelError(f"disk-kv-dir is {directory}: {error.strerror}") from error
 

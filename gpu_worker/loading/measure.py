@@ -104,11 +104,12 @@ def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> 
     host_pool.swap_out(blocks, blocks)
     pool.blocks_as_bytes[:num_blocks] = 0
     host_pool.synchronize()
-    disk_pool.store(blocks, blocks, step_id=0)
+    scratch = disk_pool.scratch(num_blocks)
+    disk_pool.store(blocks, scratch, step_id=0)
     disk_pool.synchronize()
     disk_pool.forget_cached_pages()
     start_s = time.perf_counter()
-    disk_pool.load(blocks, blocks, step_id=0)
+    disk_pool.load(scratch, blocks, step_id=0)
     disk_pool.synchronize()
     seconds = time.perf_counter() - start_s
     num_loaded = len(disk_pool.take_ended(step_id=0).loaded)

@@ -24,7 +24,7 @@ from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.loading import kv_memory
 from gpu_worker.loading.device import pick_device, pick_dtype, set_num_threads
 from gpu_worker.loading.kv_memory import open_pool_memory
-from gpu_worker.loading.kv_tiers import LowerTiers, open_lower_tiers
+from gpu_worker.loading.kv_tiers import LowerTiers, kv_identity, open_lower_tiers
 from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.adapter_files import load_adapter
@@ -179,7 +179,10 @@ def _load_rank_model(
     )
     undo.callback(pool.close)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
-    tiers = open_lower_tiers(settings, pool, block_config) if has_kv else LowerTiers()
+    tiers = LowerTiers()
+    if has_kv:
+        identity = None if is_dummy else kv_identity(settings, directory, dtype, groups)
+        tiers = open_lower_tiers(settings, pool, block_config, identity)
     num_host_blocks = tiers.num_host_blocks
     if ranks is not None:
         num_host_blocks = int(ranks.least(num_host_blocks)[0])
@@ -229,6 +232,10 @@ def _load_rank_model(
     if num_host_blocks:
         report("measuring", None)
         measured = measure_rates(settings, executor, limits, tiers, pool)
+    if tiers.disk_pool is not None:
+        blocks, labels = tiers.disk_pool.take_found()
+        executor.labels.restore_disk(blocks, labels)
+        _log.info("KV of an earlier process", num_disk_blocks=len(blocks))
     if ranks is not None:
         measured, bytes_per_block = rates_of_all(measured, bytes_per_block, ranks)
     return RankModel(

@@ -92,12 +92,14 @@ class TierLabels:
         """Remove the labels of int32[N] blocks."""
         self._ages[blocks] = 0
 
-    def remove_equal(self, labels: Labels) -> None:
-        """Remove the label of every block that has one of uint8[N, 32] `labels`."""
+    def remove_equal(self, labels: Labels) -> Int32Array:
+        """Remove the label of every block that has one of uint8[N, 32] `labels`; return these."""
         wrong = {label.tobytes() for label in labels}
         named = np.flatnonzero(self._ages)
         is_wrong = [label.tobytes() in wrong for label in self._labels[named]]
-        self._ages[named[np.array(is_wrong, np.bool_)]] = 0
+        removed = named[np.array(is_wrong, np.bool_)]
+        self._ages[removed] = 0
+        return removed.astype(np.int32)
 
     def resize(self, num_blocks: int) -> None:
         """Resize to `num_blocks` blocks; new ones have no label."""
@@ -173,24 +175,42 @@ class BlockLabels:
             self.host.remove(bad)
             self._avoid(failed)
 
-    def distrust(self, rows: Rows, failed_rows: Int64Array) -> None:
-        """Remove the labels of broken rows' blocks in every tier, so that none is reused."""
+    def distrust(self, rows: Rows, failed_rows: Int64Array) -> Int32Array:
+        """Remove the labels of broken rows' blocks in every tier, so that none is reused.
+
+        Returns:
+            int32[N]: the disk blocks among them.
+        """
+        on_disk = [np.empty(0, np.int32)]
         for row in failed_rows.tolist():
             blocks = rows.block_table(row)
             if self._has_windows:
                 blocks = blocks[blocks > 0]  # without the null block
             labels, ages = self.device.of(blocks)
-            for tier in (self.device, self.host, self.disk):
+            for tier in (self.device, self.host):
                 tier.remove_equal(labels[ages > 0])
+            on_disk.append(self.disk.remove_equal(labels[ages > 0]))
             self._void_stores(labels[ages > 0])
             self._avoid(blocks)
+        return np.concatenate(on_disk)
 
-    def end_stores(self, stored: Int32Array, failed: Int32Array) -> None:
-        """Label the disk blocks that were stored; failed ones hold nothing."""
+    def end_stores(self, stored: Int32Array, failed: Int32Array) -> tuple[Int32Array, Labels]:
+        """Label the disk blocks that were stored; failed ones hold nothing.
+
+        Returns:
+            int32[N] and uint8[N, 32]: those of `stored` that got a label, and the labels.
+        """
         for block in stored.tolist():
             self.disk.assign(np.array([block], np.int32), *self._stores.pop(block))
         for block in failed.tolist():
             del self._stores[block]
+        labels, ages = self.disk.of(stored)
+        return stored[ages > 0], labels[ages > 0]
+
+    def restore_disk(self, blocks: Int32Array, labels: Labels) -> None:
+        """Label disk blocks that an earlier process has stored, oldest first; before any step."""
+        self.disk.assign(blocks, labels, 1 + np.arange(len(blocks)))
+        self._num_given = max(self._num_given, len(blocks))
 
     def end_loads(self, loaded: Int32Array, failed: Int32Array) -> None:
         """Label the host blocks that were loaded; after a failed load the disk block is bad."""

@@ -75,9 +75,14 @@ class BlockMoves:
         ends = self.disk_pool.take_ended(step_id)
         if self.host_pool is not None:
             self.host_pool.accept(ends.loaded)
-        self._labels.end_stores(ends.stored, ends.failed_stores)
+        self.disk_pool.name(*self._labels.end_stores(ends.stored, ends.failed_stores))
         self._labels.end_loads(ends.loaded, ends.failed_loads)
         return ends
+
+    def distrust(self, disk_blocks: Int32Array | None = None) -> None:
+        """Make sure that no later process finds these disk blocks, or any."""
+        if self.disk_pool is not None and (disk_blocks is None or len(disk_blocks)):
+            self.disk_pool.distrust(disk_blocks)
 
     def finish(self) -> None:
         """Wait for all disk moves in flight, and collect them."""

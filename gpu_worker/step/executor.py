@@ -166,6 +166,7 @@ class Executor:
         """Forget all sequences and labels, because a failed step may have written to any block."""
         self._forget_sequences()
         self.labels.clear()
+        self._moves.distrust()
 
     def _forget_sequences(self) -> None:
         self._moves.forget()
@@ -306,9 +307,8 @@ class Executor:
             start_s = now_s - execute_s
             self._spans.computed(launched.step_id, scheduled, rows[has_row], start_s, now_s)
         if has_failed.any():
-            self.labels.distrust(
-                self.rows, rows[has_failed & self.rows.is_current(rows, incarnations)]
-            )
+            failed = rows[has_failed & self.rows.is_current(rows, incarnations)]
+            self._moves.distrust(self.labels.distrust(self.rows, failed))
         disk = self._moves.take_ended(launched.step_id)
         return Result(
             step_id=launched.step_id,

@@ -19,6 +19,7 @@ GROUPS: Final = {
         "top": "watch queues, sequences, KV and rates",
         "logs": "show what the processes have logged, of one request if wished",
         "bench": "measure a service, and show where its time goes",
+        "usage": "show what requests have used, by tenant, key, model and time",
         "replay": "replay a scheduler's recording, and explain its preemptions",
     },
     "live": {

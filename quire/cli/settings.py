@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
-from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, CliPositionalArg, NoDecode, SettingsConfigDict
 
 from model_files.locate import DEFAULT_CACHE_DIR
-from rpc.settings import ENV_PREFIX, LinkSettings, PositiveInt
+from rpc.settings import ENV_PREFIX, LinkSettings, PositiveInt, split_at_commas
 
 ServicePort = Annotated[int, Field(ge=1, le=65535)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -210,6 +210,25 @@ class _ChosenRequests(RouterTargetSettings):
     """Only requests of this tenant."""
     older_than_s: Seconds | None = None
     """Only requests that came at least so many seconds ago."""
+
+
+class UsageSettings(RouterTargetSettings):
+    """Show what requests have used, from the store of turns (--turn-store)."""
+
+    since: str = "24h"
+    """The first hour: how long ago, such as 90m, 24h or 30d, or a time such as 2026-11-01 or
+    2026-11-01T08:00+01:00; UTC unless it says otherwise."""
+    until: str = ""
+    """The end, likewise; empty: now."""
+    by: Annotated[tuple[str, ...], NoDecode] = ("tenant", "model")
+    """What each row sums up, separated by commas: hour, day, tenant, key, model, adapter."""
+    json_: Annotated[bool, Field(alias="json")] = False
+    """Print one JSON object for each row."""
+
+    @field_validator("by", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return split_at_commas(value)
 
 
 class RequestsSettings(_ChosenRequests):

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quire/v1/requests.proto\x12\x08quire.v1\"i\n\rRequestFilter\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x16\n\tmin_age_s\x18\x03 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_tenantB\x0c\n\n_min_age_s\">\n\x13ListRequestsRequest\x12\'\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x17.quire.v1.RequestFilter\"?\n\x14ListRequestsResponse\x12\'\n\x08requests\x18\x01 \x03(\x0b\x32\x15.quire.v1.LiveRequest\"@\n\x15\x43\x61ncelRequestsRequest\x12\'\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x17.quire.v1.RequestFilter\"A\n\x16\x43\x61ncelRequestsResponse\x12\'\n\x08requests\x18\x01 \x03(\x0b\x32\x15.quire.v1.LiveRequest\"\xe9\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12%\n\x05state\x18\x04 \x01(\x0e\x32\x16.quire.v1.RequestState\x12\r\n\x05model\x18\x05 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x07 \x01(\r\x12\x13\n\x0bnum_outputs\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x14\n\x0cis_resumable\x18\n \x01(\x08*\x9a\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEST_STATE_PREPARING\x10\x01\x12\x19\n\x15REQUEST_STATE_WAITING\x10\x02\x12\x19\n\x15REQUEST_STATE_RUNNING\x10\x03\x12\x18\n\x14REQUEST_STATE_UNREAD\x10\x04\x32\xb4\x01\n\x0eRequestService\x12M\n\x0cListRequests\x12\x1d.quire.v1.ListRequestsRequest\x1a\x1e.quire.v1.ListRequestsResponse\x12S\n\x0e\x43\x61ncelRequests\x12\x1f.quire.v1.CancelRequestsRequest\x1a .quire.v1.CancelRequestsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17quire/v1/requests.proto\x12\x08quire.v1\"i\n\rRequestFilter\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x06tenant\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x16\n\tmin_age_s\x18\x03 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07_tenantB\x0c\n\n_min_age_s\">\n\x13ListRequestsRequest\x12\'\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x17.quire.v1.RequestFilter\"?\n\x14ListRequestsResponse\x12\'\n\x08requests\x18\x01 \x03(\x0b\x32\x15.quire.v1.LiveRequest\"@\n\x15\x43\x61ncelRequestsRequest\x12\'\n\x06\x66ilter\x18\x01 \x01(\x0b\x32\x17.quire.v1.RequestFilter\"A\n\x16\x43\x61ncelRequestsResponse\x12\'\n\x08requests\x18\x01 \x03(\x0b\x32\x15.quire.v1.LiveRequest\"\xe9\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05\x61ge_s\x18\x03 \x01(\x01\x12%\n\x05state\x18\x04 \x01(\x0e\x32\x16.quire.v1.RequestState\x12\r\n\x05model\x18\x05 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x07 \x01(\r\x12\x13\n\x0bnum_outputs\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x14\n\x0cis_resumable\x18\n \x01(\x08\"Z\n\x10ReadUsageRequest\x12\x12\n\x05since\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05until\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\n\n\x02\x62y\x18\x03 \x03(\tB\x08\n\x06_sinceB\x08\n\x06_until\"5\n\x11ReadUsageResponse\x12 \n\x04rows\x18\x01 \x03(\x0b\x32\x12.quire.v1.UsageRow\"\xae\x02\n\x08UsageRow\x12\x11\n\x04hour\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x10\n\x03\x64\x61y\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x06tenant\x18\x03 \x01(\tH\x02\x88\x01\x01\x12\x10\n\x03key\x18\x04 \x01(\tH\x03\x88\x01\x01\x12\x12\n\x05model\x18\x05 \x01(\tH\x04\x88\x01\x01\x12\x14\n\x07\x61\x64\x61pter\x18\x06 \x01(\tH\x05\x88\x01\x01\x12\x10\n\x08requests\x18\x07 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x04\x12\x15\n\rcached_tokens\x18\t \x01(\x04\x12\x18\n\x10generated_tokens\x18\n \x01(\x04\x12\x18\n\x10reasoning_tokens\x18\x0b \x01(\x04\x42\x07\n\x05_hourB\x06\n\x04_dayB\t\n\x07_tenantB\x06\n\x04_keyB\x08\n\x06_modelB\n\n\x08_adapter*\x9a\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x1b\n\x17REQUEST_STATE_PREPARING\x10\x01\x12\x19\n\x15REQUEST_STATE_WAITING\x10\x02\x12\x19\n\x15REQUEST_STATE_RUNNING\x10\x03\x12\x18\n\x14REQUEST_STATE_UNREAD\x10\x04\x32\xfa\x01\n\x0eRequestService\x12M\n\x0cListRequests\x12\x1d.quire.v1.ListRequestsRequest\x1a\x1e.quire.v1.ListRequestsResponse\x12S\n\x0e\x43\x61ncelRequests\x12\x1f.quire.v1.CancelRequestsRequest\x1a .quire.v1.CancelRequestsResponse\x12\x44\n\tReadUsage\x12\x1a.quire.v1.ReadUsageRequest\x1a\x1b.quire.v1.ReadUsageResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'quire.v1.requests_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REQUESTSTATE']._serialized_start=643
-  _globals['_REQUESTSTATE']._serialized_end=797
+  _globals['_REQUESTSTATE']._serialized_start=1095
+  _globals['_REQUESTSTATE']._serialized_end=1249
   _globals['_REQUESTFILTER']._serialized_start=37
   _globals['_REQUESTFILTER']._serialized_end=142
   _globals['_LISTREQUESTSREQUEST']._serialized_start=144
@@ -45,6 +45,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CANCELREQUESTSRESPONSE']._serialized_end=404
   _globals['_LIVEREQUEST']._serialized_start=407
   _globals['_LIVEREQUEST']._serialized_end=640
-  _globals['_REQUESTSERVICE']._serialized_start=800
-  _globals['_REQUESTSERVICE']._serialized_end=980
+  _globals['_READUSAGEREQUEST']._serialized_start=642
+  _globals['_READUSAGEREQUEST']._serialized_end=732
+  _globals['_READUSAGERESPONSE']._serialized_start=734
+  _globals['_READUSAGERESPONSE']._serialized_end=787
+  _globals['_USAGEROW']._serialized_start=790
+  _globals['_USAGEROW']._serialized_end=1092
+  _globals['_REQUESTSERVICE']._serialized_start=1252
+  _globals['_REQUESTSERVICE']._serialized_end=1502
 # @@protoc_insertion_point(module_scope)

@@ -77,3 +77,45 @@ class LiveRequest(_message.Message):
     priority: int
     is_resumable: bool
     def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., age_s: _Optional[float] = ..., state: _Optional[_Union[RequestState, str]] = ..., model: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_outputs: _Optional[int] = ..., priority: _Optional[int] = ..., is_resumable: bool = ...) -> None: ...
+
+class ReadUsageRequest(_message.Message):
+    __slots__ = ("since", "until", "by")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    since: float
+    until: float
+    by: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, since: _Optional[float] = ..., until: _Optional[float] = ..., by: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReadUsageResponse(_message.Message):
+    __slots__ = ("rows",)
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[UsageRow]
+    def __init__(self, rows: _Optional[_Iterable[_Union[UsageRow, _Mapping]]] = ...) -> None: ...
+
+class UsageRow(_message.Message):
+    __slots__ = ("hour", "day", "tenant", "key", "model", "adapter", "requests", "prompt_tokens", "cached_tokens", "generated_tokens", "reasoning_tokens")
+    HOUR_FIELD_NUMBER: _ClassVar[int]
+    DAY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    hour: int
+    day: int
+    tenant: str
+    key: str
+    model: str
+    adapter: str
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    reasoning_tokens: int
+    def __init__(self, hour: _Optional[int] = ..., day: _Optional[int] = ..., tenant: _Optional[str] = ..., key: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...

@@ -48,6 +48,11 @@ class RequestServiceStub(object):
                 request_serializer=quire_dot_v1_dot_requests__pb2.CancelRequestsRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_requests__pb2.CancelRequestsResponse.FromString,
                 _registered_method=True)
+        self.ReadUsage = channel.unary_unary(
+                '/quire.v1.RequestService/ReadUsage',
+                request_serializer=quire_dot_v1_dot_requests__pb2.ReadUsageRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_requests__pb2.ReadUsageResponse.FromString,
+                _registered_method=True)
 
 
 class RequestServiceServicer(object):
@@ -75,6 +80,15 @@ class RequestServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadUsage(self, request, context):
+        """Sums up what requests have used, those of all routers that share this one's --turn-store. What has
+        ended within the last seconds may be missing. UNIMPLEMENTED without --turn-store,
+        INVALID_ARGUMENT if there are more than 10,000 rows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RequestServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -87,6 +101,11 @@ def add_RequestServiceServicer_to_server(servicer, server):
                     servicer.CancelRequests,
                     request_deserializer=quire_dot_v1_dot_requests__pb2.CancelRequestsRequest.FromString,
                     response_serializer=quire_dot_v1_dot_requests__pb2.CancelRequestsResponse.SerializeToString,
+            ),
+            'ReadUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadUsage,
+                    request_deserializer=quire_dot_v1_dot_requests__pb2.ReadUsageRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_requests__pb2.ReadUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -147,6 +166,33 @@ class RequestService(object):
             '/quire.v1.RequestService/CancelRequests',
             quire_dot_v1_dot_requests__pb2.CancelRequestsRequest.SerializeToString,
             quire_dot_v1_dot_requests__pb2.CancelRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.RequestService/ReadUsage',
+            quire_dot_v1_dot_requests__pb2.ReadUsageRequest.SerializeToString,
+            quire_dot_v1_dot_requests__pb2.ReadUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -98,6 +98,30 @@ class OutputSoFar(_message.Message):
     end: SequenceFinished
     def __init__(self, token_ids: _Optional[bytes] = ..., finished: bool = ..., end: _Optional[_Union[SequenceFinished, _Mapping]] = ...) -> None: ...
 
+class StopOptions(_message.Message):
+    __slots__ = ("stop", "include_stop_str_in_output", "skip_special_tokens", "thinking")
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    THINKING_FIELD_NUMBER: _ClassVar[int]
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    include_stop_str_in_output: bool
+    skip_special_tokens: bool
+    thinking: ThinkingMarkers
+    def __init__(self, stop: _Optional[_Iterable[str]] = ..., include_stop_str_in_output: bool = ..., skip_special_tokens: bool = ..., thinking: _Optional[_Union[ThinkingMarkers, _Mapping]] = ...) -> None: ...
+
+class ThinkingMarkers(_message.Message):
+    __slots__ = ("begin", "ends", "has_begun", "recurs")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    HAS_BEGUN_FIELD_NUMBER: _ClassVar[int]
+    RECURS_FIELD_NUMBER: _ClassVar[int]
+    begin: str
+    ends: _containers.RepeatedScalarFieldContainer[str]
+    has_begun: bool
+    recurs: bool
+    def __init__(self, begin: _Optional[str] = ..., ends: _Optional[_Iterable[str]] = ..., has_begun: bool = ..., recurs: bool = ...) -> None: ...
+
 class Resume(_message.Message):
     __slots__ = ("request_id", "tenant", "first_seq_key")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -17,6 +17,7 @@ from router.access.quotas import Quota
 
 _SCHEME: Final = "bearer"
 _SHA256_PATTERN: Final = r"^[0-9a-fA-F]{64}$"
+_NAME_DIGITS: Final = 8
 
 TenantName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[ -~]+$")]
 
@@ -32,6 +33,8 @@ class Caller:
     tenant: str
     is_operator: bool = False
     """Whether it may make operators' calls, such as who holds which KV blocks."""
+    key_name: str = ""
+    """What names the key where usage is told: by the file of keys, or the hash's beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,15 @@ def tenant_of_call() -> str:
     return "" if caller is None else caller.tenant
 
 
-def enter_as(tenant: str) -> None:
+def key_of_call() -> str:
+    """Return the name of the call's API key; empty if calls have no keys."""
+    caller = _caller.get()
+    return "" if caller is None else caller.key_name
+
+
+def enter_as(tenant: str, key_name: str = "") -> None:
     """Make a tenant the `current_caller` of this task, which goes on with what its key began."""
-    _caller.set(Caller(tenant))
+    _caller.set(Caller(tenant, key_name=key_name))
 
 
 class ApiKeys:
@@ -82,7 +91,7 @@ class ApiKeys:
             self._hash(sha256): caller
             for sha256, caller in (
                 *file.sha256_to_caller.items(),
-                *((_sha256(key), Caller(tenant="", is_operator=True)) for key in keys),
+                *((_sha256(key), _operator(key)) for key in keys),
             )
         }
 
@@ -133,9 +142,19 @@ def read_keys_file(path: Path) -> KeysFile:
     except RecursionError:
         raise ApiKeysError(f"{path}: it is nested too deep") from None
     return KeysFile(
-        {entry.hash(): Caller(entry.tenant, entry.operator) for entry in parsed.keys},
+        {
+            entry.hash(): Caller(
+                entry.tenant, entry.operator, entry.name or entry.hash().hex()[:_NAME_DIGITS]
+            )
+            for entry in parsed.keys
+        },
         {tenant: quota.to_quota() for tenant, quota in parsed.tenants.items()},
     )
+
+
+def _operator(key: str) -> Caller:
+    name = _sha256(key).hex()[:_NAME_DIGITS]
+    return Caller(tenant="", is_operator=True, key_name=name)
 
 
 def _sha256(key: str) -> bytes:
@@ -151,6 +170,7 @@ class _Key(_Table):
     key: Annotated[str, Field(min_length=1, pattern=r"^[!-~]+$")] | None = None
     sha256: Annotated[str, Field(pattern=_SHA256_PATTERN)] | None = None
     operator: bool = False
+    name: Annotated[str, Field(max_length=128, pattern=r"^[ -~]*$")] = ""
 
     @model_validator(mode="after")
     def _is_given_once(self) -> Self:

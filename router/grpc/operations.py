@@ -1,6 +1,8 @@
 """The gRPC API for operators: KV events, adapters, models, live requests."""
 
 from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any
 
 from quire.v1 import (
     adapters_pb2,
@@ -15,6 +17,7 @@ from quire.v1 import (
 from router.grpc.call import CallContext
 from router.operators.adapters_and_models import Operations
 from router.operators.live_requests import LiveRequests
+from router.operators.usage import UsageReports
 from router.request.cells import Cells
 from rpc.grpc_server import Service, service_of
 from rpc.security.operators import Operators
@@ -97,8 +100,9 @@ class KvEventServicer(kv_pb2_grpc.KvEventServiceServicer):
 class RequestServicer(requests_pb2_grpc.RequestServiceServicer):
     """The server's interceptor turns what is raised into a status."""
 
-    def __init__(self, requests: LiveRequests) -> None:
+    def __init__(self, requests: LiveRequests, usage: UsageReports) -> None:
         self._requests = requests
+        self._usage = usage
 
     async def ListRequests(  # noqa: N802
         self, request: requests_pb2.ListRequestsRequest, context: CallContext
@@ -112,14 +116,34 @@ class RequestServicer(requests_pb2_grpc.RequestServiceServicer):
         ended = await self._requests.cancel(request.filter, context.peer())
         return requests_pb2.CancelRequestsResponse(requests=ended)
 
+    async def ReadUsage(  # noqa: N802
+        self, request: requests_pb2.ReadUsageRequest, context: CallContext
+    ) -> requests_pb2.ReadUsageResponse:
+        rows = await self._usage.read(
+            request.since if request.HasField("since") else None,
+            request.until if request.HasField("until") else None,
+            request.by,
+            context.peer(),
+        )
+        values: list[dict[str, Any]] = [{**row.group, **asdict(row.used)} for row in rows]
+        return requests_pb2.ReadUsageResponse(
+            rows=[requests_pb2.UsageRow(**each) for each in values]
+        )
+
 
 def operator_services(
-    operations: Operations, requests: LiveRequests, cells: Cells, operators: Operators
+    operations: Operations,
+    requests: LiveRequests,
+    usage: UsageReports,
+    cells: Cells,
+    operators: Operators,
 ) -> list[Service]:
     """Make the entries for `rpc.server.serve`."""
     return [
         service_of(kv_pb2, kv_pb2_grpc, "KvEventService", KvEventServicer(cells, operators)),
         service_of(adapters_pb2, adapters_pb2_grpc, "AdapterService", AdapterServicer(operations)),
         service_of(loading_pb2, loading_pb2_grpc, "LoadingService", LoadingServicer(operations)),
-        service_of(requests_pb2, requests_pb2_grpc, "RequestService", RequestServicer(requests)),
+        service_of(
+            requests_pb2, requests_pb2_grpc, "RequestService", RequestServicer(requests, usage)
+        ),
     ]

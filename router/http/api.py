@@ -23,11 +23,13 @@ from router.http.openai_responses.routes import responses_routes
 from router.http.requests.chat import ChatBody, chat_call
 from router.http.requests.completions import CompletionBody, completion_call
 from router.http.requests.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from router.http.usage import USAGE, usage_route
 from router.operators.adapters_and_models import Operations
+from router.operators.usage import UsageReports
 from router.request.cells import Cells
 from router.turns.turns import Turns
 
-OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", FILES))
+OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", USAGE, FILES))
 """Routes that change the service for all its users, and the one that web pages may call unasked."""
 
 
@@ -39,6 +41,7 @@ def routes(
     may_be_compressed: bool = False,
     turns: Turns | None = None,
     batches: Batches | None = None,
+    usage: UsageReports | None = None,
 ) -> list[web.AbstractRouteDef]:
     """Return the routes below /v1, and those that vLLM has beside them.
 
@@ -136,6 +139,8 @@ def routes(
     served += messages_routes(cells, bodies)
     if batches is not None:
         served += batch_routes(batches, bodies)
+    if usage is not None:
+        served.append(usage_route(usage))
     served += embedding_routes(cells, bodies)
     paths = {route.path for route in served}
     return [

@@ -85,6 +85,13 @@ def json_response(value: object, headers: Mapping[str, str] | None = None) -> we
     return web.Response(body=json_bytes(value), content_type="application/json", headers=headers)
 
 
+def peer_of(remote: str | None) -> str:
+    """Return an address in gRPC's form."""
+    if remote is None:
+        return "unknown"
+    return f"ipv6:[{remote}]" if ":" in remote else f"ipv4:{remote}"
+
+
 def _check_request_id(request_id: str) -> str:
     if not re.fullmatch(REQUEST_ID_PATTERN, request_id):
         raise InvalidArgumentError(

@@ -3,6 +3,7 @@
 from types import MappingProxyType
 
 from contract.errors import InvalidArgumentError
+from router.http.endpoint import peer_of
 from router.http.errors import error_with_json_names
 from router.http.strict_json import Schema
 from router.operators.adapters_and_models import Operations
@@ -33,7 +34,7 @@ async def load_adapter(operations: Operations, body: LoadAdapterBody, remote: st
     """Load an adapter for a caller at `remote`; return the same text as vLLM. Raises QuireError."""
     try:
         loaded = await operations.load_adapter(
-            body.lora_name, body.lora_path, _peer(remote), body.base_model_name
+            body.lora_name, body.lora_path, peer_of(remote), body.base_model_name
         )
     except InvalidArgumentError as error:
         raise error_with_json_names(_FIELD_TO_JSON, error) from error
@@ -45,12 +46,5 @@ async def unload_adapter(
     operations: Operations, body: UnloadAdapterBody, remote: str | None
 ) -> str:
     """Unload an adapter; return the same text as vLLM. Raises QuireError."""
-    await operations.unload_adapter(body.lora_name, _peer(remote))
+    await operations.unload_adapter(body.lora_name, peer_of(remote))
     return f"Success: LoRA adapter {body.lora_name!r} removed successfully."
-
-
-def _peer(remote: str | None) -> str:
-    """Return an address in gRPC's form."""
-    if remote is None:
-        return "unknown"
-    return f"ipv6:[{remote}]" if ":" in remote else f"ipv4:{remote}"

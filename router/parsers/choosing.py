@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
+from contract.request import ThinkingMarkers
 from router.parsers.families import THINKING_FAMILIES, TOOL_FAMILIES, ToolFamily
 from router.parsers.grammar import TokenId
+from router.parsers.harmony import THOUGHT_MESSAGES
 from router.parsers.pieces import Pieces, Reader
 from router.parsers.reader import OutputReader, Part, plain_text, read_by
 from router.parsers.source import Reading, Source
@@ -72,6 +74,12 @@ class OutputParsers:
             return syntax.read(Calls(source, pieces, tools))
 
         return part
+
+    def markers(self, *, has_begun: bool) -> ThinkingMarkers | None:
+        """Return what thinking is told by; None: there is none, or it is not known."""
+        if (thinking := self.thinking) is not None:
+            return ThinkingMarkers(thinking.begin, (thinking.end, *thinking.other_ends), has_begun)
+        return THOUGHT_MESSAGES if self.reads_messages else None
 
     def hides_markers(self) -> bool:
         """Whether the text of an output must show special tokens to be read."""

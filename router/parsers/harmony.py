@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from contract.request import ThinkingMarkers
 from router.parsers.source import MalformedError, Reading
 from router.parsers.tool_calls import Calls
 
@@ -15,6 +16,9 @@ _WORD: Final = re.compile(r"[\w.:-]*")
 _MAX_CHARS: Final = 256
 _STARTS: Final = ("<|start|>", "<|channel|>")
 _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>")
+THOUGHT_MESSAGES: Final = ThinkingMarkers(
+    "<|channel|>analysis<|message|>", (*_ENDS, *_STARTS), recurs=True
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,13 @@ class Cells:
                 return cell
         raise ModelNotFoundError(model, [name for cell in self.all for name in cell.model.names()])
 
+    def served_by(self, model: str) -> str:
+        """Return the name of the model that serves a name, which is its own if none does."""
+        try:
+            return self.of(model).name
+        except NotFoundError:
+            return model
+
     def only(self, model: str) -> Inference:
         """Return the cell of a model that an operator must name, unless there is only one.
 
@@ -123,9 +130,9 @@ class Cells:
         cell = self.of(model)
         return cell if cell.model.infos() else await self.use(model)
 
-    async def generate(self, request: GenerateRequest) -> LiveRequest:
+    async def generate(self, request: GenerateRequest, *, is_kept: bool = False) -> LiveRequest:
         """Submit a request to the cell of its model; see `Inference.generate`."""
-        return await (await self.use(request.model)).generate(request)
+        return await (await self.use(request.model)).generate(request, is_kept=is_kept)
 
     async def resume(self, request: ResumeRequest, model: str = "") -> LiveRequest:
         """Continue a request, of any model without a name; see `Inference.resume`."""

@@ -6,6 +6,8 @@ from router.access.api_keys import ApiKeys, current_caller, enter_as
 from router.access.quotas import Quotas
 from router.access.tenancy import check_operator, tenant_of_caller
 from router.request.admission import Admission
+from router.request.audit import AuditLog
+from router.request.usage import UsageCounts
 
 _MAX_ESCAPE_BYTES = 6
 """Most bytes of JSON for one byte of text, as in \\u0041."""
@@ -14,8 +16,19 @@ _MAX_ESCAPE_BYTES = 6
 class Entry:
     """Made within the event loop, once for each router."""
 
-    def __init__(self, max_live_requests: int, api_keys: ApiKeys | None = None) -> None:
-        """With `api_keys` a call's key, which was checked before, determines its tenant."""
+    def __init__(
+        self,
+        max_live_requests: int,
+        api_keys: ApiKeys | None = None,
+        usage: UsageCounts | None = None,
+        audit: AuditLog | None = None,
+    ) -> None:
+        """With `api_keys` a call's key, which was checked before, determines its tenant.
+
+        `usage` gets what requests have used, and `audit` what they asked and were answered.
+        """
+        self.usage = usage
+        self.audit = audit
         self.max_live_requests = max_live_requests
         self.admission = Admission(max_live_requests)
         tenant_to_quota = {} if api_keys is None else api_keys.tenant_to_quota
@@ -37,10 +50,10 @@ class Entry:
         """Return the tenant of a call that claims one; raises as `tenant_of_caller`."""
         return tenant_of_caller(claimed) if self.has_api_keys else claimed
 
-    def act_for(self, tenant: str) -> None:
+    def act_for(self, tenant: str, key_name: str) -> None:
         """Let the present task make calls for a tenant whose key was checked before."""
         if self.has_api_keys:
-            enter_as(tenant)
+            enter_as(tenant, key_name)
 
     def check_operator(self) -> None:
         """Raise `PermissionDeniedError` if the call's API key belongs to a tenant."""

@@ -23,6 +23,7 @@ from contract.outputs import Event
 from contract.request import GenerateRequest, Model, ResumeRequest, StopOptions
 from contract.sampling import BeamSearch, SamplingParams
 from router import metrics
+from router.access.api_keys import key_of_call
 from router.access.quotas import Lease
 from router.access.tenancy import claim
 from router.request import span as request_span
@@ -31,6 +32,7 @@ from router.request.entry import Entry
 from router.request.live import LiveRequest, ReplayRecord
 from router.request.output import LiveOutput
 from router.request.stop_strings import StopMatcher
+from router.request.usage import UsageKey
 from router.request.validation import check_request, complete_sampling
 from router.schedulers.messages import Resumption
 from router.schedulers.pool import Schedulers
@@ -90,8 +92,10 @@ class Inference:
             self._admission.check_capacity(num_requests)
             await self.schedulers.check_capacity(num_requests * n)
 
-    async def generate(self, request: GenerateRequest) -> LiveRequest:
+    async def generate(self, request: GenerateRequest, *, is_kept: bool = False) -> LiveRequest:
         """Submit a request; the caller reads the result under `async with`.
+
+        If it `is_kept`, its usage is kept with it, and not counted here.
 
         Raises `InvalidArgumentError` naming field, value and limit; `NotFoundError` for an unknown
         model; `AlreadyExistsError` if a request with this id is live; `TooBusyError` beyond
@@ -100,9 +104,9 @@ class Inference:
         the prompt was tokenized.
         """
         with refusals_counted(self.name):
-            return await self._generate(request)
+            return await self._generate(request, is_kept=is_kept)
 
-    async def _generate(self, request: GenerateRequest) -> LiveRequest:
+    async def _generate(self, request: GenerateRequest, *, is_kept: bool) -> LiveRequest:
         model = self.model.info(request.model)
         check_request(request, model, self.text.max_text_bytes(model))
         # Check this before any other work, because under overload most requests end here.
@@ -114,7 +118,7 @@ class Inference:
         lease: Lease | None = None
         try:
             lease = self._quotas.begin(request.tenant, asyncio.get_running_loop().time())
-            live = await self._submit(request, model, admitted, lease)
+            live = await self._submit(request, model, admitted, lease, is_kept=is_kept)
         except BaseException as error:
             if isinstance(error, Exception):
                 admitted.span.set_status(StatusCode.ERROR, str(error))
@@ -127,7 +131,13 @@ class Inference:
         return live
 
     async def _submit(
-        self, request: GenerateRequest, model: Model, admitted: Admitted, lease: Lease
+        self,
+        request: GenerateRequest,
+        model: Model,
+        admitted: Admitted,
+        lease: Lease,
+        *,
+        is_kept: bool,
     ) -> LiveRequest:
         span = admitted.span
         start_s = time.time()
@@ -175,9 +185,12 @@ class Inference:
             resume_record=stop_options_to_bytes(request) if request.resumable else None,
         )
         stop_options = StopOptions(
-            request.stop, request.include_stop_str_in_output, request.skip_special_tokens
+            request.stop,
+            request.include_stop_str_in_output,
+            request.skip_special_tokens,
+            request.thinking,
         )
-        live = self._start(record, request.n, stop_options, model, lease)
+        live = self._start(record, request.n, stop_options, model, lease, is_kept=is_kept)
         if span.is_recording():
             span.set_attributes(request_span.submitted(live))
         self.schedulers.submit(live)
@@ -190,6 +203,8 @@ class Inference:
         stop_options: StopOptions,
         model: Model,
         lease: Lease,
+        *,
+        is_kept: bool = False,
     ) -> LiveRequest:
         end_token_ids = frozenset(record.sampling.stop_token_ids)
         if not record.sampling.ignore_eos:
@@ -203,18 +218,20 @@ class Inference:
                     include_in_output=stop_options.include_stop_str_in_output,
                 ),
                 end_token_ids,
+                stop_options.thinking,
             )
             for index in range(n)
         ]
-        adapter = record.sampling.adapter
+        adapter = "" if record.sampling.adapter is None else record.sampling.adapter.name
         live = LiveRequest(
             record,
             outputs,
-            model=model.id if adapter is None else adapter.name,
+            model=adapter or model.id,
             metrics=self._metrics,
+            usage_key=UsageKey(record.tenant, key_of_call(), model.parent or model.id, adapter),
             cancel=self.schedulers.cancel,
             leave=self.schedulers.leave,
-            on_closed=lambda live: self._on_closed(live, lease),
+            on_closed=lambda live: self._on_closed(live, lease, is_kept=is_kept),
         )
         self._admission.add(live)
         return live
@@ -257,7 +274,7 @@ class Inference:
                 traceparent=telemetry.inject(trace.set_span_in_context(admitted.span)),
                 resume_record=None,
             )
-            live = self._start(record, found.n, found.stop_options, model, lease)
+            live = self._start(record, found.n, found.stop_options, model, lease, is_kept=True)
         except BaseException:
             lease.end(0)
             self._admission.release(admitted.tenant, admitted.request_id)
@@ -320,7 +337,9 @@ class Inference:
             len(record.prompt_token_ids), found.n, record.beam, record.sampling
         )
         lease.take_up(record.request_id, num_tokens)
-        return self._start(record, found.n, found.stop_options, model, lease)
+        live = self._start(record, found.n, found.stop_options, model, lease)
+        live.is_resumed = True
+        return live
 
     def _end_reader(self, request_id: str, tenant: str) -> None:
         """End the call that reads a live request of this router, so that another can resume it."""
@@ -340,7 +359,11 @@ class Inference:
         self.schedulers.leave(live)
         live.take_away(AbortedError(f"request {request_id!r} was resumed by another call"))
 
-    def _on_closed(self, live: LiveRequest, lease: Lease) -> None:
+    def _on_closed(self, live: LiveRequest, lease: Lease, *, is_kept: bool) -> None:
+        if self.entry.usage is not None and not is_kept:
+            self.entry.usage.add(live.usage_key, live.used)
+        if self.entry.audit is not None:
+            self.entry.audit.add(live, self.text.decoder())
         if live.goes_on:
             now = asyncio.get_running_loop().time()  # this router will not see the request's end
             lease.leave(live.request_id, now, now + self.schedulers.resume_grace_s)

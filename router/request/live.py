@@ -24,6 +24,7 @@ from contract.request import OutputReceived
 from contract.sampling import BeamSearch, SamplingParams
 from router.metrics import ModelMetrics
 from router.request.output import LiveOutput
+from router.request.usage import UsageKey, Used, used_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class LiveRequest:
         *,
         model: str,
         metrics: ModelMetrics,
+        usage_key: UsageKey,
         cancel: Callable[[Sequence[int]], None],
         leave: Callable[["LiveRequest"], None],
         on_closed: Callable[["LiveRequest"], None],
@@ -95,6 +97,9 @@ class LiveRequest:
         self.record = record
         self.model = model
         self._metrics = metrics
+        self.usage_key = usage_key
+        self.is_resumed = False
+        """Whether another call began it."""
         self.created = int(time.time())
         self.outputs = tuple(outputs)
         self.num_cached_tokens: int | None = None
@@ -151,6 +156,37 @@ class LiveRequest:
     def num_completion_tokens(self) -> int:
         """Number of tokens of all outputs so far."""
         return sum(len(output.token_ids) for output in self.outputs)
+
+    @property
+    def usage(self) -> Usage:
+        """What it has used so far."""
+        num_prompt_tokens = len(self.record.prompt_token_ids)
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=self.num_completion_tokens,
+            # A request that was submitted again finds its own tokens, too.
+            cached_tokens=min(num_prompt_tokens, self.num_cached_tokens or 0),
+            pinned_tokens=self.num_pinned_tokens,
+            reasoning_tokens=sum(output.num_thinking_tokens for output in self.outputs),
+        )
+
+    @property
+    def used(self) -> Used:
+        """What counts as its usage, once it has ended or its reader has left.
+
+        Of a request that was resumed, what its reader lacked: the call that began it has counted
+        the rest.
+        """
+        if self.is_resumed:
+            given = [output for output in self.outputs if output.num_skipped is not None]
+            return Used(
+                generated_tokens=sum(len(o.token_ids) - (o.num_skipped or 0) for o in given),
+                # Thinking comes first.
+                reasoning_tokens=sum(
+                    max(0, o.num_thinking_tokens - (o.num_skipped or 0)) for o in given
+                ),
+            )
+        return Used() if self.num_cached_tokens is None else used_of(self.usage)
 
     @property
     def time_to_first_token_s(self) -> float | None:
@@ -435,12 +471,7 @@ class LiveRequest:
         if self._num_outputs_read < len(self.outputs):
             return None
         self._close()
-        return Usage(
-            prompt_tokens=len(self.record.prompt_token_ids),
-            completion_tokens=self.num_completion_tokens,
-            cached_tokens=self.num_cached_tokens or 0,
-            pinned_tokens=self.num_pinned_tokens,
-        )
+        return self.usage
 
     @property
     def _has_read_all_so_far(self) -> bool:

@@ -5,8 +5,9 @@ from collections.abc import Container
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob
-from contract.request import OutputReceived
+from contract.request import OutputReceived, ThinkingMarkers
 from router.request.stop_strings import StopMatcher
+from router.request.thinking import ThinkingCounter
 from router.text.detokenizer import Detokenizer
 
 
@@ -23,6 +24,7 @@ class LiveOutput:
         detokenizer: Detokenizer,
         stop_matcher: StopMatcher,
         end_token_ids: Container[int],
+        thinking: ThinkingMarkers | None = None,
     ) -> None:
         """`end_token_ids` end the sequence; their text is not part of the output."""
         self.index = index
@@ -37,10 +39,14 @@ class LiveOutput:
         self._detokenizer = detokenizer
         self._stop_matcher = stop_matcher
         self._end_token_ids = end_token_ids
+        self._thinking = None if thinking is None else ThinkingCounter(thinking)
+        self._may_think = self._thinking is not None
         self._num_tokens_taken = 0
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._end_taken = False
+        self.num_skipped: int | None = None
+        """How many tokens the reader had when it resumed the request; None: none has resumed it."""
         self.skipped: OutputDelta | None = None
         """The part that `skip` has left out, with the known log-probabilities."""
 
@@ -49,6 +55,10 @@ class LiveOutput:
         """Whether the last token ends the output."""
         return bool(self.token_ids) and self.token_ids[-1] in self._end_token_ids
 
+    @property
+    def num_thinking_tokens(self) -> int:
+        return 0 if self._thinking is None else self._thinking.num_tokens
+
     def push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Add the next token; end the output if it completes a stop string."""
         self.token_ids.append(token_id)
@@ -56,7 +66,10 @@ class LiveOutput:
             self._logprobs.append(logprob)
         if token_id in self._end_token_ids:
             return
-        if text := self._stop_matcher.push(self._detokenizer.push(token_id)):
+        text = self._detokenizer.push(token_id)
+        if self._may_think and self._thinking is not None:
+            self._may_think = self._thinking.push(text)
+        if text := self._stop_matcher.push(text):
             self._text.append(text)
         if self._stop_matcher.found is not None:
             self.finished = OutputFinished(
@@ -107,7 +120,7 @@ class LiveOutput:
                 text=text[: received.num_text_bytes].decode(),
                 logprobs=tuple(skipped),
             )
-        self._num_tokens_taken = received.num_tokens
+        self._num_tokens_taken = self.num_skipped = received.num_tokens
         self._end_taken = received.finished
 
     def take(self) -> OutputDelta | OutputFinished | None:

@@ -1,5 +1,6 @@
 """Converts text and chats to token ids and back, in threads and with limits on size."""
 
+import functools
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -249,6 +250,13 @@ class ModelText:
         return await self._questions.run(
             lambda: self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
+
+    def decoder(self) -> Callable[[Sequence[int]], str]:
+        """Return what turns token ids of the present model into text, with special tokens.
+
+        Any thread may call it.
+        """
+        return functools.partial(self._tokenizer.decode, skip_special_tokens=False)
 
     # These take no model name: adapters share the tokenizer, and outputs of an adapter continue
     # after it has been unloaded.

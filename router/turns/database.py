@@ -209,6 +209,26 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
         "CREATE INDEX files_tenant ON files (tenant, created_at)",
         "CREATE INDEX batches_tenant ON batches (tenant, created_at)",
     ),
+    (
+        "ALTER TABLE turns ADD COLUMN key_name TEXT NOT NULL DEFAULT ''",
+        """CREATE TABLE usage (
+            hour BIGINT NOT NULL,
+            tenant TEXT NOT NULL,
+            key_name TEXT NOT NULL,
+            model TEXT NOT NULL,
+            adapter TEXT NOT NULL,
+            requests BIGINT NOT NULL,
+            prompt_tokens BIGINT NOT NULL,
+            cached_tokens BIGINT NOT NULL,
+            generated_tokens BIGINT NOT NULL,
+            reasoning_tokens BIGINT NOT NULL,
+            PRIMARY KEY (hour, tenant, key_name, model, adapter))""",
+        # Which parts of its usage each router has written last, so that none is added twice.
+        """CREATE TABLE usage_writers (
+            writer TEXT PRIMARY KEY,
+            number BIGINT NOT NULL,
+            at DOUBLE PRECISION NOT NULL)""",
+    ),
 )
 """What makes each version of the schema out of the one before; never changed once released.
 

@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from contract.errors import QuireError
 from contract.outputs import (
@@ -17,6 +17,8 @@ from contract.outputs import (
     TokenLogprob,
     Usage,
 )
+from router.request.live import LiveRequest
+from router.request.usage import Used, used_of
 from router.schedulers.wire import record_from_bytes
 from router.turns.store import Progress
 from router.turns.turn import Turn, TurnEnd, TurnStatus
@@ -84,6 +86,8 @@ class RunningTurn:
         self.turn = turn
         self.record = turn.record
         self.task: asyncio.Task[None] | None = None
+        self.live: LiveRequest | None = None
+        """The request that computes it, or that did so last."""
         self.is_cancelled = False
         self.num_readers = 0
         self.done = asyncio.Event()
@@ -138,11 +142,25 @@ class RunningTurn:
             failure = OutputError(error.code.value[0], str(error), error.retryable)
         for index in sorted({0, *self._outputs} - ended):
             self._last.append(OutputFinished(index, reason, error=failure))
+        self._last.append(self._usage_so_far())
+
+    def _usage_so_far(self) -> Usage:
+        if self.live is not None:
+            return replace(self.live.usage, completion_tokens=self.num_tokens)
         num_prompt_tokens = 0
         if self.record is not None:
             with contextlib.suppress(QuireError):  # another version wrote it
                 num_prompt_tokens = len(record_from_bytes(self.record).record.prompt_token_ids)
-        self._last.append(Usage(num_prompt_tokens, self.num_tokens, 0))
+        return Usage(num_prompt_tokens, self.num_tokens, 0)
+
+    @property
+    def used(self) -> Used:
+        """What counts as its usage, once it has ended; nothing if no scheduler began it."""
+        live = self.live
+        is_begun = live is None or live.num_cached_tokens is not None or self.num_tokens
+        if self.record is None or not is_begun:
+            return Used()
+        return used_of(next(event for event in self._last if isinstance(event, Usage)))
 
     @property
     def status(self) -> TurnStatus:

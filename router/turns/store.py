@@ -8,8 +8,10 @@ from contract.codec.outputs import event_from_proto, event_to_proto
 from contract.errors import InvalidArgumentError
 from contract.outputs import Event
 from quire.v1 import inference_pb2
+from router.request.usage import UsageRows
 from router.turns.database import Connection, Cursor, Database
 from router.turns.turn import Turn, TurnEnd, TurnStatus
+from router.turns.usage import add_once, add_usage, sweep_usage
 
 SWEEP_LIMIT: Final = 1000
 """Most turns that one sweep deletes."""
@@ -50,6 +52,8 @@ class Batch:
     progress: list[Progress] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
     """Turns that another router is to go on with."""
+    usage: tuple[int, UsageRows] = (0, {})
+    """What requests have used that are not turns, and the number of this part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,8 @@ class TurnStore:
         return await self.database.run(lambda cursor, db: self._write(cursor, db, batch))
 
     def _write(self, cursor: Cursor, db: Connection, batch: Batch) -> set[str]:
-        lease_until = db.now(cursor) + LEASE_S
+        now = db.now(cursor)
+        lease_until = now + LEASE_S
         cursor.execute(
             "UPDATE turns SET lease_until = ? WHERE owner = ? AND ended_at IS NULL RETURNING id",
             (lease_until, self._owner),
@@ -102,6 +107,9 @@ class TurnStore:
                 "UPDATE turns SET owner = '', lease_until = 0 WHERE id = ? AND owner = ?",
                 (turn_id, self._owner),
             )
+        number, used = batch.usage
+        if used:
+            add_once(cursor, now, self._owner, number, used)
         return own
 
     async def claim(
@@ -136,10 +144,16 @@ class TurnStore:
 
         return await self.database.run(work)
 
-    async def sweep(self, retention_s: float, limit: int = SWEEP_LIMIT) -> int:
-        """Delete turns of no group that ended longer ago; return how many, at most `limit`."""
+    async def sweep(
+        self, retention_s: float, usage_retention_s: float, limit: int = SWEEP_LIMIT
+    ) -> int:
+        """Delete turns of no group that ended longer ago; return how many, at most `limit`.
+
+        Likewise older usage.
+        """
 
         def work(cursor: Cursor, db: Connection) -> int:
+            sweep_usage(cursor, db.now(cursor), usage_retention_s)
             cursor.execute(
                 "DELETE FROM turns WHERE id IN"
                 " (SELECT id FROM turns WHERE ended_at < ? AND group_id = '' LIMIT ?)",
@@ -234,6 +248,7 @@ class TurnStore:
             cursor.execute("SELECT count(*) FROM turn_events WHERE turn_id = ?", (turn_id,))
             (first,) = cursor.fetchone()
             _write_events(cursor, turn_id, first, events)
+            add_usage(cursor, end.usage)
             return True
 
         return await self.database.run(work)
@@ -300,6 +315,7 @@ def _write_progress(cursor: Cursor, progress: Progress) -> None:
             "UPDATE turns SET status = ?, result = ?, ended_at = ?, owner = '' WHERE id = ?",
             (end.status.value, end.result, end.at, progress.turn_id),
         )
+        add_usage(cursor, end.usage)
 
 
 def _write_events(cursor: Cursor, turn_id: str, first: int, events: Sequence[Event]) -> None:

@@ -1,9 +1,10 @@
 """A turn: one call of an API that is kept, with its output so far."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from contract.errors import UnavailableError
+from router.request.usage import UsageRows
 
 
 class StoreError(UnavailableError):
@@ -36,6 +37,8 @@ class Turn:
     """The client's request, as JSON of that API."""
     created_at: float
     """Unix time, as all times of a turn."""
+    key_name: str = ""
+    """The name of the API key that it came with."""
     model: str = ""
     previous_id: str | None = None
     """The turn that it continues."""
@@ -63,3 +66,5 @@ class TurnEnd:
     status: TurnStatus
     result: bytes
     at: float
+    usage: UsageRows = field(default_factory=dict)
+    """What it used; kept together with the end."""

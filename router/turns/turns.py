@@ -25,9 +25,11 @@ from contract.outputs import (
     Usage,
 )
 from contract.request import GenerateRequest
+from router.access.api_keys import key_of_call
 from router.request.cells import Cells
 from router.request.inference import Inference
 from router.request.live import LiveRequest
+from router.request.usage import UsageCounts, UsageKey, UsageRows, Used, hour_of
 from router.schedulers.wire import record_from_bytes, record_to_bytes
 from router.turns.running import MovedError, RunningTurn, Seen
 from router.turns.store import SWEEP_LIMIT, Batch, Models, TurnStore
@@ -37,6 +39,9 @@ log = structlog.get_logger()
 
 TICK_S: Final = 1.0
 """How often tokens are written and leases renewed."""
+_USAGE_S: Final = 5.0
+"""How often usage is written."""
+_NO_USAGE: Final[tuple[int, UsageRows]] = 0, {}
 _SWEEP_S: Final = 60.0
 _POLL_S: Final = 0.5
 """How often a turn that another router computes is looked at."""
@@ -74,14 +79,21 @@ class Turns:
         self,
         store: TurnStore,
         cells: Cells,
+        usage: UsageCounts,
         *,
         retention_s: float,
+        usage_retention_s: float,
         tick_s: float = TICK_S,
     ) -> None:
-        """`run` does the work. Turns that have ended are deleted after `retention_s`."""
+        """`run` does the work. What has ended is deleted after the times of retention.
+
+        `usage` is what requests have used that are not turns; it is kept here, too.
+        """
         self.store = store
         self._cells = cells
+        self._usage = usage
         self._retention_s = retention_s
+        self._usage_retention_s = usage_retention_s
         self._tick_s = tick_s
         self._kinds: dict[str, TurnKind] = {}
         self._running: dict[str, RunningTurn] = {}
@@ -116,10 +128,11 @@ class Turns:
         return await asyncio.shield(accepting)
 
     async def _accept(self, turn: Turn, request: GenerateRequest) -> Turn:
-        live = await self._cells.generate(request)
+        live = await self._cells.generate(request, is_kept=True)
         turn = replace(
             turn,
             model=live.model,
+            key_name=key_of_call(),
             status=TurnStatus.RUNNING,
             record=record_to_bytes(live, request),
             priority=request.priority,
@@ -256,11 +269,12 @@ class Turns:
             running.move()  # a reader that lacks the end looks in the store
 
     async def _read_to_the_end(self, running: RunningTurn, live: LiveRequest | None) -> None:
-        self._cells.entry.act_for(running.turn.tenant)
+        self._cells.entry.act_for(running.turn.tenant, running.turn.key_name)
         backoff_s, num_failures, num_tokens = _MIN_BACKOFF_S, 0, running.num_tokens
         while True:
             try:
                 live = live or await self._submit(running)
+                running.live = live
                 async with live:
                     failure = await _take(running, live)
                 if failure is None:
@@ -283,7 +297,7 @@ class Turns:
             return cell.restart(record_from_bytes(running.record), running.events)
         turn = running.turn
         request = await self._kinds[turn.kind].request(turn)
-        live = await self._cells.generate(request)
+        live = await self._cells.generate(request, is_kept=True)
         running.record = record_to_bytes(live, request)
         return live
 
@@ -295,6 +309,7 @@ class Turns:
             UnavailableError: Likewise.
         """
         turn, at, kind = running.turn, time.time(), self._kinds[running.turn.kind]
+        usage = self._usage_of(running, at)
         try:
             result = await kind.result(turn, running.status, running.events, at)
         except (TooBusyError, UnavailableError):
@@ -302,23 +317,39 @@ class Turns:
         except Exception as error:
             log.exception("turn's answer cannot be made", turn=turn.id)
             shown = error if isinstance(error, QuireError) else QuireError("internal error")
-            return TurnEnd(TurnStatus.FAILED, kind.failure(turn, shown), at)
-        return TurnEnd(running.status, result, at)
+            return TurnEnd(TurnStatus.FAILED, kind.failure(turn, shown), at, usage)
+        return TurnEnd(running.status, result, at, usage)
+
+    def _usage_of(self, running: RunningTurn, at: float) -> UsageRows:
+        """Return what counts as the usage of a turn that has ended."""
+        if (used := running.used) == Used():
+            return {}
+        turn = running.turn
+        if running.live is not None:
+            model, adapter = running.live.usage_key.model, running.live.usage_key.adapter
+        else:
+            model = self._cells.served_by(turn.model)
+            adapter = turn.model if turn.model != model else ""
+        key = UsageKey(turn.tenant, turn.key_name, model, adapter)
+        return {(hour_of(at), key): used}
 
     # --- the store ------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Write what is new, take up what other routers have left, delete what is old."""
         loop = asyncio.get_running_loop()
-        next_tick, next_sweep = loop.time(), loop.time() + _SWEEP_S
+        next_tick, next_sweep, next_usage = loop.time(), loop.time() + _SWEEP_S, loop.time()
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(next_tick):
                     await self._is_urgent.wait()
             self._is_urgent.clear()
             is_tick = loop.time() >= next_tick
+            has_usage = loop.time() >= next_usage
             try:
-                await self._write(has_tokens=is_tick)
+                await self._write(has_tokens=is_tick, has_usage=has_usage)
+                if has_usage:
+                    next_usage = loop.time() + _USAGE_S
                 if is_tick:
                     next_tick = loop.time() + self._tick_s
                 if is_tick or self._has_ended_grouped:
@@ -326,7 +357,8 @@ class Turns:
                     await self._take_up()
                 if loop.time() >= next_sweep:
                     next_sweep = loop.time() + _SWEEP_S
-                    if await self.store.sweep(self._retention_s) == SWEEP_LIMIT:
+                    num_swept = await self.store.sweep(self._retention_s, self._usage_retention_s)
+                    if num_swept == SWEEP_LIMIT:
                         next_sweep = loop.time()  # there are more
                 if self._is_failing:
                     log.info("turns are kept again")
@@ -337,19 +369,21 @@ class Turns:
                     log.warning("turns cannot be kept", error=str(error))
                 self._is_failing = True
 
-    async def _write(self, *, has_tokens: bool) -> None:
+    async def _write(self, *, has_tokens: bool, has_usage: bool) -> None:
         accepted, self._accepted = self._accepted, []
         written = {
             running: running.progress()
             for running in self._running.values()
             if has_tokens or running.needs_writing
         }
-        if not (accepted or written):
+        usage = self._usage.take() if has_usage else _NO_USAGE
+        if not (accepted or written or usage[1]):
             return
         batch = Batch(
             [turn for turn, _ in accepted],
             [progress for progress, _ in written.values()],
-            released=list(self._released),
+            list(self._released),
+            usage,
         )
         try:
             own = await self.store.write(batch)
@@ -361,6 +395,8 @@ class Turns:
                 if progress.end is not None:
                     running.publish()  # its readers need not wait for the store
             raise
+        if usage[1]:
+            self._usage.kept()
         self._released = own - {*self._running, *(turn.id for turn in batch.accepted)}
         for turn, kept in accepted:
             if not kept.done():
@@ -434,6 +470,10 @@ class Turns:
         """Leave all turns to other routers, or to the next start; after `run` has ended."""
         self._is_draining = True
         await self._release(list(self._running.values()))
+        with contextlib.suppress(StoreError):
+            while (usage := self._usage.take())[1]:
+                await self.store.write(Batch(usage=usage))
+                self._usage.kept()
         await self.store.database.close()
 
     async def _release(self, leaving: Sequence[RunningTurn]) -> None:

@@ -172,6 +172,10 @@ def _check_pins(core: Scheduler) -> None:
     share = core.config.max_pinned_share
     most = share * core.pool.num_usable
     _expect(len(pins) <= most, f"{len(pins)} blocks are pinned")
+    by_tenant = Counter(pins.tenants.values())
+    _expect(pins.tenants.keys() <= pins.ends.keys(), "a tenant has a pin that has no end")
+    for tenant, num in by_tenant.items():
+        _expect(num == pins.num_of(tenant), f"tenant {tenant!r} has {num} pins")
     _expect(set(pins.by_end) == set(pins.ends), "a pin has no end, or an end has no pin")
     first = min(((end, place) for end, place in pins.ends.values()), default=None)
     head = pins.by_end.first()

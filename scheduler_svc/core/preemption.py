@@ -1,10 +1,11 @@
 """Preempts running sequences, and decides when, which, and how.
 
 When and which: at the start of each step, `make_room` preempts the running sequence that is last in
-order, first while more run than the worker's memory allows (`bounds/pressure.py`), then while the
-decoding sequences need more blocks than are available. If only one sequence runs, pins give up
-blocks first, and the sequence is preempted when no pins are left. A failed swap-in preempts the
-sequences that depend on it, and a move to another core preempts the sequences of its request.
+order, first while more run than the worker's memory allows (`pressure.py`), then while the decoding
+sequences need more blocks than are available. If only one sequence runs, or if what is evicted goes
+to the host, pins give up blocks first, and sequences are preempted when no pins are left. A failed
+swap-in preempts the sequences that depend on it, and a move to another core preempts the sequences
+of its request.
 
 How: a *swap* copies the sequence's computed blocks to the host and keeps them until it runs again;
 a *recompute* drops them. A swap is chosen if it takes less time and the host has, or can make, room
@@ -91,9 +92,13 @@ class Preemption:
                     # Nothing runs, so nothing needs a block. `num_available` is negative, since the
                     # pool shrinks and unclaimed rows hold blocks beyond its new end.
                     break
-            elif not self._running.is_alone or not self._pins.give_up(1):
+            elif not self._gives_up_pins or not self._pins.give_up(1):
                 self.preempt(self._last())
         return True
+
+    @property
+    def _gives_up_pins(self) -> bool:
+        return self._running.is_alone or self._pins.go_down
 
     @property
     def has_too_many(self) -> bool:

@@ -30,7 +30,6 @@ from scheduler_svc.core.bounds.limits import (
     WorkerRates,
     check_deadline,
     check_length,
-    check_pin,
     check_queue,
     max_request_len,
 )
@@ -196,13 +195,11 @@ class Scheduler:
 
         Raises:
             RequestTooLongError: Its sequences could never finish.
-            NoPrefixCacheError: It asks for a pin, but there is no prefix cache.
             TooManySequencesError: It has more sequences than may ever wait.
             QueueFullError: Too many sequences wait. Resubmitted requests are never refused for it.
         """
         request = self.takeover.with_separate_outputs(request)
         check_length(request, self.pool.num_usable, self.config)
-        check_pin(request, has_prefix_cache=self.config.enable_prefix_caching)
         check_queue(request, self.num_waiting, self.config.max_waiting)
         for seq in self.live.add(request, self.policy.rank(request, now), now):
             if not self.takeover.adopt(seq):
@@ -529,10 +526,14 @@ class Scheduler:
             num_rows, num_needed = (1, 0) if seq.group is None else self.beams.demand(seq.group)
             num_needed += num_new + sum(self.pool.ref_count(block) == 0 for block in found.ready)
             if not self._has_room(num_needed, num_rows):
+                if self.steps.hold_blocks:
+                    return  # results will free blocks
                 num_lacking = num_needed - self.pool.num_available
-                if self.running or self.steps.hold_blocks:
-                    return  # running sequences, or results, will free blocks
-                if num_lacking <= 0:
+                if self.running:
+                    num_lacking += self._reserve
+                    if not self.pins.go_down or num_lacking > len(self.pins):
+                        return  # running sequences will free blocks
+                if num_lacking <= 0 or not self._has_rows(num_rows):
                     return  # rows are short, not blocks, and pins hold no rows
                 if not self.pins.give_up(num_lacking):
                     return
@@ -566,13 +567,20 @@ class Scheduler:
         A reserve stays for running sequences to grow. If nothing runs, there is no reserve, and the
         bound of memory pressure does not apply.
         """
-        if not self.running:
-            return num_rows <= self.rows.num_free and num_blocks <= self.pool.num_available
+        if self.running:
+            num_blocks += self._reserve
+        return self._has_rows(num_rows) and num_blocks <= self.pool.num_available
+
+    def _has_rows(self, num_rows: int) -> bool:
         most = self.pressure.max_running
-        if most is not None and self._num_taken_rows + num_rows > most:
+        if self.running and most is not None and self._num_taken_rows + num_rows > most:
             return False
-        reserve = int(self.config.watermark * self.pool.num_usable)
-        return num_rows <= self.rows.num_free and num_blocks + reserve <= self.pool.num_available
+        return num_rows <= self.rows.num_free
+
+    @property
+    def _reserve(self) -> int:
+        """Blocks that stay free for running sequences to grow."""
+        return int(self.config.watermark * self.pool.num_usable)
 
     @property
     def _num_taken_rows(self) -> int:

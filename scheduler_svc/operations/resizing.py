@@ -6,10 +6,12 @@ reports its size when it is attached again.
 """
 
 import asyncio
+from collections.abc import Callable
 
 import structlog
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
+from contract.info import WorkerInfo
 from quire.v1 import scheduler_pb2
 from rpc.tasks import retrieve
 from scheduler_svc.core.values.errors import ResizeRefusedError
@@ -80,8 +82,12 @@ class OngoingResize:
 class Resizer:
     """Starts resizes, at most one at a time per worker."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(
+        self, roster: Roster, on_resized: Callable[[WorkerInfo, int], None] = lambda *_: None
+    ) -> None:
+        """`on_resized` gets each worker whose pool has a new size, and the size."""
         self._roster = roster
+        self._on_resized = on_resized
         self._resizes: dict[str, OngoingResize] = {}
 
     def begin(self, request: scheduler_pb2.ResizeKvRequest) -> OngoingResize:
@@ -104,6 +110,12 @@ class Resizer:
             )
         resize = self._resizes[worker] = OngoingResize(worker, session, num_blocks)
         resize.task.add_done_callback(retrieve)
+
+        def keep(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                self._on_resized(session.info, num_blocks)
+
+        resize.task.add_done_callback(keep)
         return resize
 
     def stop(self) -> None:

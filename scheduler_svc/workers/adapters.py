@@ -95,12 +95,20 @@ class Adapters:
         *,
         is_used: Callable[[LoraAdapter], bool],
         on_change: Callable[[Sequence[LoraAdapter]], None],
+        kept: Iterable[LoraAdapter] = (),
+        keep: Callable[[Sequence[LoraAdapter]], None] = lambda _: None,
     ) -> None:
-        """`is_used` returns whether requests use an adapter; `on_change` gets the offered ones."""
+        """`is_used` returns whether requests use an adapter; `on_change` gets the offered ones.
+
+        `kept` were loaded by operators before; `keep` gets those that the next start is to load.
+        """
         self._roster = roster
         self._is_used = is_used
         self._on_change = on_change
-        self._held: dict[str, LoraAdapter] = {}
+        self._held: dict[str, LoraAdapter] = {each.name: each for each in kept}
+        self._by_operators = set(self._held.values())
+        self._kept = self.held
+        self._keep = keep
         self._leaving: set[str] = set()
         self._unloaded: set[LoraAdapter] = set()
         self._lock = asyncio.Lock()
@@ -190,6 +198,7 @@ class Adapters:
             self._check_same(held)
             self._held[name] = loaded.adapter
             self._unloaded.discard(loaded.adapter)
+            self._by_operators.add(loaded.adapter)
         self._publish()
         log.info("adapter loaded", name=name, directory=directory, was_there=loaded.was_there)
         return loaded
@@ -331,6 +340,11 @@ class Adapters:
         if offered != self.offered:
             self.offered = offered
             self._on_change(offered)
+        kept = tuple(each for each in offered if each in self._by_operators)
+        if kept != self._kept:
+            self._kept = kept
+            self._by_operators = set(kept)
+            self._keep(kept)
 
 
 async def _unload_at(holdings: Iterable[tuple[AdapterHolder, LoraAdapter]]) -> None:

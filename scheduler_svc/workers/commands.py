@@ -7,7 +7,6 @@ from contract.errors import DeadlineExceededError, InvalidArgumentError, QuireEr
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.values.errors import (
     DeadlineError,
-    NoPrefixCacheError,
     QueueFullError,
     RequestRefusedError,
 )
@@ -99,7 +98,5 @@ def _refusal_from_core(error: RequestRefusedError) -> QuireError:
             return TooBusyError(str(error))
         case DeadlineError():
             return DeadlineExceededError(str(error))
-        case NoPrefixCacheError():
-            return InvalidArgumentError("cache_pin_s", str(error).removeprefix("cache_pin_s "))
         case _:
             return InvalidArgumentError("request", f"cannot be served: {error}")

@@ -1,7 +1,7 @@
 """All workers together: places requests, and places them again when a worker is lost."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
@@ -9,6 +9,7 @@ import structlog
 from contract.errors import InvalidArgumentError, QuireError, TooBusyError, UnavailableError
 from contract.info import ModelInfo, WorkerInfo
 from contract.liveness.heartbeat import TICK_S
+from contract.lora import LoraAdapter
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, keep_members
 from scheduler_svc.core.compact.defragment import DefragmentationReport
@@ -58,7 +59,10 @@ class Fleet:
         step_timeout_s: float,
         placer: Placer,
         pulls: PrefixPulls | None = None,
+        kept_adapters: Iterable[LoraAdapter] = (),
+        keep_adapters: Callable[[Sequence[LoraAdapter]], None] = lambda _: None,
     ) -> None:
+        """See `Adapters` for those that are kept."""
         self.roster = Roster()
         """The workers."""
         self._streams = streams
@@ -71,7 +75,11 @@ class Fleet:
         self._unplaced = UnplacedRequests()
         self._adapter_use = AdapterUse(self.roster, self._unplaced)
         self.adapters = Adapters(
-            self.roster, is_used=self._adapter_use.is_used, on_change=streams.publish_adapters
+            self.roster,
+            is_used=self._adapter_use.is_used,
+            on_change=streams.publish_adapters,
+            kept=kept_adapters,
+            keep=keep_adapters,
         )
         """The LoRA adapters that the workers hold."""
         self.superseded_epochs: set[int] = set()

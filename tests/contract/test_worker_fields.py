@@ -24,7 +24,7 @@ METHODS = [
 ]
 # The call is refused before the servicer uses its dependencies.
 SERVICES = {
-    "router": router.grpc.operations.operator_services(None, None, None, None),
+    "router": router.grpc.operations.operator_services(None, None, None, None, None),
     "scheduler": (
         scheduler_svc.operations.services.adapter_service(None),
         scheduler_svc.operations.services.loading_service(None),

@@ -1,11 +1,15 @@
 """Turns that are kept outlive all processes: their texts are those of an undisturbed run."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
 import pytest
 
+from quire.v1 import inference_pb2
 from tests.e2e.child import eventually
 from tests.e2e.service import Service
 
@@ -73,3 +77,55 @@ def test_turns_go_on_after_all_processes_were_killed_at_once(own: Service):
         assert [event.sequence_number for event in whole] == list(range(len(whole)))
         deltas = [e.delta for e in whole if e.type == "response.output_text.delta"]
         assert "".join(deltas) == text
+
+
+def usage_of(service: Service, tenant: str) -> dict[str, int]:
+    command = [sys.executable, "-m", "quire.cli", "usage", "--json", "--by", "tenant,model"]
+    shown = subprocess.run(
+        [*command, "--target", service.target], check=True, capture_output=True, timeout=60
+    ).stdout
+    rows = [json.loads(line) for line in shown.splitlines()]
+    return next((row for row in rows if row["tenant"] == tenant), {"requests": 0})
+
+
+def test_usage_counts_every_kind_of_request_and_outlives_the_router(own: Service):
+    said = {"model": "tiny", "messages": [{"role": "user", "content": "Say"}], "max_tokens": 5}
+    calls = openai.OpenAI(
+        base_url=f"{own.url}/v1", api_key="none", default_headers={"x-quire-tenant": "meter"}
+    )
+    request = inference_pb2.GenerateRequest(text="Say")
+    request.sampling.max_tokens = 5
+    answers = list(own.stub.Generate(request, metadata=(("x-quire-tenant", "meter"),)))
+    prompt = answers[-1].usage.prompt_tokens
+    generated = answers[-1].usage.completion_tokens
+    chat = calls.chat.completions.create(**said).usage
+    message = calls.post("/messages", cast_to=object, body=said)["usage"]
+    response = calls.responses.create(model="tiny", input="Say", max_output_tokens=5).usage
+    unkept = calls.responses.create(model="tiny", input="Say", store=False).usage
+    text = calls.completions.create(model="tiny", prompt="Say", max_tokens=5).usage
+    vectors = calls.embeddings.create(model="tiny", input=["a", "b"]).usage
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": said}
+    file = calls.files.create(file=("in.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = calls.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    eventually(lambda: calls.batches.retrieve(batch.id).output_file_id, "the batch has ended")
+    prompt += chat.prompt_tokens * 2 + text.prompt_tokens + vectors.prompt_tokens
+    prompt += response.input_tokens + unkept.input_tokens
+    prompt += message["input_tokens"] + message["cache_read_input_tokens"]
+    generated += text.completion_tokens + message["output_tokens"] + chat.completion_tokens
+    generated += response.output_tokens + unkept.output_tokens
+
+    def is_counted() -> dict[str, int] | None:
+        row = usage_of(own, "meter")
+        return row if row["requests"] == 9 else None
+
+    row = eventually(is_counted, "all requests are counted")
+    assert (row["prompt_tokens"], row["reasoning_tokens"]) == (prompt, 0)
+    assert 1 <= row["generated_tokens"] - generated <= 5 + 2  # the line's, and the vectors'
+    own.router.kill()
+    own.start_router()
+    own.wait_until_ready()
+    assert usage_of(own, "meter") == row
+    with pytest.raises(openai.PermissionDeniedError, match="shows usage by its Unix socket"):
+        client(own).get("/usage", cast_to=object)

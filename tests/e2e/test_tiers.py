@@ -11,7 +11,8 @@ import torch
 from gpu_worker.kv.layout import block_bytes
 from gpu_worker.models.registry import open_model
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.generation import generate_request, read_aio
+from tests.e2e.child import eventually
+from tests.e2e.generation import generate_request, read, read_aio
 from tests.e2e.service import Service
 from tests.models_fixture import ModelDirs
 
@@ -163,3 +164,36 @@ async def test_by_swap_to_the_disk_without_prefix_cache(with_disk, prompts, expe
 async def test_by_cost_with_the_disk(with_disk, prompts, expected):
     outputs, _ = await run(with_disk, prompts)
     assert outputs == expected
+
+
+async def test_a_killed_worker_s_blocks_are_found_by_the_next(with_disk, prompts, expected):
+    """Killed while it stores and loads; what is found gives the same tokens."""
+    await asyncio.to_thread(with_disk.use_scheduler, "--preemption-mode=swap")
+    answering = asyncio.create_task(generate(with_disk, prompts))
+    while await asyncio.to_thread(num_stored, with_disk) < NUM_REQUESTS:
+        assert not answering.done()
+    with_disk.worker.kill()
+    await asyncio.to_thread(with_disk.start_worker)
+    assert await answering == expected
+    await asyncio.to_thread(with_disk.wait_until_idle)
+    with_disk.worker.kill()
+    await asyncio.to_thread(with_disk.start_worker)
+
+    def has_found() -> bool | None:
+        load = with_disk.load()
+        return (load.num_cached_disk_blocks > 0 and not load.num_cached_host_blocks) or None
+
+    await asyncio.to_thread(eventually, has_found, "the next worker has found blocks")
+    cached = 0
+    for prompt, tokens in zip(prompts[-8:], expected[-8:], strict=True):
+        request = generate_request(prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+        answer = read(with_disk.stub.Generate(request))
+        assert answer.outputs[0] == tokens
+        cached += answer.usage.cached_tokens
+    assert cached > 0
+    metrics = await asyncio.to_thread(with_disk.metrics, with_disk.scheduler)
+    assert metrics["quire_kv_failed_disk_moves_total"] == 0
+
+
+def num_stored(service: Service) -> float:
+    return service.metrics(service.scheduler)["quire_kv_stored_blocks_total"]

@@ -92,6 +92,7 @@ def tiny_config(
         max_long_prefills=max_long_prefills,
         eviction=eviction,
         max_pinned_share=pinned_share,
+        max_tenant_pinned_share=0.25,
         defragment_interval_s=defragment_s,
         claim_s=3.0,
         defragment_threshold=0.0,

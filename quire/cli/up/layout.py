@@ -241,6 +241,7 @@ def plan(
             chosen.scheduler_http_ports[cell],
             *("--uds", scheduler_socket(cell), "--workers", workers),
             *_flags(settings, SCHEDULER_FLAGS),
+            *_state_file(settings, f"{names[cell]}-{chosen.http_port}", environment),
             group=1,
         )
 
@@ -270,6 +271,7 @@ def plan(
             *further,
             *("--operator-uds", str(operator_sockets[i])),
             *_flags(settings, ROUTER_FLAGS),
+            *_audit_log(settings, i),
             *(() if settings.reflection else ("--no-reflection",)),
             *(() if settings.ui else ("--no-ui",)),
             # the other processes listen on Unix sockets
@@ -332,6 +334,13 @@ def _flags(settings: UpSettings, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(flags)
 
 
+def _audit_log(settings: UpSettings, index: int) -> tuple[str, ...]:
+    if settings.audit_log is None:
+        return ()
+    path = settings.audit_log.absolute()
+    return ("--audit-log", str(path.with_name(f"{path.name}-{index}") if index else path))
+
+
 def _secrets(settings: UpSettings) -> dict[str, str]:
     """Pass API keys in the environment: other users can read a command line."""
     keys = ",".join(key.get_secret_value() for key in settings.api_key)
@@ -342,9 +351,19 @@ def _turn_store(settings: UpSettings, name: str, environment: Mapping[str, str])
     """Pass it in the environment, too. The default is a file that the next start finds again."""
     place = settings.turn_store
     if not place and settings.http_port and not settings.attached:
-        data = environment.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-        place = str(Path(data, "quire", "turns", name.replace("/", "-") + ".sqlite"))
+        place = str(_data_file(environment, "turns", f"{name}.sqlite"))
     return {f"{ENV_PREFIX}TURN_STORE": place} if place not in ("", "none") else {}
+
+
+def _state_file(settings: UpSettings, name: str, environment: Mapping[str, str]) -> tuple[str, ...]:
+    if not settings.http_port or settings.attached:
+        return ()
+    return ("--state-file", str(_data_file(environment, "state", f"{name}.json")))
+
+
+def _data_file(environment: Mapping[str, str], kind: str, name: str) -> Path:
+    data = environment.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(data, "quire", kind, name.replace("/", "-"))
 
 
 def _without_our_own(environment: Mapping[str, str]) -> dict[str, str]:

@@ -31,6 +31,7 @@ ROUTER_FLAGS: Final = (
     "api_keys_file",
     "trace_sample_ratio",
     "turn_retention_days",
+    "usage_retention_days",
     "tool_parser",
     "reasoning_parser",
     "on_demand",
@@ -178,7 +179,8 @@ class UpSettings(ProcessSettings):
     disk_kv_memory_gb: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Disk space for KV that does not fit in a worker's host memory, in GiB; default: none."""
     disk_kv_dir: Path | None = None
-    """Directory for KV on the disk; default: the worker's."""
+    """Directory for KV on the disk, where the next start finds it; default: it disappears with the
+    worker."""
     disk_kv_codec: str = ""
     """Compression of KV on the disk: none, lz4, zstd, gzip, int8 or fp8; empty: none."""
     policy: str = ""
@@ -221,6 +223,11 @@ class UpSettings(ProcessSettings):
     --http-port is 0 or with --attached."""
     turn_retention_days: Annotated[float, Field(gt=0)] | None = None
     """How long what is kept stays after its end; default: the router's, 30."""
+    usage_retention_days: Annotated[float, Field(gt=0)] | None = None
+    """How long usage (`quire usage`) is kept; default: the router's, 400."""
+    audit_log: Path | None = None
+    """A file for the prompt and the outputs of every request, as JSON lines; default: none are
+    written anywhere. Of several routers, the others write FILE-1, FILE-2, and so on."""
     ui: bool = True
     """Whether the router serves the web page /ui: live figures of the service, and a playground."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -221,10 +221,12 @@ def usage_json(usages: Sequence[Usage]) -> Json:
     """Return the usage of all prompts of one call."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     completion_tokens = sum(usage.completion_tokens for usage in usages)
+    reasoning_tokens = sum(usage.reasoning_tokens for usage in usages)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "prompt_tokens_details": {
             "cached_tokens": sum(usage.cached_tokens for usage in usages),
             "pinned_tokens": sum(usage.pinned_tokens for usage in usages),

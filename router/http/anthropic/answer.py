@@ -1,7 +1,7 @@
 """Answers one message: starts its request, and streams or collects the output."""
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
@@ -55,7 +55,6 @@ class MessageCall:
 
     def head(self, live: LiveRequest) -> Json:
         """Return a message that is empty yet."""
-        num_cached = live.num_cached_tokens or 0
         return {
             "id": f"msg_{self.request_id}",
             "type": "message",
@@ -64,7 +63,7 @@ class MessageCall:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": usage_json(Usage(len(live.prompt_token_ids), 0, num_cached)),
+            "usage": usage_json(replace(live.usage, completion_tokens=0)),
         }
 
 

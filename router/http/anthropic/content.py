@@ -140,10 +140,10 @@ def _parsed(arguments: str) -> object:
 
 
 def usage_json(usage: Usage) -> Json:
-    """Return the usage in Anthropic's terms: `input_tokens` are those that were not cached."""
+    """Return the usage in Anthropic's terms, which counts each token of the prompt once."""
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.cache_write_tokens,
+        "cache_creation_input_tokens": usage.cache_write_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputDelta, OutputFinished, Usage
 from contract.request import MAX_PRIORITY, GenerateRequest
+from router.access.api_keys import key_of_call
 from router.http.answers.answer import Call, whole_json
 from router.http.answers.objects import CollectedOutput, Json
 from router.http.body import MAX_PARSED_AT_ONCE_BYTES
@@ -165,6 +166,7 @@ def turn_of_line(batch_id: str, tenant: str, number: int, text: bytes, created_a
     return Turn(
         id=f"{batch_id}_{number}",
         tenant=tenant,
+        key_name=key_of_call(),
         kind=KIND,
         body=text,
         created_at=created_at,

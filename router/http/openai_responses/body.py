@@ -12,7 +12,12 @@ from contract.sampling import SamplingParams, StructuredOutput
 from router.http.answers.objects import Json
 from router.http.openai_responses.items import Item, messages_of, parse_items
 from router.http.requests.conversation import Conversation, Effort
-from router.http.requests.schema import MAX_METADATA, MAX_TOP_LOGPROBS
+from router.http.requests.schema import (
+    MAX_METADATA,
+    MAX_TOP_LOGPROBS,
+    CacheRetention,
+    session_pin_s,
+)
 from router.http.requests.structured import JsonSchema
 from router.http.requests.tools import MAX_TOOLS, FunctionName, ToolFields
 from router.http.strict_json import Listed, Schema, at_most
@@ -119,7 +124,6 @@ class ResponseBody(Schema):
             "moderation": (),
             "prompt": (),
             "prompt_cache_options": (),
-            "prompt_cache_retention": ("in_memory", "in-memory"),
             "service_tier": ("auto", "default"),
         }
     )
@@ -153,6 +157,7 @@ class ResponseBody(Schema):
     client_metadata: Annotated[dict[str, Any], at_most(MAX_METADATA), Field(default_factory=dict)]
     """Labels of Codex, without effect."""
     prompt_cache_key: str = ""
+    prompt_cache_retention: CacheRetention | None = None
 
     # Not OpenAI's, but vLLM's.
     seed: int | None = None
@@ -234,6 +239,10 @@ class ResponseBody(Schema):
             ),
             add_special_tokens=False,  # the template wrote them
             cache_salt=self.cache_salt,
+            cache_pin_s=session_pin_s(
+                is_session=bool(self.previous_response_id or self.prompt_cache_key),
+                retention=self.prompt_cache_retention,
+            ),
         )
 
     def shown(self, *, model: str, store: bool) -> Json:

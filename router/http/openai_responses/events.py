@@ -116,7 +116,6 @@ class ResponseEvents:
         self._space = ""
         """White space that may be between two items."""
         self._num_calls = 0
-        self._num_thinking_tokens = 0
         self._events: list[Json] = []
         self._num_events = 0
 
@@ -165,9 +164,7 @@ class ResponseEvents:
             if logprob is not None and self._has_logprobs:
                 self._new_logprobs.append(self._logprob(token_id, logprob))
             text = self._text.push(token_id)
-            pieces = self._read(text) if text else ()
-            self._count(pieces)
-            self._say(pieces)
+            self._say(self._read(text) if text else ())
         return self._take()
 
     def finish(self, finished: OutputFinished, usage: Usage, at: float) -> list[Json]:
@@ -213,12 +210,6 @@ class ResponseEvents:
         if self._reader is None:
             return [Text(text)] if text else ()
         return self._reader.push(text)
-
-    def _count(self, pieces: Sequence[Piece]) -> None:
-        """Count the token as thinking if it wrote some, or a part of it that is not read yet."""
-        is_thinking = self._open is not None and self._open["type"] == "reasoning"
-        if any(isinstance(piece, Thought) for piece in pieces) or (is_thinking and not pieces):
-            self._num_thinking_tokens += 1
 
     def _say(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -338,10 +329,10 @@ class ResponseEvents:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {
                 "cached_tokens": usage.cached_tokens,
-                "cache_write_tokens": 0,
+                "cache_write_tokens": usage.cache_write_tokens,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._num_thinking_tokens},
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         }
 

@@ -48,7 +48,6 @@ class ChatBody(ToolFields, Body):
             "prediction": (),
             "verbosity": (),
             "web_search_options": (),
-            "prompt_cache_retention": ("in_memory", "in-memory"),
             "add_special_tokens": (False,),
             "documents": ([],),
             "echo": (False,),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from contract.errors import InvalidArgumentError, UnimplementedError
-from contract.request import GenerateRequest
+from contract.request import GenerateRequest, ThinkingMarkers
 from contract.sampling import StructuredOutput
 from router.http.requests.tools import Function, ToolUse
 from router.parsers.choosing import OutputParsers
@@ -30,6 +30,7 @@ class OutputPlan:
     stop: tuple[str, ...] = ()
     """Added to the client's stop strings; each ends a call."""
     shows_special_tokens: bool = False
+    thinking: ThinkingMarkers | None = None
     field_to_json: Mapping[str, str] = field(default_factory=dict)
 
     def applied_to(self, request: GenerateRequest) -> GenerateRequest:
@@ -39,6 +40,7 @@ class OutputPlan:
             before_form=self.before_form,
             stop=request.stop + self.stop,
             skip_special_tokens=request.skip_special_tokens and not self.shows_special_tokens,
+            thinking=self.thinking,
         )
 
 
@@ -59,16 +61,28 @@ def plan_outputs(
         InvalidArgumentError: Fields contradict each other.
         UnimplementedError: The model's syntax does not allow what is asked.
     """
+    thinking = parsers.thinking
+    has_begun = thinking is not None and thinking.has_begun(prompt, continued)
+    plan = _plan(parsers, tools, form, has_begun=has_begun, thinking_budget=thinking_budget)
+    return replace(plan, thinking=parsers.markers(has_begun=has_begun))
+
+
+def _plan(
+    parsers: OutputParsers,
+    tools: ToolUse | None,
+    form: StructuredOutput | None,
+    *,
+    has_begun: bool,
+    thinking_budget: int | None,
+) -> OutputPlan:
     wants_calls = tools is not None and tools.wants_calls
     if wants_calls and form is not None:
         raise InvalidArgumentError(
             "tool_choice",
             'is not "none"; it must be, with tools and a form that the output must have',
         )
-    thinking, has_begun = parsers.thinking, False
-    thought = None
+    thinking, thought = parsers.thinking, None
     if thinking is not None:
-        has_begun = thinking.has_begun(prompt, continued)
         thought = thinking_grammar(
             thinking, parsers.token_id, has_begun=has_begun, max_tokens=thinking_budget
         )

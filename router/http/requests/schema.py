@@ -7,12 +7,12 @@ value has no effect (`echo: false`). `Inference.generate` checks ranges, for eve
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
 from contract.errors import InvalidArgumentError
-from contract.request import GenerateRequest
+from contract.request import MAX_CACHE_PIN_S, GenerateRequest
 from contract.sampling import MAX_LOGIT_BIAS_ENTRIES, SamplingParams
 from router.http.answers.answer import UsageInStream
 from router.http.answers.objects import TokenText
@@ -30,12 +30,26 @@ MAX_TOKEN_ID_DIGITS = 10
 MAX_METADATA = 16
 """Most entries of `metadata`, as OpenAI has it."""
 
-NO_EFFECT = frozenset({"user", "safety_identifier", "metadata", "prompt_cache_key"})
-"""Accepted without an effect on outputs, as at OpenAI.
+NO_EFFECT = frozenset({"user", "safety_identifier", "metadata"})
+"""Accepted without an effect, as at OpenAI: labels for stored records; nothing is stored, and
+`store: true` is refused."""
 
-Three are labels for stored records; nothing is stored, and `store: true` is refused.
-`prompt_cache_key` helps OpenAI to find a cached prefix; here it is found without it.
-"""
+CacheRetention: TypeAlias = Literal["in_memory", "in-memory", "24h"]
+SESSION_PIN_S: Final = 300.0
+"""How long a session's prompt is pinned after a turn, while a tool runs or a person thinks: as long
+as Anthropic's shorter `ttl`, and about as long as OpenAI keeps prompts in memory."""
+
+
+def session_pin_s(*, is_session: bool, retention: CacheRetention | None) -> float | None:
+    """Return for how long a turn's prompt is pinned; None: not at all.
+
+    Args:
+        is_session: Whether it is said to be a part of a longer conversation.
+        retention: How long the client asks for.
+    """
+    if retention == "24h":
+        return float(MAX_CACHE_PIN_S)
+    return SESSION_PIN_S if is_session or retention is not None else None
 
 
 def _listed(value: object) -> object:
@@ -68,6 +82,7 @@ class Body(StructuredFields, BeamFields):
     safety_identifier: str = ""
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(default_factory=dict)]
     prompt_cache_key: str = ""
+    prompt_cache_retention: CacheRetention | None = None
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -133,7 +148,11 @@ class Body(StructuredFields, BeamFields):
             n=self.n,
             beam=self.beam(),
             cache_salt=self.cache_salt,
-            cache_pin_s=self.cache_pin_s,
+            cache_pin_s=session_pin_s(
+                is_session=bool(self.prompt_cache_key), retention=self.prompt_cache_retention
+            )
+            if self.cache_pin_s is None
+            else self.cache_pin_s,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             bad_words=tuple(self.bad_words),
         )

@@ -13,7 +13,6 @@ from scheduler_svc.core.space.kv_groups import KvGroups
 from scheduler_svc.core.values.config import SchedulerConfig
 from scheduler_svc.core.values.errors import (
     DeadlineError,
-    NoPrefixCacheError,
     QueueFullError,
     RequestTooLongError,
     TooManySequencesError,
@@ -71,18 +70,6 @@ def check_length(request: Request, num_blocks: int, config: SchedulerConfig) -> 
             )
     if request.beam is not None:
         _check_search(request, request.beam.width, num_blocks, config)
-
-
-def check_pin(request: Request, *, has_prefix_cache: bool) -> None:
-    """Check that the core has a prefix cache if the request asks for a pin.
-
-    Raises:
-        NoPrefixCacheError: Prefix caching is off.
-    """
-    if request.cache_pin_s is not None and not has_prefix_cache:
-        raise NoPrefixCacheError(
-            f"cache_pin_s is {request.cache_pin_s}, but prefix caching is switched off"
-        )
 
 
 def check_queue(request: Request, num_waiting: int, max_waiting: int) -> None:

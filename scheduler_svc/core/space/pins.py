@@ -1,14 +1,18 @@
 """Pins: blocks of prompts that stay in the prefix cache for a given time.
 
-A pin is a reference to a device block. Together pins hold at most a configured share of the blocks.
-If no sequence could run otherwise, pins are dropped, those that end first before the others.
+A pin is a reference to a device block. Together pins hold at most a configured share of the blocks,
+and those of one tenant another. If no sequence could run otherwise, pins are dropped, those that
+end first before the others. If there is a host tier, they are dropped as soon as a sequence would
+wait for their blocks: their content goes down, and comes back when a prompt needs it.
 
 Plans send the worker the hashes of pinned blocks, so that a later scheduler can restore the pins.
 The worker does not learn which pins were dropped early, since a later scheduler may have room for
 them.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 from contract.hashing import BlockHash
 from scheduler_svc.core.sequence import RUNNING
@@ -30,6 +34,12 @@ class Pins:
         self._pool = pool
         self._block_size = config.block_size
         self._max_share = config.max_pinned_share
+        self._max_tenant_share = config.max_tenant_pinned_share
+        self.go_down: Final = config.num_host_blocks > 0 and config.enable_prefix_caching
+        """Whether the content of a pin that is dropped can be kept on the host."""
+        # The tenant for which each block is pinned; only of requests that have one.
+        self._tenants: dict[DeviceBlockId, str] = {}
+        self._num_of: Counter[str] = Counter()
         # By block: the end, and the negative index of the block in its prompt, to order equal ends.
         self._ends: dict[DeviceBlockId, tuple[float, int]] = {}
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
@@ -41,6 +51,19 @@ class Pins:
     @property
     def _max_blocks(self) -> int:
         return int(self._max_share * self._pool.num_usable)
+
+    def _has_room(self, tenant: str) -> bool:
+        if len(self._ends) >= self._max_blocks:
+            return False
+        return not tenant or self._num_of[tenant] < self._max_of_tenant
+
+    @property
+    def _max_of_tenant(self) -> int:
+        return int(self._max_tenant_share * self._pool.num_usable)
+
+    def num_of(self, tenant: str) -> int:
+        """Return how many blocks are pinned for a tenant."""
+        return self._num_of[tenant]
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -55,6 +78,11 @@ class Pins:
     def ends(self) -> Mapping[DeviceBlockId, tuple[float, int]]:
         """When each pin ends, and its order among pins that end together."""
         return self._ends
+
+    @property
+    def tenants(self) -> Mapping[DeviceBlockId, str]:
+        """The tenant for which each block is pinned, of those that have one."""
+        return self._tenants
 
     @property
     def by_end(self) -> MarkedHeap[DeviceBlockId]:
@@ -82,7 +110,7 @@ class Pins:
                 self._loading.append((seq, until))
             else:
                 hashes = seq.block_hashes[: seq.num_prompt_tokens // self._block_size]
-                num_tokens = self._pin_prefix(hashes, until) * self._block_size
+                num_tokens = self._pin_prefix(hashes, until, seq.request.tenant) * self._block_size
                 self._pinned += (Pinned(seq.request.source, seq.seq_key, num_tokens),)
 
     def take_pinned(self) -> tuple[Pinned, ...]:
@@ -145,14 +173,16 @@ class Pins:
         end, place = self._ends.pop(src)
         self._by_end.discard(src)
         self._set_end(dst, end, place)
+        if (tenant := self._tenants.pop(src, None)) is not None:
+            self._tenants[dst] = tenant
 
-    def _pin_prefix(self, chain: Sequence[BlockHash], until: float) -> int:
+    def _pin_prefix(self, chain: Sequence[BlockHash], until: float, tenant: str) -> int:
         """Pin the blocks of a prompt; return how many of its block indices are pinned.
 
         With several KV groups or windows: all blocks that later tokens see, or none.
         """
         if self._groups.is_plain:
-            return self._pin(chain, until)
+            return self._pin(chain, until, tenant)
         places = self._groups.kept(len(chain) * self._block_size)
         names = self._groups.names(chain, places)
         num_new = sum(block not in self._ends for block in self._pool.find(names))
@@ -160,17 +190,22 @@ class Pins:
             return 0
         if len(self._ends) + num_new > self._max_blocks:
             return 0
-        self._pin(names, until)
+        if tenant and self._num_of[tenant] + num_new > self._max_of_tenant:
+            return 0
+        self._pin(names, until, tenant)
         return len(chain)
 
-    def _pin(self, hashes: Sequence[BlockHash], until: float) -> int:
+    def _pin(self, hashes: Sequence[BlockHash], until: float, tenant: str) -> int:
         """Pin the blocks of a prefix of `hashes`, or extend their pins; return how many."""
         blocks = self._pool.find(hashes)
         for index, block in enumerate(blocks):
             if (old := self._ends.get(block)) is None:
-                if len(self._ends) >= self._max_blocks:
+                if not self._has_room(tenant):
                     return index
                 self._pool.share([block])
+                if tenant:
+                    self._tenants[block] = tenant
+                    self._num_of[tenant] += 1
             elif old[0] >= until:
                 continue
             else:
@@ -188,4 +223,8 @@ class Pins:
     def _let_go(self, block: DeviceBlockId) -> None:
         del self._ends[block]
         self._by_end.discard(block)
+        if (tenant := self._tenants.pop(block, None)) is not None:
+            self._num_of[tenant] -= 1
+            if not self._num_of[tenant]:
+                del self._num_of[tenant]
         self._pool.drop([block])

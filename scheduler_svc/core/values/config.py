@@ -50,6 +50,8 @@ class SchedulerConfig:
     eviction: Eviction = Eviction.LRU
     """Which cached block is evicted first, in every tier."""
     max_pinned_share: float = 0.25
+    max_tenant_pinned_share: float = 1.0
+    """Share of the device blocks that pins of one tenant may hold."""
     """Share of the device blocks that pins may hold together."""
     defragment_interval_s: float = 10.0
     """How often fragmentation is measured; 0: never."""
@@ -186,7 +188,7 @@ class SchedulerConfig:
             )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}; it must be in [0, 1)")
-        for name in ("max_pinned_share", "defragment_threshold"):
+        for name in ("max_pinned_share", "max_tenant_pinned_share", "defragment_threshold"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1]")
 

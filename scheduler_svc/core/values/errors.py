@@ -17,10 +17,6 @@ class RequestTooLongError(RequestRefusedError):
     """A request could never finish, even alone."""
 
 
-class NoPrefixCacheError(RequestRefusedError):
-    """A request asks for its prompt to be pinned, but prefix caching is off."""
-
-
 class DeadlineError(RequestRefusedError):
     """A request's deadline has passed, or could not be met even if nothing else ran."""
 

@@ -38,6 +38,13 @@ class FakeRouter(requests_pb2_grpc.RequestServiceServicer):
             requests=[] if request.filter.min_age_s > 60 else [LIVE]
         )
 
+    async def ReadUsage(self, request, context):  # noqa: N802, ARG002
+        self.asked.append(request)
+        sums = {"requests": 2, "prompt_tokens": 1500, "cached_tokens": 16}
+        sums |= {"generated_tokens": 70, "reasoning_tokens": 9}
+        row = requests_pb2.UsageRow(hour=1795428000, tenant="search", **sums)
+        return requests_pb2.ReadUsageResponse(rows=[row])
+
 
 @pytest.fixture
 async def router(serve):
@@ -94,3 +101,17 @@ def test_cancel_must_choose(capsys):
     with pytest.raises(SystemExit):
         main(["cancel"])
     assert "give ids, --tenant, --older-than-s or --all" in capsys.readouterr().err
+
+
+async def test_usage_is_shown_by_what_is_asked(router, capsys):
+    assert await run(router, "usage", "--since", "2026-11-01", "--by", "hour,tenant") == 0
+    assert capsys.readouterr().out.split() == [
+        *("hour", "tenant", "requests", "prompt", "cached", "generated", "reasoning"),
+        *("2026-11-23T10:00Z", "search", "2", "1,500", "16", "70", "9"),
+    ]
+    asked = router.asked.pop()
+    assert asked == requests_pb2.ReadUsageRequest(since=1793491200, by=["hour", "tenant"])
+    assert await run(router, "usage", "--since", "30d", "--by", "tenant", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tenant"] == "search"
+    assert await run(router, "usage", "--since", "yesterday") == 1
+    assert "--since is 'yesterday'; it must be like" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from router_tokenizers import byte_level_bpe
 from router.request.cells import Cells
 from router.request.entry import Entry
 from router.request.inference import Inference
+from router.request.usage import UsageCounts
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text.tokenizer import Tokenizers, load_tokenizer
@@ -49,6 +50,7 @@ class Router:
     scheduler: FakeScheduler
     health: Health
     ready: asyncio.Event
+    usage: UsageCounts
 
     def tokens(self, text: str) -> list[int]:
         return self.inference.text._tokenizer.encode(text, add_special_tokens=False)
@@ -69,10 +71,11 @@ async def router(model_dir: Path, tmp_path: Path) -> AsyncIterator[Router]:
         health=health,
     )
     task = asyncio.create_task(client.run())
-    entry = Entry(3)
+    usage = UsageCounts()
+    entry = Entry(3, usage=usage)
     inference = Inference("tiny", tokenizers, client, entry, tokenizer_threads=1)
     await ready.wait()
-    yield Router(inference, Cells([inference], entry), scheduler, health, ready)
+    yield Router(inference, Cells([inference], entry), scheduler, health, ready, usage)
     inference.close()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

@@ -11,6 +11,7 @@ from quire.v1 import adapters_pb2, common_pb2
 from quire.v1.common_pb2 import Load
 from router.parsers.choosing import OutputParsers, choose_parsers
 from router.request.live import Room
+from router.request.thinking import ThinkingCounter
 from router.text.chat_settings import ChatSettings
 from router.text.chat_template import ChatTemplate
 from router.text.infill import infill
@@ -26,11 +27,15 @@ def spell(text: str, reason: FinishReason = FinishReason.STOP, **finish: Any) ->
     """Each output is `text`, one character per delta, and ends for `reason`."""
 
     async def events(request: GenerateRequest) -> AsyncIterator[Event]:
+        num_thinking = 0
         for j in range(request.n):
+            counter = request.thinking and ThinkingCounter(request.thinking)
             for offset, character in enumerate(text):
+                if counter and not counter.push(character):
+                    num_thinking, counter = num_thinking + counter.num_tokens, None
                 yield delta(character, output_index=j, offset=offset, request=request)
             yield OutputFinished(j, reason, **finish)
-        yield Usage(len(request.prompt), len(text) * request.n, 1, 2)
+        yield Usage(len(request.prompt), len(text) * request.n, 1, 2, num_thinking)
 
     return events
 
@@ -67,7 +72,7 @@ class FakeLiveRequest:
         self.model = request.model or MODEL.id
         self.created = 1_700_000_000
         self.prompt_token_ids = (1, 2, 3)
-        self.num_cached_tokens = 1
+        self.usage = Usage(3, 0, 1)
         self.num_taken = 0
         self.closed = asyncio.Event()
         self._events = events

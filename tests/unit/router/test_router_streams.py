@@ -64,7 +64,7 @@ async def test_a_request_streams_deltas_then_one_end_then_usage(router):
     assert [t for d in (first, *deltas) for t in d.token_ids] == tokens
     assert deltas[0].token_offset == 1
     assert finished == OutputFinished(0, FinishReason.LENGTH)
-    assert usage == Usage(len(live.prompt_token_ids), len(tokens), 4)
+    assert usage == Usage(len(live.prompt_token_ids), len(tokens), 2)
     assert (live.request_id, live.model) == ("r1", "tiny")
 
 

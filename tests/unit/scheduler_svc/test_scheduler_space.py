@@ -75,17 +75,6 @@ async def test_a_pinned_prompt_is_reported_and_counted(folder, worker, connect):
         assert (await router.load()).num_pinned_blocks == 2
 
 
-async def test_a_pin_is_refused_by_name_if_there_is_no_prefix_cache(folder, worker, connect):
-    options = {"enable_prefix_caching": False}
-    async with running_scheduler(folder, [worker.target], **options) as scheduler:
-        router = await connect(scheduler.target)
-        await router.submit(1, [5] * 10, cache_pin_s=60)
-        await router.read_until(lambda: router.refused)
-        refused = router.refused[1]
-        assert refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
-        assert refused.message == "cache_pin_s is 60.0, but prefix caching is switched off"
-
-
 @pytest.mark.parametrize("seconds", [0.0, 86401.0, float("nan")])
 async def test_a_pin_out_of_range_is_refused(folder, worker, connect, seconds):
     async with running_scheduler(folder, [worker.target]) as scheduler:

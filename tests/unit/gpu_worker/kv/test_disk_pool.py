@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from contract.hashing import HASH_BYTES
 from gpu_worker.kv import disk_file
 from gpu_worker.kv import disk_pool as module
 from gpu_worker.kv.codecs.lossless import LosslessCodec
@@ -314,3 +315,145 @@ def test_a_step_that_computes_nothing_waits_until_one_move_has_ended(
     step = LaunchedStep(7, None, None, None, ints(), 0.0, disk)
     assert step.is_idle
     assert step.is_done() == is_done
+
+
+# --- a file that is kept --------------------------------------------------------------------------
+
+OURS, OTHERS = b"i" * 32, b"j" * 32
+LABELS = np.random.default_rng(1).integers(0, 256, (8, HASH_BYTES), np.uint8)
+
+
+@pytest.fixture
+def start(host, tmp_path):
+    """Starts what the next process would. Closing a pool writes nothing, as killing one."""
+    pools = []
+
+    def start(identity=OURS, num_blocks=8, codec=None):
+        pools.append(DiskPool(host, num_blocks, tmp_path, codec, identity))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        pool.close()
+
+
+def keep(pool, *blocks):
+    """Stores host blocks, and names them."""
+    pool.store(ints(*blocks), ints(*blocks), 0)
+    assert ended(pool)[0] == sorted(blocks)
+    pool.name(ints(*blocks), LABELS[list(blocks)])
+
+
+def found(pool):
+    blocks, labels = pool.take_found()
+    assert labels.tolist() == LABELS[blocks].tolist()
+    return blocks.tolist()
+
+
+@pytest.mark.parametrize("codec", [None, zstd()], ids=["none", "zstd"])
+def test_the_next_process_finds_named_blocks_oldest_first(start, host, codec):
+    before, pool = host.copy(), start(codec=codec)
+    keep(pool, 2, 0)
+    keep(pool, 5, 1)
+    pool.store(ints(3), ints(3), 0)  # a sequence's own, without a label
+    ended(pool)
+    pool.close()
+    pool = start(codec=codec)
+    assert found(pool) == [2, 0, 5, 1]
+    host[:] = 0
+    pool.load(ints(0, 1, 2, 5), ints(0, 1, 2, 5), 0)
+    assert ended(pool)[2] == [0, 1, 2, 5]
+    assert (host[[0, 1, 2, 5]] == before[[0, 1, 2, 5]]).all()
+    keep(pool, 4)
+    pool.close()
+    assert found(start(codec=codec)) == [2, 0, 5, 1, 4]
+
+
+def test_a_block_that_is_overwritten_is_not_found(start):
+    pool = start()
+    keep(pool, 0, 1)
+    pool.store(ints(2), ints(1), 0)  # killed before its result
+    pool.synchronize()
+    pool.close()
+    assert found(start()) == [0]
+
+
+@pytest.mark.parametrize("place", ["record", "header", "first page"])
+def test_what_a_disk_has_changed_is_refused(start, place):
+    pool = start()
+    keep(pool, 0, 1)
+    first = pool._file._first_byte
+    at = {"record": first + 100, "header": 4096 + 3, "first page": 20}[place]
+    os.pwrite(fd_of(pool), bytes([os.pread(fd_of(pool), 1, at)[0] ^ 1]), at)
+    pool.close()
+    pool = start()
+    assert found(pool) == {"record": [0, 1], "header": [1], "first page": []}[place]
+    if place == "record":
+        pool.load(ints(0, 1), ints(4, 5), 0)
+        assert ended(pool) == ([], [], [5], [4])
+        pool.close()
+        assert found(start()) == [1]
+
+
+def test_a_header_that_power_has_brought_back_is_not_the_record_s(start):
+    pool = start()
+    keep(pool, 0)
+    header = os.pread(fd_of(pool), 64, 4096)
+    pool.store(ints(1), ints(0), 0)
+    ended(pool)
+    os.pwrite(fd_of(pool), header, 4096)
+    pool.close()
+    pool = start()
+    assert found(pool) == [0]
+    pool.load(ints(0), ints(5), 0)
+    assert ended(pool)[3] == [5]
+
+
+def test_distrusted_blocks_are_not_found(start):
+    pool = start()
+    keep(pool, 0, 1, 2)
+    pool.distrust(ints(1))
+    pool.close()
+    pool = start()
+    assert found(pool) == [0, 2]
+    keep(pool, 3)
+    pool.distrust()
+    keep(pool, 4)
+    pool.close()
+    assert found(start()) == [4]
+
+
+def test_a_file_whose_names_cannot_be_erased_is_found_by_none(start, tmp_path):
+    pool = start()
+    keep(pool, 0)
+    pool._file._headers._fd = os.open(tmp_path, os.O_RDONLY)  # a disk that fails
+    pool.distrust(ints(0))
+    assert not [*tmp_path.iterdir()]
+    keep(pool, 1)
+    pool.close()
+    assert found(start()) == []
+
+
+def test_another_identity_finds_nothing_and_deletes_what_no_process_has(start, tmp_path):
+    first, second = start(), start()  # two workers that are alike
+    keep(first, 0)
+    keep(second, 1)
+    second.close()
+    other = start(OTHERS)
+    assert found(other) == []
+    assert len([*tmp_path.iterdir()]) == 2  # the first one's is locked
+    other.close()
+    first.close()
+    assert found(start()) == [0]
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+def test_scratch_blocks_are_those_without_a_label_first(start):
+    pool = start()
+    keep(pool, 1, 0)
+    pool.close()
+    pool = start()
+    assert pool.scratch(7).tolist() == [2, 3, 4, 5, 6, 7, 1]
+    pool.store(ints(0, 0), ints(7, 1), 0)
+    ended(pool)
+    assert found(pool) == [0]

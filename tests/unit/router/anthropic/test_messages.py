@@ -62,8 +62,9 @@ async def test_an_answer_is_a_message(client, inference):
     ]
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     num_prompt = len(inference.requests[0].prompt)
-    assert message.usage.input_tokens == num_prompt - 1
+    assert message.usage.input_tokens == num_prompt - 2
     assert message.usage.cache_read_input_tokens == 1
+    assert message.usage.cache_creation_input_tokens == 1, "of two that are pinned"
     assert message.usage.output_tokens == 3
     assert message._request_id == inference.requests[0].request_id
 

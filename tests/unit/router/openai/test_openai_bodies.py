@@ -227,3 +227,26 @@ async def test_an_echo_shows_the_prompt_as_it_was_sent(http):
     async with http.post(COMPLETIONS, json={"prompt": "x", "echo": True}) as response:
         (choice,) = (await response.json())["choices"]
     assert choice["text"] == "xHi!"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/responses", {"input": "x"}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("fields", "pin_s"),
+    [
+        ({}, None),
+        ({"prompt_cache_key": "session"}, 300.0),
+        ({"prompt_cache_retention": "in_memory"}, 300.0),
+        ({"prompt_cache_key": "session", "prompt_cache_retention": "24h"}, 86400.0),
+    ],
+)
+async def test_a_session_s_prompt_is_pinned(http, inference, path, body, fields, pin_s):
+    async with http.post(path, json=body | fields) as response:
+        assert response.status == 200
+    assert inference.requests[0].cache_pin_s == pin_s

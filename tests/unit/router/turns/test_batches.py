@@ -18,6 +18,7 @@ from router.turns.store import insert_turn
 from router.turns.turn import StoreError
 from router.turns.turns import Turns
 
+KEPT = {"retention_s": 60, "usage_retention_s": 60}
 pytestmark = pytest.mark.timeout(60)
 
 CHAT = "/v1/chat/completions"
@@ -42,7 +43,7 @@ def place(request, path):
 @asynccontextmanager
 async def serving(router, store):
     """Serves the API over a store, as one start of a router does."""
-    turns = Turns(store, router.cells, retention_s=60, tick_s=0.02)
+    turns = Turns(store, router.cells, router.usage, **KEPT, tick_s=0.02)
     batches = Batches(router.cells, turns, 60, 2**20, tick_s=0.02)
     app = web.Application()
     app.add_routes(routes(router.cells, None, max_body_bytes=2**20, turns=turns, batches=batches))

@@ -10,10 +10,13 @@ from aiohttp import web
 from router_fake_scheduler import LENGTH
 
 from router.http.api import routes
+from router.request.usage import Used
 from router.turns.store import Batch
 from router.turns.turn import StoreError, TurnStatus
 from router.turns.turns import Turns
+from router.turns.usage import read_usage
 
+KEPT = {"retention_s": 60, "usage_retention_s": 60}
 pytestmark = pytest.mark.timeout(60)
 
 ASK = {"model": "tiny", "input": "Say", "max_output_tokens": 9}
@@ -22,7 +25,7 @@ ASK = {"model": "tiny", "input": "Say", "max_output_tokens": 9}
 @asynccontextmanager
 async def serving(router, store, **options):
     """Serves the API over a store, as one start of a router does."""
-    turns = Turns(store, router.cells, retention_s=60, tick_s=0.02, **options)
+    turns = Turns(store, router.cells, router.usage, **KEPT, tick_s=0.02, **options)
     app = web.Application()
     app.add_routes(routes(router.cells, None, max_body_bytes=2**20, turns=turns))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
@@ -387,3 +390,89 @@ async def test_a_stream_that_cannot_be_resumed_is_refused_by_name(router, new_st
             await client.responses.create(**ASK, store=False, extra_headers=resumable)
         kept = await client.responses.create(**ASK, background=True, extra_headers=resumable)
         assert kept.status == "in_progress"
+
+
+async def test_a_response_that_continues_another_is_pinned(router, new_store):
+    async with serving(router, new_store()) as client:
+        asking = asyncio.create_task(client.responses.create(**ASK))
+        first = await answer_of(router, asking, "one", 0)
+        asking = asyncio.create_task(client.responses.create(**ASK, previous_response_id=first.id))
+        submit = await router.scheduler.submits.get()
+        assert submit.cache_pin_s == 300.0
+        key = submit.first_seq_key
+        await router.scheduler.step(admitted={key: 2}, pinned={key: 8})
+        await answered(router, submit, "two")
+        details = (await asking).usage.input_tokens_details
+        assert (details.cached_tokens, details.cache_write_tokens) == (2, 6)
+
+
+async def usage_of(store, *by):
+    rows = await read_usage(store.database, 0.0, None, by)
+    return [(*row.group.values(), row.used) for row in rows]
+
+
+async def answer_of(router, asking, text, num_cached):
+    """Begins and answers the next request."""
+    submit = await router.scheduler.submits.get()
+    await router.scheduler.step(admitted={submit.first_seq_key: num_cached})
+    await answered(router, submit, text)
+    return await asking
+
+
+async def test_what_requests_use_is_counted_whether_they_are_kept_or_not(router, new_store):
+    store = new_store()
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "Say"}], "max_tokens": 9}
+    async with serving(router, store) as client:
+        for ask in (
+            client.chat.completions.create(**chat),
+            client.responses.create(**ASK, store=False),
+            client.responses.create(**ASK),
+        ):
+            answer = await answer_of(router, asyncio.create_task(ask), "one two", 2)
+        refused = asyncio.create_task(client.chat.completions.create(**chat))
+        await router.scheduler.submits.get()
+        refused.cancel()  # before the scheduler begins it
+        await router.scheduler.cancels.get()
+    usage = answer.usage
+    used = Used(3, 3 * usage.input_tokens, 6, 3 * usage.output_tokens, 0)
+    assert await usage_of(new_store(), "tenant", "model", "adapter") == [("", "tiny", "", used)]
+
+
+async def test_a_turn_that_is_begun_twice_is_counted_once(router, new_store):
+    async with serving(router, new_store()) as client:
+        response = await client.responses.create(**ASK, background=True)
+        submit = await router.scheduler.submits.get()
+        await router.scheduler.step(admitted={submit.first_seq_key: 2})
+        await answered(router, submit, "one two", end=False)
+
+        async def has_tokens():
+            return bool(await client.turns.store.events(response.id))
+
+        await wait_until(has_tokens)
+        await killed(client)
+        await client.turns.store.write(Batch(released=[response.id]))
+    async with serving(router, store := new_store()) as client:
+        again = await router.scheduler.submits.get()
+        await router.scheduler.step(admitted={again.first_seq_key: 1000})
+        whole = await client.responses.retrieve(response.id, stream=True)
+        await answered(router, again, " three")
+        usage = [event async for event in whole][-1].response.usage
+        used = Used(1, usage.input_tokens, usage.input_tokens, usage.output_tokens, 0)
+        assert await usage_of(store, "tenant", "key") == [("", "", used)]
+
+
+async def test_a_response_that_another_router_cancels_is_counted(router, new_store):
+    async with serving(router, new_store()) as client:
+        response = await client.responses.create(**ASK, background=True)
+        submit = await router.scheduler.submits.get()
+        tokens = await answered(router, submit, "one two", end=False)
+
+        async def has_tokens():
+            return bool(await client.turns.store.events(response.id))
+
+        await wait_until(has_tokens)
+        await killed(client)
+        await client.responses.cancel(response.id)
+        num_prompt = len(submit.prompt_token_ids) // 4
+        used = Used(1, num_prompt, 0, len(tokens), 0)
+        assert await usage_of(client.turns.store) == [(used,)]

@@ -1,15 +1,18 @@
 """The store of turns: what is written together, who owns a turn, whose it is."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
 
 from contract.errors import InvalidArgumentError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob, Usage
+from router.request.usage import HOUR_S, UsageKey, Used
 from router.turns import store as store_module
 from router.turns.store import Batch, Progress
 from router.turns.turn import Turn, TurnEnd, TurnStatus
+from router.turns.usage import read_usage
 
 TURN = Turn(
     id="resp_1", tenant="t", kind="response", body=b"{}", created_at=1.0, status=TurnStatus.RUNNING
@@ -127,8 +130,8 @@ async def test_old_turns_are_swept_with_their_events(new_store):
     store = new_store()
     await store.write(Batch([TURN, replace(TURN, id="live")]))
     await store.write(Batch(progress=[Progress(TURN.id, 0, EVENTS, end=END)]))
-    assert await store.sweep(retention_s=10**12) == 0
-    assert await store.sweep(retention_s=1.0) == 1
+    assert await store.sweep(10**12, 10**12) == 0
+    assert await store.sweep(1.0, 1.0) == 1
     assert not await store.events(TURN.id)
     assert await store.find("t", TURN.id) is None
     assert await store.find("t", "live") is not None
@@ -153,3 +156,62 @@ async def test_routers_that_claim_at_once_share_the_turns(new_store):
     claimed = await asyncio.gather(*(store.claim(0, 30) for store in stores))
     ids = [turn.id for share in claimed for turn in share]
     assert len(ids) == len(set(ids)) == 60
+
+
+KEY = UsageKey("t", "laptop", "tiny")
+HOUR = 1_000_000 * HOUR_S
+
+
+async def usage_of(store, by, since=0.0, until=None):
+    rows = await read_usage(store.database, since, until, by)
+    return [(tuple(row.group.values()), row.used) for row in rows]
+
+
+async def test_usage_is_summed_up_by_what_is_asked(new_store):
+    first, second = new_store(), new_store()
+    other = replace(KEY, tenant="u", adapter="a")
+    early, late = Used(1, 10, 4, 5, 2), Used(2, 30, 0, 6, 0)
+    await first.write(Batch(usage=(1, {(HOUR, KEY): early, (HOUR, other): late})))
+    await second.write(Batch(usage=(1, {(HOUR + HOUR_S, KEY): late})))
+    assert await usage_of(first, ("tenant",)) == [
+        (("t",), Used(3, 40, 4, 11, 2)),
+        (("u",), Used(2, 30, 0, 6, 0)),
+    ]
+    assert await usage_of(first, ()) == [((), Used(5, 70, 4, 17, 2))]
+    assert await usage_of(first, ("hour", "key"), HOUR + HOUR_S + 9) == [
+        ((HOUR + HOUR_S, "laptop"), late)
+    ]
+    assert await usage_of(first, ("adapter",), until=HOUR + 1) == [(("",), early), (("a",), late)]
+    days = await usage_of(second, ("day", "model"))
+    assert days == [((HOUR - HOUR % 86400, "tiny"), Used(5, 70, 4, 17, 2))]
+    with pytest.raises(InvalidArgumentError, match="by has 'prompt'; it must have some of hour"):
+        await usage_of(first, ("prompt",))
+    await first.sweep(10**12, retention_of(HOUR + HOUR_S))
+    assert await usage_of(first, ("tenant",)) == [(("t",), late)]
+
+
+def retention_of(hour):
+    return time.time() - hour
+
+
+async def test_usage_whose_answer_was_lost_is_added_once(new_store):
+    store, other = new_store(), new_store()
+    part = Batch(usage=(1, {(HOUR, KEY): Used(1, 1, 1, 1, 1)}))
+    for writer in (store, store, other):
+        await writer.write(part)
+    await store.write(replace(part, usage=(2, part.usage[1])))
+    assert await usage_of(store, ()) == [((), Used(3, 3, 3, 3, 3))]
+
+
+async def test_a_turn_s_usage_is_kept_with_its_end_and_once(new_store):
+    store = new_store()
+    used = Used(1, 3, 1, 2, 0)
+    end = replace(END, usage={(HOUR, KEY): used})
+    turns = [TURN, replace(TURN, id="resp_2")]
+    await store.write(Batch(turns))
+    ended = Batch(progress=[Progress(TURN.id, 0, EVENTS, end=end)])
+    await store.write(ended)
+    await store.write(ended)
+    assert await store.end("t", "resp_2", end, ())
+    assert not await store.end("t", "resp_2", end, ())
+    assert await usage_of(store, ("tenant", "key")) == [(("t", "laptop"), Used(2, 6, 2, 4, 0))]

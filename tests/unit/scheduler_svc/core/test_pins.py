@@ -1,11 +1,9 @@
 """Pins by example: which blocks stay cached, until when, and when pins are given up."""
 
 import numpy as np
-import pytest
 from core_driver import ROUTER, answer, make_core, new, schedule, submit
 
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.values.errors import NoPrefixCacheError
 from scheduler_svc.core.values.request import OutputSoFar
 
 A, B, C = range(8), range(50, 58), range(100, 108)
@@ -187,7 +185,57 @@ def test_distrusted_blocks_are_not_pinned():
     assert (core.load().num_pinned_blocks, num_found(core, A)) == (0, 0)
 
 
-def test_without_prefix_caching_a_pin_is_refused():
+def test_without_prefix_caching_nothing_is_pinned():
     core = make_core(enable_prefix_caching=False)
-    with pytest.raises(NoPrefixCacheError, match=r"cache_pin_s is 3\.0"):
-        submit(core, 0, A, cache_pin_s=3.0)
+    assert run(core, 0, A, cache_pin_s=3.0) == [0]
+
+
+def test_a_tenant_has_a_share_of_its_own():
+    core = make_core(num_blocks=16, max_pinned_share=0.5, max_tenant_pinned_share=0.25)
+    assert run(core, 0, range(20), cache_pin_s=10.0, tenant="a") == [16]
+    assert run(core, 1, B, cache_pin_s=10.0, tenant="a") == [0]
+    assert run(core, 2, B, cache_pin_s=10.0, tenant="b") == [8]
+    assert run(core, 3, C, cache_pin_s=10.0) == [8], "without a tenant there is one bound"
+    check(core)
+    core.schedule(now=10.0)
+    check(core)
+    assert run(core, 4, B, now=10.0, cache_pin_s=10.0, tenant="a") == [8]
+    check(core)
+
+
+def test_with_a_host_pins_go_down_before_a_sequence_is_preempted():
+    core = make_core(num_blocks=4, num_host_blocks=8, max_pinned_share=0.5)
+    run(core, 0, A, cache_pin_s=100.0)
+    submit(core, 1, [60, 61, 62], max_tokens=5)
+    submit(core, 2, [70, 71, 72], max_tokens=5)
+    while core.load().num_running + core.load().num_waiting:
+        plan = schedule(core)
+        answer(core, plan, *plan.chunk_rows.tolist() or (0, 1))
+        check(core)
+    load = core.load()
+    assert (load.num_preemptions, load.num_pinned_blocks) == (0, 0)
+    assert num_found(core, A) == 8, "it is on the host"
+
+
+def test_with_a_host_pins_go_down_before_a_sequence_waits():
+    core = make_core(num_blocks=8, num_host_blocks=8, max_pinned_share=0.5)
+    run(core, 0, A, cache_pin_s=100.0)
+    run(core, 1, B, cache_pin_s=50.0)
+    submit(core, 2, range(60, 67), max_tokens=4)
+    answer(core, schedule(core), 0)
+    submit(core, 3, range(70, 81), max_tokens=4)  # of four blocks, two are free
+    answer(core, schedule(core), 1)
+    load = core.load()
+    assert (load.num_running, load.num_waiting, load.num_pinned_blocks) == (2, 0, 3)
+    assert num_found(core, A) == 8
+
+
+def test_pins_stay_if_they_are_too_few_to_start_a_sequence():
+    core = make_core(num_blocks=8, num_host_blocks=8, max_pinned_share=0.5)
+    run(core, 0, A, cache_pin_s=100.0)
+    submit(core, 1, range(60, 75), max_tokens=4)
+    answer(core, schedule(core), 0)
+    submit(core, 2, range(100, 127), max_tokens=4)  # seven blocks
+    answer(core, schedule(core), 0)
+    load = core.load()
+    assert (load.num_running, load.num_waiting, load.num_pinned_blocks) == (1, 1, 2)

@@ -1,0 +1,39 @@
+"""What operators ask about usage: sums by tenant, key, model, adapter and time."""
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from contract.errors import InvalidArgumentError, UnimplementedError
+from router.turns.turns import Turns
+from router.turns.usage import UsageRow, read_usage
+from rpc.security.operators import Operators
+
+DEFAULT_BY: Final = ("tenant", "model")
+_DAY_S: Final = 86400
+
+
+class UsageReports:
+    """Every method first checks that `peer` is an operator, see `Operators.check`."""
+
+    def __init__(self, turns: Turns | None, operators: Operators) -> None:
+        """Without `turns` nothing is kept."""
+        self._turns = turns
+        self._operators = operators
+
+    async def read(
+        self, since: float | None, until: float | None, by: Sequence[str], peer: str
+    ) -> Sequence[UsageRow]:
+        """Return the usage of the hours that begin in [since, until), by Unix time.
+
+        `since` is a day ago by default, `until` is open. Raises `read_usage`'s errors.
+        """
+        self._operators.check(peer, "shows usage")
+        if self._turns is None:
+            raise UnimplementedError("usage is not kept by this service (--turn-store)")
+        if since is None:
+            since = time.time() - _DAY_S
+        for name, at in (("since", since), ("until", until)):
+            if at is not None and not 0 <= at < 2**40:
+                raise InvalidArgumentError(name, f"is {at}; it must be a Unix time in seconds")
+        return await read_usage(self._turns.store.database, since, until, by)

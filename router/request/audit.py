@@ -1,0 +1,117 @@
+"""The audit log: what each request asked and was answered, where an operator turns it on.
+
+A thread of its own makes the text and writes it, a line of JSON for each request.
+"""
+
+import json
+import logging
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable, Sequence
+from logging.handlers import QueueListener, RotatingFileHandler
+from pathlib import Path
+from typing import IO, Any, Final
+
+import structlog
+
+from router import metrics
+from router.request.live import LiveRequest
+
+log = structlog.get_logger()
+
+_MAX_WAITING: Final = 4096
+"""Most requests that wait to be written; beyond, requests are lost to the log, not to clients."""
+
+
+class AuditLogError(Exception):
+    """The file cannot be opened."""
+
+
+class AuditLog:
+    """Writes one file, which no other process writes."""
+
+    def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
+        """Open the file; raises AuditLogError.
+
+        When a line would make it longer than `max_bytes`, it becomes PATH.1, PATH.1 becomes PATH.2,
+        and so on; the oldest of `num_files` is deleted.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handler = _PrivateFile(path, "a", max_bytes, num_files - 1, "utf-8", errors="replace")
+        except OSError as error:
+            raise AuditLogError(f"--audit-log {path}: {error.strerror}") from error
+        handler.setFormatter(_Line())
+        handler.handleError = self._on_error  # type: ignore[method-assign]
+        self._waiting: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        self._listener = QueueListener(self._waiting, handler)
+        self._handler = handler
+        self._has_told = False
+        self._listener.start()
+
+    def add(self, live: LiveRequest, decode: Callable[[Sequence[int]], str]) -> None:
+        """Write a request that has ended or was left; never waits. `decode` makes its text."""
+        record = logging.makeLogRecord(
+            {"live": live, "decode": decode, "at": time.time(), "levelno": logging.INFO}
+        )
+        if self._waiting.qsize() < _MAX_WAITING:
+            self._waiting.put(record)
+        else:
+            self._lose("too many wait for the disk")
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._listener.stop()
+        self._handler.close()
+
+    def _on_error(self, record: logging.LogRecord) -> None:
+        del record
+        self._lose(f"they cannot be written: {sys.exception()!r}")
+
+    def _lose(self, why: str) -> None:
+        metrics.AUDIT_LINES_LOST.inc()
+        if not self._has_told:
+            self._has_told = True
+            log.error("the audit log lacks requests", why=why)
+
+
+class _PrivateFile(RotatingFileHandler):
+    """A file that only its owner reads."""
+
+    def _open(self) -> IO[Any]:  # type: ignore[override] # it is a text file
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags, 0o600)
+
+        return open(
+            self.baseFilename, self.mode, encoding=self.encoding, errors=self.errors, opener=opener
+        )
+
+
+class _Line(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        live: LiveRequest = record.__dict__["live"]
+        decode: Callable[[Sequence[int]], str] = record.__dict__["decode"]
+        key, usage = live.usage_key, live.usage
+        line: dict[str, Any] = {
+            "at": record.__dict__["at"],
+            "request_id": live.request_id,
+            "tenant": key.tenant,
+            "key": key.key,
+            "model": key.model,
+            "adapter": key.adapter,
+            "prompt": decode(live.prompt_token_ids),
+            "outputs": [
+                {
+                    "text": decode(output.token_ids),
+                    "finish_reason": output.finished and output.finished.finish_reason.value,
+                }
+                for output in live.outputs
+            ],
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "generated_tokens": usage.completion_tokens,
+            "goes_on": live.goes_on,
+        }
+        return json.dumps(line, ensure_ascii=False)

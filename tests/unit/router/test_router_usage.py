@@ -1,0 +1,100 @@
+"""What counts as used: thinking by its markers, and streams that are resumed once."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from router_fake_scheduler import LENGTH
+
+from contract.codec.packing import pack_int32, pack_uint64
+from contract.request import GenerateRequest, OutputReceived, ResumeRequest, ThinkingMarkers
+from quire.v1 import scheduler_pb2
+from router.parsers.harmony import THOUGHT_MESSAGES
+from router.request.thinking import ThinkingCounter
+from router.request.usage import UsageCounts, UsageKey, Used
+
+PLAIN = ThinkingMarkers("<think>", ("</think>", "<call>"))
+BEGUN = replace(PLAIN, has_begun=True)
+
+
+def num_thinking(markers, texts):
+    counter = ThinkingCounter(markers)
+    for text in texts:
+        if not counter.push(text):
+            break
+    return counter.num_tokens
+
+
+@pytest.mark.parametrize(
+    ("markers", "texts", "expected"),
+    [
+        (PLAIN, ["<think>", "\n", "Hm", ".", "</think>", "Yes", "<think>", "x"], 4),
+        (PLAIN, [" ", "<th", "ink>", "Hm", "</", "think>", "Yes"], 3),
+        (PLAIN, ["Yes", "<think>", "Hm", "</think>"], 0),
+        (PLAIN, ["<think>", "Hm", "<call>", "x"], 2),
+        (PLAIN, ["<think>Hm</think>Yes", "x"], 0),
+        (PLAIN, ["<think>", "never", "", "ends"], 3),
+        (BEGUN, ["Hm", ".", "</think>", "Yes"], 3),
+        (
+            THOUGHT_MESSAGES,
+            [
+                *("<|channel|>", "analysis", "<|message|>", "Hm", ".", "<|end|>", "<|start|>"),
+                *("assistant", "<|channel|>", "analysis", "<|message|>", "So", "<|end|>"),
+                *("<|start|>", "assistant", "<|channel|>", "final", "<|message|>", "Yes"),
+            ],
+            5,
+        ),
+    ],
+)
+def test_tokens_count_as_thinking_while_it_is_open(markers, texts, expected):
+    assert num_thinking(markers, texts) == expected
+
+
+def test_sums_keep_their_number_until_they_are_kept():
+    counts, key = UsageCounts(), UsageKey("t", "k", "m")
+    counts.add(key, Used(1, 2, 3, 4, 5))
+    first, rows = counts.take()
+    assert list(rows.values()) == [Used(1, 2, 3, 4, 5)]
+    counts.add(key, Used(1))
+    counts.add(key, Used())
+    assert counts.take() == (first, rows)
+    counts.kept()
+    second, rows = counts.take()
+    assert second > first
+    assert list(rows.values()) == [Used(1)]
+    counts.kept()
+    assert not counts.take()[1]
+
+
+async def test_a_stream_that_is_resumed_is_one_request(router):
+    request = GenerateRequest(
+        prompt=(5, 6, 7), request_id="r", resumable=True, tenant="t", thinking=BEGUN
+    )
+    live = await router.inference.generate(request)
+    submit = await router.scheduler.submits.get()
+    tokens = router.tokens("one two three four")
+    key = submit.first_seq_key
+    await router.scheduler.step({key: tokens[:2]}, admitted={key: 2})
+    await anext(live)
+    await live.aclose()
+    ((_, used),) = router.usage.take()[1].items()
+    assert used == Used(1, 3, 2, 2, 2)
+    router.usage.kept()
+    received = {0: OutputReceived(1, len(b"one"))}
+    resuming = asyncio.create_task(
+        router.inference.resume(
+            ResumeRequest("r", "t", received, has_prompt_scores=False, deadline=None)
+        )
+    )
+    key = (await router.scheduler.resumes.get()).first_seq_key
+    so_far = scheduler_pb2.StepOutput(
+        seq_keys=pack_uint64([key] * 3), token_ids=pack_int32(tokens[:3])
+    )
+    await router.scheduler.resumed(submit, key, so_far)
+    async with await resuming as live:
+        await router.scheduler.step({key: tokens[3:]}, finished={key: LENGTH})
+        async for _ in live:
+            pass
+    ((_, used),) = router.usage.take()[1].items()
+    num_rest = len(tokens) - 1  # the client had one
+    assert used == Used(generated_tokens=num_rest, reasoning_tokens=num_rest)

@@ -1,0 +1,109 @@
+"""What operators have set outlives a scheduler and its workers."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import pytest
+from adapters_harness import A, B, Router
+from scheduler_fake_worker import FakeWorker
+from scheduler_harness import running_scheduler
+
+from contract.info import WorkerInfo
+from contract.limits import Limits
+from contract.lora import LoraAdapter
+from quire.v1 import scheduler_pb2
+from scheduler_svc.operations.kept_state import StateFile, StateFileError
+
+
+async def serve_once(folder, socket, use, had=()):
+    """Starts a worker that has some adapters, and a scheduler; `use` gets the router and worker."""
+    worker = FakeWorker(
+        f"unix:{folder}/{socket}",
+        num_blocks=16,
+        max_num_blocks=64,
+        block_size=4,
+        block_bytes=1000,
+    )
+    for name, directory in had:
+        worker.adapters.add(name, directory)
+    await worker.start()
+    options = {"state_file": folder / "state.json"}
+    async with running_scheduler(folder, [worker.target], **options) as scheduler:
+        router = await Router(scheduler.target).connect()
+        await router.wait_for_load(lambda load: load.num_workers == 1)
+        result = await use(router, worker)
+        await router.disconnect()
+    await worker.die()
+    return result
+
+
+async def written(folder, is_so):
+    """Waits until the file says what it should."""
+    path = folder / "state.json"
+    while not path.exists() or not is_so(json.loads(path.read_text())):
+        await asyncio.to_thread(path.exists)
+
+
+def names(state):
+    return [each["name"] for each in state["adapters"]]
+
+
+async def test_adapters_that_operators_loaded_come_back(folder):
+    async def load(router, _):
+        await router.load_adapter("sql", A)
+        await router.load_adapter("chat", B)
+        await router.unload_adapter("chat")
+        await written(folder, lambda state: names(state) == ["sql"])
+
+    async def listed(router, worker):
+        return await router.listed(), worker.adapters.names
+
+    await serve_once(folder, "w0", load, had=[("flag", "/adapters/f")])
+    # The worker has restarted, too, without the flag that had named an adapter.
+    assert await serve_once(folder, "w1", listed) == ([("sql", A)], ["sql"])
+
+
+async def test_the_size_that_a_pool_was_given_comes_back(folder):
+    async def resize(router, _):
+        async for _answer in router.stub.ResizeKv(scheduler_pb2.ResizeKvRequest(num_blocks=40)):
+            pass
+        await written(folder, lambda state: len(state["pools"]) == 1)
+
+    async def size(router, worker):
+        await router.wait_for_load(lambda load: load.num_blocks == 40)
+        return worker.info.worker_id
+
+    await serve_once(folder, "w", resize)
+    assert await serve_once(folder, "w", size)
+
+
+def test_the_size_is_a_model_s_own():
+    state, info = (
+        StateFile(None),
+        WorkerInfo("w", "cpu", "m", Limits(1, 8, 8, 8, 16, 4), (), 9, "f"),
+    )
+    state.keep_pool(info, 40)
+    assert state.num_blocks(info) == 40
+    assert state.num_blocks(replace(info, model_id="other")) is None
+    assert state.num_blocks(replace(info, worker_id="v")) is None
+
+
+def test_a_file_says_what_was_kept(tmp_path):
+    path = tmp_path / "state.json"
+    sql = LoraAdapter("sql", bytes(32), A)
+    state = StateFile(path)
+    state.keep_adapters([sql])
+    state._write(state._contents())
+    assert StateFile(path).adapters == (sql,)
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "{}", '{"version": 9}', '{"version": 1, "adapters": [1]}']
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
+    path = tmp_path / "state.json"
+    path.write_text(content)
+    with pytest.raises(StateFileError, match=f"--state-file {path} (cannot|has version 9)"):
+        StateFile(path)
