@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from quire.cli.__main__ import main
-from quire.cli.commands import batch
+from quire.cli.commands.inference import batch
 
 
 class Router:
