@@ -10,7 +10,7 @@ import json
 import aiohttp
 import pytest
 from aiohttp import web
-from openai_fakes import FakeAdapters, FakeInference, delta, play, spell
+from openai_fakes import FakeAdapters, FakeCells, FakeInference, delta, play, spell
 from router_fake_scheduler import ERROR, LENGTH
 
 from contract.errors import UnavailableError
@@ -113,7 +113,7 @@ async def inference():
 @pytest.fixture
 async def address(inference):
     app = web.Application()
-    app.add_routes(routes(inference, FakeAdapters(), max_body_bytes=2**20))
+    app.add_routes(routes(FakeCells(inference), FakeAdapters(), max_body_bytes=2**20))
     runner, address = await listen(app)
     yield address
     await runner.cleanup()
@@ -215,12 +215,14 @@ async def keeping(router, tmp_path):
     """A router that keeps turns."""
     turns = Turns(
         TurnStore(open_database(str(tmp_path / "turns.sqlite")), "a"),
-        router.inference,
+        router.cells,
+        router.usage,
         retention_s=60,
+        usage_retention_s=60,
         tick_s=0.02,
     )
     app = web.Application()
-    app.add_routes(routes(router.inference, None, max_body_bytes=2**20, turns=turns))
+    app.add_routes(routes(router.cells, None, max_body_bytes=2**20, turns=turns))
     runner, address = await listen(app)
     writing = asyncio.create_task(turns.run())
     yield address
