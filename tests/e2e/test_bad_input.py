@@ -281,7 +281,7 @@ def test_http(service: Service, case: str, stream: bool):
     for word in (expected.field or "", *expected.words):
         assert word in error["message"]
     code = "context_length_exceeded" if "longer than the context" in case else None
-    assert error["code"] == {404: "not_found", 409: "already_exists"}.get(status, code)
+    assert error["code"] == {404: "model_not_found", 409: "already_exists"}.get(status, code)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
