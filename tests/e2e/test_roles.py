@@ -68,7 +68,8 @@ def read_all(service: Apart, requests: Sequence) -> list[list[list[int]]]:
 
 
 def test_prompts_and_decodes_are_apart_and_tokens_exact(apart, service):
-    requests = [request_of(f"r{i}", 20 + 37 * i, 120, n=1 + i % 2) for i in range(6)]
+    # Long enough to be seen: new workers are looked for four times a second.
+    requests = [request_of(f"r{i}", 20 + 37 * i, 600, n=1 + i % 2) for i in range(6)]
     before = apart.metrics(apart.scheduler)
     assert read_all(apart, requests) == expected_of(service, requests)
     after = apart.metrics(apart.scheduler)
