@@ -61,11 +61,13 @@ def postgres_server() -> Iterator[PostgresServer]:
         )
         try:
             assert server.stderr is not None
+            told = []
             for line in server.stderr:
+                told.append(line)
                 if "ready to accept connections" in line:
                     break
             else:
-                pytest.fail("PostgreSQL did not start")
+                pytest.fail("PostgreSQL did not start: " + "".join(told))
             yield PostgresServer(directory)
         finally:
             server.terminate()
