@@ -65,6 +65,11 @@ KV_TRANSFER_SECONDS = Counter(
     "Duration of moves of KV to and from host or disk; simultaneous moves are added up.",
     _MOVED,
 )
+KV_PULLED_BYTES = Counter(
+    "quire_worker_kv_pulled_bytes",
+    "KV that came from other workers, by the means: grpc or nixl.",
+    ["means"],
+)
 MEMORY_AVAILABLE = Gauge(
     "quire_worker_memory_available_bytes",
     "Free memory of the device; for a CPU, the memory that the worker may still take.",

@@ -116,6 +116,10 @@ class WorkerSettings(ProcessSettings):
     kv_checksum: bool = False
     """Check each block that comes back from host memory; if it has changed, its tokens are
     recomputed."""
+    kv_transfer: Literal["grpc", "nixl"] = "grpc"
+    """How KV comes from other workers. nixl: straight out of the memory of a worker that has it,
+    too, by RDMA or from process to process; else, and from the others, over gRPC. What reaches
+    NIXL's ports can read the host memory for KV, whatever TLS says. Needs quire[nixl]."""
     speculative: Literal["ngram", "draft"] | None = None
     """How to guess the next tokens, which the model verifies several at a time; the output does not
     change. ngram: the tokens that followed an earlier occurrence of the last few. draft: the output

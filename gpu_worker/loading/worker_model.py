@@ -12,6 +12,7 @@ from contract.errors import FailedPreconditionError, InvalidArgumentError, Unimp
 from contract.info import WorkerInfo, new_instance_id
 from contract.limits import Limits
 from gpu_worker import metrics
+from gpu_worker.kv.nixl_engine import NixlEngine, load_agent
 from gpu_worker.loading.device import device_name
 from gpu_worker.loading.rank_model import RankModel, load_rank_model
 from gpu_worker.loop import StepLoop
@@ -41,6 +42,7 @@ class LoadedModel:
     steps: StepLoop
     memory: MemoryMonitor
     load_adapter: AdapterLoader
+    transfer: NixlEngine | None
 
 
 def load(
@@ -72,8 +74,26 @@ def load(
     shares = settings.memory_warning_share, settings.memory_critical_share
     memory_monitor = watch_device(loaded.device, *shares)
     executor = loaded.executor
+    transfer = _open_transfer(settings, loaded, info)
     steps = StepLoop(executor if leader is None else LeadingExecutor(executor, leader), event_loop)
-    return LoadedModel(info, steps, memory_monitor, _load_adapter(settings, loaded.load_adapter))
+    load_adapter = _load_adapter(settings, loaded.load_adapter)
+    return LoadedModel(info, steps, memory_monitor, load_adapter, transfer)
+
+
+def _open_transfer(
+    settings: WorkerSettings, loaded: RankModel, info: WorkerInfo
+) -> NixlEngine | None:
+    host_pool = loaded.tiers.host_pool
+    if settings.kv_transfer == "grpc" or host_pool is None or not info.takes_kv:
+        return None
+    try:
+        agent = load_agent(f"{info.worker_id}-{info.instance_id:x}")
+        return NixlEngine(agent, host_pool.blocks)
+    except Exception as error:
+        raise ModelError(
+            f"kv_transfer is nixl, which does not run here: {error!r}; it needs pip install"
+            " 'quire[nixl]'"
+        ) from error
 
 
 def _load_adapter(

@@ -25,6 +25,7 @@ from contract.lora import LoraAdapter
 from contract.state import Holdings
 from contract.step import Plan, Result
 from gpu_worker import metrics
+from gpu_worker.kv.nixl_engine import NixlEngine
 from gpu_worker.memory.level import WatchedMemory
 from gpu_worker.service.attachments import Attachment, Attachments
 from gpu_worker.service.kv_exchange import HostBlocks, pull_kv, read_kv, read_request
@@ -77,6 +78,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._info: WorkerInfo | None = None
         self._steps: Steps | None = None
         self._memory: WatchedMemory | None = None
+        self._transfer: NixlEngine | None = None
         self._attachments = Attachments()
         self._executions = Executions()
         self._is_leaving = asyncio.Event()
@@ -88,9 +90,19 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._resizing: asyncio.Task[None] | None = None
         """The last resize; holds a reference, so that the task is not collected."""
 
-    def open(self, info: WorkerInfo, steps: Steps, memory: WatchedMemory | None = None) -> None:
-        """Start serving a loaded model. `memory` is None if the device's memory is not watched."""
+    def open(
+        self,
+        info: WorkerInfo,
+        steps: Steps,
+        memory: WatchedMemory | None = None,
+        transfer: NixlEngine | None = None,
+    ) -> None:
+        """Start serving a loaded model.
+
+        `memory` is None if the device's memory is not watched, `transfer` if KV moves over gRPC.
+        """
         self._info, self._steps, self._memory = info, steps, memory
+        self._transfer = transfer
         self._worker_id = info.worker_id
         self._is_unloaded = False
         metrics.UNLOADED.set(0)
@@ -109,7 +121,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._is_unloaded = True
         metrics.UNLOADED.set(1)
         await self._executions.end_all(_unloaded(), _CLOSE_S)
-        self._steps = self._memory = None
+        self._steps = self._memory = self._transfer = None
         metrics.KV_BYTES.set(0)
         metrics.ROWS_USED.set(0)
         if (newest := self._attachments.newest) is not None:
@@ -289,9 +301,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 f"KV is requested as {request.kv_format}; this worker has {info.kv_format}"
             )
         block_ids = host_blocks_to_read(request, info.limits)
-        async for piece in read_kv(steps, block_ids, info.host_block_bytes or info.block_bytes):
-            self._attachments.require_newest(attachment)
-            await context.write(piece)
+        transfer = self._transfer if request.transfer == worker_pb2.KV_TRANSFER_NIXL else None
+        block_bytes = info.host_block_bytes or info.block_bytes
+        async with contextlib.aclosing(read_kv(steps, block_ids, block_bytes, transfer)) as pieces:
+            async for piece in pieces:
+                self._attachments.require_newest(attachment)
+                await context.write(piece)
 
     async def PullKv(  # noqa: N802 - the proto's name
         self, request: worker_pb2.PullKvRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -310,6 +325,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             info.host_block_bytes or info.block_bytes,
             check=lambda: self._attachments.require_newest(attachment),
             tls=self._tls,
+            transfer=self._transfer,
         )
         return worker_pb2.PullKvResponse()
 

@@ -13,9 +13,16 @@ class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
     WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
     WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+
+class KvTransfer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_TRANSFER_UNSPECIFIED: _ClassVar[KvTransfer]
+    KV_TRANSFER_NIXL: _ClassVar[KvTransfer]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
+KV_TRANSFER_UNSPECIFIED: KvTransfer
+KV_TRANSFER_NIXL: KvTransfer
 
 class ResizePoolRequest(_message.Message):
     __slots__ = ("epoch", "num_blocks")
@@ -362,24 +369,38 @@ class DescribeDeviceResponse(_message.Message):
     def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ..., is_unloaded: bool = ..., num_beats: _Optional[int] = ...) -> None: ...
 
 class ReadKvRequest(_message.Message):
-    __slots__ = ("epoch", "host_block_ids", "kv_format", "instance_id")
+    __slots__ = ("epoch", "host_block_ids", "kv_format", "instance_id", "transfer")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     host_block_ids: bytes
     kv_format: str
     instance_id: int
-    def __init__(self, epoch: _Optional[int] = ..., host_block_ids: _Optional[bytes] = ..., kv_format: _Optional[str] = ..., instance_id: _Optional[int] = ...) -> None: ...
+    transfer: KvTransfer
+    def __init__(self, epoch: _Optional[int] = ..., host_block_ids: _Optional[bytes] = ..., kv_format: _Optional[str] = ..., instance_id: _Optional[int] = ..., transfer: _Optional[_Union[KvTransfer, str]] = ...) -> None: ...
 
 class ReadKvResponse(_message.Message):
-    __slots__ = ("content", "crc32")
+    __slots__ = ("content", "crc32", "memory", "num_blocks")
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     CRC32_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     content: bytes
     crc32: int
-    def __init__(self, content: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
+    memory: KvMemory
+    num_blocks: int
+    def __init__(self, content: _Optional[bytes] = ..., crc32: _Optional[int] = ..., memory: _Optional[_Union[KvMemory, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class KvMemory(_message.Message):
+    __slots__ = ("agent", "address")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    agent: bytes
+    address: int
+    def __init__(self, agent: _Optional[bytes] = ..., address: _Optional[int] = ...) -> None: ...
 
 class PullKvRequest(_message.Message):
     __slots__ = ("epoch", "source_target", "source_host_block_ids", "host_block_ids", "source_instance_id")

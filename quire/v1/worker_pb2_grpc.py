@@ -175,8 +175,8 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadKv(self, request, context):
-        """Streams the contents of host blocks to another worker; changes nothing. UNIMPLEMENTED if not
-        `WorkerInfo.takes_kv`.
+        """Streams the contents of host blocks to another worker, or where they are and their checksums;
+        changes nothing. UNIMPLEMENTED if not `WorkerInfo.takes_kv`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
