@@ -54,6 +54,11 @@ DISK_MOVES = Counter(
     "Blocks stored on, or loaded from, the disk.",
     ["move", "outcome"],
 )
+FAR_BLOCKS = Counter(
+    "quire_worker_far_blocks",
+    "Blocks stored in the far tier's store, loaded from there, or deleted to make room (sweep).",
+    ["move", "outcome"],
+)
 _MOVED = ["tier", "direction"]
 KV_TRANSFER_BYTES = Counter(
     "quire_worker_kv_transfer_bytes",

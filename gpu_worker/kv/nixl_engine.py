@@ -54,7 +54,7 @@ class NixlEngine:
     def __init__(self, agent: Any, host_blocks: Bytes) -> None:
         """Register uint8[BH, E], which stay where they are until `close`."""
         self._agent = agent
-        self._block_bytes = host_blocks.shape[1]
+        self._block_bytes: int = host_blocks.shape[1]
         self._host_blocks = host_blocks.reshape(-1)
         agent.register_memory(_region(self._host_blocks), "DRAM")
         self.agent_metadata: bytes = agent.get_agent_metadata()

@@ -205,7 +205,7 @@ class ModelSlot:
         self._watch = asyncio.create_task(self._watch_steps(), name="failure of the steps")
         directory = "" if settings is self._settings else settings.model
         info = replace(model.info, directory=directory)
-        self._service.open(info, model.steps, model.memory, model.transfer)
+        self._service.open(info, model.steps, model.memory, model.transfer, model.far)
         self._adapters.open(model.load_adapter, model.steps)
 
     async def _load_again(self, load: OngoingLoad) -> None:

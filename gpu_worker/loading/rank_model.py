@@ -78,6 +78,8 @@ class RankModel:
     rates: Rates
     """The rates of all ranks together."""
     abilities: Abilities
+    identity: bytes | None
+    """A hash of all that determines the KV; None: random weights, or no KV."""
     load_adapter: Callable[[str, Path], Adapter]
     """Loads an adapter from its name and directory; raises ModelError."""
 
@@ -179,7 +181,7 @@ def _load_rank_model(
     )
     undo.callback(pool.close)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
-    tiers = LowerTiers()
+    tiers, identity = LowerTiers(), None
     if has_kv:
         identity = None if is_dummy else kv_identity(settings, directory, dtype, groups)
         tiers = open_lower_tiers(settings, pool, block_config, identity)
@@ -251,6 +253,7 @@ def _load_rank_model(
         rates=measured,
         has_structured_output=structured is not None,
         abilities=abilities,
+        identity=identity,
         load_adapter=load_one,
     )
 
