@@ -84,12 +84,12 @@ def test_prompts_and_decodes_are_apart_and_tokens_exact(apart, service):
 def test_next_turn_of_a_conversation_stays_where_it_was_decoded(apart):
     first = request_of("turn-1", 64, 64)
     (output,) = read(apart.stub.Generate(first)).outputs
-    before = apart.metrics(apart.scheduler)["quire_migrations_total"]
+    before = apart.metrics(apart.scheduler).get("quire_migrations_total", 0)
     prompt = [*first.token_ids.ids, *output, 7, 8, 9]
     turn = generate_request(prompt, max_tokens=8, ignore_eos=True)
     result = read(apart.stub.Generate(turn))
     assert result.usage.cached_tokens >= 112
-    assert apart.metrics(apart.scheduler)["quire_migrations_total"] == before
+    assert apart.metrics(apart.scheduler).get("quire_migrations_total", 0) == before
 
 
 def test_killed_decode_worker_is_replaced_by_the_other_until_it_is_back(apart, service):
@@ -133,5 +133,6 @@ def test_a_prefix_is_pulled_from_the_worker_that_has_it(long_llama, run_dir, ser
         result = read(both.stub.Generate(second))
         assert [result.outputs] == expected_of(service, [first])
         assert result.usage.cached_tokens == 1499 // 16 * 16
+        both.wait_until_idle()  # a step in flight may still hold them
         used = [any(tier.num_cached for tier in both.kv(each).tiers) for each in both.targets]
         assert used == [True, True]

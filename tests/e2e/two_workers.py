@@ -95,6 +95,16 @@ class Stream:
                 return
         raise AssertionError("it ended early")
 
+    def read_first(self, num_tokens: int) -> list[list[int]]:
+        """The first tokens of each output; then cancels."""
+        by_index = self.result.token_ids
+        for event in self._events:
+            self.result.add(event)
+            if all(len(each) >= num_tokens for each in by_index.values()):
+                self.cancel()
+                return [by_index[index][:num_tokens] for index in sorted(by_index)]
+        raise AssertionError("it ended early")
+
     def cancel(self) -> None:
         self._events.cancel()
 
