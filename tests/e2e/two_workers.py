@@ -69,10 +69,10 @@ class TwoWorkers(Service):
 
     def where_is(self, request_id: str) -> str | None:
         """The worker at which a request runs."""
-        for target in self.targets:
-            if any(seq.request_id == request_id for seq in self.kv(target).sequences):
-                return target
-        return None
+        return next((each for each in self.targets if self.is_at(each, request_id)), None)
+
+    def is_at(self, target: str, request_id: str) -> bool:
+        return any(seq.request_id == request_id for seq in self.kv(target).sequences)
 
     def other_than(self, target: str) -> str:
         return next(other for other in self.targets if other != target)
