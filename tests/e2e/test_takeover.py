@@ -184,7 +184,7 @@ def test_a_scheduler_that_is_stopped_is_replaced_and_writes_nothing_when_it_wake
 def test_prefix_cache_and_pins_survive_the_death_of_the_scheduler(cramped: Service):
     prompt = list(range(200, 300))
     request = generate_request(prompt, max_tokens=2)
-    request.cache_pin_s = 60
+    request.cache_pin_s = 1000
     read(cramped.stub.Generate(request))
     cramped.wait_until_idle()
     cramped.scheduler.kill()
