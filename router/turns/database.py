@@ -229,6 +229,7 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
             number BIGINT NOT NULL,
             at DOUBLE PRECISION NOT NULL)""",
     ),
+    ("ALTER TABLE batches ADD COLUMN key_name TEXT NOT NULL DEFAULT ''",),
 )
 """What makes each version of the schema out of the one before; never changed once released.
 

@@ -16,6 +16,7 @@ from contract.errors import (
     NotFoundError,
     QuireError,
 )
+from router.access.api_keys import key_of_call
 from router.http.answers.objects import Json
 from router.http.batches.lines import (
     KIND,
@@ -108,7 +109,8 @@ class Batches:
             "request_counts": {"total": num_lines, "completed": 0, "failed": 0},
             **({"failed_at": int(now)} if errors else {}),
         }
-        await self.store.create(Batch(batch_id, tenant, now, not errors, shown))
+        batch = Batch(batch_id, tenant, now, not errors, shown, key_of_call())
+        await self.store.create(batch)
         return shown
 
     async def find(self, tenant: str, batch_id: str) -> Batch:
@@ -183,11 +185,11 @@ class Batches:
             return
         last = await self.store.last_position(batch)
         left = (
-            turn_of_line(batch.id, batch.tenant, number, text, batch.created_at)
+            turn_of_line(batch, number, text)
             for number, text in _numbered(content)
             if number > last
         )
-        while turns := list(islice(left, SLICE)):
+        while turns := await asyncio.to_thread(lambda: list(islice(left, SLICE))):
             if not await self.store.fill(batch, turns):
                 return
         await self.store.change(

@@ -18,6 +18,7 @@ SLICE: Final = 500
 """Turns that one transaction writes or deletes."""
 
 _FILE: Final = "id, tenant, purpose, name, num_bytes, created_at"
+_BATCH: Final = "id, tenant, created_at, is_live, shown, key_name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Batch:
     is_live: bool
     shown: Json
     """What its client is told, without the counts."""
+    key_name: str = ""
+    """The name of the API key that it came with."""
 
     @property
     def file_id(self) -> str:
@@ -107,8 +110,15 @@ class BatchStore:
 
         def work(cursor: Cursor, _: Connection) -> None:
             cursor.execute(
-                "INSERT INTO batches VALUES (?, ?, ?, ?, ?)",
-                (batch.id, batch.tenant, batch.created_at, batch.is_live, json_bytes(batch.shown)),
+                f"INSERT INTO batches ({_BATCH}) VALUES (?, ?, ?, ?, ?, ?)",  # noqa: S608 - constants
+                (
+                    batch.id,
+                    batch.tenant,
+                    batch.created_at,
+                    batch.is_live,
+                    json_bytes(batch.shown),
+                    batch.key_name,
+                ),
             )
 
         await self._database.run(work)
@@ -153,7 +163,7 @@ class BatchStore:
         def work(cursor: Cursor, _: Connection) -> list[Batch]:
             condition = "is_live = ?" if tenant is None else "tenant = ?"
             cursor.execute(
-                f"SELECT * FROM batches WHERE {condition} ORDER BY created_at DESC, id",  # noqa: S608 - constants
+                f"SELECT {_BATCH} FROM batches WHERE {condition} ORDER BY created_at DESC, id",  # noqa: S608 - constants
                 (is_live if tenant is None else tenant,),
             )
             return [_batch(row) for row in cursor.fetchall()]
@@ -255,11 +265,14 @@ def _insert_file(cursor: Cursor, file: File, content: bytes) -> None:
 
 
 def _find(cursor: Cursor, tenant: str, batch_id: str) -> Batch | None:
-    cursor.execute("SELECT * FROM batches WHERE tenant = ? AND id = ?", (tenant, batch_id))
+    cursor.execute(
+        f"SELECT {_BATCH} FROM batches WHERE tenant = ? AND id = ?",  # noqa: S608 - constants
+        (tenant, batch_id),
+    )
     row = cursor.fetchone()
     return None if row is None else _batch(row)
 
 
 def _batch(row: Sequence[Any]) -> Batch:
-    batch_id, tenant, created_at, is_live, shown = row
-    return Batch(batch_id, tenant, created_at, bool(is_live), from_json(bytes(shown)))
+    batch_id, tenant, created_at, is_live, shown, key_name = row
+    return Batch(batch_id, tenant, created_at, bool(is_live), from_json(bytes(shown)), key_name)
