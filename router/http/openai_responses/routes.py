@@ -161,7 +161,7 @@ async def _follow(
     *,
     starting_after: int = -1,
 ) -> web.StreamResponse:
-    inference = kept.cells.of(turn.model)
+    inference = await kept.cells.known(turn.model)
     call = call or await restored(inference, turn)
     made, seen = call.events(inference), Seen()  # it may raise, which the status can still say
     async with aclosing(kept.read(turn, seen)) as events:
