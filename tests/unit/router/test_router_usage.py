@@ -107,6 +107,14 @@ async def test_a_stream_that_is_resumed_is_one_request(router):
     assert used == Used(generated_tokens=num_rest, reasoning_tokens=num_rest)
 
 
+async def test_a_resumable_request_counts_though_its_reader_leaves_while_it_waits(router):
+    request = GenerateRequest(prompt=(5, 6, 7), resumable=True, tenant="t")
+    live = await router.inference.generate(request)
+    await router.scheduler.submits.get()
+    await live.aclose()
+    assert list(router.usage.take()[1].values()) == [Used(1, 3)]
+
+
 @contextlib.asynccontextmanager
 async def used_by_alice(model_dir, tmp_path):
     """Run a router with API keys; at its end check that all usage is that of Alice's key."""
