@@ -291,7 +291,7 @@ class Inference:
         return live
 
     async def cancel_of(self, tenant: str, request_id: str) -> None:
-        """Cancel a tenant's resumable request for any caller, who must be allowed to.
+        """Cancel a tenant's resumable request; whether the caller may do so was checked before.
 
         This is not charged to the tenant's quota.
         """

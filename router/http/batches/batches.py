@@ -49,7 +49,7 @@ class Batches:
     turns: Turns
     retention_s: float
     max_line_bytes: int
-    """Largest line, as the body of a call that answers one at once."""
+    """Most bytes of a line: as many as the body of a call may have."""
     tick_s: float = _TICK_S
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Batches:
         return file
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
-        """Delete a file; raises NotFoundError, or FailedPreconditionError while it is read."""
+        """Delete a file; raises NotFoundError; FailedPreconditionError while a batch reads it."""
         file = await self.file(tenant, file_id)
         for batch in await self.store.batches(is_live=True):
             is_its = (batch.tenant, batch.file_id) == (tenant, file_id)
@@ -177,7 +177,7 @@ class Batches:
         await self._end(batch, counts, "expired" if is_late else "")
 
     async def _fill(self, batch: Batch) -> None:
-        """Make turns of a batch's lines. Any router goes on behind the last one that is a turn."""
+        """Make turns of a batch's lines; if the router dies, any other continues after the last."""
         content = await self.store.content(batch.tenant, batch.file_id)
         if content is None:
             log.warning("batch has lost its file", batch=batch.id)
@@ -246,7 +246,7 @@ def _counts(batch: Batch, counts: Mapping[TurnStatus, int]) -> Json:
 
 
 def _told(turns: Sequence[Turn], status: str) -> dict[str, list[bytes]]:
-    """Return the lines of the output file and of the error file of some turns."""
+    """Return the lines that turns add to the output file and to the error file."""
     kinds: dict[str, list[bytes]] = {"output": [], "error": []}
     for turn in turns:
         if turn.status is TurnStatus.COMPLETED and turn.result is not None:

@@ -15,7 +15,7 @@ from router.turns.turn import Turn
 VALIDATING: Final = "validating"
 """A batch's status while its lines become turns."""
 SLICE: Final = 500
-"""Turns that one transaction writes or deletes."""
+"""Most turns that one transaction writes or deletes."""
 
 _FILE: Final = "id, tenant, purpose, name, num_bytes, created_at"
 _BATCH: Final = "id, tenant, created_at, is_live, shown, key_name"
@@ -124,7 +124,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def last_position(self, batch: Batch) -> int:
-        """Return the last line that is a turn; 0: none is."""
+        """Return the number of the last line that is a turn; 0: none is."""
 
         def work(cursor: Cursor, _: Connection) -> int:
             cursor.execute(
@@ -137,9 +137,9 @@ class BatchStore:
         return await self._database.run(work)
 
     async def fill(self, batch: Batch, turns: Sequence[Turn]) -> bool:
-        """Keep more turns of a batch that is still being filled; whether it is.
+        """Keep more turns of a batch; return False if it is not being filled any more.
 
-        A transaction must be short: those of turns that clients wait for come after it.
+        A transaction must be short, since turns that clients wait for come after it.
         """
 
         def work(cursor: Cursor, db: Connection) -> bool:
@@ -208,7 +208,7 @@ class BatchStore:
             pass
 
     async def end(self, batch: Batch, shown: Json, files: Sequence[tuple[File, bytes]]) -> None:
-        """End a batch, and keep its files; nothing if another router has."""
+        """End a batch, and keep its files, unless another router has done so."""
 
         def work(cursor: Cursor, _: Connection) -> None:
             cursor.execute(

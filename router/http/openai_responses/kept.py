@@ -36,7 +36,7 @@ class KeptResponses:
     cells: Cells
     turns: Turns
     max_bytes: int
-    """Most of a conversation that is continued."""
+    """Most bytes of the responses that a new one continues."""
 
     # --- TurnKind -------------------------------------------------------------------------------
 

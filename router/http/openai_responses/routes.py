@@ -34,7 +34,8 @@ from router.turns.turn import Turn
 from router.turns.turns import Turns
 
 _MAX_BODIES = 16
-"""Most of a conversation that is continued: each of its responses has instructions and tools."""
+"""Most bytes of the responses that a new one continues, in bodies of the largest size. Each of them
+repeats instructions and tools."""
 
 log = structlog.get_logger()
 
