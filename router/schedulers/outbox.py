@@ -53,6 +53,12 @@ class Outbox:
         self._messages.append(scheduler_pb2.ConnectRequest(resume=resume))
         self._filled.set()
 
+    def unpin(self, request_id: str, tenant: str) -> None:
+        """Drop the pins of a request's prompt."""
+        unpin = scheduler_pb2.Unpin(request_id=request_id, tenant=tenant)
+        self._messages.append(scheduler_pb2.ConnectRequest(unpin=unpin))
+        self._filled.set()
+
     async def next(self) -> scheduler_pb2.ConnectRequest:
         """Wait for the next message. Cancellations go first, because they make room."""
         while not self:
