@@ -52,6 +52,7 @@ _LARGE_GPU_BYTES = 75 * 2**30
 """Slightly less than what a GPU of 80 GB says that it has."""
 _LARGEST_GPU_BYTES = 120 * 2**30
 _CPU_SATURATING_TOKENS = 512
+"""From so many tokens of a step on, arithmetic bounds a CPU."""
 _MAX_BLOCK_SIZE = 8192
 """With larger blocks the prefix cache would find little. Chosen, not measured."""
 
@@ -211,7 +212,9 @@ def _load_rank_model(
         ranks=ranks,
         drafter=drafter,
         adapters=adapters,
-        takes_whole_prompts=not abilities.generates,
+        # An encoder keeps no KV: the parts of a prompt would not see each other. And a step that
+        # was broken off has advanced some recurrent states.
+        takes_parts=abilities.generates and not config.num_states,
     )
     if has_kv and _has_graphs(settings, device):
         backend: GraphBackend = CudaGraphs(device)

@@ -49,11 +49,6 @@ class TransformersModel:
         self._attending: dict[int, int] = {}
         self._states: RecurrentStates | None = None
 
-    @property
-    def keeps_states(self) -> bool:
-        """Whether it has recurrent layers, whose states a token must advance only once."""
-        return self._states is not None
-
     def use(
         self, causal: Any, attending: Sequence[int], recurrent: tuple[RecurrentLayer, ...]
     ) -> None:

@@ -54,7 +54,14 @@ class StateFile:
                 LoraAdapter(each["name"], bytes.fromhex(each["digest"]), each["directory"])
                 for each in state["adapters"]
             )
-            self._pools = {name: dict(pool) for name, pool in state["pools"].items()}
+            self._pools = {
+                worker: {
+                    "model": str(pool["model"]),
+                    "block_bytes": int(pool["block_bytes"]),
+                    "num_blocks": int(pool["num_blocks"]),
+                }
+                for worker, pool in state["pools"].items()
+            }
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateFileError(f"--state-file {path} cannot be read: {error!r}") from error
 
