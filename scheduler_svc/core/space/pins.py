@@ -25,7 +25,6 @@ from scheduler_svc.core.space.marked_heap import MarkedHeap
 from scheduler_svc.core.values.config import SchedulerConfig
 from scheduler_svc.core.values.events import Pinned
 
-
 Owner: TypeAlias = tuple[str, str]
 """The tenant and the id of a request."""
 
