@@ -238,6 +238,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     raise InvalidArgumentError("leave.seq_keys", "is empty; it must have 1 or more")
                 if not self._resumables.leave(stream, message.leave.seq_keys[0], time.monotonic()):
                     self._cancel(message.leave.seq_keys, stream)
+            case "unpin":
+                self._fleet.unpin(message.unpin.tenant, message.unpin.request_id)
             case "hello":
                 raise InvalidArgumentError("hello", "came twice; it must come once")
             case _:

@@ -9,20 +9,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "resume", "leave", "beat")
+    __slots__ = ("hello", "submit", "cancel", "resume", "leave", "unpin", "beat")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
     resume: Resume
     leave: Leave
+    unpin: Unpin
     beat: RouterBeat
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("welcome", "step", "refused", "resumed")
@@ -145,6 +147,14 @@ class Leave(_message.Message):
     SEQ_KEYS_FIELD_NUMBER: _ClassVar[int]
     seq_keys: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, seq_keys: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Unpin(_message.Message):
+    __slots__ = ("request_id", "tenant")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Resumed(_message.Message):
     __slots__ = ("submit", "so_far")

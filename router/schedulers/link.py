@@ -172,6 +172,11 @@ class SchedulerLink:
         if self._outbox is not None and not self._outbox.drop(live):
             self._outbox.leave(live.live_seq_keys)
 
+    def unpin(self, request_id: str, tenant: str) -> None:
+        """Drop the pins of a request's prompt, if a scheduler is connected."""
+        if self._outbox is not None:
+            self._outbox.unpin(request_id, tenant)
+
     async def resume(
         self, request_id: str, tenant: str, first_seq_key: int, start: StartResumed
     ) -> LiveRequest:

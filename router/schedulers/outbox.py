@@ -56,6 +56,12 @@ class Outbox:
         self._messages.append(scheduler_pb2.ConnectRequest(resume=resume))
         self._filled.set()
 
+    def unpin(self, request_id: str, tenant: str) -> None:
+        """Drop the pins of a request's prompt."""
+        unpin = scheduler_pb2.Unpin(request_id=request_id, tenant=tenant)
+        self._messages.append(scheduler_pb2.ConnectRequest(unpin=unpin))
+        self._filled.set()
+
     def beat(self) -> None:
         """Give a sign of life; no more than one is pending."""
         if _BEAT not in self._messages:

@@ -220,10 +220,13 @@ class Turns:
         return await self.find(turn.tenant, turn.id, turn.kind)
 
     async def delete(self, turn: Turn) -> bool:
-        """Cancel and delete a turn; whether it was there."""
+        """Cancel, delete and unpin a turn; whether it was there."""
         if (running := self._running.get(turn.id)) is not None:
             await self._cancel(running)
-        return await self.store.delete(turn.tenant, turn.id)
+        was_there = await self.store.delete(turn.tenant, turn.id)
+        with contextlib.suppress(NotFoundError):  # no model serves it any more
+            self._cells.of(turn.model).schedulers.unpin(turn.id, turn.tenant)
+        return was_there
 
     async def _cancel(self, running: RunningTurn) -> None:
         running.is_cancelled = True

@@ -223,6 +223,10 @@ class Scheduler:
         for seq in self.live.of_source(source):
             self._finish(seq, FinishReason.CANCELLED)
 
+    def unpin(self, tenant: str, request_id: str) -> None:
+        """Drop the pins of a request's prompt, except those that a later request has extended."""
+        self.pins.unpin(tenant, request_id)
+
     def check_deadline(self, request: Request, now: float, rates: WorkerRates) -> None:
         """Check that a new request could meet its deadline here; changes nothing.
 

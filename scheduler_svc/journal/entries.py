@@ -31,6 +31,7 @@ CALLS: Final = (
     "submit",
     "cancel",
     "cancel_source",
+    "unpin",
     "schedule",
     "update",
     "set_memory_level",

@@ -99,6 +99,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.cancels = asyncio.Queue()
         self.resumes = asyncio.Queue()
         self.leaves = asyncio.Queue()
+        self.unpins = asyncio.Queue()
         self.routers = asyncio.Queue()
         self.model_id = "weights"
         self.vocab_size = VOCAB_SIZE
@@ -179,6 +180,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                     self.resumes.put_nowait(request.resume)
                 case "leave":
                     self.leaves.put_nowait(list(request.leave.seq_keys))
+                case "unpin":
+                    self.unpins.put_nowait((request.unpin.tenant, request.unpin.request_id))
                 case "cancel":
                     self.cancels.put_nowait(list(request.cancel.seq_keys))
                 case "beat":

@@ -178,6 +178,8 @@ async def test_no_model_makes_room_for_one_whose_scheduler_is_away(model_dir, tm
     async with serving(model_dir, tmp_path, "ab") as service:
         await service.answered("a")
         await service.schedulers["b"].stop()
+        _, away = service.cells.all
+        await until(lambda: not any(away.schedulers.target_to_is_connected.values()))
         with pytest.raises(UnavailableError, match="not connected"):
             await service.ask("b")
         assert service.device.history == ["a"]

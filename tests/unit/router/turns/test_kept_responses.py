@@ -406,6 +406,20 @@ async def test_a_response_that_continues_another_is_pinned(router, new_store):
         assert (details.cached_tokens, details.cache_write_tokens) == (2, 6)
 
 
+async def test_a_response_that_is_deleted_is_unpinned(router, new_store):
+    mine = {"X-Quire-Tenant": "me"}
+    async with serving(router, new_store()) as client:
+        asking = asyncio.create_task(
+            client.responses.create(**ASK, prompt_cache_key="k", extra_headers=mine)
+        )
+        response = await answer_of(router, asking, "one", 0)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.delete(response.id)  # another tenant's
+        await client.responses.delete(response.id, extra_headers=mine)
+        assert await router.scheduler.unpins.get() == ("me", response.id)
+        assert router.scheduler.unpins.empty()
+
+
 async def usage_of(store, *by):
     rows = await read_usage(store.database, 0.0, None, by)
     return [(*row.group.values(), row.used) for row in rows]
