@@ -130,6 +130,7 @@ async def _run_scheduler(
             max_message_mb=settings.max_message_mb,
             tls=settings.client_tls,
             lost_after_s=settings.worker_silence_s,
+            is_cut_off=lambda: streams.are_silent,
         )
         return Engine(
             target,
@@ -174,6 +175,7 @@ async def _run_scheduler(
         side_tasks.run(state.run(lambda: accounts_of(roster)), "state file")
         side_tasks.run(restore_pools(state, roster, resizer), "sizes of pools")
         side_tasks.run(servicer.send_heartbeats(), "heartbeats")
+        side_tasks.run(streams.watch(), "silent routers")
         side_tasks.run(queue_room.run(), "room in the queues")
         if kv_events is not None and settings.kv_events_zmq:
             side_tasks.run(_publish_kv_events(kv_events, settings), "KV events over ZeroMQ")
