@@ -3,15 +3,13 @@
 import uuid
 from dataclasses import replace
 
-import grpc
-import grpc.aio
-
 from contract.codec.outputs import (
-    EventEncoder,
+    event_to_proto,
     finished_to_proto,
     logprob_to_proto,
     prompt_scores_to_proto,
     usage_to_proto,
+    write_delta,
 )
 from contract.codec.request import (
     embed_requests_from_proto,
@@ -21,12 +19,11 @@ from contract.codec.request import (
     resume_request_from_proto,
 )
 from contract.errors import InvalidArgumentError, QuireError
-from contract.outputs import Event, FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
+from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
 from contract.request import GenerateRequest
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.access.tenancy import TENANT_KEY, with_precedence
 from router.grpc.call import CallContext, deadline_of, metadata_of
-from router.grpc.stream_writer import StreamWriter
 from router.request.cells import Cells
 from router.request.live import LiveRequest
 from router.request.vectors import check_inputs, make_vectors, pooling_of
@@ -45,7 +42,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request: inference_pb2.GenerateRequest,
         context: CallContext,
     ) -> None:
-        """Stream the events; a slow reader gets fewer and larger deltas."""
+        """Stream the events; a slow reader gets fewer and larger deltas.
+
+        It writes to the context instead of being a generator: if the call ends while a write waits
+        for the reader, this frame unwinds at once, and the request with it.
+        """
         await _stream(await self._cells.generate(_request(request, context)), context)
 
     async def Resume(  # noqa: N802
@@ -190,26 +191,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 def inference_service(cells: Cells) -> Service:
     """Make the entry for `rpc.server.serve`."""
-    servicer = InferenceServicer(cells)
-    service = service_of(inference_pb2, inference_pb2_grpc, "InferenceService", servicer)
-
-    def add(server: grpc.aio.Server) -> None:
-        service.add(server)
-        # `EventEncoder` has serialized the responses of these two: they are registered again.
-        server.add_registered_method_handlers(  # type: ignore[attr-defined] # the stubs lack it
-            service.name,
-            {
-                behavior.__name__: grpc.unary_stream_rpc_method_handler(
-                    behavior, request_deserializer=request.FromString
-                )
-                for behavior, request in (
-                    (servicer.Generate, inference_pb2.GenerateRequest),
-                    (servicer.Resume, inference_pb2.ResumeRequest),
-                )
-            },
-        )
-
-    return Service(service.name, add)
+    return service_of(
+        inference_pb2, inference_pb2_grpc, "InferenceService", InferenceServicer(cells)
+    )
 
 
 def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> GenerateRequest:
@@ -219,21 +203,16 @@ def _request(message: inference_pb2.GenerateRequest, context: CallContext) -> Ge
 
 
 async def _stream(live: LiveRequest, context: CallContext) -> None:
-    writer, encoder = StreamWriter(context), EventEncoder(live.request_id)
     expired: QuireError | None = None
-
-    def put(event: Event) -> None:
-        nonlocal expired
-        if isinstance(event, OutputFinished) and event.finish_reason is FinishReason.DEADLINE:
-            expired = failure_of(event)
-        writer.put(encoder.encode(event))
-
+    response = inference_pb2.GenerateResponse(request_id=live.request_id)
     async with live:
-        try:
-            await live.send_to(put, writer)
-        except QuireError:
-            await writer.wait_for_room()  # gRPC takes no status while it writes a message
-            raise
-        await writer.wait_for_room()
+        async for event in live:
+            if isinstance(event, OutputDelta):  # nearly all events: use the same message again
+                write_delta(event, response)
+                await context.write(response)
+                continue
+            if isinstance(event, OutputFinished) and event.finish_reason is FinishReason.DEADLINE:
+                expired = failure_of(event)
+            await context.write(event_to_proto(live.request_id, event))
     if expired is not None:  # the client's own clock would raise the same a moment later
         raise expired
