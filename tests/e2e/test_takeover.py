@@ -253,6 +253,7 @@ def test_a_scheduler_that_no_router_reaches_is_replaced(
 ):
     """The link is silent for good: its process is stopped, and connections stay open."""
     cramped.scheduler.stop()
+    cramped.wait_until_not_ready()
     own = cramped.uds["scheduler"].with_name("leader.sock")
     flags = cramped.scheduler_flags("--standby")
     leader, standby = (Child("scheduler_svc", tmp_path / f"{i}.log", {}) for i in range(2))
