@@ -223,8 +223,10 @@ async def test_lines_become_turns_in_slices_and_go_on_where_a_router_died(
 
 
 @BOTH
-async def test_a_name_that_no_database_takes_spoils_its_own_line_alone(router, new_store):
+async def test_a_text_with_nul_is_as_any_other(router, new_store):
     async with serving(router, new_store()) as client:
+        with pytest.raises(openai.NotFoundError, match="is not kept"):
+            await client.files.retrieve("file-\0")
         batch = await created(client, line("a", model="\0"), line("b"))
         await answer(router, "one")
         batch = await ended(client, batch)
