@@ -55,7 +55,9 @@ async def serving(router, store):
     tasks = [asyncio.create_task(turns.run()), asyncio.create_task(batches.run())]
     url = f"http://{host}:{port}/v1"
     try:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=url, api_key="none", max_retries=0, timeout=None
+        ) as client:
             yield client
     finally:
         await runner.cleanup()

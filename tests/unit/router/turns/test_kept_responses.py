@@ -36,7 +36,9 @@ async def serving(router, store, **options):
     writer = asyncio.create_task(turns.run())
     url = f"http://{host}:{port}/v1"
     try:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=url, api_key="none", max_retries=0, timeout=None
+        ) as client:
             client.turns = turns
             yield client
     finally:
@@ -102,7 +104,9 @@ async def test_what_needs_a_store_is_refused_without_one(router):
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0]
     url = f"http://{host}:{port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=url, api_key="none", max_retries=0, timeout=None
+    ) as client:
         for field in ({"store": True}, {"background": True}, {"previous_response_id": "resp_1"}):
             with pytest.raises(openai.BadRequestError, match=r"keeps no responses"):
                 await client.responses.create(**ASK, **field)
