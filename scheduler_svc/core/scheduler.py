@@ -188,6 +188,10 @@ class Scheduler:
         self.tier.disk.pool.find_in(watch.table(CacheTier.DISK))
         self.running.publisher.watch = watch
 
+    def restore_accounts(self, accounts: Iterable[tuple[str, float]]) -> None:
+        """Continue the accounts of an earlier core's policy; call before anything else."""
+        self.policy.restore(dict(accounts))
+
     # --- requests -------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:

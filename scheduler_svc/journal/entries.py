@@ -27,6 +27,7 @@ FORMAT_VERSION: Final = 2
 MAGIC: Final = b"QUIREREC"
 
 CALLS: Final = (
+    "restore_accounts",
     "inherit",
     "submit",
     "cancel",

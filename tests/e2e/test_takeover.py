@@ -288,7 +288,7 @@ def test_a_scheduler_that_no_router_reaches_is_replaced(
 def test_prefix_cache_and_pins_survive_the_death_of_the_scheduler(cramped: Service):
     prompt = list(range(200, 300))
     request = generate_request(prompt, max_tokens=2)
-    request.cache_pin_s = 60
+    request.cache_pin_s = 1000
     read(cramped.stub.Generate(request))
     cramped.wait_until_idle()
     cramped.scheduler.kill()

@@ -21,6 +21,7 @@ from quire.v1 import (
     scheduler_pb2,
     scheduler_pb2_grpc,
 )
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 
 STOP = common_pb2.FINISH_REASON_STOP
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -138,7 +139,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.lives.set()
 
     async def start(self):
-        self._server = grpc.aio.server()
+        # As a scheduler's: gRPC's defaults end connections that ping for half a minute.
+        self._server = grpc.aio.server(options=channel_options(DEFAULT_MAX_MESSAGE_MB))
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)
         loading_pb2_grpc.add_LoadingServiceServicer_to_server(self.loading, self._server)

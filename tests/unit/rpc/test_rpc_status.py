@@ -369,11 +369,11 @@ async def test_a_refused_request_is_free_without_a_garbage_collection(
         num_aborts = count(grpc.aio.AbortError)
         gc.disable()
         try:
-            for _ in range(4):
+            for _ in range(20):
                 with pytest.raises(grpc.aio.AioRpcError):
                     await call(channel, kind, b"refused" if refuses == "parser" else b"now")
-            # gRPC may hold the last call's until the next.
-            assert len(left) <= 1
-            assert count(grpc.aio.AbortError) <= num_aborts + 1
+            # gRPC holds those of the last calls for a while.
+            assert len(left) <= 5
+            assert count(grpc.aio.AbortError) <= num_aborts + 5
         finally:
             gc.enable()

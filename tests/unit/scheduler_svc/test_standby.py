@@ -13,6 +13,7 @@ from contract.liveness.epoch import MAX_LEAD_NS, clock_epoch, epoch_after
 from gpu_worker.service.attachments import Attachments
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.discovery import Discovery
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 from scheduler_svc.workers import standby
 from scheduler_svc.workers.attach import newest_epoch
 from scheduler_svc.workers.standby import wait_for_vacancy
@@ -63,7 +64,7 @@ async def serve(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(worker, name="w"):
-            server = grpc.aio.server()
+            server = grpc.aio.server(options=channel_options(DEFAULT_MAX_MESSAGE_MB))
             worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
             target = f"unix:{tmp_path / name}.sock"
             server.add_insecure_port(target)
