@@ -283,7 +283,7 @@ async def run_agent(given: argparse.Namespace) -> Results:
                 agent = Agent(service.urls, api, chance)
                 working = asyncio.create_task(agent.run())
                 names = itertools.cycle(
-                    ("router-0", "", "scheduler", "worker-0", "router-1", "scheduler", "worker-1")
+                    ("", "router-0", "scheduler", "worker-0", "router-1", "scheduler", "worker-1")
                 )
                 for killed in names:
                     await asyncio.wait([working], timeout=given.turn_kills_every)

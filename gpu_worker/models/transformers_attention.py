@@ -4,13 +4,14 @@ Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
 """
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
 
 import torch
+from torch.distributions import Distribution
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -86,6 +87,8 @@ class AttentionCall:
     """The head dim of keys; values may have fewer dimensions."""
     window: int | None
     """None if the window is as long as the context."""
+    source: int
+    """The layer whose keys and values it reads: itself, or one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,7 @@ def record_calls(
     states: StateRecorder | None = None
     AttentionMaskInterface.register(name, recorder.mask)
     try:
-        with torch.device("meta"), torch.inference_mode():
+        with torch.device("meta"), torch.inference_mode(), _unchecked_distributions():
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, attn_implementation=name, experts_implementation="batched_mm", **dtype
             ).eval()
@@ -191,6 +194,17 @@ def record_calls(
     return calls, () if states is None else tuple(states.layers_by_module.values())
 
 
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Have no distribution check its arguments, which have no values on the meta device."""
+    before = Distribution._validate_args  # noqa: SLF001 - there is only a setter
+    Distribution.set_default_validate_args(value=False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(value=before)
+
+
 def _refuse_window_in_mask_only(
     config: PreTrainedConfig, calls: tuple[AttentionCall, ...], mask_windows: set[int | None]
 ) -> None:
@@ -217,6 +231,7 @@ class _Recorder:
     def __init__(self, max_model_len: int) -> None:
         self.calls: list[AttentionCall] = []
         self.mask_windows: set[int | None] = set()
+        self._kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._max_model_len = max_model_len
 
     def mask(self, *_: Any, mask_function: MaskFunction, **__: Any) -> None:
@@ -239,7 +254,10 @@ class _Recorder:
         window = options.window
         if window is not None and window >= self._max_model_len:
             window = None
-        self.calls.append(AttentionCall(layer, key.shape[1], key.shape[3], window))
+        # A layer that shares keys and values gets the same tensors.
+        source = next((each for each, (k, v) in self._kv.items() if k is key and v is value), layer)
+        self._kv.setdefault(layer, (key, value))
+        self.calls.append(AttentionCall(layer, key.shape[1], key.shape[3], window, source))
         attended = query.new_empty(*query.shape[:3], value.shape[3])
         return attended.transpose(1, 2), None
 

@@ -336,13 +336,15 @@ class SampledLogprob(_message.Message):
     def __init__(self, index: _Optional[int] = ..., logprob: _Optional[_Union[_common_pb2.TokenLogprob, _Mapping]] = ...) -> None: ...
 
 class DescribeDeviceRequest(_message.Message):
-    __slots__ = ("epoch",)
+    __slots__ = ("epoch", "is_cut_off")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IS_CUT_OFF_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+    is_cut_off: bool
+    def __init__(self, epoch: _Optional[int] = ..., is_cut_off: bool = ...) -> None: ...
 
 class DescribeDeviceResponse(_message.Message):
-    __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler", "memory_level", "is_unloaded", "num_beats")
+    __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler", "memory_level", "is_unloaded", "num_beats", "is_cut_off")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +353,7 @@ class DescribeDeviceResponse(_message.Message):
     MEMORY_LEVEL_FIELD_NUMBER: _ClassVar[int]
     IS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
     NUM_BEATS_FIELD_NUMBER: _ClassVar[int]
+    IS_CUT_OFF_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     epoch: int
     step_id: int
@@ -359,7 +362,8 @@ class DescribeDeviceResponse(_message.Message):
     memory_level: _common_pb2.MemoryLevel
     is_unloaded: bool
     num_beats: int
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ..., is_unloaded: bool = ..., num_beats: _Optional[int] = ...) -> None: ...
+    is_cut_off: bool
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ..., is_unloaded: bool = ..., num_beats: _Optional[int] = ..., is_cut_off: bool = ...) -> None: ...
 
 class ReadKvRequest(_message.Message):
     __slots__ = ("epoch", "host_block_ids", "kv_format", "instance_id")

@@ -1,9 +1,9 @@
 """Loads the model that a request wants, in place of the one that was used least recently.
 
-A model that is unloaded loses no request: its scheduler keeps them with their tokens, and they go
-on when it is loaded again. Its requests count as wanting it. So models that are all busy take
-turns, and each stays for a least time. Only one router may do this for the same schedulers, since
-two might load two models at once.
+Unloading a model loses no request: its scheduler keeps its requests with their tokens, and they
+continue after the next load. Until then they count as demand for it. So models that are all busy
+take turns, and each stays loaded for a minimum time. Only one router may do this for the same
+schedulers, since two might load two models at once.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from rpc.security.tls import ClientTls
 
 TICK_S: Final = 0.1
 _CONNECT_S: Final = 10.0
-"""How long the router may take to use a model that is loaded."""
+"""How long the router may take to connect to a scheduler whose model is loaded."""
 _RETRY_S: Final = 5.0
-"""How long a model that could not be loaded is not tried again."""
+"""Pause before the next attempt to load a model, after one that failed."""
 _AWAY_RETRY_S: Final = 0.5
-"""The same if a process was not reached, such as one that starts."""
+"""The same if a process could not be reached, such as one that is starting."""
 
 log = structlog.get_logger()
 
@@ -52,7 +52,7 @@ class OnDemand:
         self._tick_s = tick_s
         self._is_draining = False
         self._has_begun = False
-        """Whether a model was loaded or wanted; before that, the first one is."""
+        """Whether any model was loaded or asked for yet; until then the first one is wanted."""
 
     async def wait_until_loaded(self, cell: Inference) -> None:
         """Return when requests can be submitted.
@@ -106,7 +106,7 @@ class OnDemand:
                     demand.fail(UnavailableError(f"model {wanted.name!r}: {error}"))
 
     def _look(self) -> Inference | None:
-        """Note what is loaded and used; return the model that is wanted for the longest."""
+        """Note what is loaded and used; return the model that has been wanted for the longest."""
         now = asyncio.get_running_loop().time()
         for cell, demand in self._cells.items():
             has_live = cell.schedulers.num_live_seqs > 0
@@ -183,7 +183,7 @@ class OnDemand:
 
 
 class _Demand:
-    """Who wants a model, and since when it is as it is; times of the event loop's clock."""
+    """The calls that wait for a model, and its state; times are on the event loop's clock."""
 
     def __init__(self) -> None:
         self.waiters: set[asyncio.Future[None]] = set()

@@ -32,7 +32,7 @@ from scheduler_svc.workers.session import Session
 _LOOK_S: Final = 0.25
 """How often to look for prefill workers that have been attached."""
 _PAUSE_S: Final = 5.0
-"""How long two workers exchange nothing after a failure between them."""
+"""How long two workers exchange nothing after a failure between them, while both are attached."""
 _MAX_FOLLOWED: Final = 64
 """Most requests of one worker whose blocks are copied at a time."""
 _MAX_LEFT_BLOCKS: Final = 2
@@ -60,7 +60,7 @@ class Handoff:
         self._migrator = migrator
         self._tasks = BackgroundTasks()
         self._ahead: set[_Ahead] = set()
-        self._paused_until: dict[tuple[Engine, Engine], float] = {}
+        self._paused_until: dict[tuple[Session, Session], float] = {}
 
     async def run(self) -> None:
         """Watch each prefill worker while it is attached, until cancelled."""
@@ -116,7 +116,7 @@ class Handoff:
                         assert ahead is not None
                         pair = {"source": source.target, "target": ahead.engine.target}
                         log.warning("no moves between two workers", **pair, reason=str(error))
-                        self._paused_until[source, ahead.engine] = time.monotonic() + _PAUSE_S
+                        self._paused_until[giving, ahead.copy.taking] = time.monotonic() + _PAUSE_S
                         self._give_up(ahead)
                         ahead = None
                     await giving.wait_until(partial(_has_answered_after, last))
@@ -128,7 +128,7 @@ class Handoff:
         self, ahead: _Ahead | None, source: Engine, giving: Session, progress: Progress
     ) -> _Ahead | None:
         """Choose a worker with room, if there is one; else return `ahead`, which waits for it."""
-        if (found := self._find_target(source, giving, progress)) is None:
+        if (found := self._find_target(giving, progress)) is None:
             return ahead
         if ahead is not None:
             self._give_up(ahead)
@@ -162,7 +162,7 @@ class Handoff:
             await self._migrator.run(progress.live, source, ahead.engine)
         return may_move
 
-    def _find_target(self, source: Engine, giving: Session, progress: Progress) -> Engine | None:
+    def _find_target(self, giving: Session, progress: Progress) -> Engine | None:
         """Find the worker with the fewest sequences that decodes and has room for a request."""
         now = time.monotonic()
         found: list[tuple[int, Engine]] = []
@@ -170,7 +170,7 @@ class Handoff:
             taking = engine.session
             if taking is None or not taking.role.decodes or not keeps_kv(taking):
                 continue
-            if self._paused_until.get((source, engine), now) > now or taking.trouble() is not None:
+            if self._paused_until.get((giving, taking), now) > now or taking.trouble() is not None:
                 continue
             if progress.live.max_total_tokens > taking.placement_load().max_request_len:
                 continue

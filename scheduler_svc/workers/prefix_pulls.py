@@ -50,6 +50,8 @@ class PrefixPulls:
 
     def __init__(self) -> None:
         self._tasks = BackgroundTasks()
+        self._copies: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
+        """Those in progress, by the taking worker and the first block."""
         self._bytes_per_s = _FIRST_BYTES_PER_S
         self._measured_s = -_FORGET_S
 
@@ -85,17 +87,19 @@ class PrefixPulls:
         return Pull(found[0], found[1], taking, hashes[num_there:most], num_bytes, compute_s)
 
     def start(self, pull: Pull, then: Callable[[], None]) -> None:
-        """Copy a prefix, and call `then` when it is there, has failed, or has taken too long."""
-        self._tasks.start(self._run(pull, then))
+        """Copy a prefix, and call `then` when it is there, has failed, or has taken too long.
+
+        Requests that begin alike and arrive together wait for one copy.
+        """
+        key = pull.taking, pull.hashes[0]
+        if (copying := self._copies.get(key)) is None:
+            copying = self._copies[key] = self._tasks.start(self._copy(pull))
+            copying.add_done_callback(lambda _: self._copies.pop(key))
+        self._tasks.start(_wait(copying, pull.compute_s, then))
 
     def stop(self) -> None:
         """Cancel the copies in progress, when the sessions end."""
         self._tasks.stop()
-
-    async def _run(self, pull: Pull, then: Callable[[], None]) -> None:
-        copying = self._tasks.start(self._copy(pull))
-        await asyncio.wait((copying,), timeout=pull.compute_s)
-        then()
 
     async def _copy(self, pull: Pull) -> None:
         started_s = time.monotonic()
@@ -119,6 +123,11 @@ class PrefixPulls:
     def _measure(self, bytes_per_s: float) -> None:
         self._bytes_per_s = self._rate() + _WEIGHT * (bytes_per_s - self._rate())
         self._measured_s = time.monotonic()
+
+
+async def _wait(copying: asyncio.Task[None], most_s: float, then: Callable[[], None]) -> None:
+    await asyncio.wait((copying,), timeout=most_s)
+    then()
 
 
 def _can_exchange(giving: Session, taking: Session) -> bool:

@@ -50,9 +50,9 @@ class SchedulerConfig:
     eviction: Eviction = Eviction.LRU
     """Which cached block is evicted first, in every tier."""
     max_pinned_share: float = 0.25
+    """Share of the device blocks that pins may hold together."""
     max_tenant_pinned_share: float = 1.0
     """Share of the device blocks that pins of one tenant may hold."""
-    """Share of the device blocks that pins may hold together."""
     defragment_interval_s: float = 10.0
     """How often fragmentation is measured; 0: never."""
     defragment_threshold: float = 1.0

@@ -71,7 +71,9 @@ class Cells:
     def __init__(self, channel, url, http, schedulers):
         self.channel = channel
         self.http = http
-        self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self.openai = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=None
+        )
         self.stub = inference_pb2_grpc.InferenceServiceStub(channel)
         self.tiny, self.letters = schedulers
 

@@ -120,6 +120,18 @@ async def test_two_workers_rest_after_a_failure_between_them(p, d):
     finish(p, d)
 
 
+async def test_a_worker_that_came_back_does_not_rest(p, d):
+    d.pull_error = UnavailableError("cannot read")
+    came_back = FakeSession(role=Role.DECODE)
+    async with handing_off(p=p, d=d) as handoff:
+        came_back.oracle, came_back.others = p.oracle, p.others
+        p.submit(0, PROMPT, MAX_TOKENS)
+        await until(lambda: handoff._paused_until)
+        handoff._roster.engine("d").session = came_back
+        await until(lambda: list(came_back.core.live))
+    finish(p, came_back)
+
+
 @pytest.mark.parametrize("lost", ["p", "d"])
 async def test_nothing_is_lost_with_either_worker_during_the_move(p, d, lost):
     sessions = {"p": p, "d": d}

@@ -23,6 +23,7 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls, ServerTls, server_credentials
 from rpc.status import ErrorInterceptor
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 from tests.certificates import Authority
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 64
@@ -74,7 +75,9 @@ async def serving(path, pool, dtype="float32", *, files=None, **fields):
     tls = None if files is None else ClientTls(files.ca, files.cert, files.key)
     service = WorkerService(tls)
     service.open(info, Steps(pool))
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor()], options=channel_options(DEFAULT_MAX_MESSAGE_MB)
+    )
     service.service().add(server)
     target = f"unix:{path}"
     if files is None:
@@ -238,7 +241,7 @@ class BadSource(worker_pb2_grpc.WorkerServiceServicer):
     ],
 )
 async def test_source_that_gives_something_else_is_not_believed(target, tmp_path, pieces, words):
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=channel_options(DEFAULT_MAX_MESSAGE_MB))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(BadSource(*pieces), server)
     server.add_insecure_port(f"unix:{tmp_path}/bad")
     await server.start()

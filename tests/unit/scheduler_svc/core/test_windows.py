@@ -3,6 +3,11 @@
 import pytest
 from core_driver import answer, chunks, make_core, new, schedule, submit
 
+from contract.limits import STATE_WINDOW
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.sequence import SeqStatus
+from scheduler_svc.core.values.config import PreemptionMode
+
 SIZES = {
     "num_blocks": 3000,
     "block_size": 16,
@@ -77,3 +82,25 @@ def test_a_window_with_a_hole_is_no_hit():
     last_of_window = found.ready[found.places.index(7 * 2 + 1)]
     core.pool.forget([last_of_window])
     assert core.lookup.find(seq).num_tokens == 28
+
+
+def test_a_recurrent_sequence_is_computed_again_even_if_the_host_has_room():
+    """Its step in flight advances the state beyond the tokens that are known."""
+    core = make_core(
+        kv_windows=(None, STATE_WINDOW),
+        num_blocks=40,
+        num_host_blocks=20,
+        bytes_per_block=100,
+        preemption_mode=PreemptionMode.SWAP,
+    )
+    submit(core, 0, range(6))
+    answer(core, schedule(core), 0)
+    decode = schedule(core)
+    (seq,) = core.running
+    core.preemption.preempt(seq, must_swap=True)
+    check(core)
+    assert (seq.status, seq.host_block_ids) == (SeqStatus.WAITING, ())
+    answer(core, decode, 0)
+    again = schedule(core)
+    assert not again.swap_in_src_block_ids.size
+    assert [each[1] for each in new(again)] == [4], "it goes on behind its only full block"
