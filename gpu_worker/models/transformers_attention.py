@@ -145,7 +145,7 @@ def base_name(causal: Any) -> str:
         return str(prefix)
     # Some text models that also exist within larger ones have the prefix of these.
     children = causal.named_children()
-    names = [name for name, child in children if isinstance(child, PreTrainedModel)]
+    names = [str(name) for name, child in children if isinstance(child, PreTrainedModel)]
     if len(names) != 1:
         raise ModelError("its model without the head cannot be found")
     return names[0]
