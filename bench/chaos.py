@@ -31,8 +31,8 @@ not, and its text compared with what it was alone:
 With --agent, an agent works through so many turns with a tool, by /v1/responses and then by
 /v1/messages, on simulated workers that play its model's outputs. Every ten seconds router,
 scheduler or worker are killed in turn, and once all of them at the same time.
-`transcripts_that_differ` counts the APIs by which it said, called or was told anything else, byte
-for byte, than undisturbed.
+A transcript is what it said, called and was told. `transcripts_that_differ` counts the APIs whose
+transcript is not, byte for byte, that of an undisturbed run.
 
 Ends with 1 if any of these is not as it should be.
 """
@@ -283,7 +283,7 @@ async def run_agent(given: argparse.Namespace) -> Results:
                 agent = Agent(service.urls, api, chance)
                 working = asyncio.create_task(agent.run())
                 names = itertools.cycle(
-                    ("router-0", "", "scheduler", "worker-0", "router-1", "scheduler", "worker-1")
+                    ("", "router-0", "scheduler", "worker-0", "router-1", "scheduler", "worker-1")
                 )
                 for killed in names:
                     await asyncio.wait([working], timeout=given.turn_kills_every)

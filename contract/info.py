@@ -20,7 +20,7 @@ class MemoryLevel(Enum):
 
 
 class Role(StrEnum):
-    """What a worker is for, while there are workers for the rest. It can compute everything."""
+    """Which part of a request a worker is given, if others take the rest. It can compute all."""
 
     BOTH = "both"
     PREFILL = "prefill"

@@ -55,6 +55,8 @@ _HANDLER_KINDS: Final = {
 }
 """A handler's attribute and constructor, by whether requests and responses are streams."""
 
+_END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
+
 log = structlog.get_logger()
 
 
@@ -182,7 +184,7 @@ def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
         except DecodeError as error:
             return _no_message(error)
         except errors.QuireError as error:  # of an interceptor that looks at the bytes
-            return error
+            return error.with_traceback(None)  # its frames hold the bytes
 
     return parse
 
@@ -195,7 +197,30 @@ def _no_message(error: DecodeError) -> errors.InvalidArgumentError:
 
 def _check(request: Any) -> None:
     if isinstance(request, errors.QuireError):  # see `_or_error`
-        raise request
+        try:
+            raise request
+        finally:
+            del request  # the error has this frame; they must not hold each other
+
+
+async def _abort(context: Any, status: tuple[grpc.StatusCode, str, TrailingMetadata]) -> None:
+    """End a call; the caller must not hold `context` or the request any more.
+
+    gRPC's context keeps the error that this raises. If one of the error's frames held the context,
+    both would stay until a garbage collection, with all that the frames hold.
+    """
+    aborting = context.abort(*status)
+    del context
+    try:
+        await aborting
+    except grpc.aio.AbortError as error:
+        raise error.with_traceback(None) from None
+
+
+async def _received(context: Any) -> AsyncIterator[Any]:
+    """Yield a call's requests; gRPC's own iterator holds itself, and so the last of them."""
+    while (request := await context.read()) is not _END:
+        yield request
 
 
 def _wrap(behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[..., Any]:
@@ -210,6 +235,8 @@ def _wrap(behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[
         async def generate(request: Any, context: Any) -> AsyncIterator[Any]:
             try:
                 _check(request)
+                if request_streaming:
+                    request = _received(context)
                 async with contextlib.aclosing(behavior(request, context)) as responses:
                     async for response in responses:
                         yield response
@@ -219,23 +246,25 @@ def _wrap(behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[
                 status = error_to_status(blamed(error))
             else:
                 return
-            del request  # see below
-            await context.abort(*status)
+            aborting = _abort(context, status)
+            del request, context
+            await aborting
 
         return generate
 
     async def call(request: Any, context: Any) -> Any:
         try:
             _check(request)
+            if request_streaming:
+                request = _received(context)
             return await behavior(request, context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 - no caller handles it
             status = error_to_status(blamed(error))
-        # gRPC's context keeps what `abort` raises, with this frame and the error that is handled,
-        # until a full garbage collection: they must not hold a large request.
-        del request
-        return await context.abort(*status)
+        aborting = _abort(context, status)
+        del request, context
+        return await aborting
 
     return call
 

@@ -1,8 +1,8 @@
 """The scheduler process: constructs all its parts and runs them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -24,7 +24,7 @@ from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, Sp
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.observers.spans import SequenceSpans
 from scheduler_svc.operations.handoff import Handoff
-from scheduler_svc.operations.kept_state import StateFile, restore_pools
+from scheduler_svc.operations.kept_state import StateFile, accounts_of, restore_pools
 from scheduler_svc.operations.loading import Loading, WorkerCalls
 from scheduler_svc.operations.migration import Drainer, Migrator
 from scheduler_svc.operations.resizing import Resizer
@@ -122,7 +122,7 @@ async def _run_scheduler(
     kv_events, kv_event_service = _open_kv_events(epoch) if settings.kv_events else (None, None)
 
     def make_engine(target: str) -> Engine:
-        open_core: OpenCore = partial(_open_core, settings, recordings)
+        open_core: OpenCore = partial(_open_core, settings, recordings, state)
         if kv_events is not None:
             open_core = kv_events.watched(target, open_core)
         config = WorkerClientConfig(
@@ -133,6 +133,7 @@ async def _run_scheduler(
             max_message_mb=settings.max_message_mb,
             tls=settings.client_tls,
             lost_after_s=settings.worker_silence_s,
+            is_cut_off=lambda: streams.are_silent,
         )
         return Engine(
             target,
@@ -174,9 +175,10 @@ async def _run_scheduler(
         side_tasks.run(fleet.run(workers, make_engine, metrics.forget), "engines")
         side_tasks.run(servicer.expire_resumable(), "resumable requests")
         side_tasks.run(fleet.watch(), "hanging workers")
-        side_tasks.run(state.run(), "state file")
+        side_tasks.run(state.run(lambda: accounts_of(roster)), "state file")
         side_tasks.run(restore_pools(state, roster, resizer), "sizes of pools")
         side_tasks.run(servicer.send_heartbeats(), "heartbeats")
+        side_tasks.run(streams.watch(), "silent routers")
         side_tasks.run(queue_room.run(), "room in the queues")
         if kv_events is not None and settings.kv_events_zmq:
             side_tasks.run(_publish_kv_events(kv_events, settings), "KV events over ZeroMQ")
@@ -259,13 +261,18 @@ async def _publish_kv_events(events: "KvEvents", settings: SchedulerSettings) ->
     await outlet.run()
 
 
+@contextmanager
 def _open_core(
-    settings: SchedulerSettings, recordings: Recordings | None, info: WorkerInfo
-) -> AbstractContextManager[Scheduler]:
+    settings: SchedulerSettings, recordings: Recordings | None, state: StateFile, info: WorkerInfo
+) -> Iterator[Scheduler]:
     config = _configure_core(settings, info)
-    return (
+    opened = (
         nullcontext(Scheduler(config)) if recordings is None else recordings.open_core(info, config)
     )
+    with opened as core:
+        if accounts := state.accounts_of(info.worker_id):
+            core.restore_accounts(accounts.items())
+        yield core
 
 
 def _configure_core(settings: SchedulerSettings, info: WorkerInfo) -> SchedulerConfig:

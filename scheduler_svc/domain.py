@@ -37,6 +37,14 @@ class DropSource:
     source: SourceId
 
 
+@dataclass(frozen=True, slots=True)
+class UnpinPrompt:
+    """Drop the pins of a request's prompt."""
+
+    tenant: str
+    request_id: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DefragmentBlocks:
     """Run a pass of defragmentation; `done` receives its report."""
@@ -44,7 +52,7 @@ class DefragmentBlocks:
     done: Future[DefragmentationReport]
 
 
-Command: TypeAlias = SubmitRequest | CancelSequences | DropSource | DefragmentBlocks
+Command: TypeAlias = SubmitRequest | CancelSequences | DropSource | UnpinPrompt | DefragmentBlocks
 """Commands, which a session applies to its core between two steps."""
 
 

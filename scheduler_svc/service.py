@@ -231,11 +231,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._cancel(message.cancel.seq_keys, stream)
             case "resume":
                 self._resume(message.resume, stream)
+            case "beat":
+                stream.on_beat()
             case "leave":
                 if not message.leave.seq_keys:
                     raise InvalidArgumentError("leave.seq_keys", "is empty; it must have 1 or more")
                 if not self._resumables.leave(stream, message.leave.seq_keys[0], time.monotonic()):
                     self._cancel(message.leave.seq_keys, stream)
+            case "unpin":
+                self._fleet.unpin(message.unpin.tenant, message.unpin.request_id)
             case "hello":
                 raise InvalidArgumentError("hello", "came twice; it must come once")
             case _:

@@ -29,8 +29,9 @@ class SchedulerSettings(ProcessSettings):
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """How often dns: names are looked up, in seconds."""
     state_file: Path | None = None
-    """A file for the LoRA adapters that operators load and the sizes that they give pools, which
-    the next start sets again; schedulers that stand by for each other share it. Default: none."""
+    """A file for the LoRA adapters that operators load, the sizes that they give pools and the
+    accounts of the policy, with which the next start goes on; schedulers that stand by for each
+    other share it. Default: none."""
     scheduler_id: Annotated[str, Field(min_length=1, max_length=128)] = "scheduler"
     """Name of this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None

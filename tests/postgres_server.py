@@ -42,18 +42,22 @@ def postgres_server() -> Iterator[PostgresServer]:
     initdb, postgres = shutil.which("initdb", path=path), shutil.which("postgres", path=path)
     if initdb is None or postgres is None:
         pytest.skip("PostgreSQL is not installed")
-    user = "postgres" if os.getuid() == 0 else None  # it does not run as root
+    as_user: list[str] = []
+    if os.getuid() == 0:  # PostgreSQL does not run as root
+        # `Popen(user=…)` would fork, and a fork segfaults while gRPC's threads run; without it,
+        # Popen uses vfork.
+        as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--init-groups"]
     directory = Path(tempfile.mkdtemp(prefix="quire-pg-"))
     data = directory / "data"
     try:
-        if user is not None:
-            shutil.chown(directory, user)
+        if as_user:
+            shutil.chown(directory, "postgres")
         command = [initdb, "-D", str(data), "-U", _USER, "-A", "trust", "-N", "-E", "UTF8"]
-        subprocess.run(command, user=user, check=True, stdout=subprocess.DEVNULL, cwd=directory)
+        subprocess.run([*as_user, *command], check=True, stdout=subprocess.DEVNULL, cwd=directory)
         options = ("fsync=off", "listen_addresses=", f"unix_socket_directories={directory}")
         server = subprocess.Popen(
-            [postgres, "-D", str(data), *(part for each in options for part in ("-c", each))],
-            user=user,
+            [*as_user, postgres, "-D", str(data)]
+            + [part for each in options for part in ("-c", each)],
             cwd=directory,
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

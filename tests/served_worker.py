@@ -8,12 +8,15 @@ import grpc.aio
 from quire.v1 import worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.status import ErrorInterceptor
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 
 
 @contextlib.asynccontextmanager
 async def served(service, path):
     """Yield a stub of a `WorkerService` that listens on the Unix socket at `path`."""
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor()], options=channel_options(DEFAULT_MAX_MESSAGE_MB)
+    )
     service.service().add(server)
     server.add_insecure_port(f"unix:{path}")
     await server.start()

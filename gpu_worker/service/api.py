@@ -275,8 +275,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise _still_loading()
         newest = self._attachments.newest
         attachment = newest or Attachment(number=0, epoch=0)
-        if request.epoch and request.epoch == attachment.epoch:
-            self._attachments.num_beats += 1
+        self._attachments.hear(request.epoch, is_cut_off=request.is_cut_off)
         return worker_pb2.DescribeDeviceResponse(
             worker=None if self._info is None else worker_info_to_proto(self._info),
             epoch=attachment.epoch,
@@ -289,6 +288,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             ),
             is_unloaded=self._is_unloaded,
             num_beats=self._attachments.num_beats,
+            is_cut_off=self._attachments.is_cut_off,
         )
 
     async def ReadKv(  # noqa: N802 - the proto's name

@@ -17,8 +17,7 @@ import triton.language as tl
 from kernels.checks import attention_out, check_attended, check_options, check_rows
 from kernels.sequences import Sequences
 from kernels.triton.launch import Launch
-from kernels.triton.quantized import as_bits
-from kernels.triton.tile import LOG2_E, attend_positions, group_heads, scale_strides, strides
+from kernels.triton.tile import attend_arguments, attend_positions, group_heads
 from kernels.tuning.configs import DecodeConfig, config_of, num_processors, shape_of
 
 _MIN_SEQS: Final = (
@@ -65,7 +64,7 @@ def _attend_splits_kernel(
     scale_log2,  # scale * log2(e)
     softcap_log2,  # softcap * log2(e), or None
     window,  # positions, or None
-    query_stride_s,
+    query_stride_t,
     query_stride_h,
     key_stride_b,
     key_stride_p,
@@ -124,12 +123,12 @@ def _attend_splits_kernel(
         end = tl.minimum(start + size, seq_len)
 
         head = (kv_head * G + row).to(tl.int64)
-        q_ptr = query + seq * query_stride_s + head[:, None] * query_stride_h + dim[None, :]
+        q_ptr = query + seq * query_stride_t + head[:, None] * query_stride_h + dim[None, :]
         q = tl.load(q_ptr, mask=row_mask, other=0.0)
         q_rest = None
         if REST > 0:
             rest = tl.arange(0, REST_DIMS)
-            q_row = query + seq * query_stride_s + head * query_stride_h
+            q_row = query + seq * query_stride_t + head * query_stride_h
             rest_ptr = q_row[:, None] + D + rest[None, :]
             rest_mask = (row < G)[:, None] & (rest < REST)[None, :]
             q_rest = tl.load(rest_ptr, mask=rest_mask, other=0.0)
@@ -339,53 +338,26 @@ def prepare_decode(
     """
     check_attended(query, key_cache, value_cache, key_scales, value_scales)
     check_options(query, window, softcap, sinks)
-    _, num_heads, query_dim = query.shape
-    head_dim = value_cache.shape[3]
+    num_heads, head_dim = out.shape[1:]
     config = config_of(DecodeConfig, query.device, shape_of(query, value_cache))
     heads = group_heads(num_heads, _MOST_ROWS, key_cache, value_cache, key_scales, value_scales)
     block_size, num_kv_heads = heads.key_cache.shape[1:3]
     max_splits = triton.cdiv(config.max_pieces, num_kv_heads)
     num_programs = num_processors(query.device) * config.programs_per_processor
-    both = {
-        "sinks": sinks,
-        "out": out,
-        "window": window,
-        "H": num_heads,
-        "D": head_dim,
-        "DIMS": max(16, triton.next_power_of_2(head_dim)),
-        "POSITIONS": config.positions,
-        "SPLIT": config.split,
-        "MAX_SPLITS": max_splits,
-    }
-    values = heads.key_cache if heads.value_cache is None else heads.value_cache
+    splits = {"SPLIT": config.split, "MAX_SPLITS": max_splits}
+    arguments = attend_arguments(query, heads, out, config, scale, window, softcap, sinks)
     attend = Launch(
         _attend_splits_kernel,
-        both
-        | {
-            "query": query,
-            "key_cache": as_bits(heads.key_cache),
-            "value_cache": None if heads.value_cache is None else as_bits(heads.value_cache),
-            "key_scales": heads.key_scales,
-            "value_scales": heads.value_scales,
-            "scale_log2": scale * LOG2_E,
-            "softcap_log2": None if softcap is None else softcap * LOG2_E,
-            **strides("query", "sh", query.stride()),
-            **strides("key", "bph", heads.key_cache.stride()),
-            **strides("value", "bph", values.stride()),
-            **strides("key_scale", "bph", scale_strides(heads.key_scales)),
-            **strides("value_scale", "bph", scale_strides(heads.value_scales)),
-            "HKV": num_kv_heads,
-            "P": block_size,
-            "ROWS": max(16, triton.next_power_of_2(heads.group)),
-            "REST": query_dim - head_dim,
-            "REST_DIMS": max(16, triton.next_power_of_2(query_dim - head_dim)),
-            "NUM_STAGES": config.num_stages,
-        },
+        arguments
+        | splits
+        | {"HKV": num_kv_heads, "ROWS": max(16, triton.next_power_of_2(heads.group))},
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
+    of_both = ("sinks", "out", "window", "H", "D", "DIMS", "POSITIONS")
     reduce = Launch(
         _reduce_splits_kernel,
-        both
+        {name: arguments[name] for name in of_both}
+        | splits
         | {
             "SPLITS": triton.next_power_of_2(max_splits),
             "SPLIT_TILE": min(16, triton.next_power_of_2(max_splits)),

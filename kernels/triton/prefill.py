@@ -16,8 +16,7 @@ import triton.language as tl
 from kernels.checks import attention_out, check_attended, check_options
 from kernels.sequences import Sequences
 from kernels.triton.launch import Launch
-from kernels.triton.quantized import as_bits
-from kernels.triton.tile import LOG2_E, attend_positions, group_heads, scale_strides, strides
+from kernels.triton.tile import attend_arguments, attend_positions, group_heads
 from kernels.tuning.configs import PrefillConfig, config_of, shape_of
 
 
@@ -263,44 +262,16 @@ def prepare_prefill(
     """
     check_attended(query, key_cache, value_cache, key_scales, value_scales)
     check_options(query, window, softcap, sinks)
-    num_tokens, num_heads, query_dim = query.shape
-    head_dim = value_cache.shape[3]
+    num_tokens, num_heads, _ = query.shape
     config = config_of(PrefillConfig, query.device, shape_of(query, value_cache))
     heads = group_heads(num_heads, config.rows, key_cache, value_cache, key_scales, value_scales)
-    block_size, num_kv_heads = heads.key_cache.shape[1:3]
+    num_kv_heads = heads.key_cache.shape[2]
     rows = max(config.rows, triton.next_power_of_2(heads.group))
     tokens = rows // heads.group
-    values = heads.key_cache if heads.value_cache is None else heads.value_cache
     attend = Launch(
         _attend_chunks_kernel,
-        {
-            "query": query,
-            "key_cache": as_bits(heads.key_cache),
-            "value_cache": None if heads.value_cache is None else as_bits(heads.value_cache),
-            "key_scales": heads.key_scales,
-            "value_scales": heads.value_scales,
-            "sinks": sinks,
-            "out": out,
-            "scale_log2": scale * LOG2_E,
-            "softcap_log2": None if softcap is None else softcap * LOG2_E,
-            "window": window,
-            **strides("query", "th", query.stride()),
-            **strides("key", "bph", heads.key_cache.stride()),
-            **strides("value", "bph", values.stride()),
-            **strides("key_scale", "bph", scale_strides(heads.key_scales)),
-            **strides("value_scale", "bph", scale_strides(heads.value_scales)),
-            "H": num_heads,
-            "G": heads.group,
-            "D": head_dim,
-            "P": block_size,
-            "ROWS": rows,
-            "TOKENS": tokens,
-            "DIMS": max(16, triton.next_power_of_2(head_dim)),
-            "REST": query_dim - head_dim,
-            "REST_DIMS": max(16, triton.next_power_of_2(query_dim - head_dim)),
-            "POSITIONS": config.positions,
-            "NUM_STAGES": config.num_stages,
-        },
+        attend_arguments(query, heads, out, config, scale, window, softcap, sinks)
+        | {"G": heads.group, "ROWS": rows, "TOKENS": tokens},
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
 

@@ -11,13 +11,14 @@ are their first D.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.quantized import plain_numbers, unit_of
+from kernels.triton.quantized import as_bits, plain_numbers, unit_of
+from kernels.tuning.configs import DecodeConfig, PrefillConfig
 
 LOG2_E: Final = 1.4426950408889634  # scores are scaled by it, so that exp2 is the exponential
 
@@ -275,16 +276,6 @@ def _load(pointer, inside, dim_mask, IS_MASKED: tl.constexpr, IS_WHOLE: tl.const
     return tile
 
 
-def scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
-    """Return the strides of [B, P, HKV]; zeros without scales."""
-    return (0, 0, 0) if scales is None else scales.stride()
-
-
-def strides(name: str, dims: str, values: Sequence[int]) -> dict[str, int]:
-    """Return strides by the names of a kernel's arguments, `{name}_stride_{dim}`."""
-    return {f"{name}_stride_{dim}": value for dim, value in zip(dims, values, strict=False)}
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Heads:
     """The heads that one program attends with, and the caches as it sees them."""
@@ -330,3 +321,54 @@ def group_heads(
     num_kv_heads = group // repeated
     scales = None if key_scales is None else key_scales.expand(-1, -1, num_kv_heads)
     return Heads(repeated, key_cache.expand(-1, -1, num_kv_heads, -1), None, scales, scales)
+
+
+def attend_arguments(
+    query: torch.Tensor,
+    heads: Heads,
+    out: torch.Tensor,
+    config: DecodeConfig | PrefillConfig,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> dict[str, Any]:
+    """Return the arguments that both kernels have, by name."""
+    values = heads.key_cache if heads.value_cache is None else heads.value_cache
+    _, num_heads, query_dim = query.shape
+    head_dim = out.shape[2]
+    rest = query_dim - head_dim
+    return {
+        "query": query,
+        "key_cache": as_bits(heads.key_cache),
+        "value_cache": None if heads.value_cache is None else as_bits(heads.value_cache),
+        "key_scales": heads.key_scales,
+        "value_scales": heads.value_scales,
+        "sinks": sinks,
+        "out": out,
+        "scale_log2": scale * LOG2_E,
+        "softcap_log2": None if softcap is None else softcap * LOG2_E,
+        "window": window,
+        **_strides("query", "th", query.stride()),
+        **_strides("key", "bph", heads.key_cache.stride()),
+        **_strides("value", "bph", values.stride()),
+        **_strides("key_scale", "bph", scale_strides(heads.key_scales)),
+        **_strides("value_scale", "bph", scale_strides(heads.value_scales)),
+        "H": num_heads,
+        "D": head_dim,
+        "P": heads.key_cache.shape[1],
+        "DIMS": max(16, triton.next_power_of_2(head_dim)),
+        "REST": rest,
+        "REST_DIMS": max(16, triton.next_power_of_2(rest)),
+        "POSITIONS": config.positions,
+        "NUM_STAGES": config.num_stages,
+    }
+
+
+def _strides(name: str, dims: str, values: Sequence[int]) -> dict[str, int]:
+    return {f"{name}_stride_{dim}": value for dim, value in zip(dims, values, strict=False)}
+
+
+def scale_strides(scales: torch.Tensor | None) -> tuple[int, ...]:
+    """Return the strides of [B, P, HKV]; zeros without scales."""
+    return (0, 0, 0) if scales is None else scales.stride()

@@ -119,7 +119,7 @@ class HeldPins(_message.Message):
     def __init__(self, labels: _Optional[bytes] = ..., left_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s", "num_disk_blocks", "disk_bytes_per_s", "instance_id", "takes_kv", "num_draft_tokens", "max_num_blocks", "min_num_blocks", "num_saturating_tokens", "host_is_device_memory", "can_unload", "kv_windows", "takes_whole_prompts", "role", "has_far_kv")
+    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s", "num_disk_blocks", "disk_bytes_per_s", "instance_id", "takes_kv", "num_draft_tokens", "max_num_blocks", "min_num_blocks", "num_saturating_tokens", "host_is_device_memory", "can_unload", "kv_windows", "takes_whole_prompts", "role", "kv_chunks", "has_far_kv")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +145,7 @@ class WorkerInfo(_message.Message):
     KV_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     TAKES_WHOLE_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    KV_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     HAS_FAR_KV_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     device: str
@@ -171,8 +172,9 @@ class WorkerInfo(_message.Message):
     kv_windows: _containers.RepeatedScalarFieldContainer[int]
     takes_whole_prompts: bool
     role: WorkerRole
+    kv_chunks: _containers.RepeatedScalarFieldContainer[int]
     has_far_kv: bool
-    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., instance_id: _Optional[int] = ..., takes_kv: bool = ..., num_draft_tokens: _Optional[int] = ..., max_num_blocks: _Optional[int] = ..., min_num_blocks: _Optional[int] = ..., num_saturating_tokens: _Optional[int] = ..., host_is_device_memory: bool = ..., can_unload: bool = ..., kv_windows: _Optional[_Iterable[int]] = ..., takes_whole_prompts: bool = ..., role: _Optional[_Union[WorkerRole, str]] = ..., has_far_kv: bool = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., instance_id: _Optional[int] = ..., takes_kv: bool = ..., num_draft_tokens: _Optional[int] = ..., max_num_blocks: _Optional[int] = ..., min_num_blocks: _Optional[int] = ..., num_saturating_tokens: _Optional[int] = ..., host_is_device_memory: bool = ..., can_unload: bool = ..., kv_windows: _Optional[_Iterable[int]] = ..., takes_whole_prompts: bool = ..., role: _Optional[_Union[WorkerRole, str]] = ..., kv_chunks: _Optional[_Iterable[int]] = ..., has_far_kv: bool = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("epoch", "step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "kv_commands", "chunk_rows", "chunk_lens", "num_decodes", "renamed_src_block_ids", "renamed_dst_block_ids", "labelled_block_ids", "labels", "pinned_labels", "pinned_s", "placements")
@@ -345,13 +347,15 @@ class SampledLogprob(_message.Message):
     def __init__(self, index: _Optional[int] = ..., logprob: _Optional[_Union[_common_pb2.TokenLogprob, _Mapping]] = ...) -> None: ...
 
 class DescribeDeviceRequest(_message.Message):
-    __slots__ = ("epoch",)
+    __slots__ = ("epoch", "is_cut_off")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IS_CUT_OFF_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+    is_cut_off: bool
+    def __init__(self, epoch: _Optional[int] = ..., is_cut_off: bool = ...) -> None: ...
 
 class DescribeDeviceResponse(_message.Message):
-    __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler", "memory_level", "is_unloaded", "num_beats")
+    __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler", "memory_level", "is_unloaded", "num_beats", "is_cut_off")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -360,6 +364,7 @@ class DescribeDeviceResponse(_message.Message):
     MEMORY_LEVEL_FIELD_NUMBER: _ClassVar[int]
     IS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
     NUM_BEATS_FIELD_NUMBER: _ClassVar[int]
+    IS_CUT_OFF_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     epoch: int
     step_id: int
@@ -368,7 +373,8 @@ class DescribeDeviceResponse(_message.Message):
     memory_level: _common_pb2.MemoryLevel
     is_unloaded: bool
     num_beats: int
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ..., is_unloaded: bool = ..., num_beats: _Optional[int] = ...) -> None: ...
+    is_cut_off: bool
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ..., is_unloaded: bool = ..., num_beats: _Optional[int] = ..., is_cut_off: bool = ...) -> None: ...
 
 class ReadKvRequest(_message.Message):
     __slots__ = ("epoch", "host_block_ids", "kv_format", "instance_id", "transfer")

@@ -168,6 +168,11 @@ class Schedulers:
         if (link := self._link_of(live)) is not None:
             link.leave(live)
 
+    def unpin(self, request_id: str, tenant: str) -> None:
+        """Drop the pins of a request's prompt wherever they are."""
+        for link in self._links:
+            link.unpin(request_id, tenant)
+
     def is_kept(self, live: LiveRequest) -> bool:
         """Whether a connected scheduler has the request."""
         link = self._link_of(live)

@@ -220,10 +220,13 @@ class Turns:
         return await self.find(turn.tenant, turn.id, turn.kind)
 
     async def delete(self, turn: Turn) -> bool:
-        """Cancel and delete a turn; whether it was there."""
+        """Cancel, delete and unpin a turn; whether it was there."""
         if (running := self._running.get(turn.id)) is not None:
             await self._cancel(running)
-        return await self.store.delete(turn.tenant, turn.id)
+        was_there = await self.store.delete(turn.tenant, turn.id)
+        with contextlib.suppress(NotFoundError):  # no model serves it any more
+            self._cells.of(turn.model).schedulers.unpin(turn.id, turn.tenant)
+        return was_there
 
     async def _cancel(self, running: RunningTurn) -> None:
         running.is_cancelled = True
@@ -292,12 +295,12 @@ class Turns:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _submit(self, running: RunningTurn) -> LiveRequest:
-        if running.record is not None:
-            cell = await self._cells.use(running.turn.model)
-            return cell.restart(record_from_bytes(running.record), running.events)
         turn = running.turn
+        cell = await self._cells.use(turn.model)  # a prompt is made with the model's limits
+        if running.record is not None:
+            return cell.restart(record_from_bytes(running.record), running.events)
         request = await self._kinds[turn.kind].request(turn)
-        live = await self._cells.generate(request, is_kept=True)
+        live = await cell.generate(request, is_kept=True)
         running.record = record_to_bytes(live, request)
         return live
 

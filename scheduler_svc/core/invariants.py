@@ -177,6 +177,9 @@ def _check_pins(core: Scheduler) -> None:
     for tenant, num in by_tenant.items():
         _expect(num == pins.num_of(tenant), f"tenant {tenant!r} has {num} pins")
     _expect(set(pins.by_end) == set(pins.ends), "a pin has no end, or an end has no pin")
+    owned = Counter(block for blocks in pins.owned.values() for block in blocks)
+    _expect(owned.keys() <= pins.ends.keys(), "a request has a pin that has no end")
+    _expect(all(num == 1 for num in owned.values()), "a pin has two requests")
     first = min(((end, place) for end, place in pins.ends.values()), default=None)
     head = pins.by_end.first()
     is_first = head is None or pins.ends[head[1]] == first

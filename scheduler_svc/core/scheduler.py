@@ -188,6 +188,10 @@ class Scheduler:
         self.tier.disk.pool.find_in(watch.table(CacheTier.DISK))
         self.running.publisher.watch = watch
 
+    def restore_accounts(self, accounts: Iterable[tuple[str, float]]) -> None:
+        """Continue the accounts of an earlier core's policy; call before anything else."""
+        self.policy.restore(dict(accounts))
+
     # --- requests -------------------------------------------------------------------------------
 
     def submit(self, request: Request, now: float) -> None:
@@ -222,6 +226,10 @@ class Scheduler:
         """Cancel all sequences of a source that is gone."""
         for seq in self.live.of_source(source):
             self._finish(seq, FinishReason.CANCELLED)
+
+    def unpin(self, tenant: str, request_id: str) -> None:
+        """Drop the pins of a request's prompt, except those that a later request has extended."""
+        self.pins.unpin(tenant, request_id)
 
     def check_deadline(self, request: Request, now: float, rates: WorkerRates) -> None:
         """Check that a new request could meet its deadline here; changes nothing.

@@ -27,10 +27,12 @@ FORMAT_VERSION: Final = 2
 MAGIC: Final = b"QUIREREC"
 
 CALLS: Final = (
+    "restore_accounts",
     "inherit",
     "submit",
     "cancel",
     "cancel_source",
+    "unpin",
     "schedule",
     "update",
     "set_memory_level",

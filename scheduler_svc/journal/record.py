@@ -73,7 +73,9 @@ def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         for key, value in arguments.items():
-            if isinstance(value, Iterable):  # it may be an iterator, which can be read only once
+            if isinstance(value, Iterable) and not isinstance(
+                value, str
+            ):  # it may be an iterator, which can be read only once
                 arguments[key] = tuple(value)
         core: RecordedScheduler = arguments["self"]
         told = {key: value for key, value in arguments.items() if key != "self"}

@@ -17,6 +17,7 @@ from typing import Final
 import structlog
 
 from contract.errors import FailedPreconditionError, QuireError, UnavailableError
+from contract.limits import STATE_WINDOW
 from contract.step import StepId
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.moved_request import MovableRequest, Progress
@@ -32,7 +33,7 @@ from scheduler_svc.workers.session import Session
 _LOOK_S: Final = 0.25
 """How often to look for prefill workers that have been attached."""
 _PAUSE_S: Final = 5.0
-"""How long two workers exchange nothing after a failure between them."""
+"""How long two workers exchange nothing after a failure between them, while both are attached."""
 _MAX_FOLLOWED: Final = 64
 """Most requests of one worker whose blocks are copied at a time."""
 _MAX_LEFT_BLOCKS: Final = 2
@@ -60,7 +61,7 @@ class Handoff:
         self._migrator = migrator
         self._tasks = BackgroundTasks()
         self._ahead: set[_Ahead] = set()
-        self._paused_until: dict[tuple[Engine, Engine], float] = {}
+        self._paused_until: dict[tuple[Session, Session], float] = {}
 
     async def run(self) -> None:
         """Watch each prefill worker while it is attached, until cancelled."""
@@ -75,7 +76,7 @@ class Handoff:
                 takes_decodes = any(each.role.decodes and keeps_kv(each) for each in sessions)
                 for engine in self._roster.engines:
                     session = engine.session
-                    if session is None or session.role.decodes:
+                    if session is None or session.role.decodes or _keeps_states(session):
                         continue
                     session.paces_prompts = not takes_decodes
                     if session not in watched:
@@ -116,7 +117,7 @@ class Handoff:
                         assert ahead is not None
                         pair = {"source": source.target, "target": ahead.engine.target}
                         log.warning("no moves between two workers", **pair, reason=str(error))
-                        self._paused_until[source, ahead.engine] = time.monotonic() + _PAUSE_S
+                        self._paused_until[giving, ahead.copy.taking] = time.monotonic() + _PAUSE_S
                         self._give_up(ahead)
                         ahead = None
                     await giving.wait_until(partial(_has_answered_after, last))
@@ -128,7 +129,7 @@ class Handoff:
         self, ahead: _Ahead | None, source: Engine, giving: Session, progress: Progress
     ) -> _Ahead | None:
         """Choose a worker with room, if there is one; else return `ahead`, which waits for it."""
-        if (found := self._find_target(source, giving, progress)) is None:
+        if (found := self._find_target(giving, progress)) is None:
             return ahead
         if ahead is not None:
             self._give_up(ahead)
@@ -162,7 +163,7 @@ class Handoff:
             await self._migrator.run(progress.live, source, ahead.engine)
         return may_move
 
-    def _find_target(self, source: Engine, giving: Session, progress: Progress) -> Engine | None:
+    def _find_target(self, giving: Session, progress: Progress) -> Engine | None:
         """Find the worker with the fewest sequences that decodes and has room for a request."""
         now = time.monotonic()
         found: list[tuple[int, Engine]] = []
@@ -170,7 +171,7 @@ class Handoff:
             taking = engine.session
             if taking is None or not taking.role.decodes or not keeps_kv(taking):
                 continue
-            if self._paused_until.get((source, engine), now) > now or taking.trouble() is not None:
+            if self._paused_until.get((giving, taking), now) > now or taking.trouble() is not None:
                 continue
             if progress.live.max_total_tokens > taking.placement_load().max_request_len:
                 continue
@@ -187,6 +188,11 @@ class Handoff:
     def _has_room(self, ahead: _Ahead, progress: Progress) -> bool:
         copy = ahead.copy
         return _has_room(copy.taking.load(), progress.live, copy.num_reserved)
+
+
+def _keeps_states(session: Session) -> bool:
+    """Whether requests have recurrent states, which do not move: all would be computed again."""
+    return STATE_WINDOW in session.info.limits.kv_windows
 
 
 def _progress(name: _Name, core: Scheduler) -> Progress | None:

@@ -1,12 +1,17 @@
-"""What operators have set while the service ran, in a file, so that the next start sets it again.
+"""What is kept of a scheduler in a file, so that the next start goes on with it.
 
-The file is small JSON: the LoRA adapters that were loaded, and the sizes that pools were given.
+The file is small JSON: the LoRA adapters that were loaded, the sizes that pools were given, and the
+accounts of the fair policy.
 """
 
 import asyncio
+import contextlib
 import json
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from heapq import nlargest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +28,11 @@ from scheduler_svc.workers.session import Session
 _VERSION: Final = 1
 _RETRY_S: Final = 5.0
 _POLL_S: Final = 1.0
+_ACCOUNTS_S: Final = 5.0
+_MAX_ACCOUNTS: Final = 10_000
+"""Most accounts of one worker that are kept; the others begin where unknown ones do."""
+_MAX_LEFT_WORKERS: Final = 64
+"""Most workers whose accounts are kept while they are not attached."""
 
 log = structlog.get_logger()
 
@@ -38,9 +48,15 @@ class StateFile:
         """Read the file, if there is one; raises StateFileError."""
         self._path = path
         self._changed = asyncio.Event()
+        self._lock = threading.Lock()
+        # A thread reads these while it writes them: they are replaced, and never changed.
         self.adapters: tuple[LoraAdapter, ...] = ()
-        self._pools: dict[str, dict[str, Any]] = {}
+        self._pools: Mapping[str, Mapping[str, Any]] = {}
         """By worker: its model, the bytes of a block, and the number of blocks."""
+        self._accounts: Mapping[str, Mapping[str, float]] = {}
+        """By worker: the accounts of its policy."""
+        self._start = 1
+        """How many schedulers have used the file; the newest has it."""
         if path is None or not path.exists():
             return
         try:
@@ -54,7 +70,19 @@ class StateFile:
                 LoraAdapter(each["name"], bytes.fromhex(each["digest"]), each["directory"])
                 for each in state["adapters"]
             )
-            self._pools = {name: dict(pool) for name, pool in state["pools"].items()}
+            self._pools = {
+                worker: {
+                    "model": str(pool["model"]),
+                    "block_bytes": int(pool["block_bytes"]),
+                    "num_blocks": int(pool["num_blocks"]),
+                }
+                for worker, pool in state["pools"].items()
+            }
+            self._accounts = {
+                worker: {name: float(served) for name, served in accounts.items()}
+                for worker, accounts in state.get("accounts", {}).items()
+            }
+            self._start = 1 + int(state.get("start", 0))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateFileError(f"--state-file {path} cannot be read: {error!r}") from error
 
@@ -65,7 +93,8 @@ class StateFile:
 
     def keep_pool(self, info: WorkerInfo, num_blocks: int) -> None:
         """Keep the size that a worker's pool was given."""
-        self._pools[info.worker_id] = {**_pool_of(info), "num_blocks": num_blocks}
+        pool = {**_pool_of(info), "num_blocks": num_blocks}
+        self._pools = {**self._pools, info.worker_id: pool}
         self._changed.set()
 
     def num_blocks(self, info: WorkerInfo) -> int | None:
@@ -75,35 +104,86 @@ class StateFile:
             return None
         return int(pool["num_blocks"])
 
-    async def run(self) -> None:
-        """Write what changes; a full disk delays it."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            try:
-                await asyncio.to_thread(self._write, self._contents())
-            except OSError as error:
-                log.error("the state file cannot be written", error=str(error))  # noqa: TRY400
-                self._changed.set()
-                await asyncio.sleep(_RETRY_S)
+    def keep_accounts(self, accounts: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep the accounts of the workers that are attached, and of some that are not."""
+        now = {
+            worker: dict(nlargest(_MAX_ACCOUNTS, each.items(), key=itemgetter(1)))
+            for worker, each in accounts.items()
+            if each
+        }
+        others = [item for item in self._accounts.items() if item[0] not in accounts]
+        if (after := {**dict(others[-_MAX_LEFT_WORKERS:]), **now}) != self._accounts:
+            self._accounts = after
+            self._changed.set()
+
+    def accounts_of(self, worker: str) -> Mapping[str, float]:
+        """Return the accounts that a worker's policy had."""
+        return self._accounts.get(worker, {})
+
+    async def run(self, accounts_now: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
+        """Write what changes, until cancelled; a full disk delays it.
+
+        The accounts change all the time, and are looked at every few seconds.
+        """
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_ACCOUNTS_S):
+                        await self._changed.wait()
+                self.keep_accounts(accounts_now())
+                if not self._changed.is_set():
+                    continue
+                self._changed.clear()
+                try:
+                    await asyncio.to_thread(self._write)
+                except OSError as error:
+                    log.error("the state file cannot be written", error=str(error))  # noqa: TRY400
+                    self._changed.set()
+                    await asyncio.sleep(_RETRY_S)
+        finally:
+            self.keep_accounts(accounts_now())
+            if self._changed.is_set():
+                with contextlib.suppress(OSError):
+                    self._write()
 
     def _contents(self) -> str:
         adapters = [
             {"name": each.name, "digest": each.digest.hex(), "directory": each.directory}
             for each in self.adapters
         ]
-        return json.dumps({"version": _VERSION, "adapters": adapters, "pools": self._pools})
+        return json.dumps(
+            {
+                "version": _VERSION,
+                "start": self._start,
+                "adapters": adapters,
+                "pools": self._pools,
+                "accounts": self._accounts,
+            }
+        )
 
-    def _write(self, contents: str) -> None:
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        new = self._path.with_name(f"{self._path.name}.new")
-        with new.open("w", encoding="utf-8") as file:
-            file.write(contents)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path)
+    def _write(self) -> None:
+        with self._lock:
+            if self._path is None or _start_of(self._path) > self._start:
+                return  # a newer scheduler has the file, and this one was only stopped
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new = self._path.with_name(f"{self._path.name}.new")
+            with new.open("w", encoding="utf-8") as file:
+                file.write(self._contents())
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self._path)
+
+
+def _start_of(path: Path) -> int:
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8")).get("start", 0))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return 0
+
+
+def accounts_of(roster: Roster) -> Mapping[str, Mapping[str, float]]:
+    """Return the accounts of the policies, by worker id."""
+    return {each.info.worker_id: each.accounts() for each in roster.sessions.values()}
 
 
 def _pool_of(info: WorkerInfo) -> dict[str, Any]:

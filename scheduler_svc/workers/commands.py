@@ -16,6 +16,7 @@ from scheduler_svc.domain import (
     DefragmentBlocks,
     DropSource,
     SubmitRequest,
+    UnpinPrompt,
     end_with_error,
     num_live_seqs,
 )
@@ -63,6 +64,8 @@ class PostedCommands:
                     self._submit(command)
                 case CancelSequences(source, seq_keys):
                     self._events.on_ended(self._core.cancel(source, seq_keys))
+                case UnpinPrompt(tenant, request_id):
+                    self._core.unpin(tenant, request_id)
                 case DefragmentBlocks(done):
                     self._core.defragment()
                     self._space_watch.answer_next(done)

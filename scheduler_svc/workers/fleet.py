@@ -21,6 +21,7 @@ from scheduler_svc.domain import (
     DefragmentBlocks,
     DropSource,
     SubmitRequest,
+    UnpinPrompt,
     end_with_error,
     num_live_seqs,
 )
@@ -141,6 +142,10 @@ class Fleet:
         self._post_to_all(DropSource(source))
         self._unplaced.drop_source(source)
         self._spans.drop_source(source)  # for unplaced ones; the sessions drop theirs
+
+    def unpin(self, tenant: str, request_id: str) -> None:
+        """Drop the pins of a request's prompt at all workers."""
+        self._post_to_all(UnpinPrompt(tenant, request_id))
 
     def on_router_left(self) -> None:
         """Called when a router's stream has ended; the router may submit its requests again."""

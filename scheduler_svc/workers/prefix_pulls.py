@@ -72,6 +72,8 @@ class PrefixPulls:
     def __init__(self) -> None:
         self._tasks = BackgroundTasks()
         self._rate = CopyRate()
+        self._copies: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
+        """Those in progress, by the taking worker and the first block."""
 
     def find(
         self, hashes: Sequence[BlockHash], taking: Session, others: dict[str, Session]
@@ -105,9 +107,15 @@ class PrefixPulls:
         return Pull(found[0], found[1], taking, hashes[num_there:most], num_bytes, compute_s)
 
     def start(self, pull: Pull, then: Callable[[], None]) -> None:
-        """Copy a prefix, and call `then` when it is there, has failed, or has taken too long."""
-        work = ends_in_time(self._tasks.start(self._copy(pull)), pull.compute_s, then)
-        self._tasks.start(work)
+        """Copy a prefix, and call `then` when it is there, has failed, or has taken too long.
+
+        Requests that begin alike and arrive together wait for one copy.
+        """
+        key = pull.taking, pull.hashes[0]
+        if (copying := self._copies.get(key)) is None:
+            copying = self._copies[key] = self._tasks.start(self._copy(pull))
+            copying.add_done_callback(lambda _: self._copies.pop(key))
+        self._tasks.start(ends_in_time(copying, pull.compute_s, then))
 
     def stop(self) -> None:
         """Cancel the copies in progress, when the sessions end."""

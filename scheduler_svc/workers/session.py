@@ -7,7 +7,7 @@ is a command, a result or a loss, or until a step is due; an idle session costs 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
@@ -196,6 +196,10 @@ class Session:
     def queued_by_tenant(self) -> Counter[str]:
         """Count the waiting sequences by tenant."""
         return count_queued(self._core)
+
+    def accounts(self) -> Mapping[str, float]:
+        """Return the accounts of the core's policy."""
+        return self._core.policy.accounts()
 
     def placement_load(self) -> WorkerLoad:
         """Return how busy the worker is, including commands that are not applied yet."""

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -42,6 +42,8 @@ class WorkerClientConfig:
     tls: ClientTls | None = None
     lost_after_s: float | None = None
     """How long the worker may be silent before it counts as lost; None: the default for peers."""
+    is_cut_off: Callable[[], bool] = lambda: False
+    """Whether no router is heard, so that a standby should take over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,8 +283,10 @@ class WorkerLink:
 
     async def _poll(self) -> None:
         """Poll the worker's state; polls and answers serve as heartbeats."""
-        request = worker_pb2.DescribeDeviceRequest(epoch=self._config.epoch)
         while True:
+            request = worker_pb2.DescribeDeviceRequest(
+                epoch=self._config.epoch, is_cut_off=self._config.is_cut_off()
+            )
             try:
                 state = await self._stub.DescribeDevice(request)
             except grpc.aio.AioRpcError as error:

@@ -34,7 +34,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def service(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:  # noqa: ARG001 - no service without one
-    model = ModelDirs(tmp_path_factory.mktemp("models")).get("llama", max_position_embeddings=4096)
+    model = ModelDirs(tmp_path_factory.mktemp("models")).get("llama", max_position_embeddings=16384)
     keys = tmp_path_factory.mktemp("keys") / "keys.toml"
     keys.write_text(f'[[keys]]\nkey = "{ALICE}"\ntenant = "alice"\n')
     flags = [f"--api-key={OPERATOR}", f"--api-keys-file={keys}"]

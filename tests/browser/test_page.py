@@ -20,9 +20,9 @@ EVIL = "<img/src=x/onerror=document.title='run'>"
 
 @contextlib.contextmanager
 def held(service: Service, request_id: str) -> Iterator[None]:
-    """Run a sequence during the block; it ends after thousands of tokens at the latest."""
+    """Run a sequence during the block; it lasts for many of the page's intervals."""
     connection = http.client.HTTPConnection(service.router.http, timeout=10)
-    body = {"prompt": "hold on to these blocks, please", "max_tokens": 4000, "ignore_eos": True}
+    body = {"prompt": "hold on to these blocks, please", "max_tokens": 16000, "ignore_eos": True}
     headers = JSON_TYPE | {"Authorization": f"Bearer {OPERATOR}", "X-Request-Id": request_id}
     connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
     response = connection.getresponse()
@@ -109,7 +109,7 @@ def test_the_playground_streams_and_stops(page: Page, service: Service):
     page.route("**/v1/completions", go_on_after_eos)
     page.click("#tab-playground")
     page.fill("#prompt", "once upon a time")
-    page.fill("#max-tokens", "4000")
+    page.fill("#max-tokens", "16000")
     page.click("#send")
     expect(page.locator(".answer")).to_contain_text(re.compile("once upon a time.{20}", re.DOTALL))
     expect(page.locator("#send")).to_be_disabled()

@@ -16,7 +16,7 @@ from langchain_openai import OpenAIEmbeddings
 
 from quire.v1 import common_pb2, inference_pb2
 from quire.v1.inference_pb2_grpc import InferenceServiceStub
-from tests.e2e.child import eventually
+from tests.e2e.child import START_S, eventually
 from tests.e2e.generation import generate_request
 from tests.e2e.service import Service
 from tests.models_fixture import ModelDirs
@@ -70,7 +70,7 @@ async def embed(
         inference_pb2.EmbedInput(token_ids=inference_pb2.TokenIds(ids=prompt)) for prompt in prompts
     ]
     request = inference_pb2.EmbedRequest(inputs=inputs, pooling=KINDS[kind], **options)
-    response = await stub.Embed(request, timeout=60)
+    response = await stub.Embed(request, timeout=START_S)
     assert response.usage.prompt_tokens == sum(map(len, prompts))
     assert response.usage.completion_tokens == 0
     return [np.array(each.values, np.float32) for each in response.embeddings]

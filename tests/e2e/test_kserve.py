@@ -13,7 +13,7 @@ PROMPT = "one two three"
 
 
 def test_tritonclient_finds_infers_and_streams(service: Service) -> None:
-    sampling = common_pb2.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    sampling = common_pb2.SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
     request = inference_pb2.GenerateRequest(text=PROMPT, sampling=sampling)
     ours = service.stub.GenerateOnce(inference_pb2.GenerateOnceRequest(request=request), timeout=60)
     ran = subprocess.run(

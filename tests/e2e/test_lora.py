@@ -15,10 +15,10 @@ import torch
 
 from quire.cli.__main__ import main as quire
 from quire.v1 import common_pb2, inference_pb2
-from tests.e2e.child import eventually
 from tests.e2e.generation import Result, generate_request, read
 from tests.e2e.references import Search, greedy_tokens, searched_tokens
 from tests.e2e.service import Service
+from tests.e2e.two_workers import Stream
 from tests.lora_fixture import make_adapter, merge
 from tests.models_fixture import ModelDirs
 
@@ -88,6 +88,13 @@ def _read_all(service: Service, requests: list[inference_pb2.GenerateRequest]) -
         return [stream.result() for stream in streams]
 
 
+def _running(service: Service, requests: list[inference_pb2.GenerateRequest]) -> list[Stream]:
+    """Streams, when the first one runs."""
+    streams = [Stream(service, request) for request in requests]
+    streams[0].read_until(1)
+    return streams
+
+
 def test_all_prompts_under_all_models_at_once_with_preemption(service: Service, case: Case):
     chosen = [(i, name) for i in range(len(PROMPTS)) for name in MODELS]
     results = _read_all(service, [_request(PROMPTS[i], name) for i, name in chosen])
@@ -123,13 +130,10 @@ def test_a_beam_search_is_the_adapters(service: Service, case: Case):
 
 def test_it_goes_on_with_the_adapter_after_the_death_of_the_scheduler(service: Service, case: Case):
     service.wait_until_idle()
-    requests = [_request(PROMPTS[4], name) for name in MODELS]
-    with ThreadPoolExecutor(1) as pool:
-        results = pool.submit(_read_all, service, requests)
-        eventually(lambda: service.load().num_requests_running or None, "they run")
-        service.scheduler.kill()
-        service.start_scheduler()
-        outputs = [result.outputs for result in results.result()]
+    streams = _running(service, [_request(PROMPTS[4], name) for name in MODELS])
+    service.scheduler.kill()
+    service.start_scheduler()
+    outputs = [stream.read_to_end() for stream in streams]
     assert outputs == [[case.outputs[name][4]] for name in MODELS]
     service.wait_until_ready()
 
@@ -195,24 +199,19 @@ def test_an_adapter_comes_and_goes_while_others_stream(
     directory = case.adapters[LATE]
     scheduler = ["--scheduler", f"unix:{service.uds['scheduler']}"]
     assert _refused(service, LATE) is grpc.StatusCode.NOT_FOUND
-    with ThreadPoolExecutor(2) as pool:
-        others = pool.submit(_read_all, service, [_request(PROMPTS[0], name) for name in MODELS])
-        eventually(lambda: service.load().num_requests_running or None, "they run")
-        told = _post_text(
-            service, "/v1/load_lora_adapter", lora_name=LATE, lora_path=str(directory)
-        )
-        assert told == "Success: LoRA adapter 'late' added successfully."
-        assert _listed(service) == ["tiny", "chat", "late", "sql"]
-        (result,) = _read_all(service, [_request(PROMPTS[1], LATE)])
-        assert result.outputs == [case.outputs[LATE][1]]
-        assert [r.outputs for r in others.result()] == [[case.outputs[name][0]] for name in MODELS]
+    others = _running(service, [_request(PROMPTS[0], name) for name in MODELS])
+    told = _post_text(service, "/v1/load_lora_adapter", lora_name=LATE, lora_path=str(directory))
+    assert told == "Success: LoRA adapter 'late' added successfully."
+    assert _listed(service) == ["tiny", "chat", "late", "sql"]
+    (result,) = _read_all(service, [_request(PROMPTS[1], LATE)])
+    assert result.outputs == [case.outputs[LATE][1]]
+    assert [each.read_to_end() for each in others] == [[case.outputs[name][0]] for name in MODELS]
 
-        # The next scheduler learns about the adapter from the worker.
-        going_on = pool.submit(_read_all, service, [_request(PROMPTS[4], LATE)])
-        eventually(lambda: service.load().num_requests_running or None, "it runs")
-        service.scheduler.kill()
-        service.start_scheduler()
-        assert going_on.result()[0].outputs == [case.outputs[LATE][4]]
+    # The next scheduler learns about the adapter from the worker.
+    (going_on,) = _running(service, [_request(PROMPTS[4], LATE)])
+    service.scheduler.kill()
+    service.start_scheduler()
+    assert going_on.read_to_end() == [case.outputs[LATE][4]]
     service.wait_until_ready()
     assert _listed(service) == ["tiny", "chat", "late", "sql"]
 
@@ -225,11 +224,9 @@ def test_an_adapter_comes_and_goes_while_others_stream(
     assert quire(["lora", *scheduler]) == 0
     assert f"late  {_digest(directory)}  {directory}" in capsys.readouterr().out
 
-    with ThreadPoolExecutor(1) as pool:
-        last = pool.submit(_read_all, service, [_request(PROMPTS[5], LATE)])
-        eventually(lambda: service.load().num_requests_running or None, "it runs")
-        _post_text(service, "/v1/unload_lora_adapter", lora_name=LATE)
-        assert last.result()[0].outputs == [case.outputs[LATE][5]]
+    (last,) = _running(service, [_request(PROMPTS[5], LATE)])
+    _post_text(service, "/v1/unload_lora_adapter", lora_name=LATE)
+    assert last.read_to_end() == [case.outputs[LATE][5]]
     assert _listed(service) == ["tiny", "chat", "sql"]
     assert _refused(service, LATE) is grpc.StatusCode.NOT_FOUND
     assert quire(["lora", "load", f"{LATE}={directory.parent}", *scheduler]) == 1

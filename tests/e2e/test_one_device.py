@@ -105,8 +105,8 @@ async def test_blocks_go_from_idle_models_to_a_busy_one(model_dirs, run_dir, mon
             await resize(busy, 2 * NUM_BLOCKS)
 
         slow = await submit(idle, PROMPTS[:3])  # 21 blocks, most of which must be freed
-        waiting = await submit(busy, PROMPTS)
         await idle.wait_for_load(lambda load: load.num_requests_running == 3)
+        waiting = await submit(busy, PROMPTS)
         await asyncio.gather(resize(idle, LEAST), resize(third, LEAST))
         assert budget.used_bytes < budget.num_bytes // 2
         await resize(busy, NUM_BLOCKS + 2 * (NUM_BLOCKS - LEAST) - 2)

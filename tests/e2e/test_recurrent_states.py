@@ -7,6 +7,7 @@ from tests.e2e.child import eventually
 from tests.e2e.generation import Result, generate_request, read
 from tests.e2e.references import NUM_TOKENS, greedy_tokens
 from tests.e2e.service import Service
+from tests.e2e.step_gate import StepGate
 
 LFM2 = {
     "num_hidden_layers": 4,
@@ -23,22 +24,23 @@ def test_forked_preempted_with_prefix_hits_and_taken_over(model_dirs, run_dir):
     prompts.append([*prompts[-1][:50], 7])
     outputs = greedy_tokens(model_dir, prompts)
     worker = ["--num-blocks=80", "--host-kv-memory-gb=0.01"]
-    with Service(run_dir(), model_dir, worker=worker) as service:
+    (directory := run_dir()).mkdir()
+    gate = StepGate(directory / "gate.sock", directory / "worker.sock")
+    with gate, Service(directory, model_dir, worker=worker, worker_uds=gate.uds) as service:
 
         def generate(prompt: list[int]) -> Result:
             request = generate_request(prompt, n=2, max_tokens=NUM_TOKENS, ignore_eos=True)
             return read(service.stub.Generate(request, timeout=200))
 
-        def num_sampled() -> float:
-            return service.metrics(service.worker)["quire_worker_sampled_tokens_total"]
-
         for is_killed in (False, True):
-            before = num_sampled()
             with ThreadPoolExecutor(len(prompts)) as threads:
                 results = [threads.submit(generate, prompt) for prompt in prompts]
                 if is_killed:
-                    eventually(lambda: num_sampled() > before + 100 or None, "tokens are sampled")  # noqa: B023
+                    gate.close()
+                    gate.let_through(40)
+                    eventually(lambda: not gate.num_permits or None, "tokens are sampled")
                     service.scheduler.kill()
+                    gate.open()
                     service.start_scheduler()
                 for prompt, result, output in zip(prompts, results, outputs, strict=True):
                     assert result.result().outputs == [output] * 2, f"{len(prompt)} tokens"

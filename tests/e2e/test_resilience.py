@@ -347,15 +347,17 @@ def test_a_resumable_stream_survives_the_death_of_router_and_scheduler(own: Serv
 def test_a_router_that_ends_lets_live_streams_end_first(
     own: Service, readers: list[Reader], unfailed: list[Result]
 ):
-    own.router.signal(signal.SIGTERM)
-    eventually(
-        lambda: own.get_json(own.router, "/ready")[0] == 503 or None, "the router is not ready"
-    )
-    with pytest.raises(grpc.RpcError) as caught:
-        next(own.stub.Generate(REQUESTS[0], timeout=10))
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "draining" in caught.value.details()
-    assert _num_live(readers) == len(REQUESTS), "the streams were too short to matter"
+    own.worker.signal(signal.SIGSTOP)  # so that they last
+    try:
+        own.router.signal(signal.SIGTERM)
+        _wait_for_status(own, own.router, 503, "draining")
+        with pytest.raises(grpc.RpcError) as caught:
+            next(own.stub.Generate(REQUESTS[0], timeout=10))
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "draining" in caught.value.details()
+        assert _num_live(readers) == len(REQUESTS), "the streams were too short to matter"
+    finally:
+        own.worker.signal(signal.SIGCONT)
     _assert_as_unfailed(readers, unfailed)
     own.router.wait()
     own.start_router()

@@ -100,7 +100,6 @@ def twofold(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Twofold]:
         yield service
 
 
-@pytest.mark.timeout(120)
 def test_a_process_of_each_kind_is_restarted_under_load_and_no_call_fails(twofold: Twofold):
     with Client(twofold.target) as client:
         expected = [client.generate_once(prompt, SAMPLING).outputs[0] for prompt in PROMPTS]

@@ -1,6 +1,7 @@
 """One trace from the client to the worker's steps, for a request that is swapped."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -47,7 +48,11 @@ def spans(cramped: Service, collector: TraceCollector) -> list[Span]:
     event = next(first)
     traceparent = f"00-{TRACE_ID}-{CALLER_SPAN_ID}-01"
     second = generate_request(PROMPT, max_tokens=100, ignore_eos=True)
-    read(cramped.stub.Generate(second, metadata=[("traceparent", traceparent)]))
+    metadata = [("traceparent", traceparent)]
+    with ThreadPoolExecutor(1) as pool:
+        with cramped.holding_steps(cramped.router, 2):  # the first one goes no further alone
+            reading = pool.submit(lambda: read(cramped.stub.Generate(second, metadata=metadata)))
+        reading.result()
     read(chain([event], first))
     once = ["request", "tokenize", "queue", "preempted", "finish"]
     twice = ["admission", "prefill", "decode", "kv_transfer"]

@@ -14,7 +14,7 @@ import tritonclient.grpc.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
 TARGET, MODEL, PROMPT = sys.argv[1:]
-SAMPLING = {"temperature": "0", "max_tokens": "12", "ignore_eos": "true"}
+SAMPLING = {"temperature": "0", "max_tokens": "100", "ignore_eos": "true"}
 
 
 def tensor(name, value, datatype, dtype):

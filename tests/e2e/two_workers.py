@@ -69,10 +69,10 @@ class TwoWorkers(Service):
 
     def where_is(self, request_id: str) -> str | None:
         """The worker at which a request runs."""
-        for target in self.targets:
-            if any(seq.request_id == request_id for seq in self.kv(target).sequences):
-                return target
-        return None
+        return next((each for each in self.targets if self.is_at(each, request_id)), None)
+
+    def is_at(self, target: str, request_id: str) -> bool:
+        return any(seq.request_id == request_id for seq in self.kv(target).sequences)
 
     def other_than(self, target: str) -> str:
         return next(other for other in self.targets if other != target)
@@ -93,6 +93,16 @@ class Stream:
             self.result.add(event)
             if len(self.result.token_ids.get(0, ())) >= num_tokens:
                 return
+        raise AssertionError("it ended early")
+
+    def read_first(self, num_tokens: int) -> list[list[int]]:
+        """The first tokens of each output; then cancels."""
+        by_index = self.result.token_ids
+        for event in self._events:
+            self.result.add(event)
+            if all(len(each) >= num_tokens for each in by_index.values()):
+                self.cancel()
+                return [by_index[index][:num_tokens] for index in sorted(by_index)]
         raise AssertionError("it ended early")
 
     def cancel(self) -> None:

@@ -58,6 +58,7 @@ CONNECT_REQUESTS = (
     scheduler_pb2.ConnectRequest(
         resume=scheduler_pb2.Resume(request_id="s", tenant="t", first_seq_key=40)
     ),
+    scheduler_pb2.ConnectRequest(unpin=scheduler_pb2.Unpin(request_id="s", tenant="t")),
     scheduler_pb2.ConnectRequest(leave=scheduler_pb2.Leave(seq_keys=[8])),
     scheduler_pb2.ConnectRequest(hello=scheduler_pb2.RouterHello(router_id="r")),
 )

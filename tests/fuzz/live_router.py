@@ -19,6 +19,7 @@ from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc, kv_pb2, sche
 from router.app import run_router
 from router.settings import RouterSettings
 from rpc.peers.channel import open_channel
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 from tests.fuzz import examples
 from tests.fuzz.fuzzing import Case, Target
 from tests.fuzz.http import raw_requests
@@ -39,7 +40,7 @@ class ScriptedScheduler:
     def __init__(self, target: str) -> None:
         self.target = target
         self.script: Sequence[bytes] = ()
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=channel_options(DEFAULT_MAX_MESSAGE_MB))
         methods = {
             "Connect": grpc.stream_stream_rpc_method_handler(
                 self._connect, scheduler_pb2.ConnectRequest.FromString, as_is

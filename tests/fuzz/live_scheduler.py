@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire.v1 import kv_pb2, scheduler_pb2, worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 from tests.fuzz import examples
 from tests.fuzz.fuzzing import Case, Target
 from tests.fuzz.live import Probe, as_is, in_event_loop, status_of
@@ -95,7 +96,7 @@ class ScriptedWorker(FakeWorker):
         self.script: list[bytes] = []
 
     async def start(self) -> "ScriptedWorker":
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=channel_options(DEFAULT_MAX_MESSAGE_MB))
         execute = grpc.stream_stream_rpc_method_handler(
             self.Execute, worker_pb2.StepBatch.FromString, as_is
         )

@@ -18,6 +18,7 @@ from gpu_worker.step.executor import Executor
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.status import ErrorInterceptor
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 from tests.fuzz import examples
 from tests.fuzz.fuzzing import Case, Target
 from tests.fuzz.live import Probe, as_is, in_event_loop
@@ -102,7 +103,9 @@ async def _worker() -> AsyncIterator[Probe]:
     step_loop = StepLoop(executor, asyncio.get_running_loop())
     service = WorkerService()
     service.open(_INFO, step_loop)
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor()], options=channel_options(DEFAULT_MAX_MESSAGE_MB)
+    )
     service.service().add(server)
     with tempfile.TemporaryDirectory(prefix="q-") as folder:
         server.add_insecure_port(f"unix:{folder}/w")

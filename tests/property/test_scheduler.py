@@ -256,6 +256,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def wait(self, seconds):
         self.now += seconds
 
+    @precondition(lambda self: self.core.pins.owned)
+    @rule(data=st.data())
+    def unpin(self, data):
+        tenant, name = data.draw(st.sampled_from(sorted(self.core.pins.owned)))
+        self.core.unpin(tenant, name)
+        assert (tenant, name) not in self.core.pins.owned
+
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data())
     def cancel(self, data):

@@ -1,5 +1,7 @@
 """Combines several criteria; each decides among equals of the one before it."""
 
+from collections.abc import Mapping
+
 from scheduler_svc.core.policies.deadline import EarliestDeadline
 from scheduler_svc.core.policies.fair import TenantFair
 from scheduler_svc.core.policies.policy import Policy, Rank, background
@@ -37,6 +39,13 @@ class Combined(Policy):
 
     def num_served(self, account: str) -> float:
         return self._fair.num_served(account) if self._fair else 0.0
+
+    def accounts(self) -> Mapping[str, float]:
+        return self._fair.accounts() if self._fair else {}
+
+    def restore(self, accounts: Mapping[str, float]) -> None:
+        if self._fair:
+            self._fair.restore(accounts)
 
     def began_waiting(self, account: str) -> None:
         if self._fair:

@@ -7,6 +7,8 @@ more than one batch. A tenant without waiting work gains no credit: when it retu
 raised to the lowest counter of the waiting tenants.
 """
 
+from collections.abc import Mapping
+
 from scheduler_svc.core.policies.arguments import check_positive
 from scheduler_svc.core.policies.policy import Policy, Rank, background
 from scheduler_svc.core.values.request import Request
@@ -38,9 +40,19 @@ class TenantFair(Policy):
     def num_served(self, account: str) -> float:
         return self._counters.get(account, self._floor)
 
+    def accounts(self) -> Mapping[str, float]:
+        """Return how far counters are above the floor, where unknown tenants begin."""
+        floor = self._floor_now()
+        return {
+            name: counter - floor for name, counter in self._counters.items() if counter > floor
+        }
+
+    def restore(self, accounts: Mapping[str, float]) -> None:
+        self._counters = dict(accounts)
+
     def began_waiting(self, account: str) -> None:
         """Raise the counter of a returning tenant to the floor."""
-        self._raise_floor()
+        self._floor = self._floor_now()
         self._counters[account] = max(self.num_served(account), self._floor)
         self._waiting.add(account)
         if len(self._counters) > self._most_counters:
@@ -59,9 +71,9 @@ class TenantFair(Policy):
             + self._weight_out * num_output_tokens
         )
 
-    def _raise_floor(self) -> None:
-        if self._waiting:
-            self._floor = max(self._floor, min(self._counters[name] for name in self._waiting))
+    def _floor_now(self) -> float:
+        lowest = min((self._counters[name] for name in self._waiting), default=self._floor)
+        return max(self._floor, lowest)
 
     def _forget(self) -> None:
         """Drop the counters of tenants that do not wait and are not above the floor."""

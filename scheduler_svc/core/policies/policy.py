@@ -12,6 +12,7 @@ level and account.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -61,6 +62,13 @@ class Policy(ABC):
         Only `charge` and `began_waiting` may change it.
         """
         return 0.0
+
+    def accounts(self) -> Mapping[str, float]:
+        """Return what `restore` needs to continue the accounts in another core."""
+        return {}
+
+    def restore(self, accounts: Mapping[str, float]) -> None:  # noqa: B027
+        """Continue the accounts of an earlier core; called before anything else."""
 
     def began_waiting(self, account: str) -> None:  # noqa: B027
         """Called when an account gets its first waiting sequence."""

@@ -3,7 +3,8 @@
 A pin is a reference to a device block. Together pins hold at most a configured share of the blocks,
 and those of one tenant another. If no sequence could run otherwise, pins are dropped, those that
 end first before the others. If there is a host tier, they are dropped as soon as a sequence would
-wait for their blocks: their content goes down, and comes back when a prompt needs it.
+wait for their blocks: their content goes down, and comes back when a prompt needs it. A block's pin
+belongs to the request that pinned it for the longest time, which may be unpinned by its name.
 
 Plans send the worker the hashes of pinned blocks, so that a later scheduler can restore the pins.
 The worker does not learn which pins were dropped early, since a later scheduler may have room for
@@ -12,7 +13,8 @@ them.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Set as AbstractSet
+from typing import Final, TypeAlias
 
 from contract.hashing import BlockHash
 from scheduler_svc.core.sequence import RUNNING
@@ -22,6 +24,9 @@ from scheduler_svc.core.space.kv_groups import KvGroups
 from scheduler_svc.core.space.marked_heap import MarkedHeap
 from scheduler_svc.core.values.config import SchedulerConfig
 from scheduler_svc.core.values.events import Pinned
+
+Owner: TypeAlias = tuple[str, str]
+"""The tenant and the id of a request."""
 
 
 class Pins:
@@ -40,6 +45,9 @@ class Pins:
         # The tenant for which each block is pinned; only of requests that have one.
         self._tenants: dict[DeviceBlockId, str] = {}
         self._num_of: Counter[str] = Counter()
+        # The request that set each block's end, and its blocks; unknown for restored pins.
+        self._owners: dict[DeviceBlockId, Owner] = {}
+        self._owned: dict[Owner, set[DeviceBlockId]] = {}
         # By block: the end, and the negative index of the block in its prompt, to order equal ends.
         self._ends: dict[DeviceBlockId, tuple[float, int]] = {}
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
@@ -85,6 +93,11 @@ class Pins:
         return self._tenants
 
     @property
+    def owned(self) -> Mapping[Owner, AbstractSet[DeviceBlockId]]:
+        """The pinned blocks of each request, of those whose request is known."""
+        return self._owned
+
+    @property
     def by_end(self) -> MarkedHeap[DeviceBlockId]:
         """The pinned blocks, the first to end first; read-only."""
         return self._by_end
@@ -110,7 +123,8 @@ class Pins:
                 self._loading.append((seq, until))
             else:
                 hashes = seq.block_hashes[: seq.num_prompt_tokens // self._block_size]
-                num_tokens = self._pin_prefix(hashes, until, seq.request.tenant) * self._block_size
+                owner = seq.request.tenant, seq.request.request_id
+                num_tokens = self._pin_prefix(hashes, until, owner) * self._block_size
                 self._pinned += (Pinned(seq.request.source, seq.seq_key, num_tokens),)
 
     def take_pinned(self) -> tuple[Pinned, ...]:
@@ -158,6 +172,17 @@ class Pins:
             self._let_go(first[1])
         return any_pinned
 
+    def unpin(self, tenant: str, request_id: str) -> None:
+        """Drop the pins of a request, except those that a later request has extended."""
+        owner = tenant, request_id
+        self._loading = [
+            (seq, until)
+            for seq, until in self._loading
+            if (seq.request.tenant, seq.request.request_id) != owner
+        ]
+        for block in sorted(self._owned.get(owner, ())):
+            self._let_go(block)
+
     def keep_within_share(self) -> None:
         """Drop the pins that exceed the share of the pool, which may have shrunk."""
         self.give_up(len(self._ends) - self._max_blocks)
@@ -173,16 +198,18 @@ class Pins:
         end, place = self._ends.pop(src)
         self._by_end.discard(src)
         self._set_end(dst, end, place)
+        if (owner := self._disown(src)) is not None:
+            self._own(dst, owner)
         if (tenant := self._tenants.pop(src, None)) is not None:
             self._tenants[dst] = tenant
 
-    def _pin_prefix(self, chain: Sequence[BlockHash], until: float, tenant: str) -> int:
+    def _pin_prefix(self, chain: Sequence[BlockHash], until: float, owner: Owner) -> int:
         """Pin the blocks of a prompt; return how many of its block indices are pinned.
 
         With several KV groups or windows: all blocks that later tokens see, or none.
         """
         if self._groups.is_plain:
-            return self._pin(chain, until, tenant)
+            return self._pin(chain, until, owner)
         places = self._groups.kept(len(chain) * self._block_size)
         names = self._groups.names(chain, places)
         num_new = sum(block not in self._ends for block in self._pool.find(names))
@@ -190,13 +217,15 @@ class Pins:
             return 0
         if len(self._ends) + num_new > self._max_blocks:
             return 0
+        tenant, _ = owner
         if tenant and self._num_of[tenant] + num_new > self._max_of_tenant:
             return 0
-        self._pin(names, until, tenant)
+        self._pin(names, until, owner)
         return len(chain)
 
-    def _pin(self, hashes: Sequence[BlockHash], until: float, tenant: str) -> int:
+    def _pin(self, hashes: Sequence[BlockHash], until: float, owner: Owner) -> int:
         """Pin the blocks of a prefix of `hashes`, or extend their pins; return how many."""
+        tenant, _ = owner
         blocks = self._pool.find(hashes)
         for index, block in enumerate(blocks):
             if (old := self._ends.get(block)) is None:
@@ -210,6 +239,8 @@ class Pins:
                 continue
             else:
                 self._by_end.discard(block)
+                self._disown(block)
+            self._own(block, owner)
             # The pin of a block ends no sooner than those of the blocks that continue it.
             self._set_end(block, until, -index)
             self._unsent.append((hashes[index], until))
@@ -220,9 +251,21 @@ class Pins:
         self._ends[block] = until, place
         self._by_end.push((until,), block, place)
 
+    def _own(self, block: DeviceBlockId, owner: Owner) -> None:
+        self._owners[block] = owner
+        self._owned.setdefault(owner, set()).add(block)
+
+    def _disown(self, block: DeviceBlockId) -> Owner | None:
+        if (owner := self._owners.pop(block, None)) is not None:
+            self._owned[owner].remove(block)
+            if not self._owned[owner]:
+                del self._owned[owner]
+        return owner
+
     def _let_go(self, block: DeviceBlockId) -> None:
         del self._ends[block]
         self._by_end.discard(block)
+        self._disown(block)
         if (tenant := self._tenants.pop(block, None)) is not None:
             self._num_of[tenant] -= 1
             if not self._num_of[tenant]:

@@ -21,6 +21,7 @@ from quire.v1 import (
     scheduler_pb2,
     scheduler_pb2_grpc,
 )
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 
 STOP = common_pb2.FINISH_REASON_STOP
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -99,6 +100,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.cancels = asyncio.Queue()
         self.resumes = asyncio.Queue()
         self.leaves = asyncio.Queue()
+        self.unpins = asyncio.Queue()
         self.routers = asyncio.Queue()
         self.model_id = "weights"
         self.vocab_size = VOCAB_SIZE
@@ -116,6 +118,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.resume_grace_s = 60.0
+        self.hears_beats = True
+        self.beats = asyncio.Queue()
+        """One entry for each beat of a router."""
         self.epoch = 0
         """The epoch of the last welcome."""
         self.superseded_epochs = ()
@@ -134,7 +139,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.lives.set()
 
     async def start(self):
-        self._server = grpc.aio.server()
+        # As a scheduler's: gRPC's defaults end connections that ping for half a minute.
+        self._server = grpc.aio.server(options=channel_options(DEFAULT_MAX_MESSAGE_MB))
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, self._server)
         adapters_pb2_grpc.add_AdapterServiceServicer_to_server(self, self._server)
         loading_pb2_grpc.add_LoadingServiceServicer_to_server(self.loading, self._server)
@@ -176,8 +182,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                     self.resumes.put_nowait(request.resume)
                 case "leave":
                     self.leaves.put_nowait(list(request.leave.seq_keys))
+                case "unpin":
+                    self.unpins.put_nowait((request.unpin.tenant, request.unpin.request_id))
                 case "cancel":
                     self.cancels.put_nowait(list(request.cancel.seq_keys))
+                case "beat":
+                    self.beats.put_nowait(None)
 
     async def GetSchedulerLoad(self, request, context):  # noqa: N802, ARG002
         await self.lives.wait()
@@ -213,6 +223,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             resume_grace_s=self.resume_grace_s,
             superseded_epochs=self.superseded_epochs,
             max_waiting=self.max_waiting,
+            hears_beats=self.hears_beats,
         )
         return scheduler_pb2.ConnectResponse(welcome=welcome)
 

@@ -318,7 +318,7 @@ async def test_a_stop_signal_lets_live_requests_finish_and_refuses_new_ones(proc
     while True:  # until the drain has begun
         late = process.stub.Generate(request())
         try:
-            await asyncio.wait_for(late.read(), 0.02)
+            await asyncio.wait_for(late.read(), 0.2)
         except TimeoutError:
             continue
         except grpc.aio.AioRpcError as error:

@@ -19,13 +19,14 @@ class SlowTokenizer:
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer
-        self.go_on = threading.Event()
+        self.began, self.go_on = threading.Event(), threading.Event()
 
     def __getattr__(self, name):
         return getattr(self._tokenizer, name)
 
     def encode(self, text, *, add_special_tokens=True):
         if text == "slow":
+            self.began.set()
             assert self.go_on.wait(30)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
@@ -91,11 +92,11 @@ async def test_slow_tokenizations_are_bounded_and_generation_goes_on_beside_them
     assert await router.inference.text.tokenize("", "hello")
 
 
-@pytest.mark.usefixtures("slow")
-async def test_tokenizations_that_nobody_waits_for_leave_the_queue(router):
+async def test_tokenizations_that_nobody_waits_for_leave_the_queue(router, slow):
     asked = [asyncio.create_task(router.inference.text.tokenize("", "slow")) for _ in range(3)]
     while router.inference.text._questions.num_pending < len(asked):  # noqa: ASYNC110
         await asyncio.sleep(0)
+    assert await asyncio.to_thread(slow.began.wait, 30)
     for task in asked:
         task.cancel()
     await asyncio.gather(*asked, return_exceptions=True)

@@ -26,9 +26,10 @@ STALL_S = 0.05
 @pytest.fixture
 def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Gives what holds the calling thread until its stack has been taken."""
-    seen = threading.Event()
+    seen, holding = threading.Event(), threading.Event()
 
     def seen_stack(thread_id: int) -> str:
+        assert holding.wait(60)  # a slow machine may stall before
         stack = take(thread_id)
         seen.set()
         return stack
@@ -37,6 +38,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     monkeypatch.setattr(loop_watch, "_stack", seen_stack)
 
     def hold_the_loop() -> None:
+        holding.set()
         assert seen.wait(60)
 
     return hold_the_loop
@@ -50,15 +52,15 @@ async def reported(stalls: list[Stall], count: int) -> None:
 
 async def test_stall_is_reported_once_with_its_length_and_the_stack_of_what_held_the_loop(hold):
     found: list[Stall] = []
+    began = time.monotonic()
     with watching_loop(STALL_S, found.append):
-        began = time.monotonic()
         hold()
         held_s = time.monotonic() - began
         await reported(found, 1)
     (stall,) = found
     assert stall.is_over
     assert stall.lasted_s >= STALL_S
-    assert "assert seen.wait(60)" in stall.stack
+    assert "in hold_the_loop\n" in stall.stack
     assert stall.cpu_s < held_s, "it waited"
 
 
@@ -69,14 +71,17 @@ async def test_stall_that_does_not_end_is_reported_before_it_ends(monkeypatch):
 
     def tell(stall: Stall) -> None:
         found.append(stall)
-        told.set()
+        if not stall.is_over:
+            told.set()
 
     with watching_loop(STALL_S, tell):
         assert told.wait(60)
-        await reported(found, 2)
-    assert [stall.is_over for stall in found] == [False, True]
-    assert "assert told.wait(60)" in found[0].stack
-    assert found[0].lasted_s < found[1].lasted_s
+        place = [stall.is_over for stall in found].index(False)
+        await reported(found, place + 2)
+    before, after = found[place : place + 2]
+    assert after.is_over
+    assert "in test_stall_that_does_not_end_is_reported_before_it_ends\n" in before.stack
+    assert before.lasted_s < after.lasted_s
 
 
 async def test_what_keeps_the_interpreter_to_itself_is_noticed_when_it_lets_go():
@@ -124,6 +129,14 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     return exporter
 
 
+def in_freeze(spans):
+    return [
+        span
+        for span in spans.get_finished_spans()
+        if "in freeze\n" in span.attributes["code.stacktrace"]
+    ]
+
+
 async def test_process_tells_of_its_stall_by_log_metric_and_span(
     hold, run_server, socket_path, spans
 ):
@@ -144,13 +157,16 @@ async def test_process_tells_of_its_stall_by_log_metric_and_span(
         ):
             await channel.unary_unary("/quire.test.Freeze/Call")(b"")
             async with asyncio.timeout(60):
-                while not spans.get_finished_spans():  # noqa: ASYNC110 - a thread ends it
+                while not in_freeze(spans):  # noqa: ASYNC110 - a thread ends it
                     await asyncio.sleep(0)
-    (line,) = [line for line in logs if line["event"] == "the event loop was held"]
-    assert "in freeze\n" in line["stack"]
+    # A slow machine may hold the loop elsewhere, too.
+    (line,) = [
+        line
+        for line in logs
+        if line["event"] == "the event loop was held" and "in freeze\n" in line["stack"]
+    ]
     assert line["lasted_s"] >= STALL_S
     assert stall_report.STALLED_SECONDS._value.get() > stalled_before_s
-    (span,) = spans.get_finished_spans()
+    (span,) = in_freeze(spans)
     assert span.name == "event_loop_stall"
-    assert span.attributes is not None
     assert span.attributes["code.stacktrace"] == line["stack"]

@@ -65,6 +65,8 @@ class Driver:
                 self.core.cancel_source(SourceId(1))
             if self.more_dice.random() < 0.01:
                 self.core.defragment()
+            if self.num_submitted % 8 == 0:
+                self.core.unpin("", f"r{self.num_submitted - 1}")
         for _ in range(300):
             self.schedule()
             self.update()

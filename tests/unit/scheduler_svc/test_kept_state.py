@@ -1,4 +1,4 @@
-"""What operators have set outlives a scheduler and its workers."""
+"""What operators have set, and tenants' accounts, outlive a scheduler and its workers."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from quire.v1 import scheduler_pb2
 from scheduler_svc.operations.kept_state import StateFile, StateFileError
 
 
-async def serve_once(folder, socket, use, had=()):
+async def serve_once(folder, socket, use, had=(), **options):
     """Starts a worker that has some adapters, and a scheduler; `use` gets the router and worker."""
     worker = FakeWorker(
         f"unix:{folder}/{socket}",
@@ -28,7 +28,7 @@ async def serve_once(folder, socket, use, had=()):
     for name, directory in had:
         worker.adapters.add(name, directory)
     await worker.start()
-    options = {"state_file": folder / "state.json"}
+    options["state_file"] = folder / "state.json"
     async with running_scheduler(folder, [worker.target], **options) as scheduler:
         router = await Router(scheduler.target).connect()
         await router.wait_for_load(lambda load: load.num_workers == 1)
@@ -78,6 +78,47 @@ async def test_the_size_that_a_pool_was_given_comes_back(folder):
     assert await serve_once(folder, "w", size)
 
 
+async def test_a_tenant_s_account_comes_back(folder):
+    def kept():
+        (accounts,) = json.loads((folder / "state.json").read_text())["accounts"].values()
+        return accounts
+
+    async def use(router, _):
+        await router.submit(0, range(8), tenant="a", max_tokens=4)
+        await router.read_until(lambda: 0 in router.finished)
+
+    async def rest(*_):
+        pass
+
+    await serve_once(folder, "w", use, policy="fair")
+    assert kept() == {"a": 8 + 2 * 4}
+    await serve_once(folder, "w", rest, policy="fair")
+    assert kept() == {"a": 8 + 2 * 4}, "the worker's policy had it again, or it would be gone"
+
+
+def test_the_accounts_of_workers_that_left_are_bounded():
+    state = StateFile(None)
+    for i in range(100):
+        state.keep_accounts({f"w{i}": {"a": 1.0}})
+    assert state.accounts_of("w99") == state.accounts_of("w98") == {"a": 1.0}
+    assert state.accounts_of("w0") == {}
+    state.keep_accounts({"w99": {}})
+    assert state.accounts_of("w99") == {}, "all are alike again"
+
+
+def test_a_scheduler_that_was_stopped_does_not_undo_what_its_successor_has_kept(tmp_path):
+    path = tmp_path / "state.json"
+    stopped = StateFile(path)
+    stopped.keep_accounts({"w": {"a": 1.0}})
+    stopped._write()
+    successor = StateFile(path)
+    successor.keep_accounts({"w": {"a": 2.0}})
+    successor._write()
+    stopped.keep_accounts({"w": {"a": 3.0}})
+    stopped._write()
+    assert StateFile(path).accounts_of("w") == {"a": 2.0}
+
+
 def test_the_size_is_a_model_s_own():
     state, info = (
         StateFile(None),
@@ -94,13 +135,23 @@ def test_a_file_says_what_was_kept(tmp_path):
     sql = LoraAdapter("sql", bytes(32), A)
     state = StateFile(path)
     state.keep_adapters([sql])
-    state._write(state._contents())
+    state.keep_accounts({"w": {"a": 1.5, "b": 0.1}, "idle": {}})
+    state._write()
     assert StateFile(path).adapters == (sql,)
+    assert StateFile(path).accounts_of("w") == {"a": 1.5, "b": 0.1}
+    assert StateFile(path).accounts_of("idle") == {}
     assert [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "{}", '{"version": 9}', '{"version": 1, "adapters": [1]}']
+    "content",
+    [
+        "{",
+        "{}",
+        '{"version": 9}',
+        '{"version": 1, "adapters": [1]}',
+        '{"version": 1, "adapters": [], "pools": {"w": {"model": "m", "block_bytes": 9}}}',
+    ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
     path = tmp_path / "state.json"

@@ -30,6 +30,7 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls, ServerTls, server_credentials
 from rpc.status import ErrorInterceptor
+from rpc.transport import DEFAULT_MAX_MESSAGE_MB, channel_options
 from tests.certificates import Authority
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 64
@@ -85,7 +86,9 @@ async def serving(path, pool, dtype="float32", *, files=None, agent=None, **fiel
     service = WorkerService(tls)
     transfer = None if agent is None else NixlEngine(agent, pool.blocks)
     service.open(info, Steps(pool), transfer=transfer)
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    server = grpc.aio.server(
+        interceptors=[ErrorInterceptor()], options=channel_options(DEFAULT_MAX_MESSAGE_MB)
+    )
     service.service().add(server)
     target = f"unix:{path}"
     if files is None:
@@ -439,7 +442,7 @@ class BadSource(worker_pb2_grpc.WorkerServiceServicer):
     ],
 )
 async def test_source_that_gives_something_else_is_not_believed(target, tmp_path, pieces, words):
-    server = grpc.aio.server()
+    server = grpc.aio.server(options=channel_options(DEFAULT_MAX_MESSAGE_MB))
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(BadSource(*pieces), server)
     server.add_insecure_port(f"unix:{tmp_path}/bad")
     await server.start()

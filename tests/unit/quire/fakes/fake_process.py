@@ -11,7 +11,7 @@ from pathlib import Path
 def run(name: str) -> None:
     folder = Path(os.environ["FAKE_DIR"])
     record = {"argv": sys.argv[1:], "environment": dict(os.environ), "pid": os.getpid()}
-    unfinished = folder / f"{name}.tmp"
+    unfinished = folder / f"{name}.{os.getpid()}"  # there may be several workers
     unfinished.write_text(json.dumps(record))
     unfinished.replace(folder / f"{name}.json")
     if os.environ.get("FAKE_FAILS") == name:

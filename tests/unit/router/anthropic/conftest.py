@@ -28,5 +28,7 @@ async def url(inference) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def client(url) -> AsyncIterator[anthropic.AsyncAnthropic]:
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
+    async with anthropic.AsyncAnthropic(
+        base_url=url, api_key="none", max_retries=0, timeout=None
+    ) as client:
         yield client

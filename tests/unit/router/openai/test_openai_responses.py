@@ -29,7 +29,7 @@ EVENT = pydantic.TypeAdapter(ResponseStreamEvent)
 async def client(server):
     host, port = server
     async with openai.AsyncOpenAI(
-        base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0
+        base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0, timeout=None
     ) as client:
         yield client
 

@@ -26,7 +26,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 async def client(server):
     host, port = server
     async with openai.AsyncOpenAI(
-        base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0
+        base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0, timeout=None
     ) as client:
         yield client
 

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+import aiohttp
 import grpc
 import openai
 import pytest
@@ -35,7 +36,9 @@ async def serving(router, store, **options):
     writer = asyncio.create_task(turns.run())
     url = f"http://{host}:{port}/v1"
     try:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=url, api_key="none", max_retries=0, timeout=None
+        ) as client:
             client.turns = turns
             yield client
     finally:
@@ -101,7 +104,9 @@ async def test_what_needs_a_store_is_refused_without_one(router):
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0]
     url = f"http://{host}:{port}/v1"
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=url, api_key="none", max_retries=0, timeout=None
+    ) as client:
         for field in ({"store": True}, {"background": True}, {"previous_response_id": "resp_1"}):
             with pytest.raises(openai.BadRequestError, match=r"keeps no responses"):
                 await client.responses.create(**ASK, **field)
@@ -355,6 +360,26 @@ async def test_a_failure_that_may_pass_does_not_end_a_turn(router, new_store):
         assert events[-1].response.output_text == "one"
 
 
+@pytest.mark.parametrize(
+    ("method", "route", "header", "field"),
+    [
+        ("GET", "responses/r", "x-quire-tenant", "tenant"),
+        ("POST", "responses", "Idempotency-Key", "Idempotency-Key"),
+    ],
+)
+async def test_a_header_that_a_database_may_not_take_is_refused(
+    router, new_store, method, route, header, field
+):
+    ask = {"json": ASK | {"background": True}} if method == "POST" else {}
+    async with (
+        serving(router, new_store()) as client,
+        aiohttp.ClientSession(headers={header: "\u00e4"}) as http,
+        http.request(method, f"{client.base_url}{route}", **ask) as response,
+    ):
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == field
+
+
 async def test_a_tenant_finds_its_own_responses_only(router, new_store):
     async with serving(router, new_store()) as client:
         mine = {"X-Quire-Tenant": "me"}
@@ -404,6 +429,20 @@ async def test_a_response_that_continues_another_is_pinned(router, new_store):
         await answered(router, submit, "two")
         details = (await asking).usage.input_tokens_details
         assert (details.cached_tokens, details.cache_write_tokens) == (2, 6)
+
+
+async def test_a_response_that_is_deleted_is_unpinned(router, new_store):
+    mine = {"X-Quire-Tenant": "me"}
+    async with serving(router, new_store()) as client:
+        asking = asyncio.create_task(
+            client.responses.create(**ASK, prompt_cache_key="k", extra_headers=mine)
+        )
+        response = await answer_of(router, asking, "one", 0)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.delete(response.id)  # another tenant's
+        await client.responses.delete(response.id, extra_headers=mine)
+        assert await router.scheduler.unpins.get() == ("me", response.id)
+        assert router.scheduler.unpins.empty()
 
 
 async def usage_of(store, *by):

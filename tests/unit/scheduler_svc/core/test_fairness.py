@@ -50,6 +50,22 @@ def test_a_tenant_that_comes_back_has_no_credit():
     assert policy.num_served("busy") == 1500, "as the last that left"
 
 
+def test_accounts_go_on_in_another_core():
+    policy = TenantFair(weight_in=1, weight_out=1)
+    served = {"steady": 1000, "burst": 1500, "gone": 10}
+    for tenant in served:
+        policy.began_waiting(tenant)
+    for tenant, num_tokens in served.items():
+        policy.charge(tenant, num_tokens, 0)
+    policy.stopped_waiting("gone")
+    assert policy.accounts() == {"burst": 500}, "the others are where a new one begins"
+    after = TenantFair(weight_in=1, weight_out=1)
+    after.restore(policy.accounts())
+    after.began_waiting("burst")
+    after.began_waiting("steady")
+    assert (after.num_served("steady"), after.num_served("burst")) == (500, 500)
+
+
 def test_a_tenant_that_took_much_and_left_is_remembered():
     policy = TenantFair()
     policy.began_waiting("steady")

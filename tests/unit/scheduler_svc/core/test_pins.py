@@ -203,6 +203,43 @@ def test_a_tenant_has_a_share_of_its_own():
     check(core)
 
 
+def test_a_request_is_unpinned_by_its_tenant_and_name():
+    core = make_core(max_pinned_share=1.0)
+    run(core, 0, A, cache_pin_s=10.0, tenant="a")
+    run(core, 1, B, cache_pin_s=10.0, tenant="a")
+    for tenant, name in (("b", "request-0"), ("a", "request-2"), ("a", "request-0")):
+        core.unpin(tenant, name)
+        check(core)
+    assert (core.load().num_pinned_blocks, num_found(core, A)) == (2, 8), "it stays in the cache"
+
+
+def test_what_a_later_request_has_pinned_for_longer_stays():
+    core = make_core(max_pinned_share=1.0)
+    run(core, 0, A, cache_pin_s=10.0)
+    run(core, 1, [*A, *B], now=5.0, cache_pin_s=10.0)  # as the next turn of a conversation
+    core.unpin("", "request-0")
+    assert core.load().num_pinned_blocks == 4
+    run(core, 2, A, now=6.0, cache_pin_s=1.0)
+    core.unpin("", "request-2")
+    assert core.load().num_pinned_blocks == 4, "it ended sooner"
+    core.unpin("", "request-1")
+    check(core)
+    assert core.load().num_pinned_blocks == 0
+
+
+def test_a_prompt_that_is_unpinned_before_its_swap_in_has_ended_is_not_pinned():
+    core = make_core(num_blocks=4, num_host_blocks=4, max_pinned_share=0.5)
+    run(core, 0, A)
+    run(core, 1, range(50, 65))  # needs all blocks: A is demoted
+    submit(core, 2, [*A, 9], max_tokens=4, cache_pin_s=10.0)
+    while not (plan := schedule(core)).swap_in_dst_block_ids.size:
+        answer(core, plan)
+    following = schedule(core)  # computes the prompt
+    core.unpin("", "request-2")
+    assert answer(core, plan).pinned == answer(core, following).pinned == ()
+    assert core.load().num_pinned_blocks == 0
+
+
 def test_with_a_host_pins_go_down_before_a_sequence_is_preempted():
     core = make_core(num_blocks=4, num_host_blocks=8, max_pinned_share=0.5)
     run(core, 0, A, cache_pin_s=100.0)
