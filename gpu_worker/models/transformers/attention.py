@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from gpu_worker.models.recurrent import RecurrentLayer, StateRecorder
+from gpu_worker.models.transformers.recurrent import RecurrentLayer, StateRecorder
 from gpu_worker.weights.json_fields import ModelError
 
 MaskFunction = Callable[
