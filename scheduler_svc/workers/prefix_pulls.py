@@ -113,8 +113,9 @@ class PrefixPulls:
             copy.give_up()
             self._measure(0.0)
         else:
-            num_bytes = pull.num_bytes * (1 - copy.num_missing(pull.hashes) / len(pull.hashes))
-            self._measure(num_bytes / (time.monotonic() - started_s))
+            share = 1 - copy.num_missing(pull.hashes) / len(pull.hashes)
+            if share:  # else the source had them on its disk alone, or has evicted them
+                self._measure(share * pull.num_bytes / (time.monotonic() - started_s))
 
     def _rate(self) -> float:
         is_old = time.monotonic() - self._measured_s > _FORGET_S
