@@ -10,7 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from contract.step import Result
 from scheduler_svc.core.handover.copies import Loan, Room
 from scheduler_svc.core.handover.identity import identity
-from scheduler_svc.core.handover.identity import identity
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.values.config import SchedulerConfig
