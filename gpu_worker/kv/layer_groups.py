@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from contract.limits import STATE_WINDOW
+from contract.limits import STATE_WINDOW, Chunk, KvWindow, window_length
 
 MAX_GROUPS: Final = 8
 """More groups waste less memory, but each costs the scheduler time. Chosen, not measured."""
@@ -21,8 +21,8 @@ MAX_GROUPS: Final = 8
 class LayerGroups:
     """Where the KV of each layer is."""
 
-    windows: tuple[int | None, ...]
-    """By group: tokens that a token sees, itself included; None: all."""
+    windows: tuple[KvWindow, ...]
+    """By group: what a token sees."""
     group_of: tuple[int, ...]
     """By layer: its group, which says in which blocks its KV is."""
     num_state_groups: int = 0
@@ -36,27 +36,28 @@ class LayerGroups:
         return max(map(self.group_of.count, self.group_of), default=0)
 
 
-def one_group(num_layers: int, window: int | None = None) -> LayerGroups:
+def one_group(num_layers: int, window: KvWindow = None) -> LayerGroups:
     """All layers in one group."""
     return LayerGroups((window,), (0,) * num_layers)
 
 
 def group_layers(
-    windows: tuple[int | None, ...], max_model_len: int, sizes: Sequence[int] = ()
+    windows: tuple[KvWindow, ...], max_model_len: int, sizes: Sequence[int] = ()
 ) -> LayerGroups:
     """Group layers by their windows; groups without a window come first.
 
     The size of a block is the one that wastes least memory with at most `MAX_GROUPS` groups.
 
     Args:
-        windows: By layer: tokens that a token sees, itself included; None: all.
+        windows: By layer: what a token sees.
         max_model_len: A window at least as long counts as none.
         sizes: By layer: bytes of a token's KV, or numbers in that ratio. Empty: all are alike.
     """
     sizes = sizes or (1,) * len(windows)
-    kinds: dict[int | None, list[int]] = defaultdict(list)
+    kinds: dict[KvWindow, list[int]] = defaultdict(list)
     for layer, window in enumerate(windows):
-        kinds[None if window is None or window >= max_model_len else window].append(layer)
+        length = window_length(window)
+        kinds[None if length is None or length >= max_model_len else window].append(layer)
     if len(kinds) == 1:
         return one_group(len(windows), *kinds)
     # A best block is as large as some layers of a kind that follow each other.
@@ -66,8 +67,8 @@ def group_layers(
         for start in range(len(layers))
         for stop in range(start + 1, len(layers) + 1)
     }
-    order = sorted(kinds.items(), key=lambda kind: (kind[0] is not None, kind[0]))
-    best: list[tuple[int | None, list[int]]] = []
+    order = sorted(kinds.items(), key=lambda kind: _order(kind[0]))
+    best: list[tuple[KvWindow, list[int]]] = []
     least = math.inf
     for fit in sorted((fit for fit in fits if fit >= max(sizes)), reverse=True):
         groups = [(window, part) for window, of in order for part in _parts(of, sizes, fit)]
@@ -78,6 +79,11 @@ def group_layers(
         for layer in layers:
             group_of[layer] = group
     return LayerGroups(tuple(window for window, _ in best), tuple(group_of))
+
+
+def _order(window: KvWindow) -> tuple[bool, int, bool]:
+    length = window_length(window)
+    return length is not None, length or 0, isinstance(window, Chunk)
 
 
 def _parts(layers: list[int], sizes: Sequence[int], fit: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from contract.limits import Limits
+from contract.limits import Chunk, Limits
 from contract.pooling import Abilities
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layer_groups import (
@@ -139,6 +139,7 @@ def _load_rank_model(
     groups = _layer_groups(settings, config, limits, place, dtypes) if has_kv else one_group(0)
     if config.num_states:
         groups, limits = _with_states(settings, config, dtypes, groups, limits)
+    settings = _for_chunks(settings, config, groups, limits, device)
     bytes_per_block = block_bytes(local_config, limits.block_size, dtypes, groups)
     if has_kv:
         kv_memory.check_size(settings, bytes_per_block, device)
@@ -353,13 +354,17 @@ def _layer_groups(
 ) -> LayerGroups:
     """The KV groups of the model's layers.
 
-    All layers are in one group without a window if a draft model uses the same block numbers, if
-    layers are on several devices, or if they store different dtypes.
+    All layers are in one group without a window if a draft model uses the same block numbers, or if
+    layers are on several devices.
     """
-    is_alike = len(set(dtypes)) <= 1
     num_layers = len(place.layers(config.num_layers))
     is_whole = num_layers == config.num_layers
-    if not config.windows or settings.draft_model is not None or not (is_alike and is_whole):
+    if not config.windows or settings.draft_model is not None or not is_whole:
+        if any(isinstance(window, Chunk) for window in config.windows):
+            raise ModelError(
+                f"draft-model is {settings.draft_model}; {config.architecture}'s attention has"
+                " chunks, and is supported without a draft model alone"
+            )
         return one_group(num_layers)
     layers = range(num_layers)
     sizes = [prod(config.kv_shape(layer)) * dtypes[layer].itemsize for layer in layers]
@@ -367,6 +372,31 @@ def _layer_groups(
     if groups.windows != (None,):
         _log.info("KV groups", windows=groups.windows, layers_per_block=groups.layers_per_block)
     return groups
+
+
+def _for_chunks(
+    settings: WorkerSettings,
+    config: ModelConfig,
+    groups: LayerGroups,
+    limits: Limits,
+    device: torch.device,
+) -> WorkerSettings:
+    """The settings with which chunked attention can be computed, if the model has any.
+
+    Raises:
+        ModelError: A block would belong to two chunks.
+    """
+    chunks = {window.num_tokens for window in groups.windows if isinstance(window, Chunk)}
+    for chunk in chunks:
+        if chunk % limits.block_size:
+            raise ModelError(
+                f"block-size is {limits.block_size}; it must divide the chunks of"
+                f" {config.architecture}'s attention, which have {chunk} tokens"
+            )
+    if chunks and _has_graphs(settings, device):
+        _log.warning("steps run without CUDA graphs: the model's attention has chunks")
+        return settings.model_copy(update={"enforce_eager": True})
+    return settings
 
 
 def _default_sizes(device_bytes: int | None) -> tuple[int, int]:

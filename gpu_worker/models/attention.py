@@ -52,8 +52,9 @@ class AttentionMetadata:
     token_types: torch.Tensor | None = None
     """int64[T]: 1 for tokens of the second text of a pair; None: there are none."""
     by_group: tuple["AttentionMetadata", ...] = ()
-    """With several KV groups: the metadata of each, which differ in slots and block tables. The
-    first group's are also in this object. Empty: there is one group."""
+    """With several KV groups: the metadata of each, which differ in slots and block tables, and in
+    their sequences if a group has chunks: what a token sees of its chunk is then a sequence of its
+    own. The first group's slots and tables are also in this object. Empty: there is one group."""
     attend_between: AttendBetween | None = None
     """While graphs are captured that leave attention out: passes it on. Only `slot_mapping` is then
     valid: steps that replay the graphs have other sequences."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from contract.limits import KvWindow
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 
 
@@ -31,8 +32,8 @@ class ModelConfig:
     is not stored; None: values are stored."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json; may be empty."""
-    windows: tuple[int | None, ...] = ()
-    """By layer: how many tokens a token sees, itself included; None: all. Empty: all in each."""
+    windows: tuple[KvWindow, ...] = ()
+    """By layer: what a token sees. Empty: all in each."""
     num_states: int = 0
     """Recurrent layers, each with a state for a sequence."""
     state_bytes: int = 0

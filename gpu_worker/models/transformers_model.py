@@ -25,7 +25,9 @@ from gpu_worker.models.attention import AttentionMetadata, attend, store_kv
 from gpu_worker.models.config import ModelConfig, read_architecture, read_dtype, read_eos_token_ids
 from gpu_worker.models.recurrent import RecurrentLayer, RecurrentStates
 from gpu_worker.models.transformers_attention import (
+    CHUNKED,
     AttentionCall,
+    base_name,
     batch_dependent_ropes,
     forget_attention,
     read_options,
@@ -49,6 +51,7 @@ class TransformersModel:
         self._places: dict[int, int] = {}
         self._reading: frozenset[int] = frozenset()
         self._states: RecurrentStates | None = None
+        self._counts_tokens = False
 
     def use(
         self, causal: Any, calls: Sequence[AttentionCall], recurrent: tuple[RecurrentLayer, ...]
@@ -63,14 +66,16 @@ class TransformersModel:
         numbers = {call.layer: number for number, call in enumerate(_storing(calls))}
         self._places = {call.layer: numbers[call.source] for call in calls}
         self._reading = frozenset(call.layer for call in calls if call.source != call.layer)
+        name = base_name(causal)
+        self._base = getattr(causal, name)
         if recurrent:
-            self._states = RecurrentStates(causal.base_model, recurrent)
+            self._states = RecurrentStates(self._base, recurrent)
         for module in causal.modules():
             _replace_linear(module)
-        self._base = causal.base_model
+        self._counts_tokens = getattr(causal.config, "attn_temperature_tuning", False)
         # `head` is the rest of the causal model after its base: the map to logits, scales, caps,
         # biases.
-        setattr(causal, causal.base_model_prefix, _Given(self._base))
+        setattr(causal, name, _Given(self._base))
         self._head = causal
 
     def forward(
@@ -88,6 +93,7 @@ class TransformersModel:
             out = self._base(
                 input_ids=token_ids.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
+                past_key_values=_Seen(positions) if self._counts_tokens else None,
                 use_cache=False,
             )
         finally:
@@ -137,6 +143,23 @@ class TransformersModel:
         )
         heads = attended.view(1, query.shape[2], query.shape[1], -1)
         return heads[..., :value_dim], None
+
+
+class _Seen:
+    """The cache of a model that asks it for the number of earlier tokens (Llama 4).
+
+    A step's tokens are of several sequences: the answer is by token, so that the index of a token
+    in the step and its answer add up to its position.
+    """
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._before = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, _layer: int = 0) -> torch.Tensor:
+        return self._before
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
+        return key, value
 
 
 class _Given(nn.Module):
@@ -192,7 +215,7 @@ def _replace_linear(module: nn.Module) -> None:
     module.forward = forward  # type: ignore[method-assign]
 
 
-_LAYER_TYPES: Final = {"full_attention", "sliding_attention"}
+_LAYER_TYPES: Final = {"full_attention", "sliding_attention", CHUNKED}
 _RECURRENT_TYPES: Final = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 _RECURRENT_FAMILIES: Final = {
     "bamba",

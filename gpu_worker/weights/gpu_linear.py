@@ -126,7 +126,7 @@ class PackedLinear:
 
     def compile(self, dtype: torch.dtype) -> None:
         """Launch each variant of the kernel once, so that none is compiled while serving."""
-        if not self.values.is_cuda:
+        if not is_here(self.values.device):
             return
         from kernels.triton.quantized_linear import FEWEST_ROWS  # noqa: PLC0415  needs Triton
 

@@ -138,7 +138,10 @@ class Cells:
         """Continue a request, of any model without a name; see `Inference.resume`."""
         request = replace(request, tenant=self.entry.tenant_of(request.tenant))
         return await self._where(
-            request.tenant, request.request_id, model, lambda cell: cell.resume(request)
+            request.tenant,
+            request.request_id,
+            model,
+            lambda cell, is_charged: cell.resume(request, is_free=is_charged),
         )
 
     async def cancel(self, request_id: str, tenant: str, model: str = "") -> None:
@@ -151,7 +154,7 @@ class Cells:
         This is not charged to the tenant's quota.
         """
         await self._where(
-            tenant, request_id, model, lambda cell: cell.cancel_of(tenant, request_id)
+            tenant, request_id, model, lambda cell, _: cell.cancel_of(tenant, request_id)
         )
 
     async def _where(
@@ -159,9 +162,9 @@ class Cells:
         tenant: str,
         request_id: str,
         model: str,
-        ask: Callable[[Inference], Awaitable[T]],
+        ask: Callable[[Inference, bool], Awaitable[T]],
     ) -> T:
-        """Ask the cell that has a resumable request.
+        """Ask the cell that has a resumable request; `ask` gets whether another has charged for it.
 
         `NotFoundError` is final, so it is raised only if every cell could look.
         """
@@ -175,7 +178,8 @@ class Cells:
             refusals: list[QuireError] = []
             for cell in cells:
                 try:
-                    return await ask(cell)
+                    is_charged = any(isinstance(each, NotFoundError) for each in refusals)
+                    return await ask(cell, is_charged)
                 except (NotFoundError, UnavailableError) as error:
                     refusals.append(error)
             raise next((e for e in refusals if isinstance(e, UnavailableError)), refusals[0])

@@ -237,8 +237,10 @@ class Inference:
         self._admission.add(live)
         return live
 
-    async def resume(self, request: ResumeRequest) -> LiveRequest:
+    async def resume(self, request: ResumeRequest, *, is_free: bool = False) -> LiveRequest:
         """Continue a request after the part that its client has; read it as after `generate`.
+
+        If it `is_free`, it is not charged to the tenant's quota.
 
         The caller has checked whose it is (`Cells.resume`). If another call, at any router, is
         reading the request, that call ends with `AbortedError`. Raises `NotFoundError` if this
@@ -246,7 +248,9 @@ class Inference:
         was produced; `FailedPreconditionError` for lost log-probabilities; `TooBusyError` and
         `UnavailableError` as `generate`.
         """
-        live = await self._take_over(request.request_id, request.tenant, request.deadline)
+        live = await self._take_over(
+            request.request_id, request.tenant, request.deadline, is_free=is_free
+        )
         try:
             live.skip(request.received, has_prompt_scores=request.has_prompt_scores)
         except QuireError:

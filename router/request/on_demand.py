@@ -114,6 +114,7 @@ class OnDemand:
                 demand.used_at = now
             if cell.schedulers.is_loaded:
                 demand.loaded_at = now if demand.loaded_at is None else demand.loaded_at
+                demand.seen_at = demand.seen_at or now
                 demand.wanted_at = None
                 demand.succeed()
                 self._has_begun = True
@@ -152,15 +153,25 @@ class OnDemand:
             if demand.wanted_at is not None and now > demand.wanted_at + _CONNECT_S:
                 raise wanted.schedulers.unavailable()
             return
-        loaded = [cell for cell, each in loads.items() if each is not None and each.num_workers]
+        # A worker keeps its model while its scheduler is away.
+        away = {cell for cell, each in self._cells.items() if loads[cell] is None and each.seen_at}
+        loaded = [
+            cell
+            for cell, each in loads.items()
+            if cell in away or (each is not None and each.num_workers)
+        ]
         for cell, each in self._cells.items():
             each.seen_at = (each.seen_at or now) if cell in loaded else None
         while len(loaded) >= self._max_loaded:
-            victim = self._least_recently_used(loaded, now)
+            victim = self._least_recently_used([cell for cell in loaded if cell not in away], now)
             if victim is None:
+                if len(away) >= self._max_loaded:
+                    names = ", ".join(sorted(repr(cell.name) for cell in away))
+                    raise UnavailableError(f"the schedulers of {names}, which was loaded, are away")
                 return
             log.info("a model makes room", model=victim.name, wanted=wanted.name)
             await self._loading.unload(victim.schedulers.target_to_is_connected)
+            self._cells[victim].seen_at = None
             loaded.remove(victim)
         log.info("loading a model on demand", model=wanted.name)
         loading = self._loading.load(wanted.schedulers.target_to_is_connected)
@@ -192,7 +203,8 @@ class _Demand:
         self.loaded_at: float | None = None
         """None: no connected scheduler has a worker with it."""
         self.seen_at: float | None = None
-        """When its schedulers first said that they have such a worker, connected or not."""
+        """When its schedulers first said that they have such a worker, connected or not; None: they
+        said last that they have none."""
         self.retry_at = 0.0
 
     @property

@@ -253,6 +253,7 @@ def test_a_scheduler_that_no_router_reaches_is_replaced(
 ):
     """The link is silent for good: its process is stopped, and connections stay open."""
     cramped.scheduler.stop()
+    cramped.wait_until_not_ready()
     own = cramped.uds["scheduler"].with_name("leader.sock")
     flags = cramped.scheduler_flags("--standby")
     leader, standby = (Child("scheduler_svc", tmp_path / f"{i}.log", {}) for i in range(2))
@@ -301,18 +302,22 @@ def test_prefix_cache_and_pins_survive_the_death_of_the_scheduler(cramped: Servi
     assert cramped.metrics(cramped.scheduler)["quire_kv_pinned_blocks"] == 96 // 16
 
 
-def test_a_beam_search_goes_on_where_it_was(cramped: Service):
+def test_a_beam_search_goes_on_where_it_was(gated: tuple[Service, StepGate]):
+    cramped, gate = gated
+
     def num_steps() -> float:
         return cramped.metrics(cramped.scheduler)["quire_steps_total"]
 
     beam = common_pb2.BeamSearch(width=4)
     request = generate_request(list(range(30, 60)), n=2, beam=beam, max_tokens=100, ignore_eos=True)
     unfailed = read(cramped.stub.Generate(request))
-    num_before = num_steps()
     with ThreadPoolExecutor(1) as pool:
         failed = pool.submit(lambda: read(cramped.stub.Generate(request, timeout=200)))
-        eventually(lambda: num_steps() >= num_before + 40 or None, "it is on its way")
+        gate.close()
+        gate.let_through(40)
+        eventually(lambda: not gate.num_permits or None, "it is on its way")
         cramped.scheduler.kill()
+        gate.open()
         cramped.start_scheduler()
         assert failed.result(timeout=200).outputs == unfailed.outputs
     cramped.wait_until_ready()

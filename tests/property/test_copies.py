@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from contract.step import Result
 from scheduler_svc.core.handover.copies import Loan, Room
+from scheduler_svc.core.handover.identity import identity
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.values.config import SchedulerConfig
@@ -72,6 +73,7 @@ class CopiesMachine(RuleBasedStateMachine):
         except (RequestTooLongError, QueueFullError):
             return
         self.oracle.submit(request)
+        self.sides[0].worker.identities.update(identity(request, index) for index in range(n))
         self.next_key += n
 
     @rule(i=SIDES, steps=st.integers(1, 8))

@@ -9,6 +9,7 @@ from random import Random
 from hypothesis import settings
 
 from contract.info import MemoryLevel
+from contract.limits import Chunk
 from contract.sampling import EarlyStopping
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.space.eviction import Eviction
@@ -37,7 +38,10 @@ COUNTERS = (
 )
 
 
-WINDOWS = [(None,), (None,), (3,), (6,), (None, 4), (None, 3, 5), (None, 2)]
+WINDOWS = [
+    *[(None,), (None,), (3,), (6,), (None, 4), (None, 3, 5), (None, 2)],
+    *[(Chunk(6),), (None, Chunk(4))],
+]
 """KV groups of the histories."""
 
 

@@ -141,18 +141,23 @@ class Batches:
     async def run(self) -> None:
         """Look after the batches that have not ended; several routers may do so at once."""
         next_sweep = 0.0
+        broken: set[str] = set()  # left alone until the next sweep
         while True:
             await asyncio.sleep(self.tick_s)
             try:
                 for batch in await self.store.batches(is_live=True):
+                    if batch.id in broken:
+                        continue
                     try:
                         await self._advance(batch)
                     except QuireError as error:
                         log.warning("batch is looked after later", batch=batch.id, error=str(error))
                     except Exception:
                         log.exception("batch cannot be looked after", batch=batch.id)
+                        broken.add(batch.id)
                 if time.monotonic() >= next_sweep:
                     next_sweep = time.monotonic() + _SWEEP_S
+                    broken.clear()
                     await self.store.sweep(self.retention_s)
                     await self.store.clear()
             except QuireError as error:

@@ -170,8 +170,7 @@ def turn_of_line(batch: Batch, number: int, text: bytes) -> Turn:
         kind=KIND,
         body=text,
         created_at=batch.created_at,
-        # Other names are refused with the line; PostgreSQL takes no NUL.
-        model=model if isinstance(model, str) and model.isprintable() else "",
+        model=model if isinstance(model, str) else "",
         group=batch.id,
         position=number,
         priority=-MAX_PRIORITY,

@@ -122,9 +122,7 @@ class Moves:
         return None
 
     def find_running(self) -> list[tuple[SourceId, SeqKey]]:
-        """Return source and first key of the running requests whose KV could ever move."""
-        if self._groups.has_states:  # a state stays behind, and all is computed again
-            return []
+        """Return source and first key of the running requests that could ever move."""
         requests = dict.fromkeys(
             seq.request
             for seq in self._running

@@ -70,6 +70,19 @@ MIMO = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
 }
+LLAMA_4 = {
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 1, 0, 1],
+    "layer_types": ["chunked_attention", "chunked_attention", FULL, "chunked_attention"],
+    "attention_chunk_size": 20,
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+    "head_dim": 16,
+    "intermediate_size_mlp": 96,
+    "interleave_moe_layer_step": 2,
+    "num_local_experts": 4,
+    "pad_token_id": 0,
+}
 FAMILIES = {
     "mistral": {},
     "phi3": SMALL,
@@ -85,6 +98,7 @@ FAMILIES = {
     "gemma3n_text": GEMMA_N,
     "gemma4_text": GEMMA_4,
     "mimo_v2_flash": SMALL | MIMO,
+    "llama4_text": LLAMA_4,
     "qwen2": SMALL | {"use_sliding_window": True, "layer_types": [FULL, LOCAL, LOCAL]},
 }
 
@@ -230,7 +244,10 @@ def test_outputs_equal_transformers_whatever_happens(directory):
     service.check_all()
 
 
-@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text", "mimo_v2_flash"])
+OF_OTHER_LAYERS = ("gemma3n_text", "gemma4_text", "mimo_v2_flash", "llama4_text")
+
+
+@pytest.mark.parametrize("family", OF_OTHER_LAYERS)
 def test_a_long_output_equals_transformers(model_dirs, family, monkeypatch):
     monkeypatch.setattr("tests.unit.gpu_worker.test_kv_groups.NUM_TOKENS", 128)
     service = Service(model_dirs.get(family, **FAMILIES[family]))

@@ -198,6 +198,18 @@ async def test_no_model_makes_room_for_one_whose_scheduler_is_away(model_dir, tm
         await service.schedulers["b"].start()
 
 
+async def test_a_model_whose_scheduler_is_away_is_still_loaded(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "ab") as service:
+        await service.answered("a")
+        await service.schedulers["a"].stop()
+        with pytest.raises(UnavailableError, match="the schedulers of 'a', which was loaded"):
+            await service.ask("b")
+        assert service.device.history == ["a"]
+        await service.schedulers["a"].start()
+        assert await service.answered("b")
+        assert service.device.history == ["a", "b"]
+
+
 async def test_few_calls_wait_and_none_after_a_drain(model_dir, tmp_path):
     async with serving(model_dir, tmp_path, "ab", min_loaded_s=3600, max_waiting=1) as service:
         await service.answered("a")

@@ -186,7 +186,6 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
             ),
         ),
         ("bert", {}, "its masks are neither causal nor a sliding window"),
-        ("llama4_text", {"head_dim": 16}, "it has layers of type chunked_attention"),
         ("t5", {}, "it is no causal language model of transformers"),
     ],
 )

@@ -225,14 +225,38 @@ async def test_lines_become_turns_in_slices_and_go_on_where_a_router_died(
 
 
 @BOTH
-async def test_a_name_that_no_database_takes_spoils_its_own_line_alone(router, new_store):
+async def test_a_text_with_nul_is_as_any_other(router, new_store):
     async with serving(router, new_store()) as client:
+        with pytest.raises(openai.NotFoundError, match="is not kept"):
+            await client.files.retrieve("file-\0")
         batch = await created(client, line("a", model="\0"), line("b"))
         await answer(router, "one")
         batch = await ended(client, batch)
         assert batch.request_counts.completed == 1
         told = await lines_of(client, batch.error_file_id)
         assert "is not served" in told["a"]["response"]["body"]["error"]["message"]
+
+
+async def test_a_batch_that_meets_a_bug_is_not_tried_at_every_tick(router, new_store, monkeypatch):
+    tried, advance = [], Batches._advance
+
+    async def advance_or_break(self, batch):
+        tried.append(batch.id)
+        if batch.id == tried[0]:
+            raise ZeroDivisionError
+        await advance(self, batch)
+
+    async with serving(router, new_store()) as client:
+        for text in ("before", "after"):
+            batch = await created(client, line("a"))
+            await answer(router, text)
+            await ended(client, batch)
+            if text == "before":  # the first sweep is over
+                monkeypatch.setattr(Batches, "_advance", advance_or_break)
+                broken = await created(client, line("b"))
+                while not tried:
+                    await client.models.list()
+        assert tried.count(broken.id) == 1 < tried.count(batch.id)
 
 
 async def test_a_file_is_split_and_parsed_off_the_loop(router, new_store, monkeypatch):

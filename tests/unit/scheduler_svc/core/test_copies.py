@@ -1,6 +1,5 @@
 """Blocks that one core copies from another, ahead of the requests that need them."""
 
-from contract.limits import STATE_WINDOW
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.values.request import SeqKey
 from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, new, schedule, submit
@@ -143,13 +142,6 @@ class TestProgress:
         submit(core, KEY, range(6), max_tokens=1)
         schedule(core)
         assert core.moves.find_running() == []
-
-    def test_one_with_recurrent_states_stays(self):
-        """Its states would stay behind, and the other worker would compute all its tokens."""
-        windows = {"kv_windows": (None, STATE_WINDOW), "num_blocks": 40}
-        for fields, num_found in (({}, 1), (windows, 0)):
-            core = running(make_host_core(**fields))
-            assert len(core.moves.find_running()) == num_found
 
     def test_without_hashes_nothing_can_be_copied(self):
         core = running(make_host_core(enable_prefix_caching=False))
