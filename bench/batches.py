@@ -3,10 +3,10 @@
     python bench/batches.py
 
 A simulated device serves 64 streams, each followed by a new one when it ends, while a batch of
-10,000 lines is answered in parts. Before each part the streams run alone, for as long as the part
-before took. `p99_ratio` is the p99 of the time between a stream's tokens with the batch, divided by
-that without it, round by round; `answered` counts the batch's lines. Nothing else should run on the
-machine; it takes about four minutes.
+10,000 lines is answered in parts; before each part the streams run alone. `p99_ratio` is the p99 of
+the time between a stream's tokens with the batch, divided by that without, round by round;
+`answered` counts the batch's lines. Nothing else should run on the machine; it takes about four
+minutes.
 """
 
 import argparse
