@@ -142,7 +142,7 @@ async def test_a_prefix_that_the_source_cannot_lend_says_nothing_about_the_link(
     a.core.pool.forget(a.core.pool.find(hashes))
     await run(pulls, pull)
     assert b.num_cached_blocks(hashes) == 0
-    assert pulls._rate() == prefix_pulls._FIRST_BYTES_PER_S
+    assert pulls._rate.seconds(prefix_pulls._FIRST_BYTES_PER_S) == 1
 
 
 async def test_a_worker_that_is_lost_leaves_the_request_to_the_others(sessions, hashes):
