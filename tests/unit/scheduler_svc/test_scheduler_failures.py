@@ -97,7 +97,7 @@ async def test_sequences_move_to_the_worker_that_is_left(folder, worker, connect
         await worker.wait_for_batches(2)
         await other.wait_for_batches(2)
         other.resume()
-        await router.read()
+        await router.read_until(lambda: router.tokens)
         await worker.die()
         await router.read_until_finished(*range(20))
         assert (await get(scheduler, "/ready"))[0] == 200
@@ -291,9 +291,8 @@ async def test_running_scheduler_gives_up_when_its_batches_are_stale(folder, wor
             router = await connect(scheduler.target)
             worker.epoch, worker.tells_epoch = 2, False
             await router.submit(0, [1, 2])
-            with pytest.raises(grpc.aio.AioRpcError) as caught:  # noqa: PT012 - after heartbeats
-                while True:
-                    await router.read()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await router.read_to_end()
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             await scheduler.task
 
