@@ -35,6 +35,7 @@ from scheduler_svc.service import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.workers.attach import attach, newest_epoch
 from scheduler_svc.workers.engine import Engine, OpenCore
+from scheduler_svc.workers.far_tier import FarTier
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.placement import PlacementMethod, Placer
 from scheduler_svc.workers.prefix_pulls import PrefixPulls
@@ -100,6 +101,7 @@ async def _run_scheduler(
     spans = SequenceSpans()
     metrics = SchedulerMetrics(registry)
     pulls = PrefixPulls() if settings.pull_prefixes else None
+    far = FarTier()
     fleet = Fleet(
         streams=streams,
         spans=spans,
@@ -108,6 +110,7 @@ async def _run_scheduler(
         step_timeout_s=settings.step_timeout_s,
         placer=Placer(PlacementMethod(settings.placement)),
         pulls=pulls,
+        far=far,
         kept_adapters=state.adapters,
         keep_adapters=state.keep_adapters,
     )
@@ -201,6 +204,7 @@ async def _run_scheduler(
         finally:
             if pulls is not None:
                 pulls.stop()
+            far.stop()
             handoff.stop()
             migrator.stop()
             resizer.stop()

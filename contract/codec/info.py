@@ -36,6 +36,7 @@ _COPIED: Final = (
     "host_is_device_memory",
     "can_unload",
     "takes_whole_prompts",
+    "has_far_kv",
 )
 """Fields with the same names in `WorkerInfo` and in its message; `_LIMITS`: in `Limits`."""
 _limits, _copied = attrgetter(*_LIMITS), attrgetter(*_COPIED)

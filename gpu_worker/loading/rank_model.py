@@ -80,6 +80,8 @@ class RankModel:
     rates: Rates
     """The rates of all ranks together."""
     abilities: Abilities
+    identity: bytes | None
+    """A hash of all that determines the KV; None: random weights, or no KV."""
     load_adapter: Callable[[str, Path], Adapter]
     """Loads an adapter from its name and directory; raises ModelError."""
 
@@ -178,7 +180,7 @@ def _load_rank_model(
     pool = KvPool(local_config, num_blocks, limits.block_size, dtypes, device, pool_memory, groups)
     undo.callback(pool.close)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
-    tiers = LowerTiers()
+    tiers, identity = LowerTiers(), None
     if has_kv:
         identity = None if is_dummy else kv_identity(settings, directory, dtype, groups)
         tiers = open_lower_tiers(settings, pool, local_config, identity)
@@ -252,6 +254,7 @@ def _load_rank_model(
         rates=measured,
         has_structured_output=structured is not None,
         abilities=abilities,
+        identity=identity,
         load_adapter=load_one,
     )
 

@@ -26,7 +26,7 @@ _WEIGHT: Final = 1 / 4
 """Weight of a new measurement in the moving average."""
 _FORGET_S: Final = 60.0
 """When a measurement is so old, the first rate is assumed again: a slow link may have recovered."""
-_LEAST_TOKENS: Final = 256
+LEAST_TOKENS: Final = 256
 """Fewer tokens are computed: a copy waits for the steps of both workers."""
 
 log = structlog.get_logger()
@@ -45,6 +45,27 @@ class Pull:
     """How long the prefix would take to compute."""
 
 
+class CopyRate:
+    """How fast KV is copied, learned from the copies."""
+
+    def __init__(self) -> None:
+        self._bytes_per_s = _FIRST_BYTES_PER_S
+        self._measured_s = -_FORGET_S
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return how long a copy may take."""
+        return num_bytes / self._rate()
+
+    def measure(self, bytes_per_s: float) -> None:
+        """Learn from a copy; a rate of 0 is one that failed."""
+        self._bytes_per_s = self._rate() + _WEIGHT * (bytes_per_s - self._rate())
+        self._measured_s = time.monotonic()
+
+    def _rate(self) -> float:
+        is_old = time.monotonic() - self._measured_s > _FORGET_S
+        return _FIRST_BYTES_PER_S if is_old else max(self._bytes_per_s, 1.0)
+
+
 class PrefixPulls:
     """Decides which prefixes to copy, and copies them."""
 
@@ -52,8 +73,7 @@ class PrefixPulls:
         self._tasks = BackgroundTasks()
         self._copies: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
         """Those in progress, by the taking worker and the first block."""
-        self._bytes_per_s = _FIRST_BYTES_PER_S
-        self._measured_s = -_FORGET_S
+        self._rate = CopyRate()
 
     def find(
         self, hashes: Sequence[BlockHash], taking: Session, others: dict[str, Session]
@@ -69,7 +89,7 @@ class PrefixPulls:
         if not (hashes and keeps_kv(taking) and info.prefill_tokens_per_s):
             return None
         num_there = taking.num_cached_blocks(hashes)
-        most, found = num_there + _LEAST_TOKENS // taking.block_size, None
+        most, found = num_there + LEAST_TOKENS // taking.block_size, None
         for target, giving in others.items():
             if giving is taking or not keeps_kv(giving) or giving.trouble() is not None:
                 continue
@@ -82,7 +102,7 @@ class PrefixPulls:
         num_blocks = most - num_there
         compute_s = num_blocks * taking.block_size / info.prefill_tokens_per_s
         num_bytes = num_blocks * info.block_bytes
-        if num_bytes / self._rate() >= compute_s:
+        if self._rate.seconds(num_bytes) >= compute_s:
             return None
         return Pull(found[0], found[1], taking, hashes[num_there:most], num_bytes, compute_s)
 
@@ -95,7 +115,7 @@ class PrefixPulls:
         if (copying := self._copies.get(key)) is None:
             copying = self._copies[key] = self._tasks.start(self._copy(pull))
             copying.add_done_callback(lambda _: self._copies.pop(key))
-        self._tasks.start(_wait(copying, pull.compute_s, then))
+        self._tasks.start(ends_in_time(copying, pull.compute_s, then))
 
     def stop(self) -> None:
         """Cancel the copies in progress, when the sessions end."""
@@ -111,22 +131,18 @@ class PrefixPulls:
         except QuireError as error:
             log.warning("a prefix was not copied", source=pull.source_target, reason=str(error))
             copy.give_up()
-            self._measure(0.0)
+            self._rate.measure(0.0)
         else:
-            num_bytes = pull.num_bytes * (1 - copy.num_missing(pull.hashes) / len(pull.hashes))
-            self._measure(num_bytes / (time.monotonic() - started_s))
-
-    def _rate(self) -> float:
-        is_old = time.monotonic() - self._measured_s > _FORGET_S
-        return _FIRST_BYTES_PER_S if is_old else max(self._bytes_per_s, 1.0)
-
-    def _measure(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = self._rate() + _WEIGHT * (bytes_per_s - self._rate())
-        self._measured_s = time.monotonic()
+            share = 1 - copy.num_missing(pull.hashes) / len(pull.hashes)
+            if share:  # else the source had them on its disk alone, or has evicted them
+                self._rate.measure(share * pull.num_bytes / (time.monotonic() - started_s))
 
 
-async def _wait(copying: asyncio.Task[None], most_s: float, then: Callable[[], None]) -> None:
-    await asyncio.wait((copying,), timeout=most_s)
+async def ends_in_time(
+    copying: asyncio.Task[None], within_s: float, then: Callable[[], None]
+) -> None:
+    """Call `then` when a copy has ended, or has taken so long."""
+    await asyncio.wait((copying,), timeout=within_s)
     then()
 
 

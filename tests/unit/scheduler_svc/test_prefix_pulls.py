@@ -19,7 +19,7 @@ PROMPT = [0, 1, 0, 0, 1, 1, 0, 0, 1]
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch):
-    monkeypatch.setattr(prefix_pulls, "_LEAST_TOKENS", 2)
+    monkeypatch.setattr(prefix_pulls, "LEAST_TOKENS", 2)
 
 
 @pytest.fixture
@@ -132,7 +132,17 @@ async def test_a_copy_that_fails_leaves_nothing_and_makes_the_next_less_likely(s
     await run(pulls, pull)
     assert b.num_cached_blocks(hashes) == 0
     assert num_held(a) == num_held(b) == 0
-    assert pulls._rate() < prefix_pulls._FIRST_BYTES_PER_S
+    assert pulls._rate.seconds(1) > 1 / prefix_pulls._FIRST_BYTES_PER_S
+
+
+async def test_a_prefix_that_the_source_cannot_lend_says_nothing_about_the_link(sessions, hashes):
+    a, b = sessions.values()
+    pulls = PrefixPulls()
+    pull = pulls.find(hashes, b, sessions)
+    a.core.pool.forget(a.core.pool.find(hashes))
+    await run(pulls, pull)
+    assert b.num_cached_blocks(hashes) == 0
+    assert pulls._rate.seconds(prefix_pulls._FIRST_BYTES_PER_S) == 1
 
 
 async def test_a_worker_that_is_lost_leaves_the_request_to_the_others(sessions, hashes):

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from contract.limits import Chunk, KvWindow, window_length
-from gpu_worker.models.recurrent import RecurrentLayer, StateRecorder
+from gpu_worker.models.transformers.recurrent import RecurrentLayer, StateRecorder
 from gpu_worker.weights.json_fields import ModelError
 
 MaskFunction = Callable[
