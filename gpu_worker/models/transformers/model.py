@@ -114,7 +114,7 @@ class TransformersModel:
         query: torch.Tensor,  # [1, H, T, D]
         key: torch.Tensor,  # [1, HKV, T, D]
         value: torch.Tensor,  # [1, HKV, T, D]
-        _mask: None,
+        attention_mask: None = None,  # noqa: ARG002  by place or by name
         **given: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attend for one layer of the current step; see `register_attention`."""

@@ -186,6 +186,7 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
             ),
         ),
         ("bert", {}, "its masks are neither causal nor a sliding window"),
+        ("roberta", {"is_decoder": True}, "its positions depend on padding tokens"),
         ("t5", {}, "it is no causal language model of transformers"),
     ],
 )
