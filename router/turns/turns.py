@@ -337,7 +337,7 @@ class Turns:
         return TurnEnd(running.status, result, at, usage)
 
     def _usage_of(self, running: RunningTurn, at: float) -> UsageRows:
-        """Return what counts as the usage of a turn that has ended."""
+        """Return the usage to record for a turn that has ended."""
         if (used := running.used) == Used():
             return {}
         turn = running.turn

@@ -7,7 +7,7 @@ rewinds a state. A sequence that must compute a token again starts from a full b
 nothing.
 
 A module of `transformers` takes sequences of one length. So a prompt's chunk is computed apart,
-piece by piece between block borders, and decodes are computed together.
+piece by piece between block boundaries, and decodes are computed together.
 
 Symbols: `T` tokens, `S` sequences, `E` hidden size.
 """
@@ -209,7 +209,7 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """The parts of a step in which states advance; none crosses a block border."""
+    """The parts of a step in which states advance; none crosses a block boundary."""
 
     together_places: list[int]
     """The places in the batch of single tokens that wait for no other piece."""
@@ -221,7 +221,7 @@ class _Pieces:
 
 
 def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size: int) -> _Pieces:
-    """Cut a step at block borders.
+    """Cut a step at block boundaries.
 
     Args:
         spans: By sequence: its first position in the step, the end, and its place in the batch.

@@ -329,8 +329,8 @@ class Takeover:
             self._groups.is_plain
             and (num_blocks := len(kv.host) + len(kv.disk)) * size == kv.num_tokens + 1
         ):
-            # The sequence writes the last slot of its last block again, so it must not be shared,
-            # not even after a load for another sequence that may be in progress.
+            # The sequence writes the last slot of its last block again, so this block must not
+            # be shared, even if it is being loaded for another sequence now.
             self._tier.forget(seq.block_hashes[num_blocks - 1 : num_blocks])
         seq.host_block_ids, seq.disk_block_ids = tuple(kv.host), tuple(kv.disk)
         self._wait_swapped(seq, kv.num_tokens)
