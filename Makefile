@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 UNPACKED := build/debian
 export PATH := $(PATH):$(CURDIR)/$(UNPACKED)/usr/bin
 
-.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test smg-test ui-test observe-test lint lock sbom protos docs bench chaos
+.PHONY: setup up test triton-3.6 worst-bodies compose-test clients-test public-clients-test smg-test nixl-test ui-test observe-test lint lock sbom protos docs bench chaos
 
 setup: $(VENV)/.installed
 
@@ -90,6 +90,12 @@ KILLS ?= 6
 smg-test: setup
 	test -x $(SMG)/bin/smg || { $(PYTHON) -m venv $(SMG) && $(SMG)/bin/pip install -qq 'smg>=1.13,<2'; } || true
 	SMG=$(SMG)/bin/smg KILLS=$(KILLS) $(BIN)/pytest -m smg -rs tests/smg
+
+# KV between workers by NIXL, from the package index, beside the environment (it needs no CUDA).
+NIXL := build/nixl
+nixl-test: setup
+	test -d $(NIXL)/nixl || $(BIN)/pip install -qq --no-deps --target $(NIXL) 'nixl>=1.5,<2' 'nixl-cu12>=1.5,<2'
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(NIXL) $(BIN)/pytest -rs tests/e2e/test_nixl.py
 
 # The web page in a browser; skipped by name if there is no Chromium and none can be installed.
 ui-test: setup

@@ -7,10 +7,10 @@ simulated clock: H200s with a model of 8 billion parameters in bf16, or of 70 bi
 link between workers of --link-gbit. Prompts and outputs have log-normal lengths around the given
 means, no prefix is shared, and requests arrive at random (Poisson).
 
-A request is good if its first token comes within the first objective, and the others follow, on
-average, within the second, of which there is a strict and an easy one; with --quantile 0.95, 95
-of 100 gaps between its tokens must be within it, not their mean. *Goodput* is the
-highest rate, per worker, at which 90 of 100 requests are good. "2P+1D" are two workers that prefill
+A request is good if its first token comes within one objective, and its other tokens follow, on
+average, within another, which is tried strict and easy. With --quantile 0.95 the average does not
+count: 95 of 100 gaps between its tokens must be within the objective. *Goodput* is the highest
+rate, per worker, at which 90 of 100 requests are good. "2P+1D" are two workers that prefill
 and one that decodes, "3" are three that do both; `--slowdown` is the scheduler's
 --max-decode-slowdown, which matters to these.
 """

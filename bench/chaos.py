@@ -31,8 +31,8 @@ not, and its text compared with what it was alone:
 With --agent, an agent works through so many turns with a tool, by /v1/responses and then by
 /v1/messages, on simulated workers that play its model's outputs. Every ten seconds router,
 scheduler or worker are killed in turn, and once all of them at the same time.
-`transcripts_that_differ` counts the APIs by which it said, called or was told anything else, byte
-for byte, than undisturbed.
+A transcript is what it said, called and was told. `transcripts_that_differ` counts the APIs whose
+transcript is not, byte for byte, that of an undisturbed run.
 
 Ends with 1 if any of these is not as it should be.
 """

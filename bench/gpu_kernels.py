@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -145,17 +145,24 @@ def run(
     device: torch.device,
     ceilings: Ceilings,
     repeats: int,
-    say: Callable[[str], None],
+    say: Callable[[list[Row]], None],
 ) -> list[Row]:
-    """Measure the cases one after the other; pass each row's line to `say` at once."""
-    rows = []
+    """Measure the cases one after the other; call `say` with the rows so far after each."""
+    rows: list[Row] = []
     for case in cases:
         rows.append(measure(case, device, ceilings, repeats))
-        say(table_line(rows[-1]))
+        say(rows)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return rows
+
+
+def write(file: Path, result: Mapping[str, object]) -> None:
+    """Replace a file of results: at each moment it is whole."""
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(result, indent=1) + "\n")
+    new.replace(file)
 
 
 def _main() -> int:
@@ -186,18 +193,23 @@ def _main() -> int:
         if given.only in f"{case.kernel} {case.shape}"
     ]
     repeats = 1 if given.cpu_smoke else 5 if given.quick else _REPEATS
-    rows = run(cases, device, ceilings, repeats, lambda line: print(line, flush=True))
+    result = {
+        "machine": machine_facts(),
+        "device": name,
+        "is_measured": not given.cpu_smoke,
+        "ceilings": asdict(ceilings),
+    }
+
+    def say(rows: list[Row]) -> None:
+        if rows:
+            print(table_line(rows[-1]), flush=True)
+        if given.out is not None:  # a call that is cut off leaves what it has measured
+            write(given.out, {**result, "rows": [asdict(row) for row in rows]})
+
+    say([])
+    rows = run(cases, device, ceilings, repeats, say)
     failed = sum(row.error is not None for row in rows)
     print(f"{len(rows)} rows, {failed} failed, {time.perf_counter() - started:.0f} s")
-    if given.out is not None:
-        result = {
-            "machine": machine_facts(),
-            "device": name,
-            "is_measured": not given.cpu_smoke,
-            "ceilings": asdict(ceilings),
-            "rows": [asdict(row) for row in rows],
-        }
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
     # A failed kernel is a result, which JSON contains; on a CPU it is a bug in this script.
     return 1 if given.cpu_smoke and failed else 0
 

@@ -20,7 +20,7 @@ class MemoryLevel(Enum):
 
 
 class Role(StrEnum):
-    """What a worker is for, while there are workers for the rest. It can compute everything."""
+    """Which part of a request a worker is given, if others take the rest. It can compute all."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -114,6 +114,8 @@ class WorkerInfo:
     takes_whole_prompts: bool = False
     """Whether a prompt must be computed in one step, as by an encoder, which keeps no KV."""
     role: Role = Role.BOTH
+    has_far_kv: bool = False
+    """Whether it stores blocks in a far tier, and fetches them from there."""
     abilities: Abilities = ONLY_GENERATES
 
     # These fields are set at the worker only.

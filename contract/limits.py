@@ -2,12 +2,43 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
 
+from contract.arrays import Int64Array
 from contract.lora import LoraAdapter
 
 STATE_WINDOW = 2
 """The window of a KV group of recurrent layers: a token needs only the state after the one before.
 The block that holds a token's place holds the state after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A window that begins again at each multiple of its length: Llama 4's chunked attention."""
+
+    num_tokens: int
+
+
+KvWindow: TypeAlias = int | Chunk | None
+"""How many tokens a token sees, itself included; or those of its chunk; None: all before it."""
+
+
+def window_length(window: KvWindow) -> int | None:
+    """The most tokens that a token sees; None: all before it."""
+    return window.num_tokens if isinstance(window, Chunk) else window
+
+
+_Positions = TypeVar("_Positions", int, Int64Array)
+
+
+def first_seen(window: KvWindow, positions: _Positions) -> _Positions:
+    """The first position that the token at each position sees."""
+    if window is None:
+        return positions * 0
+    if isinstance(window, Chunk):
+        return positions // window.num_tokens * window.num_tokens
+    first = positions - window + 1
+    return first * (first > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +53,9 @@ class Limits:
     block_size: int
     """Token slots of one block."""
     vocab_size: int
-    kv_windows: tuple[int | None, ...] = (None,)
-    """The KV groups, which are sets of equally many layers: for each, how many tokens a token sees,
-    itself included; None: all. Every group has blocks of its own, from the same pool."""
+    kv_windows: tuple[KvWindow, ...] = (None,)
+    """The KV groups, which are sets of layers: for each, what a token sees. Every group has blocks
+    of its own, from the same pool."""
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     adapters: Mapping[LoraAdapter, int] = field(default_factory=dict)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 
@@ -114,7 +116,13 @@ class StepLoop:
         """See `kv_exchange.HostBlocks`."""
         return await self._queue_call(lambda executor: _read(executor, block_ids))
 
-    async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
+    async def checksum_host_blocks(self, block_ids: Int32Array) -> int:
+        """See `kv_exchange.HostBlocks`."""
+        return await self._queue_call(lambda executor: _checksum(executor, block_ids))
+
+    async def write_host_blocks(
+        self, block_ids: Int32Array, content: bytes | npt.NDArray[np.uint8]
+    ) -> None:
         """See `kv_exchange.HostBlocks`."""
         await self._queue_call(lambda executor: _write(executor, block_ids, content))
 
@@ -337,13 +345,22 @@ class StepLoop:
 
 
 def _read(executor: AnyExecutor, block_ids: Int32Array) -> bytes:
-    content = _host_pool(executor).read(block_ids)
-    if content is None:
+    return _intact(_host_pool(executor).read(block_ids))
+
+
+def _checksum(executor: AnyExecutor, block_ids: Int32Array) -> int:
+    return _intact(_host_pool(executor).checksum(block_ids))
+
+
+def _intact(read: _T | None) -> _T:
+    if read is None:
         raise UnavailableError("a host block has changed since it was swapped out")
-    return content
+    return read
 
 
-def _write(executor: AnyExecutor, block_ids: Int32Array, content: bytes) -> None:
+def _write(
+    executor: AnyExecutor, block_ids: Int32Array, content: bytes | npt.NDArray[np.uint8]
+) -> None:
     host_pool = _host_pool(executor)
     executor.labels.host.remove(block_ids)
     host_pool.write(block_ids, content)

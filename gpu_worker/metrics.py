@@ -54,6 +54,11 @@ DISK_MOVES = Counter(
     "Blocks stored on, or loaded from, the disk.",
     ["move", "outcome"],
 )
+FAR_BLOCKS = Counter(
+    "quire_worker_far_blocks",
+    "Blocks stored in the far tier's store, loaded from there, or deleted to make room (sweep).",
+    ["move", "outcome"],
+)
 _MOVED = ["tier", "direction"]
 KV_TRANSFER_BYTES = Counter(
     "quire_worker_kv_transfer_bytes",
@@ -64,6 +69,11 @@ KV_TRANSFER_SECONDS = Counter(
     "quire_worker_kv_transfer_seconds",
     "Duration of moves of KV to and from host or disk; simultaneous moves are added up.",
     _MOVED,
+)
+KV_PULLED_BYTES = Counter(
+    "quire_worker_kv_pulled_bytes",
+    "KV that came from other workers, by the means: grpc or nixl.",
+    ["means"],
 )
 MEMORY_AVAILABLE = Gauge(
     "quire_worker_memory_available_bytes",

@@ -113,9 +113,20 @@ class WorkerSettings(ProcessSettings):
     disk_kv_codec: str = "none"
     """How KV is encoded on the disk: none; lz4, zstd or gzip, without loss, with an optional level
     such as zstd:3; int8 or fp8, in half the space but less precise."""
+    far_kv_url: str = ""
+    """A directory that workers and cells share, where prompts' KV is kept for requests with the
+    same prefix: any URL that fsspec knows, such as file:///mnt/kv or s3://BUCKET/kv. Needs host
+    memory for KV, and quire[far]. Empty: none."""
+    far_kv_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 100.0
+    """About how much KV far-kv-url holds, in GiB; the oldest is deleted. The same for all workers
+    that share it."""
     kv_checksum: bool = False
     """Check each block that comes back from host memory; if it has changed, its tokens are
     recomputed."""
+    kv_transfer: Literal["grpc", "nixl"] = "grpc"
+    """How KV comes from other workers. nixl: straight out of the memory of a worker that has it,
+    too, by RDMA or from process to process; else, and from the others, over gRPC. What reaches
+    NIXL's ports can read the host memory for KV, whatever TLS says. Needs quire[nixl]."""
     speculative: Literal["ngram", "draft"] | None = None
     """How to guess the next tokens, which the model verifies several at a time; the output does not
     change. ngram: the tokens that followed an earlier occurrence of the last few. draft: the output
@@ -251,6 +262,12 @@ class WorkerSettings(ProcessSettings):
             raise ValueError(
                 f"disk_kv_memory_gb is {self.disk_kv_memory_gb}; it must be 0 without"
                 " host_kv_memory_gb, through which KV gets to the disk"
+            )
+        if self.far_kv_url and (self.host_kv_memory_gb == 0 or self.num_ranks > 1):
+            obstacle = "host_kv_memory_gb 0" if self.num_ranks == 1 else f"{self.num_ranks} ranks"
+            raise ValueError(
+                f"far_kv_url is {self.far_kv_url}; it must be empty with {obstacle}: KV gets there"
+                " through the host memory of one device"
             )
         host, disk = self.host_codec, self.disk_codec
         if host.is_quantized and disk.is_quantized and host != disk:

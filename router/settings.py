@@ -121,7 +121,7 @@ class RouterSettings(ProcessSettings):
     audit_log_max_mb: Annotated[int, Field(ge=1, le=1_000_000)] = 100
     """Size in MiB at which --audit-log becomes FILE.1, FILE.1 becomes FILE.2, and so on."""
     audit_log_files: Annotated[int, Field(ge=2, le=10_000)] = 10
-    """How many files of --audit-log there are; then the oldest is deleted."""
+    """Most files of --audit-log, with the present one; beyond, the oldest is deleted."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of requests to trace (--otlp-traces-endpoint), among those without a traceparent from
     their client."""

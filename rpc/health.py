@@ -68,7 +68,7 @@ class Health:
         self._callbacks.append(callback)
 
     def add_details(self, name: str, read: Callable[[], object]) -> None:
-        """Show what `read` returns, which JSON can say, in the answer of `/ready`."""
+        """Add what `read` returns, a value of JSON, to the answer of `/ready`."""
         self._details[name] = read
 
     @property

@@ -35,6 +35,7 @@ from scheduler_svc.service import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.workers.attach import attach, newest_epoch
 from scheduler_svc.workers.engine import Engine, OpenCore
+from scheduler_svc.workers.far_tier import FarTier
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.placement import PlacementMethod, Placer
 from scheduler_svc.workers.prefix_pulls import PrefixPulls
@@ -100,6 +101,7 @@ async def _run_scheduler(
     spans = SequenceSpans()
     metrics = SchedulerMetrics(registry)
     pulls = PrefixPulls() if settings.pull_prefixes else None
+    far = FarTier()
     fleet = Fleet(
         streams=streams,
         spans=spans,
@@ -108,6 +110,7 @@ async def _run_scheduler(
         step_timeout_s=settings.step_timeout_s,
         placer=Placer(PlacementMethod(settings.placement)),
         pulls=pulls,
+        far=far,
         kept_adapters=state.adapters,
         keep_adapters=state.keep_adapters,
     )
@@ -130,6 +133,7 @@ async def _run_scheduler(
             max_message_mb=settings.max_message_mb,
             tls=settings.client_tls,
             lost_after_s=settings.worker_silence_s,
+            is_cut_off=lambda: streams.are_silent,
         )
         return Engine(
             target,
@@ -174,6 +178,7 @@ async def _run_scheduler(
         side_tasks.run(state.run(lambda: accounts_of(roster)), "state file")
         side_tasks.run(restore_pools(state, roster, resizer), "sizes of pools")
         side_tasks.run(servicer.send_heartbeats(), "heartbeats")
+        side_tasks.run(streams.watch(), "silent routers")
         side_tasks.run(queue_room.run(), "room in the queues")
         if kv_events is not None and settings.kv_events_zmq:
             side_tasks.run(_publish_kv_events(kv_events, settings), "KV events over ZeroMQ")
@@ -199,6 +204,7 @@ async def _run_scheduler(
         finally:
             if pulls is not None:
                 pulls.stop()
+            far.stop()
             handoff.stop()
             migrator.stop()
             resizer.stop()

@@ -1,13 +1,13 @@
 """The process of simulated workers: constructs all their parts and runs them."""
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
 import structlog
+from pydantic import TypeAdapter
 
 from contract.info import WorkerInfo, new_instance_id
 from contract.limits import Limits
@@ -166,7 +166,7 @@ def make_worker(settings: SimWorkerSettings, vocabulary: Vocabulary) -> WorkerSe
 
 def _script(path: Path, vocabulary: Vocabulary) -> Script:
     try:
-        outputs = json.loads(path.read_text())
+        outputs = TypeAdapter(list[list[int]]).validate_json(path.read_bytes(), strict=True)
     except (OSError, ValueError) as error:
         raise ModelError(f"script {path} cannot be read: {error}") from None
     ids = range(vocabulary.vocab_size)

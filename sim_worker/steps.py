@@ -93,6 +93,10 @@ class SimulatedSteps:
         """Raise UnimplementedError, because a simulated worker has no KV."""
         raise UnimplementedError(f"ReadKv of {len(block_ids)} blocks: a simulated worker has no KV")
 
+    async def checksum_host_blocks(self, block_ids: Int32Array) -> int:
+        """Raise UnimplementedError, as `read_host_blocks`."""
+        raise UnimplementedError(f"ReadKv of {len(block_ids)} blocks: a simulated worker has no KV")
+
     async def resize_pool(self, num_blocks: int) -> None:
         """Set the number of device blocks; steps in flight must not use removed blocks.
 
@@ -107,7 +111,7 @@ class SimulatedSteps:
         self._ledger.resize(num_blocks)
         self._labels.resize_device(num_blocks)
 
-    async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
+    async def write_host_blocks(self, block_ids: Int32Array, content: object) -> None:
         """Raise UnimplementedError, because a simulated worker has no KV."""
         del content
         raise UnimplementedError(f"PullKv of {len(block_ids)} blocks: a simulated worker has no KV")

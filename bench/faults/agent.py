@@ -68,7 +68,7 @@ def _output(turn: int, num_turns: int) -> str:
 
 
 class Notes:
-    """The agent's tool. A call that were made twice, or not at all, would change all results."""
+    """The agent's tool. A call made twice, or not at all, changes all later results."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()

@@ -121,7 +121,8 @@ class ChaosService:
                     if each.exit_code != _EXIT_STALE_EPOCH:
                         each.check_runs()
                 if time.monotonic() > deadline:
-                    raise BenchError(f"{name} is not ready after {_START_S:.0f} s; see --logs")
+                    logs = "".join(each.log_tail(3) for each in self._processes.values())
+                    raise BenchError(f"{name} is not ready after {_START_S:.0f} s\n{logs}")
                 await asyncio.sleep(_POLL_S)
 
     def draw(

@@ -264,6 +264,7 @@ def _row_cases(size: Size) -> list[Case]:
             _rows("silu_mul", f"{num_tokens}x14336", gate),
             _rows("rotary_store_kv", f"{num_tokens} tokens 32/8x128", rotate),
         ]
+    cases += _quantized_linear_cases(size)
     vocabulary = min(151_936, 4 * size.max_width)
     for num_seqs, text, k, p in (
         (1, "top_p 0.9", None, 0.9),
@@ -282,6 +283,36 @@ def _row_cases(size: Size) -> list[Case]:
             return given, (), logits.nbytes
 
         cases.append(_rows("sample", f"{num_seqs}x151936 {text}", sample))
+    return cases
+
+
+def _quantized_linear_cases(size: Size) -> list[Case]:
+    """Products of so few rows that reading the weights is the limit."""
+    num_in, num_out = min(4096, size.max_width), min(14_336, 2 * size.max_width)
+    cases = []
+    for num_rows in (1, 16, 64):
+        for kind in ("int4", "int8", "fp8"):
+
+            def multiply(device, num_rows=num_rows, kind=kind):  # noqa: ANN001, ANN202
+                x = torch.randn(min(num_rows, size.max_tokens), num_in, device=device)
+                x = x.to(size.dtype)
+                groups = num_in // 32 if kind == "int4" else 1
+                scales = torch.rand(groups, num_out, device=device) / 64
+                offsets = None
+                if kind == "int4":
+                    values = torch.randint(0, 256, (num_in // 2, num_out), device=device)
+                    values, scales = values.to(torch.uint8), scales.half()
+                    offsets = -8 * scales
+                elif kind == "int8":
+                    values = torch.randint(-127, 128, (num_in, num_out), device=device)
+                    values = values.to(torch.int8)
+                else:
+                    values = torch.randn(num_in, num_out, device=device).to(torch.float8_e4m3fn)
+                given = x, values, scales, offsets, None
+                read = values.nbytes + scales.nbytes * (1 if offsets is None else 2)
+                return given, (), read + x.nbytes + 2 * len(x) * num_out
+
+            cases.append(_rows("quantized_linear", f"{num_rows}x4096x14336 {kind}", multiply))
     return cases
 
 

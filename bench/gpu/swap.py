@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from harness.case import Results, arguments, main
+from harness.case import Results, arguments, main, write_json
 from harness.turns import turns
 from kv.memcpy import swap_over_memcpy
 from make_model import SHAPES, write_shape
@@ -144,6 +144,8 @@ def measure(given: argparse.Namespace) -> Results:
     pool = KvPool(config, given.pool_blocks, _BLOCK_SIZE, torch.bfloat16, device)
     results = swap_over_memcpy(pool, num_rounds)
     del pool
+    if given.json is not None:  # a call that is cut off leaves what it has measured
+        write_json(given.json, results)
     results |= decode_slowdown(given, num_rounds)
     for name, value in results.items():
         print(f"{name:<28} {value:10.4f}")

@@ -9,7 +9,7 @@ from contract.codec.message_checks import check_number
 from contract.codec.sampling import pooling_from_proto, pooling_to_proto
 from contract.errors import InvalidArgumentError
 from contract.info import MemoryLevel, ModelInfo, Role, WorkerInfo
-from contract.limits import Limits
+from contract.limits import Chunk, KvWindow, Limits
 from contract.lora import DIGEST_BYTES, LoraAdapter
 from contract.pooling import Abilities, Task
 from quire.v1 import common_pb2, worker_pb2
@@ -36,6 +36,7 @@ _COPIED: Final = (
     "host_is_device_memory",
     "can_unload",
     "takes_whole_prompts",
+    "has_far_kv",
 )
 """Fields with the same names in `WorkerInfo` and in its message; `_LIMITS`: in `Limits`."""
 _limits, _copied = attrgetter(*_LIMITS), attrgetter(*_COPIED)
@@ -76,7 +77,8 @@ def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         max_num_blocks=info.max_num_blocks,
         min_num_blocks=0 if info.max_num_blocks is None else info.min_num_blocks,
         num_saturating_tokens=info.limits.num_saturating_tokens,
-        kv_windows=map(_or_0, info.limits.kv_windows) if info.limits.has_windows else (),
+        kv_windows=_plain(info.limits.kv_windows),
+        kv_chunks=_chunks(info.limits.kv_windows),
         role=_ROLE_TO_PROTO[info.role],
     )
 
@@ -99,7 +101,7 @@ def worker_info_from_proto(message: worker_pb2.WorkerInfo) -> WorkerInfo:
             **dict(zip(_LIMITS, _limits(message), strict=True)),
             max_model_len=model.max_model_len,
             vocab_size=model.vocab_size,
-            kv_windows=tuple(window or None for window in message.kv_windows) or (None,),
+            kv_windows=_windows_from_proto(message),
             adapters={adapter: number for number, adapter in enumerate(model.adapters, start=1)},
             num_saturating_tokens=message.num_saturating_tokens or None,
         ),
@@ -199,8 +201,26 @@ def memory_level_from_proto(number: common_pb2.MemoryLevel) -> MemoryLevel:
     return _LEVEL_FROM_PROTO.get(number, MemoryLevel.OK)
 
 
-def _or_0(window: int | None) -> int:
-    return window or 0
+def _plain(windows: tuple[KvWindow, ...]) -> list[int]:
+    if windows == (None,):
+        return []
+    return [0 if isinstance(window, Chunk) else window or 0 for window in windows]
+
+
+def _chunks(windows: tuple[KvWindow, ...]) -> list[int]:
+    chunks = [window.num_tokens if isinstance(window, Chunk) else 0 for window in windows]
+    return chunks if any(chunks) else []
+
+
+def _windows_from_proto(message: worker_pb2.WorkerInfo) -> tuple[KvWindow, ...]:
+    windows: list[KvWindow] = [window or None for window in message.kv_windows]
+    chunks = message.kv_chunks or [0] * len(windows)
+    if len(chunks) != len(windows):
+        raise InvalidArgumentError(
+            "worker.kv_chunks", f"has {len(chunks)} entries; kv_windows has {len(windows)}"
+        )
+    pairs = zip(windows, chunks, strict=True)
+    return tuple(Chunk(chunk) if chunk else window for window, chunk in pairs) or (None,)
 
 
 def _check_ranges(info: WorkerInfo) -> None:

@@ -54,14 +54,13 @@ class KvPool:
             dtypes: The dtypes in which K and V are stored.
             device: Where the memory is.
             memory: Elastic memory for `num_blocks` blocks, on that device; None: the size is fixed.
-            groups: The KV groups of the model's layers; None: one. Then `config` is that of one
-                group: `num_layers` is the layers of a block.
+            groups: The KV groups of the model's layers; None: one.
         """
         self.groups = groups or one_group(config.num_layers)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self.layout = block_layout(config, block_size, dtypes)
+        self.layout = block_layout(config, block_size, dtypes, self.groups)
         self.block_bytes = self.layout.block_bytes
         self._memory = memory
         if memory is None:
@@ -72,37 +71,35 @@ class KvPool:
             max_blocks = len(memory.bytes) // self.block_bytes
             whole = memory.bytes[: max_blocks * self.block_bytes]
             self._blocks = whole.view(max_blocks, self.block_bytes)
-        slots = (block_size, config.num_kv_heads)
-        self._keys = tuple(self._cache(side, slots, config.head_dim) for side in self.layout.keys)
+        shapes = [(block_size, *config.kv_shape(each)) for each in range(config.num_layers)]
+        self._keys = tuple(map(self._cache, self.layout.keys, shapes))
         if self.layout.values is None:
             latent = slice(config.latent_dim)
             self._values = tuple(_Cache(k.numbers[..., latent], k.scales) for k in self._keys)
         else:
-            self._values = tuple(
-                self._cache(side, slots, config.head_dim) for side in self.layout.values
-            )
+            self._values = tuple(map(self._cache, self.layout.values, shapes))
 
     def key_cache(self, layer: int) -> torch.Tensor:
         """Keys of one layer: a strided view `[B, P, HKV, D]`.
 
-        Layers of several KV groups share a view, but have different blocks.
+        Of each KV group's layers, other blocks are valid.
         """
-        return self._keys[self.groups.place_of[layer]].numbers
+        return self._keys[layer].numbers
 
     def value_cache(self, layer: int) -> torch.Tensor:
         """Values of one layer: a strided view `[B, P, HKV, D]`.
 
         With a latent it is a part of the keys, `[B, P, HKV, latent_dim]`.
         """
-        return self._values[self.groups.place_of[layer]].numbers
+        return self._values[layer].numbers
 
     def key_scales(self, layer: int) -> torch.Tensor | None:
         """Scales of one layer's keys: a strided view `[B, P, HKV]`; None if not quantized."""
-        return self._keys[self.groups.place_of[layer]].scales
+        return self._keys[layer].scales
 
     def value_scales(self, layer: int) -> torch.Tensor | None:
         """Scales of one layer's values: see `key_scales`."""
-        return self._values[self.groups.place_of[layer]].scales
+        return self._values[layer].scales
 
     @property
     def blocks_as_bytes(self) -> torch.Tensor:
@@ -133,8 +130,8 @@ class KvPool:
         """
         ops.copy_blocks(self._blocks, src, dst)
 
-    def _cache(self, side: Side, slots: tuple[int, int], head_dim: int) -> _Cache:
-        numbers = self._blocks[:, side.numbers].view(side.dtype).view(-1, *slots, head_dim)
+    def _cache(self, side: Side, shape: tuple[int, int, int]) -> _Cache:  # [P, HKV, D]
+        numbers = self._blocks[:, side.numbers].view(side.dtype).view(-1, *shape)
         if side.scales is None:
             return _Cache(numbers, None)
-        return _Cache(numbers, self._blocks[:, side.scales].view(SCALE_DTYPE).view(-1, *slots))
+        return _Cache(numbers, self._blocks[:, side.scales].view(SCALE_DTYPE).view(-1, *shape[:2]))

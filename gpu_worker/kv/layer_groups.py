@@ -1,15 +1,17 @@
-"""Divides a model's layers into KV groups: layers with the same window, equally many in each group.
+"""Divides a model's layers into KV groups: layers with the same window, as many as fit a block.
 
-All groups allocate blocks from one pool, so a block has the same size in each: it holds the KV of
-as many layers as a group has. If the layers of a kind do not fill their last group, its blocks
-have room to spare.
+All groups allocate blocks from one pool, so a block has the same size in each. It holds the KV of
+some tokens in the layers of one group, which may differ in kv heads and head dim. If the layers of
+a group do not fill its blocks, these have room to spare.
 """
 
+import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from contract.limits import STATE_WINDOW
+from contract.limits import STATE_WINDOW, Chunk, KvWindow, window_length
 
 MAX_GROUPS: Final = 8
 """More groups waste less memory, but each costs the scheduler time. Chosen, not measured."""
@@ -19,53 +21,82 @@ MAX_GROUPS: Final = 8
 class LayerGroups:
     """Where the KV of each layer is."""
 
-    windows: tuple[int | None, ...]
-    """By group: tokens that a token sees, itself included; None: all."""
+    windows: tuple[KvWindow, ...]
+    """By group: what a token sees."""
     group_of: tuple[int, ...]
     """By layer: its group, which says in which blocks its KV is."""
-    place_of: tuple[int, ...]
-    """By layer: its place in the blocks of its group."""
     num_state_groups: int = 0
-    """The last so many groups hold the states of recurrent layers, which are numbered apart."""
+    """How many of the last groups hold states. Recurrent layers have numbers of their own."""
     states_per_block: int = 1
     """Recurrent layers whose states a block holds."""
 
     @property
     def layers_per_block(self) -> int:
-        return max(self.place_of, default=-1) + 1
+        """Of the group with most layers."""
+        return max(map(self.group_of.count, self.group_of), default=0)
 
 
-def one_group(num_layers: int, window: int | None = None) -> LayerGroups:
+def one_group(num_layers: int, window: KvWindow = None) -> LayerGroups:
     """All layers in one group."""
-    return LayerGroups((window,), (0,) * num_layers, tuple(range(num_layers)))
+    return LayerGroups((window,), (0,) * num_layers)
 
 
-def group_layers(windows: tuple[int | None, ...], max_model_len: int) -> LayerGroups:
+def group_layers(
+    windows: tuple[KvWindow, ...], max_model_len: int, sizes: Sequence[int] = ()
+) -> LayerGroups:
     """Group layers by their windows; groups without a window come first.
 
-    The size of a group is the one that wastes least memory with at most `MAX_GROUPS` groups.
+    The size of a block is the one that wastes least memory with at most `MAX_GROUPS` groups.
 
     Args:
-        windows: By layer: tokens that a token sees, itself included; None: all.
+        windows: By layer: what a token sees.
         max_model_len: A window at least as long counts as none.
+        sizes: By layer: bytes of a token's KV, or numbers in that ratio. Empty: all are alike.
     """
-    kinds: dict[int | None, list[int]] = defaultdict(list)
+    sizes = sizes or (1,) * len(windows)
+    kinds: dict[KvWindow, list[int]] = defaultdict(list)
     for layer, window in enumerate(windows):
-        kinds[None if window is None or window >= max_model_len else window].append(layer)
+        length = window_length(window)
+        kinds[None if length is None or length >= max_model_len else window].append(layer)
     if len(kinds) == 1:
         return one_group(len(windows), *kinds)
-    sizes = range(max(map(len, kinds.values())), 0, -1)
-    counts = {size: sum(-(-len(layers) // size) for layers in kinds.values()) for size in sizes}
-    allowed = [size for size in sizes if counts[size] <= max(MAX_GROUPS, len(kinds))]
-    size = min(allowed, key=lambda each: counts[each] * each)
-    group_of, place_of = [0] * len(windows), [0] * len(windows)
-    of_groups: list[int | None] = []
-    for window, layers in sorted(kinds.items(), key=lambda kind: (kind[0] is not None, kind[0])):
-        for index, layer in enumerate(layers):
-            if index % size == 0:
-                of_groups.append(window)
-            group_of[layer], place_of[layer] = len(of_groups) - 1, index % size
-    return LayerGroups(tuple(of_groups), tuple(group_of), tuple(place_of))
+    # A best block is as large as some layers of a kind that follow each other.
+    fits = {
+        sum(sizes[layer] for layer in layers[start:stop])
+        for layers in kinds.values()
+        for start in range(len(layers))
+        for stop in range(start + 1, len(layers) + 1)
+    }
+    order = sorted(kinds.items(), key=lambda kind: _order(kind[0]))
+    best: list[tuple[KvWindow, list[int]]] = []
+    least = math.inf
+    for fit in sorted((fit for fit in fits if fit >= max(sizes)), reverse=True):
+        groups = [(window, part) for window, of in order for part in _parts(of, sizes, fit)]
+        if len(groups) <= max(MAX_GROUPS, len(kinds)) and len(groups) * fit < least:
+            best, least = groups, len(groups) * fit
+    group_of = [0] * len(windows)
+    for group, (_, layers) in enumerate(best):
+        for layer in layers:
+            group_of[layer] = group
+    return LayerGroups(tuple(window for window, _ in best), tuple(group_of))
+
+
+def _order(window: KvWindow) -> tuple[bool, int, bool]:
+    length = window_length(window)
+    return length is not None, length or 0, isinstance(window, Chunk)
+
+
+def _parts(layers: list[int], sizes: Sequence[int], fit: int) -> list[list[int]]:
+    """Cut layers into runs of at most `fit` bytes each."""
+    parts: list[list[int]] = []
+    room = 0
+    for layer in layers:
+        if sizes[layer] > room:
+            parts.append([])
+            room = fit
+        parts[-1].append(layer)
+        room -= sizes[layer]
+    return parts
 
 
 def fitting_block_size(

@@ -2,9 +2,10 @@
 
 Symbols: `P` block size (token slots), `HKV` kv heads, `D` head dim.
 
-Layer after layer, a block holds the keys, then the values, each `[P][HKV][D]`, each followed by its
-scales `[P][HKV]` if the layer is quantized. Quantized numbers and scales take multiples of 16
-bytes, so that the next part is aligned for any dtype and for wide reads.
+Layer after layer of its group, a block holds the keys, then the values, each `[P][HKV][D]`, each
+followed by its scales `[P][HKV]` if the layer is quantized. Quantized numbers and scales take
+multiples of 16 bytes, so that the next part is aligned for any dtype and for wide reads. Blocks of
+all groups are as large as the largest.
 
 With multi-head latent attention a block holds keys only: a token's latent, which is also its value,
 and the rotated key that all heads share.
@@ -16,6 +17,7 @@ from typing import Final, TypeAlias
 
 import torch
 
+from gpu_worker.kv.layer_groups import LayerGroups, one_group
 from gpu_worker.models.config import ModelConfig
 from kernels.kv_formats import LARGEST, SCALE_DTYPE
 
@@ -53,20 +55,17 @@ class BlockLayout:
     """Where the keys and values of each layer are in a block."""
 
     keys: tuple[Side, ...]
-    """By layer."""
+    """By layer of the model."""
     values: tuple[Side, ...] | None
     """By layer; None: they are a part of the keys."""
+    num_sides: int
+    """Parts of the fullest block, each the keys or the values of a layer."""
     block_bytes: int
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
         """Storage dtype, by layer."""
         return tuple(side.dtype for side in self.keys)
-
-    @property
-    def num_sides(self) -> int:
-        """Parts of a block, each the keys or the values of a layer."""
-        return len(self.keys) if self.values is None else 2 * len(self.keys)
 
     @property
     def is_quantized(self) -> bool:
@@ -79,8 +78,16 @@ class BlockLayout:
         return 1 if self.is_quantized else self.keys[0].dtype.itemsize
 
 
-def block_layout(config: ModelConfig, block_size: int, dtypes: KvDtypes) -> BlockLayout:
+def block_layout(
+    config: ModelConfig, block_size: int, dtypes: KvDtypes, groups: LayerGroups | None = None
+) -> BlockLayout:
     """Lay out blocks of `block_size` token slots.
+
+    Args:
+        config: The model's config, or that of this rank's part.
+        block_size: Token slots of a block.
+        dtypes: In which K and V are stored.
+        groups: The KV groups of the layers; None: one.
 
     Raises:
         ValueError: `dtypes` has not one dtype for each layer.
@@ -89,22 +96,27 @@ def block_layout(config: ModelConfig, block_size: int, dtypes: KvDtypes) -> Bloc
         dtypes = (dtypes,) * config.num_layers
     if len(dtypes) != config.num_layers:
         raise ValueError(f"dtypes has {len(dtypes)}, required are {config.num_layers}, by layer")
-    num_scales = block_size * config.num_kv_heads
+    groups = groups or one_group(config.num_layers)
     keys: list[Side] = []
     values: list[Side] = []
     stored = (keys, values) if config.latent_dim is None else (keys,)
-    start = 0
-    for dtype in dtypes:
+    ends = [0] * len(groups.windows)
+    for layer, (group, dtype) in enumerate(zip(groups.group_of, dtypes, strict=True)):
+        num_kv_heads, head_dim = config.kv_shape(layer)
         for sides in stored:
-            side = _side(start, num_scales, config.head_dim, dtype)
+            side = _side(ends[group], block_size * num_kv_heads, head_dim, dtype)
             sides.append(side)
-            start = side.numbers.stop if side.scales is None else _aligned(side.scales.stop)
-    return BlockLayout(tuple(keys), tuple(values) or None, start)
+            end = side.numbers.stop if side.scales is None else side.scales.stop
+            ends[group] = end if side.scales is None else _aligned(end)
+    num_sides = len(stored) * groups.layers_per_block
+    return BlockLayout(tuple(keys), tuple(values) or None, num_sides, max(ends))
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtypes: KvDtypes) -> int:
-    """Bytes of one block of `block_size` token slots, over all layers."""
-    return block_layout(config, block_size, dtypes).block_bytes
+def block_bytes(
+    config: ModelConfig, block_size: int, dtypes: KvDtypes, groups: LayerGroups | None = None
+) -> int:
+    """Bytes of one block of `block_size` token slots; see `block_layout`."""
+    return block_layout(config, block_size, dtypes, groups).block_bytes
 
 
 def _side(start: int, num_scales: int, head_dim: int, dtype: torch.dtype) -> Side:

@@ -49,7 +49,7 @@ def kv_identity(
 ) -> bytes:
     """Return a hash of all that determines the KV of a token, besides the tokens before it.
 
-    Weights count by the size and time of their files: copied ones are others.
+    Files of weights count by name, size and time of change, so copied ones count as others.
     """
     files = sorted(
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)
@@ -61,7 +61,7 @@ def kv_identity(
         files,
         (settings.model_class, settings.quantization, str(dtype), settings.kv_dtype),
         (str(settings.host_codec), str(settings.disk_codec)),
-        (settings.block_size, groups.windows, groups.layers_per_block),
+        (settings.block_size, groups),
     )
     return hashlib.sha256(repr(what).encode()).digest()
 
@@ -150,4 +150,9 @@ def _quantized(
 ) -> QuantizedCodec | None:
     if not spec.is_quantized:
         return None
+    if config.kv_shapes:
+        raise ModelError(
+            f"host-codec or disk-codec is {spec}; {config.architecture} has layers of different kv"
+            " heads or head dim, and their KV is rounded by --kv-cache-dtype alone"
+        )
     return QuantizedCodec(spec, block_bytes, config.head_dim, dtype)

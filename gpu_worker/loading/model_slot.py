@@ -182,6 +182,8 @@ class ModelSlot:
             self._loading.task.cancel()
         if self._model is not None:
             self._model.memory.stop()
+            if self._model.transfer is not None:
+                await self._model.transfer.close()
             await self._model.steps.stop()
             self.failure = self.failure or self._model.steps.failure
 
@@ -203,7 +205,7 @@ class ModelSlot:
         self._watch = asyncio.create_task(self._watch_steps(), name="failure of the steps")
         directory = "" if settings is self._settings else settings.model
         info = replace(model.info, directory=directory)
-        self._service.open(info, model.steps, model.memory)
+        self._service.open(info, model.steps, model.memory, model.transfer, model.far)
         self._adapters.open(model.load_adapter, model.steps)
 
     async def _load_again(self, load: OngoingLoad) -> None:
@@ -240,6 +242,8 @@ class ModelSlot:
             self._watch.cancel()
         model, self._model = self._model, None
         model.memory.stop()
+        if model.transfer is not None:  # before the memory goes that other workers read
+            await model.transfer.close()
         await asyncio.to_thread(_begin_release)
         if not await model.steps.stop():  # drops the executor, which holds the memory
             self.failure = "the model's memory cannot be freed: a step takes too long"

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import structlog
 import torch
 
-from contract.limits import Limits
+from contract.limits import Chunk, Limits
 from contract.pooling import Abilities
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layer_groups import (
@@ -52,6 +53,7 @@ _LARGE_GPU_BYTES = 75 * 2**30
 """Slightly less than what a GPU of 80 GB says that it has."""
 _LARGEST_GPU_BYTES = 120 * 2**30
 _CPU_SATURATING_TOKENS = 512
+"""From so many tokens of a step on, arithmetic bounds a CPU."""
 _MAX_BLOCK_SIZE = 8192
 """With larger blocks the prefix cache would find little. Chosen, not measured."""
 
@@ -78,6 +80,8 @@ class RankModel:
     rates: Rates
     """The rates of all ranks together."""
     abilities: Abilities
+    identity: bytes | None
+    """A hash of all that determines the KV; None: random weights, or no KV."""
     load_adapter: Callable[[str, Path], Adapter]
     """Loads an adapter from its name and directory; raises ModelError."""
 
@@ -135,11 +139,10 @@ def _load_rank_model(
     has_kv = config.num_layers > 0
     dtypes = _kv_dtypes(settings, config, dtype, place) if has_kv else ()
     groups = _layer_groups(settings, config, limits, place, dtypes) if has_kv else one_group(0)
-    block_config = replace(local_config, num_layers=groups.layers_per_block)
-    block_dtypes = dtypes[: groups.layers_per_block]
     if config.num_states:
-        groups, limits = _with_states(settings, config, block_config, block_dtypes, groups, limits)
-    bytes_per_block = block_bytes(block_config, limits.block_size, block_dtypes)
+        groups, limits = _with_states(settings, config, dtypes, groups, limits)
+    settings = _for_chunks(settings, config, groups, limits, device)
+    bytes_per_block = block_bytes(local_config, limits.block_size, dtypes, groups)
     if has_kv:
         kv_memory.check_size(settings, bytes_per_block, device)
     else:
@@ -174,15 +177,13 @@ def _load_rank_model(
     pool_memory = None
     if has_kv:
         pool_memory = open_pool_memory(settings, num_blocks, bytes_per_block, device)
-    pool = KvPool(
-        block_config, num_blocks, limits.block_size, block_dtypes, device, pool_memory, groups
-    )
+    pool = KvPool(local_config, num_blocks, limits.block_size, dtypes, device, pool_memory, groups)
     undo.callback(pool.close)
     eos_token_ids = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
-    tiers = LowerTiers()
+    tiers, identity = LowerTiers(), None
     if has_kv:
         identity = None if is_dummy else kv_identity(settings, directory, dtype, groups)
-        tiers = open_lower_tiers(settings, pool, block_config, identity)
+        tiers = open_lower_tiers(settings, pool, local_config, identity)
     num_host_blocks = tiers.num_host_blocks
     if ranks is not None:
         num_host_blocks = int(ranks.least(num_host_blocks)[0])
@@ -211,7 +212,9 @@ def _load_rank_model(
         ranks=ranks,
         drafter=drafter,
         adapters=adapters,
-        takes_whole_prompts=not abilities.generates,
+        # An encoder keeps no KV: the parts of a prompt would not see each other. And a step that
+        # was broken off has advanced some recurrent states.
+        takes_parts=abilities.generates and not config.num_states,
     )
     if has_kv and _has_graphs(settings, device):
         backend: GraphBackend = CudaGraphs(device)
@@ -251,6 +254,7 @@ def _load_rank_model(
         rates=measured,
         has_structured_output=structured is not None,
         abilities=abilities,
+        identity=identity,
         load_adapter=load_one,
     )
 
@@ -353,18 +357,49 @@ def _layer_groups(
 ) -> LayerGroups:
     """The KV groups of the model's layers.
 
-    All layers are in one group without a window if a draft model uses the same block numbers, if
-    layers are on several devices, or if they store different dtypes.
+    All layers are in one group without a window if a draft model uses the same block numbers, or if
+    layers are on several devices.
     """
-    is_alike = len(set(dtypes)) <= 1
     num_layers = len(place.layers(config.num_layers))
     is_whole = num_layers == config.num_layers
-    if not config.windows or settings.draft_model is not None or not (is_alike and is_whole):
+    if not config.windows or settings.draft_model is not None or not is_whole:
+        if any(isinstance(window, Chunk) for window in config.windows):
+            raise ModelError(
+                f"draft-model is {settings.draft_model}; {config.architecture}'s attention has"
+                " chunks, and is supported without a draft model alone"
+            )
         return one_group(num_layers)
-    groups = group_layers(config.windows, limits.max_model_len)
+    layers = range(num_layers)
+    sizes = [prod(config.kv_shape(layer)) * dtypes[layer].itemsize for layer in layers]
+    groups = group_layers(config.windows, limits.max_model_len, sizes)
     if groups.windows != (None,):
         _log.info("KV groups", windows=groups.windows, layers_per_block=groups.layers_per_block)
     return groups
+
+
+def _for_chunks(
+    settings: WorkerSettings,
+    config: ModelConfig,
+    groups: LayerGroups,
+    limits: Limits,
+    device: torch.device,
+) -> WorkerSettings:
+    """The settings with which chunked attention can be computed, if the model has any.
+
+    Raises:
+        ModelError: A block would belong to two chunks.
+    """
+    chunks = {window.num_tokens for window in groups.windows if isinstance(window, Chunk)}
+    for chunk in chunks:
+        if chunk % limits.block_size:
+            raise ModelError(
+                f"block-size is {limits.block_size}; it must divide the chunks of"
+                f" {config.architecture}'s attention, which have {chunk} tokens"
+            )
+    if chunks and _has_graphs(settings, device):
+        _log.warning("steps run without CUDA graphs: the model's attention has chunks")
+        return settings.model_copy(update={"enforce_eager": True})
+    return settings
 
 
 def _default_sizes(device_bytes: int | None) -> tuple[int, int]:
@@ -386,7 +421,6 @@ def _device_bytes(device: torch.device) -> int:
 def _with_states(
     settings: WorkerSettings,
     config: ModelConfig,
-    block_config: ModelConfig,
     dtypes: KvDtypes,
     groups: LayerGroups,
     limits: Limits,
@@ -410,7 +444,7 @@ def _with_states(
     asked, num_states = settings.block_size, config.num_states
     size = fitting_block_size(
         asked,
-        block_bytes(block_config, asked, dtypes),
+        block_bytes(config, asked, dtypes, groups),
         config.state_bytes,
         num_states,
         len(groups.windows),
@@ -420,7 +454,7 @@ def _with_states(
             f"the state of a recurrent layer has {config.state_bytes} bytes, and a block would need"
             f" {size} tokens to hold as much; at most {_MAX_BLOCK_SIZE} are supported"
         )
-    per_block = block_bytes(block_config, size, dtypes) // config.state_bytes
+    per_block = block_bytes(config, size, dtypes, groups) // config.state_bytes
     groups = add_states(groups, min(per_block, num_states), num_states)
     _log.info(
         "recurrent layers", layers=num_states, block_size=size, state_groups=groups.num_state_groups

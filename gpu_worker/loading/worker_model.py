@@ -1,6 +1,7 @@
 """Loads a worker's model and starts its step loop: the parts of the worker that need torch."""
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from contract.errors import FailedPreconditionError, InvalidArgumentError, Unimp
 from contract.info import WorkerInfo, new_instance_id
 from contract.limits import Limits
 from gpu_worker import metrics
+from gpu_worker.kv.far_store import FarStore, open_far_store
+from gpu_worker.kv.nixl_engine import NixlEngine, load_agent
 from gpu_worker.loading.device import device_name
 from gpu_worker.loading.rank_model import RankModel, load_rank_model
 from gpu_worker.loop import StepLoop
@@ -41,6 +44,8 @@ class LoadedModel:
     steps: StepLoop
     memory: MemoryMonitor
     load_adapter: AdapterLoader
+    transfer: NixlEngine | None
+    far: FarStore | None
 
 
 def load(
@@ -72,8 +77,42 @@ def load(
     shares = settings.memory_warning_share, settings.memory_critical_share
     memory_monitor = watch_device(loaded.device, *shares)
     executor = loaded.executor
+    transfer = _open_transfer(settings, loaded, info)
     steps = StepLoop(executor if leader is None else LeadingExecutor(executor, leader), event_loop)
-    return LoadedModel(info, steps, memory_monitor, _load_adapter(settings, loaded.load_adapter))
+    load_adapter = _load_adapter(settings, loaded.load_adapter)
+    far = _open_far(settings, loaded) if info.has_far_kv else None
+    return LoadedModel(info, steps, memory_monitor, load_adapter, transfer, far)
+
+
+def _open_far(settings: WorkerSettings, loaded: RankModel) -> FarStore:
+    host_pool = loaded.tiers.host_pool
+    assert loaded.identity is not None, "the worker has a far tier"
+    assert host_pool is not None, "the worker has a far tier"
+    what = repr((host_pool.blocks.shape[1], loaded.device.type)).encode()
+    identity = hashlib.sha256(loaded.identity + what).digest()
+    try:
+        return open_far_store(settings.far_kv_url, identity, int(settings.far_kv_gb * _GIB))
+    except (ImportError, ValueError) as error:
+        raise ModelError(
+            f"far_kv_url is {settings.far_kv_url}: {error}; it needs pip install 'quire[far]', and"
+            " s3fs for s3:// or gcsfs for gs://"
+        ) from error
+
+
+def _open_transfer(
+    settings: WorkerSettings, loaded: RankModel, info: WorkerInfo
+) -> NixlEngine | None:
+    host_pool = loaded.tiers.host_pool
+    if settings.kv_transfer == "grpc" or host_pool is None or not info.takes_kv:
+        return None
+    try:
+        agent = load_agent(f"{info.worker_id}-{info.instance_id:x}")
+        return NixlEngine(agent, host_pool.blocks)
+    except Exception as error:
+        raise ModelError(
+            f"kv_transfer is nixl, which does not run here: {error!r}; it needs pip install"
+            " 'quire[nixl]'"
+        ) from error
 
 
 def _load_adapter(
@@ -117,6 +156,7 @@ def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
         host_codec=str(settings.host_codec),
         num_draft_tokens=0 if settings.speculative is None else settings.num_draft_tokens,
         takes_kv=num_ranks == 1,
+        has_far_kv=bool(settings.far_kv_url and loaded.identity and host_pool is not None),
         max_num_blocks=loaded.max_num_blocks,
         min_num_blocks=limits.min_num_blocks,
         host_is_device_memory=loaded.device.type == "cpu",

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from contract.limits import KvWindow
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 
 
@@ -21,22 +22,28 @@ class ModelConfig:
     """Layers with attention: each has keys and values in the KV pool. 0: an encoder, which keeps
     none."""
     num_kv_heads: int
-    """In every layer."""
+    """Of the layers that `kv_shapes` does not name."""
     head_dim: int
-    """The head dim of keys and values, in every layer."""
+    """The head dim of keys and values of these layers."""
+    kv_shapes: tuple[tuple[int, int], ...] = ()
+    """By layer: kv heads and head dim. Empty: all have `num_kv_heads` and `head_dim`."""
     latent_dim: int | None = None
     """With multi-head latent attention: a value is the first `latent_dim` numbers of its key, so it
     is not stored; None: values are stored."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json; may be empty."""
-    windows: tuple[int | None, ...] = ()
-    """By layer: how many tokens a token sees, itself included; None: all. Empty: all in each."""
+    windows: tuple[KvWindow, ...] = ()
+    """By layer: what a token sees. Empty: all in each."""
     num_states: int = 0
     """Recurrent layers, each with a state for a sequence."""
     state_bytes: int = 0
     """The largest of these states."""
     dtype: str
     """The checkpoint's dtype, one of `DTYPES`; float32 if config.json has none."""
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """Kv heads and head dim of a layer."""
+        return self.kv_shapes[layer] if self.kv_shapes else (self.num_kv_heads, self.head_dim)
 
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc.aio
 import structlog
@@ -25,10 +25,13 @@ from contract.lora import LoraAdapter
 from contract.state import Holdings
 from contract.step import Plan, Result
 from gpu_worker import metrics
+from gpu_worker.kv.nixl_engine import NixlEngine
 from gpu_worker.memory.level import WatchedMemory
 from gpu_worker.service.attachments import Attachment, Attachments
+from gpu_worker.service.far_tier import fetch_far, store_far
 from gpu_worker.service.kv_exchange import HostBlocks, pull_kv, read_kv, read_request
 from gpu_worker.service.step_wire import (
+    blocks_and_labels,
     host_blocks_to_pull,
     host_blocks_to_read,
     plan_of,
@@ -38,6 +41,9 @@ from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.grpc_server import Service, service_of
 from rpc.observe import timeline
 from rpc.security.tls import ClientTls
+
+if TYPE_CHECKING:
+    from gpu_worker.kv.far_store import FarStore
 
 _CLOSE_S: Final = 10.0
 """How long a scheduler may take to read its last results before the model is unloaded."""
@@ -77,6 +83,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._info: WorkerInfo | None = None
         self._steps: Steps | None = None
         self._memory: WatchedMemory | None = None
+        self._transfer: NixlEngine | None = None
+        self._far: FarStore | None = None
         self._attachments = Attachments()
         self._executions = Executions()
         self._is_leaving = asyncio.Event()
@@ -88,9 +96,21 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._resizing: asyncio.Task[None] | None = None
         """The last resize; holds a reference, so that the task is not collected."""
 
-    def open(self, info: WorkerInfo, steps: Steps, memory: WatchedMemory | None = None) -> None:
-        """Start serving a loaded model. `memory` is None if the device's memory is not watched."""
+    def open(
+        self,
+        info: WorkerInfo,
+        steps: Steps,
+        memory: WatchedMemory | None = None,
+        transfer: NixlEngine | None = None,
+        far: "FarStore | None" = None,
+    ) -> None:
+        """Start serving a loaded model.
+
+        `memory` is None if the device's memory is not watched, `transfer` if KV moves over gRPC,
+        `far` if there is no far tier.
+        """
         self._info, self._steps, self._memory = info, steps, memory
+        self._transfer, self._far = transfer, far
         self._worker_id = info.worker_id
         self._is_unloaded = False
         metrics.UNLOADED.set(0)
@@ -109,7 +129,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._is_unloaded = True
         metrics.UNLOADED.set(1)
         await self._executions.end_all(_unloaded(), _CLOSE_S)
-        self._steps = self._memory = None
+        self._steps = self._memory = self._transfer = self._far = None
         metrics.KV_BYTES.set(0)
         metrics.ROWS_USED.set(0)
         if (newest := self._attachments.newest) is not None:
@@ -255,8 +275,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             raise _still_loading()
         newest = self._attachments.newest
         attachment = newest or Attachment(number=0, epoch=0)
-        if request.epoch and request.epoch == attachment.epoch:
-            self._attachments.num_beats += 1
+        self._attachments.hear(request.epoch, is_cut_off=request.is_cut_off)
         return worker_pb2.DescribeDeviceResponse(
             worker=None if self._info is None else worker_info_to_proto(self._info),
             epoch=attachment.epoch,
@@ -269,6 +288,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             ),
             is_unloaded=self._is_unloaded,
             num_beats=self._attachments.num_beats,
+            is_cut_off=self._attachments.is_cut_off,
         )
 
     async def ReadKv(  # noqa: N802 - the proto's name
@@ -289,9 +309,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 f"KV is requested as {request.kv_format}; this worker has {info.kv_format}"
             )
         block_ids = host_blocks_to_read(request, info.limits)
-        async for piece in read_kv(steps, block_ids, info.host_block_bytes or info.block_bytes):
-            self._attachments.require_newest(attachment)
-            await context.write(piece)
+        transfer = self._transfer if request.transfer == worker_pb2.KV_TRANSFER_NIXL else None
+        block_bytes = info.host_block_bytes or info.block_bytes
+        async with contextlib.aclosing(read_kv(steps, block_ids, block_bytes, transfer)) as pieces:
+            async for piece in pieces:
+                self._attachments.require_newest(attachment)
+                await context.write(piece)
 
     async def PullKv(  # noqa: N802 - the proto's name
         self, request: worker_pb2.PullKvRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -310,8 +333,40 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             info.host_block_bytes or info.block_bytes,
             check=lambda: self._attachments.require_newest(attachment),
             tls=self._tls,
+            transfer=self._transfer,
         )
         return worker_pb2.PullKvResponse()
+
+    async def StoreKv(  # noqa: N802 - the proto's name
+        self, request: worker_pb2.StoreKvRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.StoreKvResponse:
+        """Begin to store host blocks in the far tier."""
+        del context
+        info, steps = self._loaded()
+        far = self._far_store(info)
+        self._attachments.of(request.epoch)
+        block_ids, labels = blocks_and_labels(request, info.limits)
+        num_blocks = await store_far(steps, far, block_ids, labels)
+        return worker_pb2.StoreKvResponse(num_blocks=num_blocks)
+
+    async def FetchKv(  # noqa: N802 - the proto's name
+        self, request: worker_pb2.FetchKvRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.FetchKvResponse:
+        """Fill host blocks from the far tier."""
+        del context
+        info, steps = self._loaded()
+        far = self._far_store(info)
+        attachment = self._attachments.of(request.epoch)
+        block_ids, labels = blocks_and_labels(request, info.limits)
+        num_blocks = await fetch_far(
+            steps,
+            far,
+            block_ids,
+            labels,
+            info.host_block_bytes or info.block_bytes,
+            check=lambda: self._attachments.require_newest(attachment),
+        )
+        return worker_pb2.FetchKvResponse(num_blocks=num_blocks)
 
     async def ResizePool(  # noqa: N802 - the proto's name
         self, request: worker_pb2.ResizePoolRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -389,6 +444,11 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         with timeline.span("decode the batch"):
             plan = plan_of(batch, info.limits)
         return steps.submit(newest.number, plan)
+
+    def _far_store(self, info: WorkerInfo) -> "FarStore":
+        if self._far is None:
+            raise UnimplementedError(f"{info.worker_id} has no far tier (--far-kv-url)")
+        return self._far
 
     @property
     def _newest_epoch(self) -> int:

@@ -32,6 +32,8 @@ class Attachments:
         self.newest: Attachment | None = None
         self.num_beats = 0
         """How often the schedulers of the newest epochs were heard."""
+        self.is_cut_off = False
+        """Whether the newest scheduler hears none of its routers, as it said last."""
 
     def begin(self, epoch: int) -> Attachment:
         """Begin a scheduler's attachment. A scheduler may attach again.
@@ -46,7 +48,14 @@ class Attachments:
             raise _stale(epoch, before.epoch)
         self.newest = Attachment(0 if before is None else before.number + 1, epoch)
         self.num_beats += 1
+        self.is_cut_off = False
         return self.newest
+
+    def hear(self, epoch: int, *, is_cut_off: bool) -> None:
+        """Count a sign of life, if it is of the scheduler that has attached."""
+        if self.newest is not None and epoch == self.newest.epoch:
+            self.num_beats += 1
+            self.is_cut_off = is_cut_off
 
     def of(self, epoch: int) -> Attachment:
         """The newest attachment, which must be of `epoch`.

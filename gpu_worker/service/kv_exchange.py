@@ -1,19 +1,25 @@
 """Moves KV between two workers: sends host blocks, and fills host blocks from another worker.
 
 The scheduler names the blocks, and ensures that nothing else reads or writes them at the same time.
-Contents travel in the host's encoding, in pieces, so that steps run in between.
+Contents travel in the host's encoding, in pieces, so that steps run in between: in messages, or, if
+both workers have NIXL, straight out of the source's memory. Then messages only tell where they are
+and their checksums.
 """
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Callable
 from typing import Final, Protocol
 from zlib import crc32
 
 import grpc
 import grpc.aio
+import structlog
 
 from contract.arrays import Int32Array
-from contract.codec.packing import pack_int32
+from contract.codec.packing import pack_int32, unpack_int32
 from contract.errors import UnavailableError
+from gpu_worker import metrics
+from gpu_worker.kv.nixl_engine import Bytes, NixlEngine, TransferFailedError
 from quire.v1 import worker_pb2, worker_pb2_grpc
 from rpc.peers.channel import open_channel
 from rpc.security.tls import ClientTls
@@ -22,6 +28,8 @@ _PIECE_BYTES: Final = 4 * 1024**2
 """Bytes of one message, unless one block is larger: copying it delays a step by about 1 ms."""
 _PULL_TIMEOUT_S: Final = 120.0
 """A source that takes longer counts as hung. The scheduler waits for the target without limit."""
+
+_log = structlog.get_logger()
 
 
 class HostBlocks(Protocol):
@@ -35,22 +43,46 @@ class HostBlocks(Protocol):
             UnimplementedError: The worker has no host blocks.
         """
 
-    async def write_host_blocks(self, block_ids: Int32Array, content: bytes) -> None:
+    async def checksum_host_blocks(self, block_ids: Int32Array) -> int:
+        """CRC-32 of what `read_host_blocks` returns; raises what that raises."""
+
+    async def write_host_blocks(self, block_ids: Int32Array, content: bytes | Bytes) -> None:
         """Fill int32[N] distinct blocks; `content` as `read_host_blocks` returns it."""
 
 
 async def read_kv(
-    blocks: HostBlocks, block_ids: Int32Array, block_bytes: int
-) -> AsyncIterator[worker_pb2.ReadKvResponse]:
-    """Yield the contents of int32[N] blocks in pieces, in their order.
+    blocks: HostBlocks,
+    block_ids: Int32Array,
+    block_bytes: int,
+    transfer: NixlEngine | None = None,
+) -> AsyncGenerator[worker_pb2.ReadKvResponse]:
+    """Yield int32[N] blocks in pieces, in their order: their contents, or where to read them.
+
+    Args:
+        blocks: This worker's host blocks.
+        block_ids: What to read.
+        block_bytes: Bytes of a block in the host.
+        transfer: The engine by which the caller reads them; None: send the contents.
 
     Raises:
         QuireError: As `read_host_blocks`.
     """
-    num_blocks = max(1, _PIECE_BYTES // block_bytes)
-    for first in range(0, len(block_ids), num_blocks):
-        content = await blocks.read_host_blocks(block_ids[first : first + num_blocks])
-        yield worker_pb2.ReadKvResponse(content=content, crc32=crc32(content))
+    if transfer is None:
+        num_blocks = max(1, _PIECE_BYTES // block_bytes)
+        for first in range(0, len(block_ids), num_blocks):
+            content = await blocks.read_host_blocks(block_ids[first : first + num_blocks])
+            yield worker_pb2.ReadKvResponse(content=content, crc32=crc32(content))
+        return
+    memory: worker_pb2.KvMemory | None = worker_pb2.KvMemory(
+        agent=transfer.agent_metadata, address=transfer.address
+    )
+    with transfer.serving():
+        for first in range(0, len(block_ids), transfer.num_staged):
+            part = block_ids[first : first + transfer.num_staged]
+            checksum = await blocks.checksum_host_blocks(part)
+            yield worker_pb2.ReadKvResponse(memory=memory, crc32=checksum, num_blocks=len(part))
+            memory = None
+        await asyncio.sleep(_PULL_TIMEOUT_S)  # the caller ends the call when it has read them
 
 
 async def pull_kv(
@@ -61,8 +93,12 @@ async def pull_kv(
     block_bytes: int,
     check: Callable[[], None],
     tls: ClientTls | None = None,
+    transfer: NixlEngine | None = None,
 ) -> None:
     """Fill int32[N] blocks with the result of `request` at the worker at `source_target`.
+
+    If `transfer` fails, the contents come in messages, and that worker is not read by the engine
+    for some time.
 
     Args:
         blocks: This worker's host blocks.
@@ -72,39 +108,107 @@ async def pull_kv(
         block_bytes: Bytes of a block in the host.
         check: Called before each write; raises if the blocks are no longer the caller's.
         tls: For the call to that worker; None: plaintext.
+        transfer: Used if the source has the same engine; None: contents travel in messages.
 
     Raises:
         UnavailableError: The source failed, or sent too little, too much or damaged content. Some
             blocks may have been written.
     """
-    num_done = 0
+    pull = _Pull(blocks, source_target, block_ids, block_bytes, check)
     async with open_channel(source_target, tls=tls) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)  # type: ignore[no-untyped-call]
+        if transfer is not None and transfer.is_usable(request.instance_id):
+            request.transfer = worker_pb2.KV_TRANSFER_NIXL
+            try:
+                await pull.run(stub, request, transfer)
+            except TransferFailedError as error:
+                _log.warning("KV comes over gRPC", source=source_target, reason=str(error))
+                transfer.avoid(request.instance_id)
+                request.transfer = worker_pb2.KV_TRANSFER_UNSPECIFIED
+            else:
+                return
+        await pull.run(stub, request)
+
+
+class _Pull:
+    """Blocks that come from one worker."""
+
+    def __init__(
+        self,
+        blocks: HostBlocks,
+        source_target: str,
+        block_ids: Int32Array,
+        block_bytes: int,
+        check: Callable[[], None],
+    ) -> None:
+        self._blocks = blocks
+        self._source_target = source_target
+        self._block_ids = block_ids
+        self._block_bytes = block_bytes
+        self._check = check
+
+    async def run(
+        self,
+        stub: worker_pb2_grpc.WorkerServiceStub,
+        request: worker_pb2.ReadKvRequest,
+        transfer: NixlEngine | None = None,
+    ) -> None:
+        """Make the request, and write what comes."""
+        sources = unpack_int32(request.host_block_ids, "host_block_ids")
+        memory = worker_pb2.KvMemory()
+        num_done = 0
         try:
-            async for piece in stub.ReadKv(request, timeout=_PULL_TIMEOUT_S):
+            call = stub.ReadKv(request, timeout=_PULL_TIMEOUT_S)
+            async for piece in call:
                 if piece is None:  # gRPC could not parse the message
-                    raise UnavailableError(f"{source_target} sent an invalid message")
-                num_blocks = len(piece.content) // block_bytes
-                max_bytes = (len(block_ids) - num_done) * block_bytes
-                _check(piece, num_blocks * block_bytes, max_bytes)
-                part = block_ids[num_done : num_done + num_blocks]
-                check()
-                await blocks.write_host_blocks(part, piece.content)
+                    raise UnavailableError(f"{self._source_target} sent an invalid message")
+                if piece.HasField("memory"):
+                    memory = piece.memory
+                num_blocks = self._num_blocks(piece, len(sources) - num_done, transfer)
+                part = slice(num_done, num_done + num_blocks)
+                if transfer is None or piece.content:
+                    if crc32(piece.content) != piece.crc32:
+                        raise UnavailableError("a piece was damaged on the way")
+                    await self._write(part, piece.content, "grpc")
+                else:
+                    async with transfer.read(
+                        memory.agent, memory.address, sources[part], piece.crc32
+                    ) as content:
+                        await self._write(part, content, "nixl")
                 num_done += num_blocks
+                if transfer is not None and num_done == len(sources):
+                    call.cancel()  # the source serves until then
+                    break
         except grpc.aio.AioRpcError as error:
             code, details = error.code().name, error.details()
-            raise UnavailableError(f"cannot read from {source_target}: {code}: {details}") from None
-    if num_done != len(block_ids):
-        raise UnavailableError(f"{source_target} sent {num_done} of {len(block_ids)} blocks")
+            raise UnavailableError(
+                f"cannot read from {self._source_target}: {code}: {details}"
+            ) from None
+        if num_done != len(self._block_ids):
+            raise UnavailableError(
+                f"{self._source_target} sent {num_done} of {len(self._block_ids)} blocks"
+            )
 
+    def _num_blocks(
+        self, piece: worker_pb2.ReadKvResponse, max_blocks: int, transfer: NixlEngine | None
+    ) -> int:
+        """Return how many blocks a response is about; raises UnavailableError if that is wrong."""
+        num_bytes = len(piece.content)
+        if transfer is not None and not num_bytes:
+            max_blocks = min(max_blocks, transfer.num_staged)
+            num_bytes = piece.num_blocks * self._block_bytes
+        num_blocks, rest = divmod(num_bytes, self._block_bytes)
+        if rest or not 0 < num_blocks <= max_blocks:
+            raise UnavailableError(
+                f"a piece has {num_bytes} bytes; it must be whole blocks,"
+                f" {max_blocks * self._block_bytes} at most"
+            )
+        return num_blocks
 
-def _check(piece: worker_pb2.ReadKvResponse, num_bytes: int, max_bytes: int) -> None:
-    if len(piece.content) != num_bytes or num_bytes > max_bytes:
-        raise UnavailableError(
-            f"a piece has {len(piece.content)} bytes; it must be whole blocks, {max_bytes} at most"
-        )
-    if crc32(piece.content) != piece.crc32:
-        raise UnavailableError("a piece was damaged on the way")
+    async def _write(self, part: slice, content: bytes | Bytes, means: str) -> None:
+        self._check()
+        await self._blocks.write_host_blocks(self._block_ids[part], content)
+        metrics.KV_PULLED_BYTES.labels(means).inc(len(content))
 
 
 def read_request(

@@ -4,6 +4,8 @@ from contract.arrays import Int32Array
 from contract.codec.message_checks import check_distinct, check_parallel, check_values
 from contract.codec.packing import unpack_int32
 from contract.codec.step import plan_from_proto
+from contract.errors import InvalidArgumentError
+from contract.hashing import HASH_BYTES, BlockHash, split_hashes
 from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import Plan
@@ -49,6 +51,25 @@ def host_blocks_to_pull(
     check_parallel("host_block_ids", targets, "source_host_block_ids", sources)
     check_distinct("host_block_ids", targets)
     return sources, targets
+
+
+def blocks_and_labels(
+    message: worker_pb2.StoreKvRequest | worker_pb2.FetchKvRequest, limits: Limits
+) -> tuple[Int32Array, list[BlockHash]]:
+    """Parse int32[N] distinct host blocks and N labels.
+
+    Raises:
+        InvalidArgumentError: There is no such block, or the two differ in length.
+    """
+    block_ids = _host_blocks(message.host_block_ids, limits)
+    check_distinct("host_block_ids", block_ids)
+    if len(message.labels) != len(block_ids) * HASH_BYTES:
+        raise InvalidArgumentError(
+            "labels",
+            f"has {len(message.labels)} bytes; it must have {HASH_BYTES} for each of"
+            f" {len(block_ids)} host_block_ids",
+        )
+    return block_ids, split_hashes(message.labels)
 
 
 def _host_blocks(packed: bytes, limits: Limits) -> Int32Array:

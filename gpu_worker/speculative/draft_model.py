@@ -23,7 +23,7 @@ import torch
 from tokenizers import Tokenizer
 
 from contract.arrays import BoolArray, Int64Array
-from contract.limits import Limits
+from contract.limits import Chunk, Limits
 from contract.step import Plan
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
@@ -255,6 +255,11 @@ def load_draft_model(
     """
     source = open_model(directory)
     config = source.config
+    if config.num_states or any(isinstance(window, Chunk) for window in config.windows):
+        raise ModelError(
+            f"draft-model is {directory}; models with recurrent layers or chunked attention cannot"
+            " guess"
+        )
     if config.vocab_size != limits.vocab_size or _vocabulary(directory) != _vocabulary(
         model_directory
     ):

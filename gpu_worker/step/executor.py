@@ -92,13 +92,13 @@ class Executor:
         drafter: Drafter | None = None,
         adapters: Mapping[int, Adapter] = NO_ADAPTERS,
         *,
-        takes_whole_prompts: bool = False,
+        takes_parts: bool = True,
     ) -> None:
         """Optional parts are None if they are not configured.
 
         `host_pool` is for swaps, `disk_pool` for stores and loads, `structured` for grammars,
         `ranks` are the other devices of the model, `drafter` guesses tokens (on one device only).
-        `takes_whole_prompts` is that of `WorkerInfo`.
+        `takes_parts`: whether the model can compute a step in parts, where memory is short.
         """
         self._pool = pool
         self._limits = limits
@@ -121,11 +121,7 @@ class Executor:
             self._sampler,
             limits,
             device,
-            # An encoder keeps no KV: the parts of a prompt would not see each other. And a step
-            # that was broken off has advanced some states.
-            takes_parts=ranks is None
-            and not takes_whole_prompts
-            and not getattr(model, "keeps_states", False),
+            takes_parts=takes_parts and ranks is None,
             is_all_known=drafter is not None,
             adapters=self._adapters.by_number,
         )

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from contract.arrays import Int32Array, Int64Array
+from contract.limits import Chunk
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS, StepAdapters, step_adapters
 from gpu_worker.memory.transfer import upload
@@ -52,6 +53,54 @@ class HostInputs:
     """By KV group: int64[T]."""
     tables: tuple[Int32Array, ...]
     """By KV group: int32[S, M]."""
+    pieces: tuple["Pieces | None", ...]
+    """By KV group: the pieces of sequences in a group with chunks, to which its table belongs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pieces:
+    """Sequences cut at the borders of chunks: in chunked attention each piece is one of its own.
+
+    Symbols: `C` pieces.
+    """
+
+    seq_lens: Int32Array
+    """int32[C]: tokens from the beginning of the chunk to the end of the piece."""
+    starts: Int32Array
+    """int32[C + 1]: where each piece's tokens start in the step."""
+    seqs: Int64Array
+    """int64[C]: the sequence of each."""
+    first_blocks: Int64Array
+    """int64[C]: the index of the chunk's first block."""
+
+    def tables(self, tables: Int32Array, block_size: int) -> Int32Array:
+        """Block tables, int32[C, M], that begin with the chunk; from those of the sequences."""
+        width = -(-int(self.seq_lens.max()) // block_size)
+        indices = self.first_blocks[:, None] + np.arange(width)
+        # What is beyond a sequence's end is not read.
+        indices = np.minimum(indices, tables.shape[1] - 1)
+        of_pieces: Int32Array = tables[self.seqs[:, None], indices]
+        return of_pieces
+
+
+def cut_at_chunks(firsts: Int64Array, lens: Int64Array, chunk_size: int, block_size: int) -> Pieces:
+    """Cut a step's tokens into pieces, each within one chunk.
+
+    Args:
+        firsts: int64[S]: the position of each sequence's first token in the step.
+        lens: int64[S]: its tokens; may be 0.
+        chunk_size: Tokens of a chunk; a multiple of `block_size`.
+        block_size: Token slots of a block.
+    """
+    first_chunks, ends = firsts // chunk_size, firsts + lens
+    num_pieces = np.where(lens > 0, -(-ends // chunk_size) - first_chunks, 0)
+    seqs = np.repeat(np.arange(len(lens)), num_pieces)
+    within = np.arange(len(seqs)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    begins = (first_chunks[seqs] + within) * chunk_size
+    piece_ends = np.minimum(ends[seqs], begins + chunk_size)
+    starts = np.zeros(len(seqs) + 1, np.int32)
+    np.cumsum(piece_ends - np.maximum(firsts[seqs], begins), out=starts[1:])
+    return Pieces((piece_ends - begins).astype(np.int32), starts, seqs, begins // block_size)
 
 
 def gather(rows: Rows, scheduled: ScheduledRows, block_size: int) -> HostInputs:
@@ -71,10 +120,16 @@ def gather(rows: Rows, scheduled: ScheduledRows, block_size: int) -> HostInputs:
     width = -(-int(seq_lens.max()) // block_size) * num_groups
     slots: list[Int64Array] = []
     tables: list[Int32Array] = []
-    for group in range(num_groups):
+    pieces: list[Pieces | None] = []
+    for group, window in enumerate(rows.windows):
         blocks = rows.block_tables[row_of_token, places * num_groups + group].astype(np.int64)
         slots.append(blocks * block_size + offsets)
-        tables.append(rows.block_tables[scheduled.rows, group:width:num_groups])
+        table, of_group = rows.block_tables[scheduled.rows, group:width:num_groups], None
+        if isinstance(window, Chunk):
+            of_group = cut_at_chunks(scheduled.starts, lens, window.num_tokens, block_size)
+            table = of_group.tables(table, block_size)
+        tables.append(table)
+        pieces.append(of_group)
     return HostInputs(
         row_of_token,
         positions,
@@ -83,6 +138,7 @@ def gather(rows: Rows, scheduled: ScheduledRows, block_size: int) -> HostInputs:
         max_query_len,
         tuple(slots),
         tuple(tables),
+        tuple(pieces),
     )
 
 
@@ -119,15 +175,22 @@ def build_input_batch(
         *host.slots,
         *host.tables,
     ]
+    pieces = [each for each in host.pieces if each is not None]
+    for each in pieces:
+        arrays += [each.seq_lens, each.starts]
     numbers = rows.adapter[host.row_of_token] if adapters else _NONE  # [T]
     of_all = step_adapters(numbers, adapters, last_token_ids.device)
     of_wanted_ones: StepAdapters | None = None
     wanted_starts: Int32Array | None = None
+    of_pieces: list[Int64Array] = []
     if len(scheduled.sampling) < len(positions):
         places, wanted_starts = places_before_sampled(scheduled, host.starts)
         if of_all is not None:
             of_wanted_ones = step_adapters(numbers[places], adapters, last_token_ids.device)
         arrays += [places, wanted_starts, *(of_group[places] for of_group in host.slots)]
+        # The wanted tokens of a piece are its last ones.
+        of_pieces = [np.searchsorted(places, each.starts) for each in pieces]
+        arrays += [each.astype(np.int32) for each in of_pieces]
     (
         positions_t,
         chunk_token_ids,
@@ -138,7 +201,8 @@ def build_input_batch(
         *by_group,
     ) = upload(arrays, last_token_ids.device)
     slots_t, tables_t = by_group[:num_groups], by_group[num_groups : 2 * num_groups]
-    of_wanted = by_group[2 * num_groups :]
+    num_pieces = 2 * num_groups + 2 * len(pieces)
+    pieces_t, of_wanted = by_group[2 * num_groups : num_pieces], by_group[num_pieces:]
     metadata = AttentionMetadata(
         slot_mapping=slots_t[0],
         block_tables=tables_t[0],
@@ -148,10 +212,26 @@ def build_input_batch(
         num_decodes=scheduled.num_decodes,
         adapters=of_all,
     )
-    metadata = with_groups(metadata, slots_t, tables_t)
+    metadata = with_groups(metadata, slots_t, tables_t, has_chunks=bool(pieces))
+    chunked = [group for group, each in enumerate(host.pieces) if each is not None]
+    cut = {
+        group: replace(metadata.by_group[group], seq_lens=seq_lens, query_start_loc=starts)
+        for group, seq_lens, starts in zip(chunked, pieces_t[::2], pieces_t[1::2], strict=True)
+    }
+    metadata = _with_pieces(metadata, cut)
     if wanted_starts is not None:
-        wanted_lens = np.diff(wanted_starts)
-        wanted = _wanted(metadata, wanted_lens, of_wanted_ones, *of_wanted)
+        wanted = _wanted(metadata, wanted_starts, of_wanted_ones, *of_wanted[: 2 + num_groups])
+        starts_t = zip(chunked, of_wanted[2 + num_groups :], of_pieces, strict=True)
+        cut = {
+            group: replace(
+                wanted.metadata.by_group[group],
+                seq_lens=cut[group].seq_lens,
+                query_start_loc=starts,
+                num_decodes=_num_decodes(of_piece),
+            )
+            for group, starts, of_piece in starts_t
+        }
+        wanted = replace(wanted, metadata=_with_pieces(wanted.metadata, cut))
         metadata = replace(metadata, wanted=wanted)
     token_ids = last_token_ids.index_select(0, decode_rows)
     if len(chunk_token_ids):
@@ -165,16 +245,34 @@ def build_input_batch(
 
 
 def with_groups(
-    metadata: AttentionMetadata, slots: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
+    metadata: AttentionMetadata,
+    slots: Sequence[torch.Tensor],
+    tables: Sequence[torch.Tensor],
+    *,
+    has_chunks: bool = False,
 ) -> AttentionMetadata:
-    """Add the slots and block tables of each KV group, if there are several groups."""
-    if len(slots) == 1:
+    """Add the slots and block tables of each KV group, if there are several, or chunks."""
+    if len(slots) == 1 and not has_chunks:
         return metadata
     by_group = tuple(
         replace(metadata, slot_mapping=of_group, block_tables=table)
         for of_group, table in zip(slots, tables, strict=True)
     )
     return replace(metadata, by_group=by_group)
+
+
+def _with_pieces(
+    metadata: AttentionMetadata, cut: Mapping[int, AttentionMetadata]
+) -> AttentionMetadata:
+    if not cut:
+        return metadata
+    by_group = (cut.get(group, each) for group, each in enumerate(metadata.by_group))
+    return replace(metadata, by_group=tuple(by_group))
+
+
+def _num_decodes(starts: Int32Array | Int64Array) -> int:
+    """How many sequences at the beginning have one token."""
+    return int(np.logical_and.accumulate(np.diff(starts) == 1).sum())
 
 
 def known_token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> Int64Array:
@@ -186,7 +284,7 @@ def known_token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array)
 
 def _wanted(
     metadata: AttentionMetadata,
-    lens: Int32Array,  # [S]: wanted tokens of each sequence
+    starts: Int32Array,  # [S + 1]: where each sequence's wanted tokens start among them
     adapters: StepAdapters | None,
     places: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -197,12 +295,12 @@ def _wanted(
         slot_mapping=slots[0],
         by_group=(),
         query_start_loc=query_start_loc,
-        max_query_len=int(lens.max()),
-        num_decodes=int(np.logical_and.accumulate(lens == 1).sum()),
+        max_query_len=int(np.diff(starts).max()),
+        num_decodes=_num_decodes(starts),
         adapters=adapters,
     )
     tables = [each.block_tables for each in metadata.by_group]
-    return WantedTokens(places, with_groups(alone, slots, tables))
+    return WantedTokens(places, with_groups(alone, slots, tables, has_chunks=bool(tables)))
 
 
 def places_before_sampled(

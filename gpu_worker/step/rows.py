@@ -20,7 +20,7 @@ import numpy as np
 
 from contract.arrays import BoolArray, Int32Array, Int64Array
 from contract.errors import InconsistentPlanError, InvalidArgumentError
-from contract.limits import Limits
+from contract.limits import Limits, first_seen
 from contract.state import HeldRow
 from contract.step import NewSequence, Plan, StepLogprob
 
@@ -71,6 +71,8 @@ class Rows:
         self._limits = limits
         self.token_ids = np.zeros((num_rows, limits.max_model_len), np.int32)
         """int32[R, max_model_len]: known tokens whose values have arrived."""
+        self.windows = limits.kv_windows
+        """By KV group: what a token sees."""
         self.num_groups = len(limits.kv_windows)
         self.block_tables = np.zeros((num_rows, limits.max_table_len), np.int32)
         """int32[R, M * G]: for every `block_size` tokens an entry of each KV group. Entries behind
@@ -298,8 +300,7 @@ class Rows:
         groups, size = self.num_groups, self._limits.block_size
         firsts = np.zeros((len(num_computed), groups), np.int64)
         for group, window in enumerate(self._limits.kv_windows):
-            if window is not None:
-                firsts[:, group] = np.maximum(num_computed - window + 1, 0) // size
+            firsts[:, group] = first_seen(window, num_computed) // size
         entries = np.arange(self.block_tables.shape[1])
         is_behind: BoolArray = entries // groups < firsts[:, entries % groups]
         return is_behind

@@ -15,7 +15,7 @@ from kernels import ops
 from kernels.reference.quantized_linear import pack_nibbles
 
 _RUN: Final = 32
-"""Groups of features are multiples of this, but for one group of all."""
+"""A group has a multiple of so many features, or all of them."""
 _FP8_LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 _FP8_MULTIPLE: Final = 16
 """`torch._scaled_mm` takes numbers of features that are multiples of this."""
@@ -126,7 +126,7 @@ class PackedLinear:
 
     def compile(self, dtype: torch.dtype) -> None:
         """Launch each variant of the kernel once, so that none is compiled while serving."""
-        if not self.values.is_cuda:
+        if not is_here(self.values.device):
             return
         from kernels.triton.quantized_linear import FEWEST_ROWS  # noqa: PLC0415  needs Triton
 

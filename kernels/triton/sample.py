@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kernels.checks import check_tensor
 
-_TOKENS: Final = 4096  # of a tile
+_TOKENS: Final = 2048  # of a tile; with more, sums of lanes would not fit into registers
 _NUM_WARPS: Final = 16  # one program reads a whole row, many times
 
 
@@ -65,59 +65,88 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
 
     Each key adds its weight, or 1. The result is at most `high`, which is returned if no smaller
     key reaches the goal. Each pass over the row adds up to three pivots and keeps a quarter of the
-    range of keys, cut to keys that occur, until one key is left.
+    range of keys, cut to keys that occur, until one key is left. Each lane adds up its own tokens:
+    threads wait for each other once in a pass.
     """
+    AMOUNT: tl.constexpr = tl.float64 if IS_WEIGHT else tl.int32
     low = tl.full([], -1, tl.int32)  # keys in (low, high] are left; those up to low are `below`
-    below = tl.full([], 0.0, tl.float64)
+    below = tl.full([], 0, AMOUNT)
     while high - low > 1:
         quarter = (high - low) // 4
         pivot_1 = low + tl.maximum(quarter, 1)
         pivot_2 = tl.minimum(pivot_1 + quarter, high - 1)
         pivot_3 = tl.minimum(pivot_2 + quarter, high - 1)
-        sum_1 = tl.full([], 0.0, tl.float64)
-        sum_2 = tl.full([], 0.0, tl.float64)
-        sum_3 = tl.full([], 0.0, tl.float64)
-        last_1 = tl.full([], -1, tl.int32)  # the last key up to the pivot
-        last_2 = tl.full([], -1, tl.int32)
-        last_3 = tl.full([], -1, tl.int32)
-        next_1 = tl.full([], 0x7FFFFFFF, tl.int32)  # the first key past the pivot
-        next_2 = tl.full([], 0x7FFFFFFF, tl.int32)
-        next_3 = tl.full([], 0x7FFFFFFF, tl.int32)
+        sums_1 = tl.full([TOKENS], 0, AMOUNT)
+        sums_2 = tl.full([TOKENS], 0, AMOUNT)
+        sums_3 = tl.full([TOKENS], 0, AMOUNT)
+        lasts_1 = tl.full([TOKENS], -1, tl.int32)  # the last key up to the pivot
+        lasts_2 = tl.full([TOKENS], -1, tl.int32)
+        lasts_3 = tl.full([TOKENS], -1, tl.int32)
+        nexts_1 = tl.full([TOKENS], 0x7FFFFFFF, tl.int32)  # the first key past the pivot
+        nexts_2 = tl.full([TOKENS], 0x7FFFFFFF, tl.int32)
+        nexts_3 = tl.full([TOKENS], 0x7FFFFFFF, tl.int32)
         for first in range(0, V, TOKENS):
             key = _load_keys(row, first, V, TOKENS)
-            amount = tl.full([TOKENS], 1.0, tl.float64)
+            amount = tl.full([TOKENS], 1, AMOUNT)
             if IS_WEIGHT:
                 amount = _weight_of(key).to(tl.float64)
-            sum_1 += tl.sum(tl.where(key <= pivot_1, amount, 0.0), axis=0)
-            sum_2 += tl.sum(tl.where(key <= pivot_2, amount, 0.0), axis=0)
-            sum_3 += tl.sum(tl.where(key <= pivot_3, amount, 0.0), axis=0)
-            last_1 = tl.maximum(last_1, tl.max(tl.where(key <= pivot_1, key, -1), axis=0))
-            last_2 = tl.maximum(last_2, tl.max(tl.where(key <= pivot_2, key, -1), axis=0))
-            last_3 = tl.maximum(last_3, tl.max(tl.where(key <= pivot_3, key, -1), axis=0))
-            next_1 = tl.minimum(next_1, tl.min(tl.where(key <= pivot_1, 0x7FFFFFFF, key), axis=0))
-            next_2 = tl.minimum(next_2, tl.min(tl.where(key <= pivot_2, 0x7FFFFFFF, key), axis=0))
-            next_3 = tl.minimum(next_3, tl.min(tl.where(key <= pivot_3, 0x7FFFFFFF, key), axis=0))
+            sums_1 += tl.where(key <= pivot_1, amount, 0)
+            sums_2 += tl.where(key <= pivot_2, amount, 0)
+            sums_3 += tl.where(key <= pivot_3, amount, 0)
+            lasts_1 = tl.maximum(lasts_1, tl.where(key <= pivot_1, key, -1))
+            lasts_2 = tl.maximum(lasts_2, tl.where(key <= pivot_2, key, -1))
+            lasts_3 = tl.maximum(lasts_3, tl.where(key <= pivot_3, key, -1))
+            nexts_1 = tl.minimum(nexts_1, tl.where(key <= pivot_1, 0x7FFFFFFF, key))
+            nexts_2 = tl.minimum(nexts_2, tl.where(key <= pivot_2, 0x7FFFFFFF, key))
+            nexts_3 = tl.minimum(nexts_3, tl.where(key <= pivot_3, 0x7FFFFFFF, key))
+        sum_1 = tl.sum(sums_1, axis=0)
+        sum_2 = tl.sum(sums_2, axis=0)
+        sum_3 = tl.sum(sums_3, axis=0)
         if sum_1 >= goal:
-            high = last_1
+            high = tl.max(lasts_1, axis=0)
         elif sum_2 >= goal:
-            high, low, below = last_2, next_1 - 1, sum_1
+            high, low, below = tl.max(lasts_2, axis=0), tl.min(nexts_1, axis=0) - 1, sum_1
         elif sum_3 >= goal:
-            high, low, below = last_3, next_2 - 1, sum_2
+            high, low, below = tl.max(lasts_3, axis=0), tl.min(nexts_2, axis=0) - 1, sum_2
         else:  # also if a sum is NaN: the range shrinks all the same
-            low, below = tl.minimum(next_3, high) - 1, sum_3
+            low, below = tl.minimum(tl.min(nexts_3, axis=0), high) - 1, sum_3
     return high, below
 
 
 @triton.jit
-def _kept(row, first, threshold, num_equal, equals_before, floor, V, TOKENS: tl.constexpr):
-    """Return a tile's fp64 weights, 0 if dropped, and how many keys equal the threshold."""
+def _end_of_equals(row, threshold, num_equal, V, TOKENS: tl.constexpr):
+    """Return the token behind the first `num_equal` whose keys equal the threshold, or V.
+
+    A row in which no more keys equal it is read once, without a wait for each tile.
+    """
+    counts = tl.full([TOKENS], 0, tl.int32)
+    for first in range(0, V, TOKENS):
+        counts += (_load_keys(row, first, V, TOKENS) == threshold).to(tl.int32)
+    end = V + tl.full([], 0, tl.int32)
+    if tl.sum(counts, axis=0) > num_equal:
+        left = num_equal
+        first = tl.full([], 0, tl.int32)
+        end = tl.full([], 0, tl.int32)
+        while (left > 0) & (first < V):
+            is_equal = (_load_keys(row, first, V, TOKENS) == threshold).to(tl.int32)
+            num_here = tl.sum(is_equal, axis=0)
+            if num_here >= left:
+                token = first + tl.arange(0, TOKENS)
+                is_last = (is_equal > 0) & (tl.cumsum(is_equal, axis=0) == left)
+                end = tl.max(tl.where(is_last, token + 1, 0), axis=0)
+            left -= num_here
+            first += TOKENS
+    return end
+
+
+@triton.jit
+def _kept(row, first, threshold, equals_end, floor, V, TOKENS: tl.constexpr):
+    """Return a tile's fp64 weights, 0 if dropped."""
     key = _load_keys(row, first, V, TOKENS)
-    is_equal = (key == threshold).to(tl.int32)
-    rank = equals_before + tl.cumsum(is_equal, axis=0)
+    token = first + tl.arange(0, TOKENS)
     weight = _weight_of(key)
-    is_kept = (key < threshold) | ((key == threshold) & (rank <= num_equal))
-    weight = tl.where(is_kept & (weight >= floor), weight, 0.0)
-    return weight.to(tl.float64), tl.sum(is_equal, axis=0)
+    is_kept = (key < threshold) | ((key == threshold) & (token < equals_end))
+    return tl.where(is_kept & (weight >= floor), weight, 0.0).to(tl.float64)
 
 
 @triton.jit
@@ -148,8 +177,8 @@ def _sample_kernel(
 ):
     """`out[s]` is the first token at which the running sum of kept weights exceeds u of their sum.
 
-    u is the row's uniform number. Kept are the tokens whose keys are below a threshold, and the
-    first `num_equal` whose keys equal it. The threshold is found for top_k by counting, then for
+    u is the row's uniform number. Kept are the tokens whose keys are below a threshold, and those
+    before `equals_end` whose keys equal it. The threshold is found for top_k by counting, then for
     top_p by weight; min_p drops weights below a floor. One program for each row; sums are fp64, in
     a fixed order.
     """
@@ -160,50 +189,46 @@ def _sample_kernel(
     floor = tl.load(min_p + seq)
     threshold = tl.full([], 0x7F800000, tl.int32)  # the key of minus infinity
     num_equal = tl.full([], 0x7FFFFFFF, tl.int32)
+    equals_end = V + tl.full([], 0, tl.int32)
     if k < V:
-        threshold, below = _threshold(row, k.to(tl.float64), threshold, V, False, TOKENS)
-        num_equal = (k - below.to(tl.int64)).to(tl.int32)
+        threshold, num_below = _threshold(row, k.to(tl.int32), threshold, V, False, TOKENS)
+        num_equal = k.to(tl.int32) - num_below
+        equals_end = _end_of_equals(row, threshold, num_equal, V, TOKENS)
     if p < 1:
-        total = tl.full([], 0.0, tl.float64)
-        equals = tl.full([], 0, tl.int32)
+        sums = tl.full([TOKENS], 0.0, tl.float64)
         for first in range(0, V, TOKENS):
-            weight, more = _kept(row, first, threshold, num_equal, equals, 0.0, V, TOKENS)
-            total += tl.sum(weight, axis=0)
-            equals += more
-        goal = p * total
+            sums += _kept(row, first, threshold, equals_end, 0.0, V, TOKENS)
+        goal = p * tl.sum(sums, axis=0)
         least, below = _threshold(row, goal, threshold, V, True, TOKENS)
         each = _weight_of(least).to(tl.float64)
         needed = tl.where(each > 0, tl.ceil((goal - below) / tl.where(each > 0, each, 1.0)), 1.0)
         most = tl.where(least == threshold, num_equal, 0x7FFFFFFF)
         needed = tl.minimum(tl.maximum(needed, 1.0), 1073741824.0).to(tl.int32)
-        num_equal = tl.minimum(needed, most)
         threshold = least
+        equals_end = _end_of_equals(row, threshold, tl.minimum(needed, most), V, TOKENS)
 
-    total = tl.full([], 0.0, tl.float64)
-    equals = tl.full([], 0, tl.int32)
+    sums = tl.full([TOKENS], 0.0, tl.float64)
+    lasts = tl.full([TOKENS], 0, tl.int32)
     for first in range(0, V, TOKENS):
-        weight, more = _kept(row, first, threshold, num_equal, equals, floor, V, TOKENS)
-        total += tl.sum(weight, axis=0)
-        equals += more
-    target = _uniform(tl.load(seeds + seq), tl.load(positions + seq)) * total
+        weight = _kept(row, first, threshold, equals_end, floor, V, TOKENS)
+        sums += weight
+        lasts = tl.maximum(lasts, tl.where(weight > 0, first + tl.arange(0, TOKENS), 0))
+    target = _uniform(tl.load(seeds + seq), tl.load(positions + seq)) * tl.sum(sums, axis=0)
+    chosen = tl.max(lasts, axis=0)  # the last token with any weight, if rounding leads past it
 
-    chosen = tl.full([], 0x7FFFFFFF, tl.int32)
-    last = tl.full(
-        [], 0, tl.int32
-    )  # the last token with any weight, drawn if rounding leads past it
     running = tl.full([], 0.0, tl.float64)
-    equals = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
-    while (first < V) & (chosen == 0x7FFFFFFF):
-        weight, more = _kept(row, first, threshold, num_equal, equals, floor, V, TOKENS)
-        token = first + tl.arange(0, TOKENS)
-        is_past = (running + tl.cumsum(weight, axis=0) > target) & (weight > 0)
-        chosen = tl.min(tl.where(is_past, token, 0x7FFFFFFF), axis=0)
-        last = tl.maximum(last, tl.max(tl.where(weight > 0, token, 0), axis=0))
-        running += tl.sum(weight, axis=0)
-        equals += more
+    while first < V:
+        weight = _kept(row, first, threshold, equals_end, floor, V, TOKENS)
+        after = running + tl.sum(weight, axis=0)
+        if after > target:
+            token = first + tl.arange(0, TOKENS)
+            is_past = (running + tl.cumsum(weight, axis=0) > target) & (weight > 0)
+            last_here = tl.max(tl.where(weight > 0, token, 0), axis=0)
+            chosen = tl.minimum(tl.min(tl.where(is_past, token, 0x7FFFFFFF), axis=0), last_here)
+            first = V + tl.full([], 0, tl.int32)
+        running = after
         first += TOKENS
-    chosen = tl.where(chosen == 0x7FFFFFFF, last, chosen)
     tl.store(out + seq, chosen.to(tl.int64))
 
 

@@ -81,7 +81,7 @@ class RequestServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadUsage(self, request, context):
-        """Sums up what requests have used, those of all routers that share this one's --turn-store. What has
+        """Sums up what requests have used at all routers that share this one's --turn-store. What has
         ended within the last seconds may be missing. UNIMPLEMENTED without --turn-store,
         INVALID_ARGUMENT if there are more than 10,000 rows.
         """

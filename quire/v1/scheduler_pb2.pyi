@@ -9,20 +9,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ConnectRequest(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "resume", "leave", "unpin")
+    __slots__ = ("hello", "submit", "cancel", "resume", "leave", "unpin", "beat")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     UNPIN_FIELD_NUMBER: _ClassVar[int]
+    BEAT_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
     resume: Resume
     leave: Leave
     unpin: Unpin
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ...) -> None: ...
+    beat: RouterBeat
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., unpin: _Optional[_Union[Unpin, _Mapping]] = ..., beat: _Optional[_Union[RouterBeat, _Mapping]] = ...) -> None: ...
 
 class ConnectResponse(_message.Message):
     __slots__ = ("welcome", "step", "refused", "resumed")
@@ -43,18 +45,24 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
 
 class SchedulerWelcome(_message.Message):
-    __slots__ = ("epoch", "model", "resume_grace_s", "superseded_epochs", "max_waiting")
+    __slots__ = ("epoch", "model", "resume_grace_s", "superseded_epochs", "max_waiting", "hears_beats")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     RESUME_GRACE_S_FIELD_NUMBER: _ClassVar[int]
     SUPERSEDED_EPOCHS_FIELD_NUMBER: _ClassVar[int]
     MAX_WAITING_FIELD_NUMBER: _ClassVar[int]
+    HEARS_BEATS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     model: _common_pb2.ModelInfo
     resume_grace_s: float
     superseded_epochs: _containers.RepeatedScalarFieldContainer[int]
     max_waiting: int
-    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., resume_grace_s: _Optional[float] = ..., superseded_epochs: _Optional[_Iterable[int]] = ..., max_waiting: _Optional[int] = ...) -> None: ...
+    hears_beats: bool
+    def __init__(self, epoch: _Optional[int] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., resume_grace_s: _Optional[float] = ..., superseded_epochs: _Optional[_Iterable[int]] = ..., max_waiting: _Optional[int] = ..., hears_beats: bool = ...) -> None: ...
+
+class RouterBeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("request_id", "first_seq_key", "n", "prompt_token_ids", "sampling", "cache_salt", "traceparent", "outputs", "priority", "tenant", "deadline_s", "cache_pin_s", "beam", "resume_record", "is_again")

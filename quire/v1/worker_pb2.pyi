@@ -13,9 +13,16 @@ class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
     WORKER_ROLE_PREFILL: _ClassVar[WorkerRole]
     WORKER_ROLE_DECODE: _ClassVar[WorkerRole]
+
+class KvTransfer(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    KV_TRANSFER_UNSPECIFIED: _ClassVar[KvTransfer]
+    KV_TRANSFER_NIXL: _ClassVar[KvTransfer]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
+KV_TRANSFER_UNSPECIFIED: KvTransfer
+KV_TRANSFER_NIXL: KvTransfer
 
 class ResizePoolRequest(_message.Message):
     __slots__ = ("epoch", "num_blocks")
@@ -112,7 +119,7 @@ class HeldPins(_message.Message):
     def __init__(self, labels: _Optional[bytes] = ..., left_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s", "num_disk_blocks", "disk_bytes_per_s", "instance_id", "takes_kv", "num_draft_tokens", "max_num_blocks", "min_num_blocks", "num_saturating_tokens", "host_is_device_memory", "can_unload", "kv_windows", "takes_whole_prompts", "role")
+    __slots__ = ("worker_id", "device", "model", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "block_size", "block_bytes", "dtype", "num_host_blocks", "swap_bytes_per_s", "prefill_tokens_per_s", "num_disk_blocks", "disk_bytes_per_s", "instance_id", "takes_kv", "num_draft_tokens", "max_num_blocks", "min_num_blocks", "num_saturating_tokens", "host_is_device_memory", "can_unload", "kv_windows", "takes_whole_prompts", "role", "kv_chunks", "has_far_kv")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +145,8 @@ class WorkerInfo(_message.Message):
     KV_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     TAKES_WHOLE_PROMPTS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    KV_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    HAS_FAR_KV_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     device: str
     model: _common_pb2.ModelInfo
@@ -163,7 +172,9 @@ class WorkerInfo(_message.Message):
     kv_windows: _containers.RepeatedScalarFieldContainer[int]
     takes_whole_prompts: bool
     role: WorkerRole
-    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., instance_id: _Optional[int] = ..., takes_kv: bool = ..., num_draft_tokens: _Optional[int] = ..., max_num_blocks: _Optional[int] = ..., min_num_blocks: _Optional[int] = ..., num_saturating_tokens: _Optional[int] = ..., host_is_device_memory: bool = ..., can_unload: bool = ..., kv_windows: _Optional[_Iterable[int]] = ..., takes_whole_prompts: bool = ..., role: _Optional[_Union[WorkerRole, str]] = ...) -> None: ...
+    kv_chunks: _containers.RepeatedScalarFieldContainer[int]
+    has_far_kv: bool
+    def __init__(self, worker_id: _Optional[str] = ..., device: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., block_bytes: _Optional[int] = ..., dtype: _Optional[str] = ..., num_host_blocks: _Optional[int] = ..., swap_bytes_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes_per_s: _Optional[float] = ..., instance_id: _Optional[int] = ..., takes_kv: bool = ..., num_draft_tokens: _Optional[int] = ..., max_num_blocks: _Optional[int] = ..., min_num_blocks: _Optional[int] = ..., num_saturating_tokens: _Optional[int] = ..., host_is_device_memory: bool = ..., can_unload: bool = ..., kv_windows: _Optional[_Iterable[int]] = ..., takes_whole_prompts: bool = ..., role: _Optional[_Union[WorkerRole, str]] = ..., kv_chunks: _Optional[_Iterable[int]] = ..., has_far_kv: bool = ...) -> None: ...
 
 class StepBatch(_message.Message):
     __slots__ = ("epoch", "step_id", "released_rows", "new_sequences", "appended_rows", "appended_block_ids", "kv_commands", "chunk_rows", "chunk_lens", "num_decodes", "renamed_src_block_ids", "renamed_dst_block_ids", "labelled_block_ids", "labels", "pinned_labels", "pinned_s", "placements")
@@ -336,13 +347,15 @@ class SampledLogprob(_message.Message):
     def __init__(self, index: _Optional[int] = ..., logprob: _Optional[_Union[_common_pb2.TokenLogprob, _Mapping]] = ...) -> None: ...
 
 class DescribeDeviceRequest(_message.Message):
-    __slots__ = ("epoch",)
+    __slots__ = ("epoch", "is_cut_off")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    IS_CUT_OFF_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+    is_cut_off: bool
+    def __init__(self, epoch: _Optional[int] = ..., is_cut_off: bool = ...) -> None: ...
 
 class DescribeDeviceResponse(_message.Message):
-    __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler", "memory_level", "is_unloaded", "num_beats")
+    __slots__ = ("worker", "epoch", "step_id", "num_rows_used", "has_scheduler", "memory_level", "is_unloaded", "num_beats", "is_cut_off")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -351,6 +364,7 @@ class DescribeDeviceResponse(_message.Message):
     MEMORY_LEVEL_FIELD_NUMBER: _ClassVar[int]
     IS_UNLOADED_FIELD_NUMBER: _ClassVar[int]
     NUM_BEATS_FIELD_NUMBER: _ClassVar[int]
+    IS_CUT_OFF_FIELD_NUMBER: _ClassVar[int]
     worker: WorkerInfo
     epoch: int
     step_id: int
@@ -359,27 +373,42 @@ class DescribeDeviceResponse(_message.Message):
     memory_level: _common_pb2.MemoryLevel
     is_unloaded: bool
     num_beats: int
-    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ..., is_unloaded: bool = ..., num_beats: _Optional[int] = ...) -> None: ...
+    is_cut_off: bool
+    def __init__(self, worker: _Optional[_Union[WorkerInfo, _Mapping]] = ..., epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., num_rows_used: _Optional[int] = ..., has_scheduler: bool = ..., memory_level: _Optional[_Union[_common_pb2.MemoryLevel, str]] = ..., is_unloaded: bool = ..., num_beats: _Optional[int] = ..., is_cut_off: bool = ...) -> None: ...
 
 class ReadKvRequest(_message.Message):
-    __slots__ = ("epoch", "host_block_ids", "kv_format", "instance_id")
+    __slots__ = ("epoch", "host_block_ids", "kv_format", "instance_id", "transfer")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     host_block_ids: bytes
     kv_format: str
     instance_id: int
-    def __init__(self, epoch: _Optional[int] = ..., host_block_ids: _Optional[bytes] = ..., kv_format: _Optional[str] = ..., instance_id: _Optional[int] = ...) -> None: ...
+    transfer: KvTransfer
+    def __init__(self, epoch: _Optional[int] = ..., host_block_ids: _Optional[bytes] = ..., kv_format: _Optional[str] = ..., instance_id: _Optional[int] = ..., transfer: _Optional[_Union[KvTransfer, str]] = ...) -> None: ...
 
 class ReadKvResponse(_message.Message):
-    __slots__ = ("content", "crc32")
+    __slots__ = ("content", "crc32", "memory", "num_blocks")
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     CRC32_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     content: bytes
     crc32: int
-    def __init__(self, content: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
+    memory: KvMemory
+    num_blocks: int
+    def __init__(self, content: _Optional[bytes] = ..., crc32: _Optional[int] = ..., memory: _Optional[_Union[KvMemory, _Mapping]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class KvMemory(_message.Message):
+    __slots__ = ("agent", "address")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    agent: bytes
+    address: int
+    def __init__(self, agent: _Optional[bytes] = ..., address: _Optional[int] = ...) -> None: ...
 
 class PullKvRequest(_message.Message):
     __slots__ = ("epoch", "source_target", "source_host_block_ids", "host_block_ids", "source_instance_id")
@@ -398,3 +427,35 @@ class PullKvRequest(_message.Message):
 class PullKvResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class StoreKvRequest(_message.Message):
+    __slots__ = ("epoch", "host_block_ids", "labels")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    host_block_ids: bytes
+    labels: bytes
+    def __init__(self, epoch: _Optional[int] = ..., host_block_ids: _Optional[bytes] = ..., labels: _Optional[bytes] = ...) -> None: ...
+
+class StoreKvResponse(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class FetchKvRequest(_message.Message):
+    __slots__ = ("epoch", "host_block_ids", "labels")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    host_block_ids: bytes
+    labels: bytes
+    def __init__(self, epoch: _Optional[int] = ..., host_block_ids: _Optional[bytes] = ..., labels: _Optional[bytes] = ...) -> None: ...
+
+class FetchKvResponse(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...

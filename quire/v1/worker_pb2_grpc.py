@@ -97,6 +97,16 @@ class WorkerServiceStub(object):
                 request_serializer=quire_dot_v1_dot_worker__pb2.PullKvRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_worker__pb2.PullKvResponse.FromString,
                 _registered_method=True)
+        self.StoreKv = channel.unary_unary(
+                '/quire.v1.WorkerService/StoreKv',
+                request_serializer=quire_dot_v1_dot_worker__pb2.StoreKvRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.StoreKvResponse.FromString,
+                _registered_method=True)
+        self.FetchKv = channel.unary_unary(
+                '/quire.v1.WorkerService/FetchKv',
+                request_serializer=quire_dot_v1_dot_worker__pb2.FetchKvRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_worker__pb2.FetchKvResponse.FromString,
+                _registered_method=True)
         self.AwaitDrain = channel.unary_unary(
                 '/quire.v1.WorkerService/AwaitDrain',
                 request_serializer=quire_dot_v1_dot_worker__pb2.AwaitDrainRequest.SerializeToString,
@@ -175,8 +185,8 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReadKv(self, request, context):
-        """Streams the contents of host blocks to another worker; changes nothing. UNIMPLEMENTED if not
-        `WorkerInfo.takes_kv`.
+        """Streams the contents of host blocks to another worker, or where they are and their checksums;
+        changes nothing. UNIMPLEMENTED if not `WorkerInfo.takes_kv`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -185,6 +195,22 @@ class WorkerServiceServicer(object):
     def PullKv(self, request, context):
         """Fetches contents of another worker's host blocks, by its `ReadKv`, into host blocks of this one.
         Returns when the contents have arrived. If it fails, some blocks may have been overwritten.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreKv(self, request, context):
+        """Begins to store contents of host blocks in the far tier; returns when they have been copied.
+        UNIMPLEMENTED if not `WorkerInfo.has_far_kv`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchKv(self, request, context):
+        """Fetches contents from the far tier into host blocks. Returns when they have arrived, or are known
+        not to be there, after a few seconds at most. UNIMPLEMENTED if not `WorkerInfo.has_far_kv`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -244,6 +270,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.PullKv,
                     request_deserializer=quire_dot_v1_dot_worker__pb2.PullKvRequest.FromString,
                     response_serializer=quire_dot_v1_dot_worker__pb2.PullKvResponse.SerializeToString,
+            ),
+            'StoreKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.StoreKv,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.StoreKvRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.StoreKvResponse.SerializeToString,
+            ),
+            'FetchKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchKv,
+                    request_deserializer=quire_dot_v1_dot_worker__pb2.FetchKvRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_worker__pb2.FetchKvResponse.SerializeToString,
             ),
             'AwaitDrain': grpc.unary_unary_rpc_method_handler(
                     servicer.AwaitDrain,
@@ -451,6 +487,60 @@ class WorkerService(object):
             '/quire.v1.WorkerService/PullKv',
             quire_dot_v1_dot_worker__pb2.PullKvRequest.SerializeToString,
             quire_dot_v1_dot_worker__pb2.PullKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/StoreKv',
+            quire_dot_v1_dot_worker__pb2.StoreKvRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.StoreKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.WorkerService/FetchKv',
+            quire_dot_v1_dot_worker__pb2.FetchKvRequest.SerializeToString,
+            quire_dot_v1_dot_worker__pb2.FetchKvResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Final
 
 from contract.errors import InvalidArgumentError, PermissionDeniedError
-from contract.request import GenerateRequest
+from contract.request import MAX_TENANT_CHARS, GenerateRequest
+from contract.value_checks import check_chars
 from router.access.api_keys import current_caller
 
 
@@ -35,6 +36,15 @@ def tenant_of_caller(claimed: str) -> str:
     if claimed not in ("", tenant):
         raise PermissionDeniedError(f"tenant is {claimed!r}; the API key belongs to {tenant!r}")
     return tenant
+
+
+def check_tenant(tenant: str) -> None:
+    """Raise InvalidArgumentError unless a call without a key may claim a tenant of this name."""
+    check_chars("tenant", tenant, MAX_TENANT_CHARS)
+    if not (tenant.isascii() and tenant.isprintable()):
+        raise InvalidArgumentError(
+            "tenant", f"is {tenant!r}; it must have printable ASCII characters only"
+        )
 
 
 def check_operator() -> None:

@@ -30,7 +30,8 @@ from router.request.cells import Cells
 from router.turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", USAGE, FILES))
-"""Routes that change the service for all its users, and the one that web pages may call unasked."""
+"""Routes that other web pages may never call: those for operators, and the upload of files, which a
+browser sends to any site without asking it first."""
 
 
 def routes(

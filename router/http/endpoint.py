@@ -74,7 +74,7 @@ def is_resumable(request: web.Request) -> bool:
 
 
 def check_not_resumable(request: web.Request) -> None:
-    """Refuse a call that asks for a stream to resume, where there is none."""
+    """Raise UnimplementedError if a call wants to be resumable at a route that cannot resume."""
     if is_resumable(request):
         raise UnimplementedError(
             f"{RESUMABLE_HEADER} is true; {request.path} has no streams that Last-Event-ID resumes"

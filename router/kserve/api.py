@@ -51,7 +51,7 @@ class KServeServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def ModelReady(  # noqa: N802
         self, request: open_inference_pb2.ModelReadyRequest, _: CallContext
     ) -> open_inference_pb2.ModelReadyResponse:
-        """Return whether the process is ready, and the model's schedulers are."""
+        """Return whether the process and the model's schedulers are ready."""
         check_version(request.version)
         cell = self._cells.of(request.name)
         cell.model.check_name(request.name)

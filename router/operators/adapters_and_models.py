@@ -110,7 +110,7 @@ class Operations:
     ) -> None:
         """Unload an adapter at every scheduler; return when no request has it any more.
 
-        Without a `model` it is that of the adapter.
+        An empty `model` means the one that has the adapter.
 
         Raises `NotFoundError` if no scheduler has an adapter of this name, and of this digest
         unless that is empty.
@@ -172,7 +172,10 @@ class Operations:
     async def load_models(
         self, worker: str, directory: str, peer: str, model: str = ""
     ) -> AsyncGenerator[loading_pb2.LoadResponse]:
-        """Load a model at a worker, or at all of `model` if `worker` is empty; yield progress."""
+        """Load a model at a worker, or at all workers of `model` if `worker` is empty.
+
+        Yields the progress.
+        """
         self._operators.check(peer, "loads models")
         log.info(
             "an operator loads models", worker=worker, directory=directory, model=model, peer=peer

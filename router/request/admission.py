@@ -36,7 +36,7 @@ class Admitted:
     tenant: str
     request_id: str
     model: str
-    """The model that computes it, by the router's flags; not an adapter."""
+    """The model's name in the router's flags; for an adapter that of its base model."""
     span: Span
     admitted_at: float
     """On the event loop's clock."""

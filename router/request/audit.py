@@ -1,4 +1,4 @@
-"""The audit log: what each request asked and was answered, where an operator turns it on.
+"""The audit log: the prompt and outputs of each request, if an operator turns it on.
 
 A thread of its own makes the text and writes it, a line of JSON for each request.
 """
@@ -91,6 +91,11 @@ class _PrivateFile(RotatingFileHandler):
 
 class _Line(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        if not record.msg:  # a handler that rotates asks twice
+            record.msg = self._text(record)
+        return str(record.msg)
+
+    def _text(self, record: logging.LogRecord) -> str:
         live: LiveRequest = record.__dict__["live"]
         decode: Callable[[Sequence[int]], str] = record.__dict__["decode"]
         key, usage = live.usage_key, live.usage

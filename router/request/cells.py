@@ -1,6 +1,6 @@
-"""The models of a router by name, each a cell with its own schedulers, workers, tokenizer, limits.
+"""Finds a router's models by name; each is a cell with its own schedulers, tokenizer and limits.
 
-What one cell lacks, such as a scheduler, does not concern the others.
+A cell without a scheduler does not affect the others.
 """
 
 import asyncio
@@ -53,10 +53,10 @@ class Cells:
         return tuple(cell.model.name for cell in self.all)
 
     def of(self, model: str) -> Inference:
-        """Return the cell of a model, or of an adapter; of an empty name the first.
+        """Return the cell that serves a model or an adapter; for an empty name, the first.
 
-        An only cell checks the name itself. Raises `NotFoundError` if there are several, and none
-        serves it.
+        With several cells an unknown name raises `NotFoundError`. A single cell is returned for any
+        name, which it checks itself.
         """
         if len(self.all) == 1 or not model:
             return self.all[0]
@@ -69,7 +69,7 @@ class Cells:
         raise ModelNotFoundError(model, [name for cell in self.all for name in cell.model.names()])
 
     def served_by(self, model: str) -> str:
-        """Return the name of the model that serves a name, which is its own if none does."""
+        """Return the name of the cell that serves `model`, or `model` if none does."""
         try:
             return self.of(model).name
         except NotFoundError:
@@ -87,14 +87,14 @@ class Cells:
         return self.of(model)
 
     def some(self, model: str) -> Sequence[Inference]:
-        """Return the cell of a model, or all cells without a name; raises as `of`."""
+        """Return the cell of a model, or all cells for an empty name; raises as `of`."""
         return [self.of(model)] if model else self.all
 
     def infos(self) -> tuple[Model, ...]:
         """Return the models that are known, each followed by its adapters.
 
-        Models on demand are listed before they are known, without limits. Of two with one name only
-        that which `of` finds.
+        A model on demand is listed before its first load, too, without limits. Of two models with
+        the same name, only the one that `of` finds is listed.
         """
         found: dict[str, Model] = {}
         for cell in self.all:
@@ -138,7 +138,10 @@ class Cells:
         """Continue a request, of any model without a name; see `Inference.resume`."""
         request = replace(request, tenant=self.entry.tenant_of(request.tenant))
         return await self._where(
-            request.tenant, request.request_id, model, lambda cell: cell.resume(request)
+            request.tenant,
+            request.request_id,
+            model,
+            lambda cell, is_charged: cell.resume(request, is_free=is_charged),
         )
 
     async def cancel(self, request_id: str, tenant: str, model: str = "") -> None:
@@ -146,12 +149,12 @@ class Cells:
         await self.cancel_of(self.entry.tenant_of(tenant), request_id, model)
 
     async def cancel_of(self, tenant: str, request_id: str, model: str = "") -> None:
-        """Cancel a tenant's resumable request for any caller, who must be allowed to.
+        """Cancel a tenant's resumable request; whether the caller may do so was checked before.
 
         This is not charged to the tenant's quota.
         """
         await self._where(
-            tenant, request_id, model, lambda cell: cell.cancel_of(tenant, request_id)
+            tenant, request_id, model, lambda cell, _: cell.cancel_of(tenant, request_id)
         )
 
     async def _where(
@@ -159,9 +162,9 @@ class Cells:
         tenant: str,
         request_id: str,
         model: str,
-        ask: Callable[[Inference], Awaitable[T]],
+        ask: Callable[[Inference, bool], Awaitable[T]],
     ) -> T:
-        """Ask the cell that has a resumable request.
+        """Ask the cell that has a resumable request; `ask` gets whether another has charged for it.
 
         `NotFoundError` is final, so it is raised only if every cell could look.
         """
@@ -175,7 +178,8 @@ class Cells:
             refusals: list[QuireError] = []
             for cell in cells:
                 try:
-                    return await ask(cell)
+                    is_charged = any(isinstance(each, NotFoundError) for each in refusals)
+                    return await ask(cell, is_charged)
                 except (NotFoundError, UnavailableError) as error:
                     refusals.append(error)
             raise next((e for e in refusals if isinstance(e, UnavailableError)), refusals[0])
@@ -241,7 +245,7 @@ class Cells:
         return watch_kv(self.only(model).schedulers, worker)
 
     async def _known(self, model: str, ask: Callable[[Inference], Awaitable[T]]) -> list[T]:
-        """Ask cells at once; an error counts only if none answers."""
+        """Ask cells at the same time; raise an error only if none answers."""
 
         async def one(cell: Inference) -> T | QuireError:
             try:

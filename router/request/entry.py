@@ -4,7 +4,7 @@ import asyncio
 
 from router.access.api_keys import ApiKeys, current_caller, enter_as
 from router.access.quotas import Quotas
-from router.access.tenancy import check_operator, tenant_of_caller
+from router.access.tenancy import check_operator, check_tenant, tenant_of_caller
 from router.request.admission import Admission
 from router.request.audit import AuditLog
 from router.request.usage import UsageCounts
@@ -47,8 +47,14 @@ class Entry:
             self.quotas.check(current_caller().tenant, num_tokens, now)
 
     def tenant_of(self, claimed: str) -> str:
-        """Return the tenant of a call that claims one; raises as `tenant_of_caller`."""
-        return tenant_of_caller(claimed) if self.has_api_keys else claimed
+        """Return the tenant of a call that claims one; raises as `tenant_of_caller`.
+
+        Without keys it raises as `check_tenant`.
+        """
+        if self.has_api_keys:
+            return tenant_of_caller(claimed)
+        check_tenant(claimed)
+        return claimed
 
     def act_for(self, tenant: str, key_name: str) -> None:
         """Let the present task make calls for a tenant whose key was checked before."""

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import replace
 
 from opentelemetry import trace
@@ -236,8 +237,10 @@ class Inference:
         self._admission.add(live)
         return live
 
-    async def resume(self, request: ResumeRequest) -> LiveRequest:
+    async def resume(self, request: ResumeRequest, *, is_free: bool = False) -> LiveRequest:
         """Continue a request after the part that its client has; read it as after `generate`.
+
+        If it `is_free`, it is not charged to the tenant's quota.
 
         The caller has checked whose it is (`Cells.resume`). If another call, at any router, is
         reading the request, that call ends with `AbortedError`. Raises `NotFoundError` if this
@@ -245,7 +248,9 @@ class Inference:
         was produced; `FailedPreconditionError` for lost log-probabilities; `TooBusyError` and
         `UnavailableError` as `generate`.
         """
-        live = await self._take_over(request.request_id, request.tenant, request.deadline)
+        live = await self._take_over(
+            request.request_id, request.tenant, request.deadline, is_free=is_free
+        )
         try:
             live.skip(request.received, has_prompt_scores=request.has_prompt_scores)
         except QuireError:
@@ -290,7 +295,7 @@ class Inference:
         return live
 
     async def cancel_of(self, tenant: str, request_id: str) -> None:
-        """Cancel a tenant's resumable request for any caller, who must be allowed to.
+        """Cancel a tenant's resumable request; whether the caller may do so was checked before.
 
         This is not charged to the tenant's quota.
         """
@@ -307,10 +312,13 @@ class Inference:
         try:
             now = asyncio.get_running_loop().time()
             new_lease = lease = self._quotas.begin(tenant, now, is_free=is_free)
+            caller = copy_context()  # the stream's task starts the request, for this call's key
             return await self.schedulers.resume(
                 request_id,
                 tenant,
-                lambda found: self._start_resumed(found, admitted, deadline, model, new_lease),
+                lambda found: caller.run(
+                    self._start_resumed, found, admitted, deadline, model, new_lease
+                ),
             )
         except BaseException:
             # The request is absent if it was resumed and its reader has left.

@@ -164,7 +164,7 @@ class LiveRequest:
         return Usage(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=self.num_completion_tokens,
-            # A request that was submitted again finds its own tokens, too.
+            # A request that was submitted again may find blocks of its own outputs, too.
             cached_tokens=min(num_prompt_tokens, self.num_cached_tokens or 0),
             pinned_tokens=self.num_pinned_tokens,
             reasoning_tokens=sum(output.num_thinking_tokens for output in self.outputs),
@@ -172,10 +172,9 @@ class LiveRequest:
 
     @property
     def used(self) -> Used:
-        """What counts as its usage, once it has ended or its reader has left.
+        """The usage to count, once the request has ended or its reader has left.
 
-        Of a request that was resumed, what its reader lacked: the call that began it has counted
-        the rest.
+        For a resumed request it is what the reader lacked: the earlier call has counted the rest.
         """
         if self.is_resumed:
             given = [output for output in self.outputs if output.num_skipped is not None]
@@ -186,7 +185,9 @@ class LiveRequest:
                     max(0, o.num_thinking_tokens - (o.num_skipped or 0)) for o in given
                 ),
             )
-        return Used() if self.num_cached_tokens is None else used_of(self.usage)
+        if self.num_cached_tokens is None and not self.goes_on:
+            return Used()  # no worker began it; of one that goes on, only its reader is gone
+        return used_of(self.usage)
 
     @property
     def time_to_first_token_s(self) -> float | None:

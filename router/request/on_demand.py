@@ -1,9 +1,9 @@
 """Loads the model that a request wants, in place of the one that was used least recently.
 
-A model that is unloaded loses no request: its scheduler keeps them with their tokens, and they go
-on when it is loaded again. Its requests count as wanting it. So models that are all busy take
-turns, and each stays for a least time. Only one router may do this for the same schedulers, since
-two might load two models at once.
+Unloading a model loses no request: its scheduler keeps its requests with their tokens, and they
+continue after the next load. Until then they count as demand for it. So models that are all busy
+take turns, and each stays loaded for a minimum time. Only one router may do this for the same
+schedulers, since two might load two models at once.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ from rpc.security.tls import ClientTls
 
 TICK_S: Final = 0.1
 _CONNECT_S: Final = 10.0
-"""How long the router may take to use a model that is loaded."""
+"""How long the router may take to connect to a scheduler whose model is loaded."""
 _RETRY_S: Final = 5.0
-"""How long a model that could not be loaded is not tried again."""
+"""Pause before the next attempt to load a model, after one that failed."""
 _AWAY_RETRY_S: Final = 0.5
-"""The same if a process was not reached, such as one that starts."""
+"""The same if a process could not be reached, such as one that is starting."""
 
 log = structlog.get_logger()
 
@@ -52,7 +52,7 @@ class OnDemand:
         self._tick_s = tick_s
         self._is_draining = False
         self._has_begun = False
-        """Whether a model was loaded or wanted; before that, the first one is."""
+        """Whether any model was loaded or asked for yet; until then the first one is wanted."""
 
     async def wait_until_loaded(self, cell: Inference) -> None:
         """Return when requests can be submitted.
@@ -106,7 +106,7 @@ class OnDemand:
                     demand.fail(UnavailableError(f"model {wanted.name!r}: {error}"))
 
     def _look(self) -> Inference | None:
-        """Note what is loaded and used; return the model that is wanted for the longest."""
+        """Note what is loaded and used; return the model that has been wanted for the longest."""
         now = asyncio.get_running_loop().time()
         for cell, demand in self._cells.items():
             has_live = cell.schedulers.num_live_seqs > 0
@@ -114,6 +114,7 @@ class OnDemand:
                 demand.used_at = now
             if cell.schedulers.is_loaded:
                 demand.loaded_at = now if demand.loaded_at is None else demand.loaded_at
+                demand.seen_at = demand.seen_at or now
                 demand.wanted_at = None
                 demand.succeed()
                 self._has_begun = True
@@ -152,15 +153,25 @@ class OnDemand:
             if demand.wanted_at is not None and now > demand.wanted_at + _CONNECT_S:
                 raise wanted.schedulers.unavailable()
             return
-        loaded = [cell for cell, each in loads.items() if each is not None and each.num_workers]
+        # A worker keeps its model while its scheduler is away.
+        away = {cell for cell, each in self._cells.items() if loads[cell] is None and each.seen_at}
+        loaded = [
+            cell
+            for cell, each in loads.items()
+            if cell in away or (each is not None and each.num_workers)
+        ]
         for cell, each in self._cells.items():
             each.seen_at = (each.seen_at or now) if cell in loaded else None
         while len(loaded) >= self._max_loaded:
-            victim = self._least_recently_used(loaded, now)
+            victim = self._least_recently_used([cell for cell in loaded if cell not in away], now)
             if victim is None:
+                if len(away) >= self._max_loaded:
+                    names = ", ".join(sorted(repr(cell.name) for cell in away))
+                    raise UnavailableError(f"the schedulers of {names}, which was loaded, are away")
                 return
             log.info("a model makes room", model=victim.name, wanted=wanted.name)
             await self._loading.unload(victim.schedulers.target_to_is_connected)
+            self._cells[victim].seen_at = None
             loaded.remove(victim)
         log.info("loading a model on demand", model=wanted.name)
         loading = self._loading.load(wanted.schedulers.target_to_is_connected)
@@ -183,7 +194,7 @@ class OnDemand:
 
 
 class _Demand:
-    """Who wants a model, and since when it is as it is; times of the event loop's clock."""
+    """The calls that wait for a model, and its state; times are on the event loop's clock."""
 
     def __init__(self) -> None:
         self.waiters: set[asyncio.Future[None]] = set()
@@ -192,7 +203,8 @@ class _Demand:
         self.loaded_at: float | None = None
         """None: no connected scheduler has a worker with it."""
         self.seen_at: float | None = None
-        """When its schedulers first said that they have such a worker, connected or not."""
+        """When its schedulers first said that they have such a worker, connected or not; None: they
+        said last that they have none."""
         self.retry_at = 0.0
 
     @property

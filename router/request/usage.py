@@ -1,4 +1,4 @@
-"""What requests have used, and whose they were: counted here until the store has it."""
+"""Counts what requests have used, for tenants, keys and models, until the store has kept it."""
 
 import time
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _MAX_ROWS: Final = 100_000
 
 @dataclass(frozen=True, slots=True)
 class UsageKey:
-    """What usage is told apart by, besides the hour."""
+    """Whose usage it is, and of which model: there is a sum for each of these and each hour."""
 
     tenant: str
     key: str
@@ -59,7 +59,7 @@ UsageRows: TypeAlias = Mapping[tuple[int, UsageKey], Used]
 
 
 class UsageCounts:
-    """Sums up what ends, and gives it to the store, each part under a number until it is kept."""
+    """Sums up usage, and gives the store one part after another, each under a number of its own."""
 
     def __init__(self) -> None:
         self._new: dict[tuple[int, UsageKey], Used] = {}
@@ -79,7 +79,7 @@ class UsageCounts:
         self._new[place] = self._new.get(place, Used()) + used
 
     def take(self) -> tuple[int, UsageRows]:
-        """Return what is to be kept, and its number: the same until `kept` is called."""
+        """Return the part to keep, and its number; the same part until `kept` is called."""
         if not self._taken and self._new:
             self._taken, self._new = self._new, {}
             self._number += 1

@@ -17,7 +17,6 @@ from contract.request import (
     MAX_REQUEST_ID_CHARS,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
-    MAX_TENANT_CHARS,
     GenerateRequest,
     Model,
 )
@@ -29,6 +28,7 @@ from contract.value_checks import (
     check_token_ids,
     check_unicode,
 )
+from router.access.tenancy import check_tenant
 
 _BEAM_ALLOWS: Final = frozenset(
     ("temperature", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos", "adapter")
@@ -49,11 +49,7 @@ def check_request(request: GenerateRequest, model: Model, max_prompt_bytes: int)
     check_chars("cache_salt", request.cache_salt, MAX_CACHE_SALT_CHARS)
     if request.cache_pin_s is not None:
         check_range("cache_pin_s", request.cache_pin_s, 0, MAX_CACHE_PIN_S, open_below=True)
-    check_chars("tenant", request.tenant, MAX_TENANT_CHARS)
-    if not (request.tenant.isascii() and request.tenant.isprintable()):
-        raise InvalidArgumentError(
-            "tenant", f"is {request.tenant!r}; it must have printable ASCII characters only"
-        )
+    check_tenant(request.tenant)
     check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     check_range("n", request.n, 1, MAX_N)
     _check_stop(request.stop)

@@ -32,6 +32,9 @@ from rpc.security.tls import ClientTls, explain
 
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
+_HURRIED_BACKOFF_S = 0.2
+"""The longest for `_HURRY_S` while another scheduler is missing, which a standby may replace."""
+_HURRY_S = 10.0
 _POLL_TIMEOUT_S = 5.0
 
 _END: Any = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
@@ -122,6 +125,8 @@ class SchedulerLink:
         self._why_expired = ""
         self._backoff_s = _MIN_BACKOFF_S
         self._is_urgent = asyncio.Event()
+        self._hurries_until = 0.0
+        """On the loop's clock."""
 
     @property
     def is_connected(self) -> bool:
@@ -188,8 +193,9 @@ class SchedulerLink:
         self._expire(f"the scheduler with epoch {epoch} has taken over its workers")
 
     def hurry(self) -> None:
-        """Retry the connection now, and with the shortest backoff, since a scheduler is missing."""
+        """Retry the connection now, and often for a while, since a scheduler is missing."""
         self._backoff_s = _MIN_BACKOFF_S
+        self._hurries_until = asyncio.get_running_loop().time() + _HURRY_S
         self._is_urgent.set()
 
     # --- the stream -----------------------------------------------------------------------------
@@ -231,7 +237,9 @@ class SchedulerLink:
     async def _back_off(self) -> None:
         # Add jitter, because many routers lose one scheduler at the same moment.
         wait_s = self._backoff_s * random.uniform(0.5, 1.0)  # noqa: S311
-        self._backoff_s = min(2 * self._backoff_s, _MAX_BACKOFF_S)
+        hurries = asyncio.get_running_loop().time() < self._hurries_until
+        most_s = _HURRIED_BACKOFF_S if hurries else _MAX_BACKOFF_S
+        self._backoff_s = min(2 * self._backoff_s, most_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await self._is_urgent.wait()
@@ -262,6 +270,8 @@ class SchedulerLink:
                 poll.cancel()  # from now on the stream carries heartbeats
                 heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
+                if welcome.hears_beats:
+                    tasks.append(asyncio.create_task(_beat(outbox)))
                 while (message := await _read(call)) is not None:
                     heartbeat.on_message()
                     self._on_message(message)
@@ -419,6 +429,13 @@ async def _poll(stub: scheduler_pb2_grpc.SchedulerServiceStub, heartbeat: Heartb
                 scheduler_pb2.GetSchedulerLoadRequest(), timeout=_POLL_TIMEOUT_S
             )
             heartbeat.on_message()
+        await asyncio.sleep(BEAT_S)
+
+
+async def _beat(outbox: Outbox) -> None:
+    """Show the scheduler that this router is well, until cancelled."""
+    while True:
+        outbox.beat()
         await asyncio.sleep(BEAT_S)
 
 

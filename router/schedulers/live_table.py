@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from router.metrics import ModelMetrics
 from router.request.live import LiveRequest
+from router.schedulers.delivery import Delivery
 from router.schedulers.messages import StepEvents
 
 
@@ -13,6 +14,7 @@ class LiveTable:
 
     def __init__(self, metrics: ModelMetrics) -> None:
         self._metrics = metrics
+        self._delivery = Delivery()
         self._seq_key_to_live: dict[int, LiveRequest] = {}
 
     def __len__(self) -> int:
@@ -92,6 +94,5 @@ class LiveTable:
                     ending.error,
                     ending.cumulative_logprob,
                 )
-        for live in changed:
-            live.flush()
+        self._delivery.add(changed)
         return stopped

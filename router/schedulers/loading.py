@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 class LoadingCalls:
-    """Calls to some schedulers, given by address with whether each is connected.
+    """Calls to schedulers; `targets` maps the address of each to whether it is connected.
 
     `NotFoundError` means that no scheduler has such a worker. A scheduler that is not connected may
     be a standby, so it may be unreachable if another answers. All raise the schedulers' errors.

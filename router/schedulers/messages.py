@@ -24,6 +24,8 @@ class Welcome:
     """Epochs of the schedulers whose workers this scheduler has taken over."""
     max_waiting: int | None
     """Most sequences that may wait at one worker; None: unknown."""
+    hears_beats: bool
+    """Whether the scheduler wants to hear whether this router is well."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,13 @@
 import asyncio
 from collections import deque
 from collections.abc import Iterable
+from typing import Final
 
 from quire.v1 import scheduler_pb2
 from router.request.live import LiveRequest
 from router.schedulers.wire import submit_to_proto
+
+_BEAT: Final = scheduler_pb2.ConnectRequest(beat=scheduler_pb2.RouterBeat())
 
 
 class Outbox:
@@ -58,6 +61,12 @@ class Outbox:
         unpin = scheduler_pb2.Unpin(request_id=request_id, tenant=tenant)
         self._messages.append(scheduler_pb2.ConnectRequest(unpin=unpin))
         self._filled.set()
+
+    def beat(self) -> None:
+        """Give a sign of life; no more than one is pending."""
+        if _BEAT not in self._messages:
+            self._messages.append(_BEAT)
+            self._filled.set()
 
     async def next(self) -> scheduler_pb2.ConnectRequest:
         """Wait for the next message. Cancellations go first, because they make room."""

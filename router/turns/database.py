@@ -223,12 +223,13 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
             generated_tokens BIGINT NOT NULL,
             reasoning_tokens BIGINT NOT NULL,
             PRIMARY KEY (hour, tenant, key_name, model, adapter))""",
-        # Which parts of its usage each router has written last, so that none is added twice.
+        # The last part of its usage that each router has written, so that none is added twice.
         """CREATE TABLE usage_writers (
             writer TEXT PRIMARY KEY,
             number BIGINT NOT NULL,
             at DOUBLE PRECISION NOT NULL)""",
     ),
+    ("ALTER TABLE batches ADD COLUMN key_name TEXT NOT NULL DEFAULT ''",),
 )
 """What makes each version of the schema out of the one before; never changed once released.
 

@@ -71,7 +71,9 @@ class _Statements:
         return count
 
     def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> None:
-        self._cursor.execute(statement.replace("?", "%s"), parameters)
+        # PostgreSQL has no NUL in texts, and refusing one would cost the connection.
+        taken = [p.replace("\0", "\ufffd") if isinstance(p, str) else p for p in parameters]
+        self._cursor.execute(statement.replace("?", "%s"), taken)
 
     def fetchone(self) -> Any:
         return self._cursor.fetchone()

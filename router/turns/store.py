@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Some models by name, or all but some."""
+    """A choice of models by name: these, or all others."""
 
     names: tuple[str, ...]
     are_left_out: bool = False

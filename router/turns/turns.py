@@ -306,12 +306,12 @@ class Turns:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _submit(self, running: RunningTurn) -> LiveRequest:
-        if running.record is not None:
-            cell = await self._cells.use(running.turn.model)
-            return cell.restart(record_from_bytes(running.record), running.events)
         turn = running.turn
+        cell = await self._cells.use(turn.model)  # a prompt is made with the model's limits
+        if running.record is not None:
+            return cell.restart(record_from_bytes(running.record), running.events)
         request = await self._kinds[turn.kind].request(turn)
-        live = await self._cells.generate(request, is_kept=True)
+        live = await cell.generate(request, is_kept=True)
         running.record = record_to_bytes(live, request)
         return live
 

@@ -47,9 +47,9 @@ def add_usage(cursor: Cursor, rows: UsageRows) -> None:
 
 
 def add_once(cursor: Cursor, now: float, writer: str, number: int, rows: UsageRows) -> None:
-    """Add what a router gives under a number, unless it was added before.
+    """Add a numbered part of a router's usage, unless it was added before.
 
-    A router gives it again if the connection broke while it was committed.
+    A router sends a part again if the connection broke while it was committed.
     """
     cursor.execute(
         "INSERT INTO usage_writers VALUES (?, ?, ?) ON CONFLICT (writer) DO UPDATE"

@@ -17,6 +17,7 @@ from typing import Final
 import structlog
 
 from contract.errors import FailedPreconditionError, QuireError, UnavailableError
+from contract.limits import STATE_WINDOW
 from contract.step import StepId
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.moved_request import MovableRequest, Progress
@@ -75,7 +76,7 @@ class Handoff:
                 takes_decodes = any(each.role.decodes and keeps_kv(each) for each in sessions)
                 for engine in self._roster.engines:
                     session = engine.session
-                    if session is None or session.role.decodes:
+                    if session is None or session.role.decodes or _keeps_states(session):
                         continue
                     session.paces_prompts = not takes_decodes
                     if session not in watched:
@@ -142,7 +143,7 @@ class Handoff:
         self._ahead.discard(ahead)
 
     async def _advance(self, progress: Progress, source: Engine, ahead: _Ahead) -> bool:
-        """Copy what is new, or move the request; return whether to look at once again.
+        """Copy what is new, or move the request; return whether it may have more to do at once.
 
         Raises:
             QuireError: A worker is lost, or the copy or move has failed.
@@ -187,6 +188,11 @@ class Handoff:
     def _has_room(self, ahead: _Ahead, progress: Progress) -> bool:
         copy = ahead.copy
         return _has_room(copy.taking.load(), progress.live, copy.num_reserved)
+
+
+def _keeps_states(session: Session) -> bool:
+    """Whether requests have recurrent states, which do not move: all would be computed again."""
+    return STATE_WINDOW in session.info.limits.kv_windows
 
 
 def _progress(name: _Name, core: Scheduler) -> Progress | None:

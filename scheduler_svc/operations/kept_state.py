@@ -70,7 +70,14 @@ class StateFile:
                 LoraAdapter(each["name"], bytes.fromhex(each["digest"]), each["directory"])
                 for each in state["adapters"]
             )
-            self._pools = {name: dict(pool) for name, pool in state["pools"].items()}
+            self._pools = {
+                worker: {
+                    "model": str(pool["model"]),
+                    "block_bytes": int(pool["block_bytes"]),
+                    "num_blocks": int(pool["num_blocks"]),
+                }
+                for worker, pool in state["pools"].items()
+            }
             self._accounts = {
                 worker: {name: float(served) for name, served in accounts.items()}
                 for worker, accounts in state.get("accounts", {}).items()

@@ -4,7 +4,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+import structlog
+
 from contract.errors import QuireError
+from contract.liveness.heartbeat import TICK_S
 from contract.lora import LoraAdapter
 from quire.v1 import scheduler_pb2
 from scheduler_svc.core.values.request import Request, SourceId
@@ -12,6 +15,8 @@ from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.routers.resumable import ResumableRequests
 from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.router import adapters_to_proto, refused_to_proto
+
+log = structlog.get_logger()
 
 _ROOM_INTERVAL_S: Final = 0.02
 """How often the room in the queues is reported: about once per step."""
@@ -67,6 +72,27 @@ class RouterStreams:
         """Send a heartbeat to each router."""
         for stream in self._streams.values():
             stream.send_heartbeat()
+
+    @property
+    def are_silent(self) -> bool:
+        """Whether there are routers, and each seems to hang or to be cut off.
+
+        Then each one's clients wait, and a scheduler that they reach should take over. A router of
+        an earlier version, which sends no beats, is believed to be well.
+        """
+        heartbeats = [stream.heartbeat for stream in self._streams.values()]
+        return bool(heartbeats) and all(each is not None and each.is_hanging for each in heartbeats)
+
+    async def watch(self) -> None:
+        """Count how long routers are silent, until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            was_silent = self.are_silent
+            for stream in self._streams.values():
+                if stream.heartbeat is not None:
+                    stream.heartbeat.on_tick()
+            if self.are_silent and not was_silent:
+                log.warning("no router is heard", num_routers=len(self))
 
     def publish_room(self, num_seqs: int | None) -> None:
         """Send each router how many sequences may be submitted; None: no limit."""

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from contract.errors import InvalidArgumentError, TooBusyError
+from contract.liveness.heartbeat import Heartbeat
 from quire.v1 import scheduler_pb2
 from scheduler_svc.core.values.request import SeqKey, SourceId
 from scheduler_svc.wire.router import merge_step_outputs
@@ -29,6 +30,8 @@ class RouterStream:
     ) -> None:
         self.source = source
         self.router_id = router_id
+        self.heartbeat: Heartbeat | None = None
+        """How long the router has been silent; None: it sends no beats, or none yet."""
         self._max_backlog_bytes = max_backlog_bytes
         self._max_model_len = max_model_len
         self._is_unloaded = False
@@ -39,6 +42,12 @@ class RouterStream:
         self._ended = False
         self._error: Exception | None = None
         self._wake = asyncio.Event()
+
+    def on_beat(self) -> None:
+        """Note a sign of life of the router."""
+        if self.heartbeat is None:
+            self.heartbeat = Heartbeat()
+        self.heartbeat.on_message()
 
     @property
     def has_ended(self) -> bool:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
@@ -29,6 +30,7 @@ from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.wire.router import finished_to_proto
 from scheduler_svc.workers.adapters import Adapters, AdapterUse, check_adapter
 from scheduler_svc.workers.engine import Engine
+from scheduler_svc.workers.far_tier import FarTier
 from scheduler_svc.workers.placement import Placer, UnplacedRequests, for_prompts, prompt_hashes
 from scheduler_svc.workers.prefix_pulls import PrefixPulls
 from scheduler_svc.workers.roster import Roster, ServedModel, ask_all
@@ -60,6 +62,7 @@ class Fleet:
         step_timeout_s: float,
         placer: Placer,
         pulls: PrefixPulls | None = None,
+        far: FarTier | None = None,
         kept_adapters: Iterable[LoraAdapter] = (),
         keep_adapters: Callable[[Sequence[LoraAdapter]], None] = lambda _: None,
     ) -> None:
@@ -72,7 +75,7 @@ class Fleet:
         self.max_waiting = max_waiting
         self._step_timeout_s = step_timeout_s
         self._placer = placer
-        self._pulls = pulls
+        self._pulls, self._far = pulls, far
         self._unplaced = UnplacedRequests()
         self._adapter_use = AdapterUse(self.roster, self._unplaced)
         self.adapters = Adapters(
@@ -340,11 +343,17 @@ class Fleet:
 
     def _pull_prefix(self, command: SubmitRequest, session: Session) -> bool:
         """Keep a request while its prefix is copied to its worker, if that pays."""
-        if self._pulls is None or len(self.roster.sessions) == 1:
+        sessions = self.roster.sessions
+        is_shared = self._far is not None and session.info.has_far_kv
+        if not is_shared and (self._pulls is None or len(sessions) == 1):
             return False
         hashes = prompt_hashes(command.request, session.block_size)
-        pull = self._pulls.find(hashes, session, self.roster.sessions)
-        if pull is None:
+        start: Callable[[Callable[[], None]], None]
+        if self._pulls and (pull := self._pulls.find(hashes, session, sessions)):
+            start = partial(self._pulls.start, pull)
+        elif self._far and (fetch := self._far.find(hashes, session)):
+            start = partial(self._far.start, fetch)
+        else:
             return False
         name = command.request.source, command.request.first_seq_key
 
@@ -353,7 +362,7 @@ class Fleet:
                 self._place_late(waiting, may_pull=False)
 
         self._unplaced.add(command)
-        self._pulls.start(pull, place)
+        start(place)
         return True
 
     def _place(self, command: SubmitRequest, *, may_pull: bool = True) -> None:
@@ -388,6 +397,9 @@ class Fleet:
         if may_pull and self._pull_prefix(command, session):
             return
         session.post(command, choice.num_tokens)
+        if self._far is not None and session.info.has_far_kv:
+            hashes = prompt_hashes(command.request, session.block_size)
+            self._far.store_later(hashes, session)
 
     def _switch_model(self, why: str) -> None:
         """End the requests for the former model, and make the routers ask for the new one."""

@@ -7,7 +7,7 @@ from functools import partial
 from contract.errors import FailedPreconditionError, UnavailableError
 from contract.hashing import BlockHash
 from contract.step import StepId
-from scheduler_svc.core.handover.copies import Loan, RoomId
+from scheduler_svc.core.handover.copies import RoomId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.workers.session import Condition, Session
 
@@ -34,38 +34,37 @@ class KvCopy:
             UnavailableError: A worker is lost, or the copy has failed.
         """
         new = [each for each in hashes if each not in self._there]
-        if not new:
-            return False
-        room = self.taking.call(lambda core: core.expect(new))
-        loan: Loan | None = None
-        num_arrived = 0
-        self._rooms[room.room_id] = 0
-        self.num_reserved += len(room.hashes)
-        try:
-            loan = self.giving.call(lambda core: core.lend(room.hashes))
-            if num_lent := len(loan.hashes):
-                await self.giving.wait_until(has_answered(loan.ready_step))
-                await self.taking.wait_until(has_answered(room.ready_step))
-                targets = room.host_block_ids[:num_lent]
-                instance_id = self.giving.info.instance_id
-                await self.taking.link.pull_kv(
-                    self._source_target, instance_id, loan.host_block_ids, targets
-                )
-            self.giving.check_alive()
-            num_arrived = num_lent
-        finally:
-            if loan is not None:
-                loan_id = loan.loan_id
-                with contextlib.suppress(UnavailableError):
-                    self.giving.call(lambda core: core.end_loan(loan_id))
-        missing = {*room.hashes[num_arrived:], *room.refused}
-        there = [each for each in new if each not in missing]
-        self._there.update(there)
-        if num_arrived:
-            self._rooms[room.room_id] = num_arrived
-        else:
-            self._end_room(room.room_id, len(room.hashes))
+        missing = self.taking.call(lambda core: core.copies.missing(new)) if new else []
+        there = {*new}.difference(missing)
+        if missing:
+            there.update(await self._copy(missing))
+        self._there |= there
         return bool(there)
+
+    async def _copy(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
+        """Copy the first of these blocks, as many as both workers have room for; return these."""
+        most = self.taking.call(lambda core: core.copies.num_expectable)
+        loan = self.giving.call(lambda core: core.lend(hashes[:most]))
+        try:
+            if not loan.hashes:
+                return ()
+            room = self.taking.call(lambda core: core.expect(loan.hashes))
+            self._rooms[room.room_id] = 0
+            self.num_reserved += len(room.hashes)
+            await self.giving.wait_until(has_answered(loan.ready_step))
+            await self.taking.wait_until(has_answered(room.ready_step))
+            await self.taking.link.pull_kv(
+                self._source_target,
+                self.giving.info.instance_id,
+                loan.host_block_ids,
+                room.host_block_ids,
+            )
+            self.giving.check_alive()
+            self._rooms[room.room_id] = len(room.hashes)
+            return room.hashes
+        finally:
+            with contextlib.suppress(UnavailableError):
+                self.giving.call(lambda core: core.end_loan(loan.loan_id))
 
     def receive(self) -> None:
         """Let the request find what has arrived.
@@ -83,11 +82,6 @@ class KvCopy:
             for room_id in self._rooms:
                 self.taking.call(partial(_receive, room_id, 0))
         self._rooms.clear()
-
-    def _end_room(self, room_id: RoomId, num_blocks: int) -> None:
-        del self._rooms[room_id]
-        self.num_reserved -= num_blocks
-        self.taking.call(partial(_receive, room_id, 0))
 
 
 def _receive(room_id: RoomId, num_arrived: int, core: Scheduler) -> None:

@@ -26,7 +26,7 @@ _WEIGHT: Final = 1 / 4
 """Weight of a new measurement in the moving average."""
 _FORGET_S: Final = 60.0
 """When a measurement is so old, the first rate is assumed again: a slow link may have recovered."""
-_LEAST_TOKENS: Final = 256
+LEAST_TOKENS: Final = 256
 """Fewer tokens are computed: a copy waits for the steps of both workers."""
 
 log = structlog.get_logger()
@@ -45,13 +45,35 @@ class Pull:
     """How long the prefix would take to compute."""
 
 
+class CopyRate:
+    """How fast KV is copied, learned from the copies."""
+
+    def __init__(self) -> None:
+        self._bytes_per_s = _FIRST_BYTES_PER_S
+        self._measured_s = -_FORGET_S
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return how long a copy may take."""
+        return num_bytes / self._rate()
+
+    def measure(self, bytes_per_s: float) -> None:
+        """Learn from a copy; a rate of 0 is one that failed."""
+        self._bytes_per_s = self._rate() + _WEIGHT * (bytes_per_s - self._rate())
+        self._measured_s = time.monotonic()
+
+    def _rate(self) -> float:
+        is_old = time.monotonic() - self._measured_s > _FORGET_S
+        return _FIRST_BYTES_PER_S if is_old else max(self._bytes_per_s, 1.0)
+
+
 class PrefixPulls:
     """Decides which prefixes to copy, and copies them."""
 
     def __init__(self) -> None:
         self._tasks = BackgroundTasks()
-        self._bytes_per_s = _FIRST_BYTES_PER_S
-        self._measured_s = -_FORGET_S
+        self._copies: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
+        """Those in progress, by the taking worker and the first block."""
+        self._rate = CopyRate()
 
     def find(
         self, hashes: Sequence[BlockHash], taking: Session, others: dict[str, Session]
@@ -67,7 +89,7 @@ class PrefixPulls:
         if not (hashes and keeps_kv(taking) and info.prefill_tokens_per_s):
             return None
         num_there = taking.num_cached_blocks(hashes)
-        most, found = num_there + _LEAST_TOKENS // taking.block_size, None
+        most, found = num_there + LEAST_TOKENS // taking.block_size, None
         for target, giving in others.items():
             if giving is taking or not keeps_kv(giving) or giving.trouble() is not None:
                 continue
@@ -80,22 +102,24 @@ class PrefixPulls:
         num_blocks = most - num_there
         compute_s = num_blocks * taking.block_size / info.prefill_tokens_per_s
         num_bytes = num_blocks * info.block_bytes
-        if num_bytes / self._rate() >= compute_s:
+        if self._rate.seconds(num_bytes) >= compute_s:
             return None
         return Pull(found[0], found[1], taking, hashes[num_there:most], num_bytes, compute_s)
 
     def start(self, pull: Pull, then: Callable[[], None]) -> None:
-        """Copy a prefix, and call `then` when it is there, has failed, or has taken too long."""
-        self._tasks.start(self._run(pull, then))
+        """Copy a prefix, and call `then` when it is there, has failed, or has taken too long.
+
+        Requests that begin alike and arrive together wait for one copy.
+        """
+        key = pull.taking, pull.hashes[0]
+        if (copying := self._copies.get(key)) is None:
+            copying = self._copies[key] = self._tasks.start(self._copy(pull))
+            copying.add_done_callback(lambda _: self._copies.pop(key))
+        self._tasks.start(ends_in_time(copying, pull.compute_s, then))
 
     def stop(self) -> None:
         """Cancel the copies in progress, when the sessions end."""
         self._tasks.stop()
-
-    async def _run(self, pull: Pull, then: Callable[[], None]) -> None:
-        copying = self._tasks.start(self._copy(pull))
-        await asyncio.wait((copying,), timeout=pull.compute_s)
-        then()
 
     async def _copy(self, pull: Pull) -> None:
         started_s = time.monotonic()
@@ -107,18 +131,19 @@ class PrefixPulls:
         except QuireError as error:
             log.warning("a prefix was not copied", source=pull.source_target, reason=str(error))
             copy.give_up()
-            self._measure(0.0)
+            self._rate.measure(0.0)
         else:
-            num_bytes = pull.num_bytes * (1 - copy.num_missing(pull.hashes) / len(pull.hashes))
-            self._measure(num_bytes / (time.monotonic() - started_s))
+            share = 1 - copy.num_missing(pull.hashes) / len(pull.hashes)
+            if share:  # else the source had them on its disk alone, or has evicted them
+                self._rate.measure(share * pull.num_bytes / (time.monotonic() - started_s))
 
-    def _rate(self) -> float:
-        is_old = time.monotonic() - self._measured_s > _FORGET_S
-        return _FIRST_BYTES_PER_S if is_old else max(self._bytes_per_s, 1.0)
 
-    def _measure(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = self._rate() + _WEIGHT * (bytes_per_s - self._rate())
-        self._measured_s = time.monotonic()
+async def ends_in_time(
+    copying: asyncio.Task[None], within_s: float, then: Callable[[], None]
+) -> None:
+    """Call `then` when a copy has ended, or has taken so long."""
+    await asyncio.wait((copying,), timeout=within_s)
+    then()
 
 
 def _can_exchange(giving: Session, taking: Session) -> bool:

@@ -18,6 +18,9 @@ from rpc.security.tls import ClientTls
 
 _POLL_INTERVAL_S: Final = 0.1
 _POLL_TIMEOUT_S: Final = 0.5
+_CUT_OFF_S: Final = 1.0
+"""How long to wait for a scheduler that hears none of its routers, besides `SILENT_AFTER_S`, after
+which it says so: so a router that is only two seconds late changes nothing."""
 _NEW_WORKER_S: Final = 2.0
 """How long to leave a new worker to the serving scheduler, which tries twice a second to attach it.
 """
@@ -138,7 +141,9 @@ class _Watch:
             self.quiet_s = 0.0
         # Older workers do not count heartbeats.
         has_beaten = beats != self._beats or not answer.num_beats
-        if answer.has_scheduler:
+        if answer.has_scheduler and answer.is_cut_off:
+            limit_s, has_beaten = min(_CUT_OFF_S, self._silence_s), False
+        elif answer.has_scheduler:
             limit_s = self._silence_s
         else:
             limit_s = self._absence_s if answer.epoch else max(self._absence_s, _NEW_WORKER_S)

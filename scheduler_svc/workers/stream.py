@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc.aio
@@ -12,6 +12,7 @@ from contract.codec.info import adapter_from_worker, memory_level_from_proto
 from contract.codec.packing import pack_int32
 from contract.codec.step import plan_to_proto, result_from_proto
 from contract.errors import InvalidArgumentError, UnavailableError
+from contract.hashing import BlockHash
 from contract.info import MemoryLevel, WorkerInfo
 from contract.liveness.heartbeat import BEAT_S, TICK_S, Heartbeat
 from contract.lora import LoadedAdapter, LoraAdapter
@@ -41,6 +42,8 @@ class WorkerClientConfig:
     tls: ClientTls | None = None
     lost_after_s: float | None = None
     """How long the worker may be silent before it counts as lost; None: the default for peers."""
+    is_cut_off: Callable[[], bool] = lambda: False
+    """Whether no router is heard, so that a standby should take over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -180,6 +183,42 @@ class WorkerLink:
         with calling():
             await self._stub.PullKv(request)
 
+    async def store_kv(self, labels: Sequence[BlockHash], host_block_ids: Sequence[int]) -> int:
+        """Make the worker store host blocks in the far tier; see `WorkerService.StoreKv`.
+
+        Returns:
+            How many, from the first on; the others are not stored.
+
+        Raises:
+            QuireError: The worker refused, or is lost.
+        """
+        request = worker_pb2.StoreKvRequest(
+            epoch=self._config.epoch,
+            host_block_ids=pack_int32(host_block_ids),
+            labels=b"".join(labels),
+        )
+        with calling():
+            stored: worker_pb2.StoreKvResponse = await self._stub.StoreKv(request)
+        return min(int(stored.num_blocks), len(labels))
+
+    async def fetch_kv(self, labels: Sequence[BlockHash], host_block_ids: Sequence[int]) -> int:
+        """Make the worker fetch blocks from the far tier; see `WorkerService.FetchKv`.
+
+        Returns:
+            How many have come, from the first on.
+
+        Raises:
+            QuireError: As `pull_kv`.
+        """
+        request = worker_pb2.FetchKvRequest(
+            epoch=self._config.epoch,
+            host_block_ids=pack_int32(host_block_ids),
+            labels=b"".join(labels),
+        )
+        with calling():
+            fetched: worker_pb2.FetchKvResponse = await self._stub.FetchKv(request)
+        return min(int(fetched.num_blocks), len(labels))
+
     async def resize_pool(self, num_blocks: int) -> None:
         """Resize the worker's device pool; see `WorkerService.ResizePool`.
 
@@ -244,8 +283,10 @@ class WorkerLink:
 
     async def _poll(self) -> None:
         """Poll the worker's state; polls and answers serve as heartbeats."""
-        request = worker_pb2.DescribeDeviceRequest(epoch=self._config.epoch)
         while True:
+            request = worker_pb2.DescribeDeviceRequest(
+                epoch=self._config.epoch, is_cut_off=self._config.is_cut_off()
+            )
             try:
                 state = await self._stub.DescribeDevice(request)
             except grpc.aio.AioRpcError as error:
@@ -253,6 +294,10 @@ class WorkerLink:
                     self.heartbeat.on_message()  # an error also proves that the worker is alive
             else:
                 self.heartbeat.on_message()
+                # A stream that is opened after another scheduler has attached, and has sent no
+                # batch yet, is not ended by the worker.
+                if state.epoch > self._config.epoch:
+                    self._lose(UnavailableError(f"it obeys epoch {state.epoch}"))
                 level = memory_level_from_proto(state.memory_level)
                 if level is not self.memory_level:
                     self.memory_level = level

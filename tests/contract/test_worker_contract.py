@@ -96,6 +96,10 @@ async def test_a_worker_reports_whether_it_has_a_live_scheduler(worker):
     await ask(call, first_batch(epoch=2))
     beats = [attached.num_beats] + [(await state(epoch)).num_beats for epoch in (0, 2, 3, 1)]
     assert np.diff(beats).tolist() == [1, 1, 0, 0], "a batch and a call of its own epoch"
+    for is_cut_off, epoch in ((True, 2), (False, 0), (True, 0), (False, 1)):
+        request = worker_pb2.DescribeDeviceRequest(epoch=epoch, is_cut_off=is_cut_off)
+        assert (await worker.DescribeDevice(request)).is_cut_off, "as its scheduler said last"
+    assert not (await state(epoch=2)).is_cut_off
     call.cancel()
     while (await state()).has_scheduler:
         pass

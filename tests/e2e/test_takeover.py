@@ -3,7 +3,10 @@
 The device has room for half of the sequences, so some are on the host at that time.
 """
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +34,17 @@ REQUESTS = (
 )
 SCHEDULER = ["--preemption-mode=swap"]
 _TIMEOUT_S = 240.0
+_BENCH = Path(__file__).parents[2] / "bench"
+_LINK = """
+import asyncio, pathlib, sys
+from faults.link import Link
+
+async def main():
+    await Link(*map(pathlib.Path, sys.argv[1:])).open()
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +70,11 @@ def cramped(gated: tuple[Service, StepGate]) -> Service:
     return gated[0]
 
 
-def _read_all(service: Service, disturb: Callable[[], None] = lambda: None) -> list[Result]:
+def _read_all(
+    gated: tuple[Service, StepGate], disturb: Callable[[], None] = lambda: None
+) -> list[Result]:
     """Read all streams in threads; call `disturb` when all are live and one has tokens."""
+    service, gate = gated
     has_begun = threading.Event()
 
     def read_one(request: inference_pb2.GenerateRequest) -> Result:
@@ -68,18 +85,24 @@ def _read_all(service: Service, disturb: Callable[[], None] = lambda: None) -> l
         return result
 
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
-        # A request that came after the disturbance could be refused.
-        with service.holding_steps(service.router, len(REQUESTS)):
-            results: list[Future[Result]] = [pool.submit(read_one, each) for each in REQUESTS]
+        results: list[Future[Result]] = [pool.submit(read_one, request) for request in REQUESTS]
+        gate.close()
+        eventually(  # a request that came later could be refused
+            lambda: (
+                service.metrics(service.router)["quire_num_requests_live"] == len(REQUESTS) or None
+            ),
+            "all requests are live",
+        )
+        gate.open()
         assert has_begun.wait(_TIMEOUT_S)
         disturb()
         return [result.result(timeout=_TIMEOUT_S) for result in results]
 
 
 @pytest.fixture(scope="module")
-def unfailed(cramped: Service) -> list[Result]:
+def unfailed(gated: tuple[Service, StepGate]) -> list[Result]:
     """The requests' outputs without a failure."""
-    return _read_all(cramped)
+    return _read_all(gated)
 
 
 def _wait_until_all_is_heard(service: Service, gate: StepGate) -> None:
@@ -123,7 +146,7 @@ def test_nothing_is_computed_again_after_the_death_of_the_scheduler(
         gate.open()
         cramped.start_scheduler()
 
-    for i, result in enumerate(_read_all(cramped, kill_when_some_are_swapped)):
+    for i, result in enumerate(_read_all(gated, kill_when_some_are_swapped)):
         assert result.outputs == unfailed[i].outputs, f"request {i}"
         assert result.text == unfailed[i].text, f"request {i}"
     cramped.wait_until_ready()
@@ -134,14 +157,15 @@ def test_nothing_is_computed_again_after_the_death_of_the_scheduler(
 
 
 def test_a_scheduler_that_stands_by_takes_over(
-    cramped: Service, unfailed: list[Result], tmp_path: Path
+    gated: tuple[Service, StepGate], unfailed: list[Result], tmp_path: Path
 ):
     """It listens at the same address, so that routers find it; the restarted one waits in turn."""
+    cramped, _ = gated
     first, second = cramped.scheduler, Child("scheduler_svc", tmp_path / "standby.log", {})
     second.start(cramped.scheduler_flags("--standby"))
     try:
         eventually(lambda: "standing by" in second.log or None, "it stands by", START_S)
-        results = _read_all(cramped, first.kill)
+        results = _read_all(gated, first.kill)
         assert [result.outputs for result in results] == [each.outputs for each in unfailed]
         cramped.scheduler = second
         assert cramped.metrics(second)["quire_adopted_tokens_total"] > 0
@@ -153,8 +177,9 @@ def test_a_scheduler_that_stands_by_takes_over(
 
 
 def test_a_scheduler_that_is_stopped_is_replaced_and_writes_nothing_when_it_wakes(
-    cramped: Service, unfailed: list[Result], tmp_path: Path
+    gated: tuple[Service, StepGate], unfailed: list[Result], tmp_path: Path
 ):
+    cramped, _ = gated
     stopped, standby = cramped.scheduler, Child("scheduler_svc", tmp_path / "standby.log", {})
     flags = cramped.scheduler_flags("--standby", "--standby-silence-s=0.5")
     # On a socket of its own: the one that is stopped keeps its.
@@ -167,7 +192,7 @@ def test_a_scheduler_that_is_stopped_is_replaced_and_writes_nothing_when_it_wake
             eventually(lambda: "router connected" in standby.log or None, "it is replaced")
             stopped.signal(signal.SIGCONT)
 
-        results = _read_all(cramped, stop_until_it_is_replaced)
+        results = _read_all(gated, stop_until_it_is_replaced)
         assert [result.outputs for result in results] == [each.outputs for each in unfailed]
         assert [result.text for result in results] == [each.text for each in unfailed]
         assert cramped.metrics(standby)["quire_adopted_tokens_total"] > 0
@@ -181,10 +206,102 @@ def test_a_scheduler_that_is_stopped_is_replaced_and_writes_nothing_when_it_wake
     cramped.wait_until_idle()
 
 
+def _stand_by(service: Service, log: Path, uds: str) -> Callable[[], Child]:
+    """Start a scheduler that stands by; the result returns it, started again if it was fenced."""
+    child = Child("scheduler_svc", log, {})
+    flags = [flag.replace("scheduler.sock", uds) for flag in service.scheduler_flags("--standby")]
+    child.start(flags)
+    eventually(lambda: "standing by" in child.log or None, "it stands by", START_S)
+
+    def supervised() -> Child:
+        if child.is_started and child.poll() == EXIT_STALE_EPOCH:
+            child.kill()
+            child.start(flags)
+        return child
+
+    return supervised
+
+
+def test_of_two_that_stand_by_one_takes_over_and_the_other_takes_over_from_it(
+    gated: tuple[Service, StepGate], unfailed: list[Result], tmp_path: Path
+):
+    """Both see at the same time that the scheduler is gone."""
+    cramped, gate = gated
+    uds = ("scheduler.sock", "standby.sock")
+    standbys = [_stand_by(cramped, tmp_path / f"{each}.log", each) for each in uds]
+
+    def find_serving() -> Child | None:
+        """Return the one that serves once the other, which may have been fenced, waits again."""
+        logs = {child: child.log for child in (standby() for standby in standbys)}
+        serving = [child for child, log in logs.items() if "router connected" in log]
+        waiting = [log for log in logs.values() if "standing by" in log and "taking" not in log]
+        return serving[0] if len(serving) == len(waiting) == 1 else None
+
+    def kill_twice() -> None:
+        gate.close()  # nothing ends before both are dead
+        cramped.scheduler.kill()
+        first = eventually(find_serving, "one serves and the other waits")
+        first.kill()
+        (second,) = (standby for standby in standbys if standby() is not first)
+        eventually(lambda: "router connected" in second().log or None, "the other serves")
+        gate.open()
+
+    try:
+        results = _read_all(gated, kill_twice)
+        assert [result.outputs for result in results] == [each.outputs for each in unfailed]
+        assert [result.text for result in results] == [each.text for each in unfailed]
+    finally:
+        gate.open()
+        for standby in standbys:
+            standby().kill()
+    cramped.start_scheduler()
+    cramped.wait_until_ready()
+    cramped.wait_until_idle()
+
+
+def test_a_scheduler_that_no_router_reaches_is_replaced(
+    gated: tuple[Service, StepGate], unfailed: list[Result], tmp_path: Path
+):
+    """The link is silent for good: its process is stopped, and connections stay open."""
+    cramped, _ = gated
+    cramped.scheduler.stop()
+    cramped.wait_until_not_ready()
+    own = cramped.uds["scheduler"].with_name("leader.sock")
+    flags = cramped.scheduler_flags("--standby")
+    leader, standby = (Child("scheduler_svc", tmp_path / f"{i}.log", {}) for i in range(2))
+    leader.start([flag.replace("scheduler.sock", own.name) for flag in flags])
+    link = subprocess.Popen(
+        [sys.executable, "-c", _LINK, cramped.uds["scheduler"], own],
+        env={**os.environ, "PYTHONPATH": str(_BENCH)},
+    )
+    try:
+        cramped.wait_until_ready()
+        standby.start([flag.replace("scheduler.sock", "standby.sock") for flag in flags])
+        eventually(lambda: "standing by" in standby.log or None, "it stands by", START_S)
+
+        def silence() -> None:
+            link.send_signal(signal.SIGSTOP)
+            eventually(lambda: "router connected" in standby.log or None, "it is replaced")
+
+        results = _read_all(gated, silence)
+        assert [result.outputs for result in results] == [each.outputs for each in unfailed]
+        assert "no router is heard" in leader.log
+        eventually(lambda: leader.poll() is not None or None, "it finds itself fenced")
+        assert leader.poll() == EXIT_STALE_EPOCH
+    finally:
+        link.kill()
+        link.wait()
+        leader.kill()
+        standby.kill()
+    cramped.start_scheduler()
+    cramped.wait_until_ready()
+    cramped.wait_until_idle()
+
+
 def test_prefix_cache_and_pins_survive_the_death_of_the_scheduler(cramped: Service):
     prompt = list(range(200, 300))
     request = generate_request(prompt, max_tokens=2)
-    request.cache_pin_s = 60
+    request.cache_pin_s = 1000
     read(cramped.stub.Generate(request))
     cramped.wait_until_idle()
     cramped.scheduler.kill()
@@ -197,18 +314,22 @@ def test_prefix_cache_and_pins_survive_the_death_of_the_scheduler(cramped: Servi
     assert cramped.metrics(cramped.scheduler)["quire_kv_pinned_blocks"] == 96 // 16
 
 
-def test_a_beam_search_goes_on_where_it_was(cramped: Service):
+def test_a_beam_search_goes_on_where_it_was(gated: tuple[Service, StepGate]):
+    cramped, gate = gated
+
     def num_steps() -> float:
         return cramped.metrics(cramped.scheduler)["quire_steps_total"]
 
     beam = common_pb2.BeamSearch(width=4)
     request = generate_request(list(range(30, 60)), n=2, beam=beam, max_tokens=100, ignore_eos=True)
     unfailed = read(cramped.stub.Generate(request))
-    num_before = num_steps()
     with ThreadPoolExecutor(1) as pool:
         failed = pool.submit(lambda: read(cramped.stub.Generate(request, timeout=200)))
-        eventually(lambda: num_steps() >= num_before + 40 or None, "it is on its way")
+        gate.close()
+        gate.let_through(40)
+        eventually(lambda: not gate.num_permits or None, "it is on its way")
         cramped.scheduler.kill()
+        gate.open()
         cramped.start_scheduler()
         assert failed.result(timeout=200).outputs == unfailed.outputs
     cramped.wait_until_ready()

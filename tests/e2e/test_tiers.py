@@ -169,8 +169,9 @@ async def test_by_cost_with_the_disk(with_disk, prompts, expected):
 async def test_a_killed_worker_s_blocks_are_found_by_the_next(with_disk, prompts, expected):
     """Killed while it stores and loads; what is found gives the same tokens."""
     await asyncio.to_thread(with_disk.use_scheduler, "--preemption-mode=swap")
+    before = await asyncio.to_thread(num_disk_moves, with_disk)
     answering = asyncio.create_task(generate(with_disk, prompts))
-    while await asyncio.to_thread(num_disk_moves, with_disk) < NUM_REQUESTS // 2:
+    while await asyncio.to_thread(num_disk_moves, with_disk) < before + NUM_REQUESTS // 2:
         assert not answering.done()
     with_disk.worker.kill()
     await asyncio.to_thread(with_disk.start_worker)

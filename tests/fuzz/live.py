@@ -11,6 +11,7 @@ from tests.fuzz.fuzzing import Case, Check
 
 Probe: TypeAlias = Callable[[Case], Awaitable[None]]
 
+_START_S = 60.0
 _HANG_S = 10.0
 """Time limit of a case and the check after it, which take milliseconds."""
 
@@ -22,7 +23,7 @@ def in_event_loop(service: contextlib.AbstractAsyncContextManager[Probe]) -> Ite
         stack = contextlib.AsyncExitStack()
 
         async def start() -> Probe:
-            async with asyncio.timeout(_HANG_S):
+            async with asyncio.timeout(_START_S):
                 return await stack.enter_async_context(service)
 
         async def check_one(case: Case) -> None:

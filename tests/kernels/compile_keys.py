@@ -1,11 +1,12 @@
 """Which variants of Triton's kernels a worker needs after its warm-up.
 
 A program, not a test: Triton must be imported without TRITON_INTERPRET. Takes a model directory,
-a seed, and "graphs" or "eager". A worker's executor runs on the CPU; each op first goes through its
-Triton launcher, which launches nothing but records what Triton would compile for, and then to its
-twin. After the captures and `warm_up`, a scheduler drives random requests through the executor:
-prompts, decodes, mixed steps, prefix hits, forks, swaps, masks, draws. Prints, as JSON, how many
-variants the warm-up needs, and each variant that only the requests need.
+a seed, "graphs" or "eager", and "none", "int8" or "int4", how its weights are quantized. A worker's
+executor runs on the CPU; each op first goes through its Triton launcher, which launches nothing but
+records what Triton would compile for, and then to its twin. After the captures and `warm_up`, a
+scheduler drives random requests through the executor: prompts, decodes, mixed steps, prefix hits,
+forks, swaps, masks, draws. Prints, as JSON, how many variants the warm-up needs and of which
+kernels, and each variant that only the requests need.
 """
 
 import contextlib
@@ -89,6 +90,8 @@ from gpu_worker.sampling.sampler import Sampler  # noqa: E402
 from gpu_worker.step import piecewise_graphs  # noqa: E402
 from gpu_worker.step.executor import Executor  # noqa: E402
 from gpu_worker.step.warm_up import warm_up  # noqa: E402
+from gpu_worker.weights import gpu_linear  # noqa: E402
+from gpu_worker.weights.quantized_linear import Quantization  # noqa: E402
 from scheduler_svc.core.scheduler import Scheduler  # noqa: E402
 from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig  # noqa: E402
 from scheduler_svc.core.values.request import Request, SeqKey, SourceId  # noqa: E402
@@ -124,8 +127,9 @@ class NoStreams:
         return contextlib.nullcontext
 
 
-def make_executor(model, num_blocks, num_host_blocks):
-    source = open_model(model)
+def make_executor(model, quantization, num_blocks, num_host_blocks):
+    source = open_model(model, quantization=quantization)
+    dtype = torch.bfloat16 if quantization else torch.float32
     config = source.config
     limits = Limits(
         max_num_seqs=12,
@@ -136,8 +140,8 @@ def make_executor(model, num_blocks, num_host_blocks):
         block_size=4,
         vocab_size=config.vocab_size,
     )
-    loaded = source.load(torch.float32, CPU, lambda _: None)
-    pool = KvPool(config, num_blocks, limits.block_size, torch.float32, CPU)
+    loaded = source.load(dtype, CPU, lambda _: None)
+    pool = KvPool(config, num_blocks, limits.block_size, dtype, CPU)
     grammars = Grammars(
         model / "tokenizer.json", config.vocab_size, config.eos_token_ids, CPU, is_beside=False
     )
@@ -218,7 +222,9 @@ def serve(executor, limits, chance, num_requests):
 
 def main():
     model, seed = Path(sys.argv[1]), int(sys.argv[2])
-    executor, limits = make_executor(model, num_blocks=70, num_host_blocks=60)
+    quantization = None if sys.argv[4] == "none" else Quantization(sys.argv[4])
+    gpu_linear.is_here = lambda _: quantization is not None
+    executor, limits = make_executor(model, quantization, num_blocks=70, num_host_blocks=60)
     if sys.argv[3] == "graphs":
         piecewise_graphs._MAX_TOKENS = 32  # the largest steps run eagerly
         executor.capture_decodes(WorkBetween(), lambda _: None)
@@ -227,7 +233,9 @@ def main():
     known = set(VARIANTS)
     seen = serve(executor, limits, random.Random(seed), num_requests=25)
     new = sorted(map(list, VARIANTS - known))
-    sys.stdout.write(json.dumps({"num_known": len(known), "new": new, "seen": seen}) + "\n")
+    kernels = sorted({variant[0] for variant in known})
+    found = {"num_known": len(known), "kernels": kernels, "new": new, "seen": seen}
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 main()

@@ -14,17 +14,29 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("family", "steps"), [("llama", "eager"), ("mistral", "graphs")]
+    ("family", "steps", "quantization"),
+    [
+        ("llama", "eager", "none"),
+        ("mistral", "graphs", "none"),
+        ("qwen3", "eager", "int4"),
+    ],
 )  # mistral has a sliding window
 def test_random_steps_need_no_kernel_that_the_warm_up_did_not_launch(
-    family: str, steps: str, tmp_path: Path
+    family: str, steps: str, quantization: str, tmp_path: Path
 ):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    model = make_model(tmp_path / "model", family)
-    program = [sys.executable, "-m", "tests.kernels.compile_keys", str(model), "1", steps]
-    done = subprocess.run(program, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    model = make_model(tmp_path / "model", family, intermediate_size=128)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_keys", str(model), "1", steps, quantization],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["new"] == []
     assert found["num_known"] >= 10
+    assert ("_quantized_linear_kernel" in found["kernels"]) == (quantization != "none")
     assert all(found["seen"].values()), found["seen"]

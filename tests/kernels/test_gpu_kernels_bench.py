@@ -58,15 +58,20 @@ def test_a_kernel_that_fails_is_a_row_and_the_others_go_on(monkeypatch):
         return cases.Prepared(lambda: None, 1000, 10, {"sdpa": no_baseline})
 
     said = []
+
+    def say(rows):
+        said.append([gpu_kernels.table_line(row) for row in rows])
+
     rows = gpu_kernels.run(
         [cases.Case("a", "1", fails), cases.Case("b", "2", fine)],
         torch.device("cpu"),
         gpu_kernels.Ceilings(1e9, 1e9),
         1,
-        said.append,
+        say,
     )
     assert rows[0].error == "RuntimeError: out of memory"
     assert rows[1].error is None
     assert rows[1].bound == "bytes"
     assert rows[1].baselines_us == {"sdpa": "ValueError: not here"}
-    assert "FAILED" in said[0]
+    assert [len(lines) for lines in said] == [1, 2]  # each row is told, and written, at once
+    assert "FAILED" in said[0][0]

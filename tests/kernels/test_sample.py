@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from contract.sampling import SamplingParams
 from gpu_worker.sampling.draw import draw, uniforms
@@ -8,7 +9,7 @@ from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.sampling.truncation import truncate
 from kernels import reference
 from kernels.reference.sample import uniforms as twin_uniforms
-from kernels.triton.sample import sample
+from kernels.triton.sample import _TOKENS, sample
 
 VOCABULARY = 5003  # two tiles, the second not whole
 
@@ -141,3 +142,21 @@ def test_sample_names_what_does_not_fit(device):
         sample(logits, *given[:2], given[2].float(), *given[3:])
     with pytest.raises(ValueError, match=r"logits has dtype torch\.float64"):
         sample(logits.double(), *given)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter does")
+def test_threads_wait_for_each_other_once_a_pass_and_not_for_each_tile(monkeypatch):
+    reductions = []
+    apply = interpreter.ReduceOps.apply
+
+    def count(self, *args):
+        reductions.append(self)
+        return apply(self, *args)
+
+    monkeypatch.setattr(interpreter.ReduceOps, "apply", count)
+    num_tiles = 20
+    logits = make_logits("plain", 1, num_tiles * _TOKENS, "cpu")
+    _, _, _, min_p, seeds, positions = parameters(1, logits.shape[1], "cpu")
+    ones = torch.ones(1)
+    sample(logits, ones, torch.tensor([1000]), ones.double() * 0.9, min_p, seeds, positions)
+    assert 0 < len(reductions) < 200 + 2 * num_tiles  # twenty passes, and a search for the token

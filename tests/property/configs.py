@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from contract.limits import STATE_WINDOW
+from contract.limits import STATE_WINDOW, Chunk
 from scheduler_svc.core.space.eviction import Eviction
 from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
 
@@ -13,7 +13,10 @@ CHOICES = {
     "num_blocks": st.integers(2, 12),
     "block_size": st.integers(1, 4),
     "kv_windows": st.sampled_from(
-        [(None,), (None,), (4,), (7,), (None, 5), (None, 3, 3), (None, 2), (None, 4, 2, 2)]
+        [
+            *[(None,), (None,), (4,), (7,), (None, 5), (None, 3, 3), (None, 2), (None, 4, 2, 2)],
+            *[(Chunk(4),), (None, Chunk(6)), (None, Chunk(8), 5)],
+        ]
     ),
     "max_num_seqs": st.integers(1, 4),
     "extra_budget": st.integers(0, 6),

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from contract.step import Result
 from scheduler_svc.core.handover.copies import Loan, Room
+from scheduler_svc.core.handover.identity import identity
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.values.config import SchedulerConfig
@@ -72,6 +73,7 @@ class CopiesMachine(RuleBasedStateMachine):
         except (RequestTooLongError, QueueFullError):
             return
         self.oracle.submit(request)
+        self.sides[0].worker.identities.update(identity(request, index) for index in range(n))
         self.next_key += n
 
     @rule(i=SIDES, steps=st.integers(1, 8))
@@ -98,9 +100,11 @@ class CopiesMachine(RuleBasedStateMachine):
         progress = self.progress(i, data)
         if progress is None or not progress.can_copy:
             return
-        room = self.sides[1 - i].core.expect(progress.hashes)
-        loan = self.sides[i].core.lend(room.hashes)
-        assert loan.hashes == room.hashes[: len(loan.hashes)]
+        taking = self.sides[1 - i].core
+        missing = taking.copies.missing(progress.hashes)[: taking.copies.num_expectable]
+        loan = self.sides[i].core.lend(missing)
+        room = taking.expect(loan.hashes)
+        assert room.hashes == loan.hashes == tuple(missing[: len(loan.hashes)])
         self.copies.append(Copy(i, loan, room))
 
     @precondition(lambda self: self.copies)
@@ -116,7 +120,7 @@ class CopiesMachine(RuleBasedStateMachine):
                 continue
             contents = [giving.worker.host[block] for block in copy.loan.host_block_ids]
             assert all(BROKEN not in content for content in contents)
-            targets = copy.room.host_block_ids[: len(contents)]
+            targets = copy.room.host_block_ids
             taking.worker.host.update(zip(targets, contents, strict=True))
             for target in targets:
                 taking.worker.host_labels.pop(target, None)

@@ -9,6 +9,7 @@ from random import Random
 from hypothesis import settings
 
 from contract.info import MemoryLevel
+from contract.limits import Chunk
 from contract.sampling import EarlyStopping
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.space.eviction import Eviction
@@ -37,7 +38,10 @@ COUNTERS = (
 )
 
 
-WINDOWS = [(None,), (None,), (3,), (6,), (None, 4), (None, 3, 5), (None, 2)]
+WINDOWS = [
+    *[(None,), (None,), (3,), (6,), (None, 4), (None, 3, 5), (None, 2)],
+    *[(Chunk(6),), (None, Chunk(4))],
+]
 """KV groups of the histories."""
 
 
@@ -178,3 +182,8 @@ def test_long_histories():
     for name in (*COUNTERS, "num_failed_swap_ins", "num_shrunk_under_load"):
         assert reached[name] >= 5, f"the histories seldom have {name}"
     assert taken == ALL - OF_MOVES, "the table of transitions is not what the core does"
+
+
+def test_a_history_that_once_broke_an_invariant():
+    """A load for one sequence named the block whose last slot an adopted one writes again."""
+    live_through(294, Counter())

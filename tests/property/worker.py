@@ -13,7 +13,7 @@ import numpy as np
 
 from contract.arrays import Int32Array, ints
 from contract.hashing import HASH_BYTES, BlockHash
-from contract.limits import STATE_WINDOW
+from contract.limits import STATE_WINDOW, Chunk
 from contract.state import HeldBlocks, HeldRow, Holdings
 from contract.step import NewSequence, Plan, Result, StepLogprob
 from scheduler_svc.core.values.config import SchedulerConfig
@@ -292,6 +292,8 @@ class FakeWorker:
     def _first_seen(self, position: int, group: int) -> int:
         """Return the first position that the token at `position` sees."""
         window = self.config.kv_windows[group]
+        if isinstance(window, Chunk):
+            return position - position % window.num_tokens
         return 0 if window is None else max(0, position - window + 1)
 
     def _held_by(self, row: Row) -> list[int]:

@@ -98,11 +98,11 @@ class UpSettings(ProcessSettings):
     """Directory for what is derived from GGUF files or downloaded from URLs; default:
     ~/.cache/quire. Names on the hub have the hub's own cache (HF_HOME)."""
     served_model_name: Annotated[tuple[str, ...], NoDecode] = ()
-    """The name that requests use for the model; empty: the directory's name. Of several models one
-    each, in their order."""
+    """The name that requests use for the model; empty: the directory's name. With several models,
+    one name for each, in their order."""
     on_demand: PositiveInt | None = None
-    """Most models that are loaded at once, each when a request wants it, in place of the one that
-    was used least recently (docs/operations.md); default: all are loaded."""
+    """Most models that are loaded at once: a request loads its model in place of the one that was
+    used least recently (docs/operations.md). Default: all are loaded."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """With --on-demand, how long a model stays loaded at least; default: the router's, 10."""
     model_class: str = ""

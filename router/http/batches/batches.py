@@ -16,6 +16,7 @@ from contract.errors import (
     NotFoundError,
     QuireError,
 )
+from router.access.api_keys import key_of_call
 from router.http.answers.objects import Json
 from router.http.batches.lines import (
     EMBEDDINGS_KIND,
@@ -49,7 +50,7 @@ class Batches:
     turns: Turns
     retention_s: float
     max_line_bytes: int
-    """Largest line, as the body of a call that answers one at once."""
+    """Most bytes of a line: as many as the body of a call may have."""
     tick_s: float = _TICK_S
 
     def __post_init__(self) -> None:
@@ -68,7 +69,7 @@ class Batches:
         return file
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
-        """Delete a file; raises NotFoundError, or FailedPreconditionError while it is read."""
+        """Delete a file; raises NotFoundError; FailedPreconditionError while a batch reads it."""
         file = await self.file(tenant, file_id)
         for batch in await self.store.batches(is_live=True):
             is_its = (batch.tenant, batch.file_id) == (tenant, file_id)
@@ -110,7 +111,8 @@ class Batches:
             "request_counts": {"total": num_lines, "completed": 0, "failed": 0},
             **({"failed_at": int(now)} if errors else {}),
         }
-        await self.store.create(Batch(batch_id, tenant, now, not errors, shown))
+        batch = Batch(batch_id, tenant, now, not errors, shown, key_of_call())
+        await self.store.create(batch)
         return shown
 
     async def find(self, tenant: str, batch_id: str) -> Batch:
@@ -141,18 +143,23 @@ class Batches:
     async def run(self) -> None:
         """Look after the batches that have not ended; several routers may do so at once."""
         next_sweep = 0.0
+        broken: set[str] = set()  # left alone until the next sweep
         while True:
             await asyncio.sleep(self.tick_s)
             try:
                 for batch in await self.store.batches(is_live=True):
+                    if batch.id in broken:
+                        continue
                     try:
                         await self._advance(batch)
                     except QuireError as error:
                         log.warning("batch is looked after later", batch=batch.id, error=str(error))
                     except Exception:
                         log.exception("batch cannot be looked after", batch=batch.id)
+                        broken.add(batch.id)
                 if time.monotonic() >= next_sweep:
                     next_sweep = time.monotonic() + _SWEEP_S
+                    broken.clear()
                     await self.store.sweep(self.retention_s)
                     await self.store.clear()
             except QuireError as error:
@@ -177,7 +184,7 @@ class Batches:
         await self._end(batch, counts, "expired" if is_late else "")
 
     async def _fill(self, batch: Batch) -> None:
-        """Make turns of a batch's lines. Any router goes on behind the last one that is a turn."""
+        """Make turns of a batch's lines; if the router dies, any other continues after the last."""
         content = await self.store.content(batch.tenant, batch.file_id)
         if content is None:
             log.warning("batch has lost its file", batch=batch.id)
@@ -185,7 +192,7 @@ class Batches:
             return
         last = await self.store.last_position(batch)
         left = (
-            turn_of_line(batch.id, batch.tenant, number, text, batch.created_at)
+            turn_of_line(batch, number, text)
             for number, text in _numbered(content)
             if number > last
         )
@@ -246,7 +253,7 @@ def _counts(batch: Batch, counts: Mapping[TurnStatus, int]) -> Json:
 
 
 def _told(turns: Sequence[Turn], status: str) -> dict[str, list[bytes]]:
-    """Return the lines of the output file and of the error file of some turns."""
+    """Return the lines that turns add to the output file and to the error file."""
     kinds: dict[str, list[bytes]] = {"output": [], "error": []}
     for turn in turns:
         if turn.status is TurnStatus.COMPLETED and turn.result is not None:

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputDelta, OutputFinished, Usage
 from contract.request import MAX_PRIORITY, GenerateRequest
-from router.access.api_keys import key_of_call
 from router.http.answers.answer import Call, whole_json
 from router.http.answers.objects import CollectedOutput, Json
+from router.http.batches.store import Batch
 from router.http.body import MAX_PARSED_AT_ONCE_BYTES
 from router.http.embeddings import EmbeddingsBody, embed
 from router.http.errors import error_from_finished, error_from_validation, error_json
@@ -130,7 +130,7 @@ class BatchLines:
         return await prepare(inference, body, head)
 
     async def _answer(self, turn: Turn, events: Sequence[Event], at: float) -> Json:
-        inference = self.cells.of(turn.model)
+        inference = await self.cells.known(turn.model)
         call = await self._call(turn, inference)
         if isinstance(call, ResponseCall):
             made = call.events(inference)
@@ -186,18 +186,18 @@ def parse_line(text: bytes) -> dict[str, Any]:
     return value
 
 
-def turn_of_line(batch_id: str, tenant: str, number: int, text: bytes, created_at: float) -> Turn:
+def turn_of_line(batch: Batch, number: int, text: bytes) -> Turn:
     asked = parse_line(text)
     model = asked["body"].get("model")
     return Turn(
-        id=f"{batch_id}_{number}",
-        tenant=tenant,
-        key_name=key_of_call(),
+        id=f"{batch.id}_{number}",
+        tenant=batch.tenant,
+        key_name=batch.key_name,
         kind=EMBEDDINGS_KIND if asked["url"] == _EMBEDDINGS else KIND,
         body=text,
-        created_at=created_at,
+        created_at=batch.created_at,
         model=model if isinstance(model, str) else "",
-        group=batch_id,
+        group=batch.id,
         position=number,
         priority=-MAX_PRIORITY,
     )

@@ -15,9 +15,10 @@ from router.turns.turn import Turn
 VALIDATING: Final = "validating"
 """A batch's status while its lines become turns."""
 SLICE: Final = 500
-"""Turns that one transaction writes or deletes."""
+"""Most turns that one transaction writes or deletes."""
 
 _FILE: Final = "id, tenant, purpose, name, num_bytes, created_at"
+_BATCH: Final = "id, tenant, created_at, is_live, shown, key_name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Batch:
     is_live: bool
     shown: Json
     """What its client is told, without the counts."""
+    key_name: str = ""
+    """The name of the API key that it came with."""
 
     @property
     def file_id(self) -> str:
@@ -107,14 +110,21 @@ class BatchStore:
 
         def work(cursor: Cursor, _: Connection) -> None:
             cursor.execute(
-                "INSERT INTO batches VALUES (?, ?, ?, ?, ?)",
-                (batch.id, batch.tenant, batch.created_at, batch.is_live, json_bytes(batch.shown)),
+                f"INSERT INTO batches ({_BATCH}) VALUES (?, ?, ?, ?, ?, ?)",  # noqa: S608 - constants
+                (
+                    batch.id,
+                    batch.tenant,
+                    batch.created_at,
+                    batch.is_live,
+                    json_bytes(batch.shown),
+                    batch.key_name,
+                ),
             )
 
         await self._database.run(work)
 
     async def last_position(self, batch: Batch) -> int:
-        """Return the last line that is a turn; 0: none is."""
+        """Return the number of the last line that is a turn; 0: none is."""
 
         def work(cursor: Cursor, _: Connection) -> int:
             cursor.execute(
@@ -127,9 +137,9 @@ class BatchStore:
         return await self._database.run(work)
 
     async def fill(self, batch: Batch, turns: Sequence[Turn]) -> bool:
-        """Keep more turns of a batch that is still being filled; whether it is.
+        """Keep more turns of a batch; return False if it is not being filled any more.
 
-        A transaction must be short: those of turns that clients wait for come after it.
+        A transaction must be short, since turns that clients wait for come after it.
         """
 
         def work(cursor: Cursor, db: Connection) -> bool:
@@ -153,7 +163,7 @@ class BatchStore:
         def work(cursor: Cursor, _: Connection) -> list[Batch]:
             condition = "is_live = ?" if tenant is None else "tenant = ?"
             cursor.execute(
-                f"SELECT * FROM batches WHERE {condition} ORDER BY created_at DESC, id",  # noqa: S608 - constants
+                f"SELECT {_BATCH} FROM batches WHERE {condition} ORDER BY created_at DESC, id",  # noqa: S608 - constants
                 (is_live if tenant is None else tenant,),
             )
             return [_batch(row) for row in cursor.fetchall()]
@@ -198,7 +208,7 @@ class BatchStore:
             pass
 
     async def end(self, batch: Batch, shown: Json, files: Sequence[tuple[File, bytes]]) -> None:
-        """End a batch, and keep its files; nothing if another router has."""
+        """End a batch, and keep its files, unless another router has done so."""
 
         def work(cursor: Cursor, _: Connection) -> None:
             cursor.execute(
@@ -255,11 +265,14 @@ def _insert_file(cursor: Cursor, file: File, content: bytes) -> None:
 
 
 def _find(cursor: Cursor, tenant: str, batch_id: str) -> Batch | None:
-    cursor.execute("SELECT * FROM batches WHERE tenant = ? AND id = ?", (tenant, batch_id))
+    cursor.execute(
+        f"SELECT {_BATCH} FROM batches WHERE tenant = ? AND id = ?",  # noqa: S608 - constants
+        (tenant, batch_id),
+    )
     row = cursor.fetchone()
     return None if row is None else _batch(row)
 
 
 def _batch(row: Sequence[Any]) -> Batch:
-    batch_id, tenant, created_at, is_live, shown = row
-    return Batch(batch_id, tenant, created_at, bool(is_live), from_json(bytes(shown)))
+    batch_id, tenant, created_at, is_live, shown, key_name = row
+    return Batch(batch_id, tenant, created_at, bool(is_live), from_json(bytes(shown)), key_name)

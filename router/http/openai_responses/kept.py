@@ -36,7 +36,7 @@ class KeptResponses:
     cells: Cells
     turns: Turns
     max_bytes: int
-    """Most of a conversation that is continued."""
+    """Most bytes of the responses that a new one continues."""
 
     # --- TurnKind -------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ class KeptResponses:
     ) -> bytes:
         """Return the response's JSON."""
         del status  # the events say it
-        inference = self.cells.of(turn.model)
+        inference = await self.cells.known(turn.model)
         made = (await restored(inference, turn)).events(inference)
         for event in events:
             made.take(event, lambda: at)
@@ -109,7 +109,7 @@ class KeptResponses:
         except InvalidArgumentError as error:
             raise call.named(error) from error
         if accepted.id != response_id:
-            call = await restored(self.cells.of(accepted.model), accepted)
+            call = await restored(await self.cells.known(accepted.model), accepted)
         return accepted, call
 
     async def earlier(self, tenant: str, previous_id: str | None) -> list[Item]:
@@ -183,8 +183,9 @@ def _items_of(turns: Sequence[Turn]) -> list[Item]:
 
 def _key(headers: Mapping[str, str]) -> str | None:
     key = headers.get("Idempotency-Key")
-    if key is not None and not 1 <= len(key) <= MAX_KEY_CHARS:
-        raise InvalidArgumentError(
-            "Idempotency-Key", f"has {len(key)} characters; it must have 1 to {MAX_KEY_CHARS}"
-        )
-    return key
+    if key is None or (1 <= len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable()):
+        return key
+    raise InvalidArgumentError(
+        "Idempotency-Key",
+        f"is {excerpt(key)}; it must be 1 to {MAX_KEY_CHARS} printable ASCII characters",
+    )

@@ -34,7 +34,8 @@ from router.turns.turn import Turn
 from router.turns.turns import Turns
 
 _MAX_BODIES = 16
-"""Most of a conversation that is continued: each of its responses has instructions and tools."""
+"""Most bytes of the responses that a new one continues, in bodies of the largest size. Each of them
+repeats instructions and tools."""
 
 log = structlog.get_logger()
 
@@ -161,7 +162,7 @@ async def _follow(
     *,
     starting_after: int = -1,
 ) -> web.StreamResponse:
-    inference = kept.cells.of(turn.model)
+    inference = await kept.cells.known(turn.model)
     call = call or await restored(inference, turn)
     made, seen = call.events(inference), Seen()  # it may raise, which the status can still say
     async with aclosing(kept.read(turn, seen)) as events:

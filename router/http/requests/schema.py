@@ -44,7 +44,7 @@ def session_pin_s(*, is_session: bool, retention: CacheRetention | None) -> floa
     """Return for how long a turn's prompt is pinned; None: not at all.
 
     Args:
-        is_session: Whether it is said to be a part of a longer conversation.
+        is_session: Whether the client marks it as part of a longer conversation.
         retention: How long the client asks for.
     """
     if retention == "24h":

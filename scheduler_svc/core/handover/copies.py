@@ -5,9 +5,10 @@ the contents, and calls both cores in this order:
 
     source core                              target core
 
-                                             expect    host blocks are reserved for what is missing
+                                             missing, num_expectable
     lend    the blocks are on the host,
             or go there with the next plan
+                                             expect    host blocks are reserved for those lent
             after the results of both `ready_step`s the contents are copied
     end_loan                                 receive   the blocks can be found from now on
 
@@ -53,8 +54,6 @@ class Room:
     hashes: tuple[BlockHash, ...]
     host_block_ids: tuple[HostBlockId, ...]
     """Parallel to `hashes`."""
-    refused: tuple[BlockHash, ...]
-    """Blocks that are missing, too, but for which there is no room."""
     ready_step: StepId
     """After the result of this step nothing else reads or writes these blocks."""
 
@@ -109,17 +108,21 @@ class Copies:
 
     # --- target core ----------------------------------------------------------------------------
 
-    def expect(self, hashes: Sequence[BlockHash]) -> Room:
-        """Reserve host blocks for the first of `hashes` that neither device nor host has.
-
-        Leaves half of the available host blocks to others.
-        """
+    def missing(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """Return those of `hashes` that neither device nor host has; changes nothing."""
         pools = (self._pool, self._tier.pool)
-        missing = [each for each in hashes if not any(pool.find([each]) for pool in pools)]
-        num_taken = min(len(missing), self._tier.pool.num_available // 2)
-        taken, refused = tuple(missing[:num_taken]), tuple(missing[num_taken:])
+        return [each for each in hashes if not any(pool.find([each]) for pool in pools)]
+
+    @property
+    def num_expectable(self) -> int:
+        """Most blocks that `expect` reserves now: half of those available, to leave room."""
+        return self._tier.pool.num_available // 2
+
+    def expect(self, hashes: Sequence[BlockHash]) -> Room:
+        """Reserve host blocks for the first of `hashes`, which are missing."""
+        taken = tuple(hashes[: self.num_expectable])
         blocks = tuple(self._tier.take_free() for _ in taken)
-        room = Room(RoomId(self._begin()), taken, blocks, refused, self._step_of_last_move)
+        room = Room(RoomId(self._begin()), taken, blocks, self._step_of_last_move)
         self._rooms[room.room_id] = room
         return room
 

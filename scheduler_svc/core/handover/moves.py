@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from contract.hashing import BlockHash, extend_chain, root_hash
+from contract.request import MAX_N
 from contract.step import StepId
 from scheduler_svc.core.bounds.limits import check_length
 from scheduler_svc.core.handover.moved_request import (
@@ -287,9 +288,8 @@ class Moves:
 
     def _group(self, source: SourceId, first_seq_key: SeqKey) -> list[Sequence]:
         """Return the live sequences of a request, by output index."""
-        seqs = self._live.of_source(source)
-        group = [seq for seq in seqs if seq.request.first_seq_key == first_seq_key]
-        return sorted(group, key=lambda seq: seq.output_index)
+        seqs = self._live.find(source, range(first_seq_key, first_seq_key + MAX_N))
+        return [seq for seq in seqs if seq.request.first_seq_key == first_seq_key]
 
     def _describe(self, seqs: list[Sequence]) -> MovableRequest:
         request = seqs[0].request

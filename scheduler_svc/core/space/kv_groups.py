@@ -3,7 +3,8 @@
 A model's layers form groups of equal size; a block holds the KV of `block_size` tokens in the
 layers of one group. A block table has one entry per group for every `block_size` tokens, all groups
 of the first tokens first: entry `index * num + group` is a *place*. The layers of a group see all
-earlier tokens, or a *window* of the last ones. A group with a window holds these blocks::
+earlier tokens, or a *window* of the last ones, or those of the same chunk, which is a window that
+begins again at each multiple of its length. A group with a window holds these blocks::
 
     [0, first)      no later token sees them: the sequence gave them back
     [first, end)    held; `end` leaves room for one more chunk while the sequence prefills
@@ -19,7 +20,7 @@ and the group, so pools, tiers and labels need not know groups.
 from collections.abc import Callable, Iterable, Sequence
 
 from contract.hashing import BlockHash, group_hash
-from contract.limits import STATE_WINDOW
+from contract.limits import STATE_WINDOW, first_seen, window_length
 from scheduler_svc.core.space.blocks import DeviceBlockId
 from scheduler_svc.core.values.config import SchedulerConfig
 
@@ -46,7 +47,8 @@ class KvGroups:
         chunk = config.max_chunk or config.max_num_batched_tokens
         # With drafts, decodes hold blocks for all tokens that the steps in flight may bring.
         ahead = max(chunk, 3 * (config.num_draft_tokens + 1))
-        self._most = [None if w is None else -(-(w + ahead) // size) + 1 for w in self._windows]
+        lengths = map(window_length, self._windows)
+        self._most = [None if n is None else -(-(n + ahead) // size) + 1 for n in lengths]
 
     def num_needed(self, num_tokens: int) -> int:
         """Return the most blocks that a sequence of `num_tokens` tokens holds at any time."""
@@ -150,8 +152,7 @@ class KvGroups:
         return end
 
     def _first(self, group: int, num_computed: int) -> int:
-        window = self._windows[group]
-        return 0 if window is None else max(0, num_computed - window + 1) // self._block_size
+        return first_seen(self._windows[group], num_computed) // self._block_size
 
     def _end(self, group: int, num_computed: int, num_blocks: int) -> int:
         most = self._most[group]

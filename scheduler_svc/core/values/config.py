@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from contract.info import MemoryLevel
+from contract.limits import KvWindow, window_length
 from scheduler_svc.core.space.eviction import Eviction
 
 
@@ -32,8 +33,8 @@ class SchedulerConfig:
     """The token budget of a step; at least `max_num_seqs`."""
     max_model_len: int
     """Most tokens of one sequence."""
-    kv_windows: tuple[int | None, ...] = (None,)
-    """By KV group: how many tokens a token sees, itself included; None: all. See `KvGroups`."""
+    kv_windows: tuple[KvWindow, ...] = (None,)
+    """By KV group: what a token sees. See `KvGroups`."""
     num_saturating_tokens: int | None = None
     """How many prompt tokens keep the device busy with arithmetic; None: the token budget."""
     num_draft_tokens: int = 0
@@ -50,9 +51,9 @@ class SchedulerConfig:
     eviction: Eviction = Eviction.LRU
     """Which cached block is evicted first, in every tier."""
     max_pinned_share: float = 0.25
+    """Share of the device blocks that pins may hold together."""
     max_tenant_pinned_share: float = 1.0
     """Share of the device blocks that pins of one tenant may hold."""
-    """Share of the device blocks that pins may hold together."""
     defragment_interval_s: float = 10.0
     """How often fragmentation is measured; 0: never."""
     defragment_threshold: float = 1.0
@@ -154,7 +155,8 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not self.kv_windows or any(w is not None and w < 1 for w in self.kv_windows):
+        lengths = [window_length(window) for window in self.kv_windows]
+        if not lengths or any(length is not None and length < 1 for length in lengths):
             raise ValueError(f"kv_windows is {self.kv_windows}; each must be None or at least 1")
         if not 0 <= self.num_draft_tokens < self.block_size:
             raise ValueError(

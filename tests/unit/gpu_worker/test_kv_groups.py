@@ -5,6 +5,7 @@ family whose layers differ in what they see.
 """
 
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -36,6 +37,52 @@ SMALL = {"sliding_window": 20, "pad_token_id": 0}
 GEMMA = SMALL | {"head_dim": 16, "tie_word_embeddings": True, "initializer_range": 0.02}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LOCAL, FULL = "sliding_attention", "full_attention"
+GEMMA_N = GEMMA | {
+    "num_hidden_layers": 7,
+    "num_kv_shared_layers": 3,
+    "layer_types": [LOCAL, LOCAL, FULL, LOCAL, LOCAL, FULL, LOCAL],
+    "vocab_size_per_layer_input": 500,
+    "hidden_size_per_layer_input": 16,
+    "laurel_rank": 8,
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0, 0.0],
+}
+GEMMA_4 = GEMMA | {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": [LOCAL, LOCAL, LOCAL, FULL, LOCAL, FULL],
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "vocab_size_per_layer_input": 500,
+    "hidden_size_per_layer_input": 16,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 48,
+}
+MIMO = {
+    "num_hidden_layers": 4,
+    "layer_types": [FULL, LOCAL, LOCAL, FULL],
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+LLAMA_4 = {
+    "num_hidden_layers": 4,
+    "no_rope_layers": [1, 1, 0, 1],
+    "layer_types": ["chunked_attention", "chunked_attention", FULL, "chunked_attention"],
+    "attention_chunk_size": 20,
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+    "head_dim": 16,
+    "intermediate_size_mlp": 96,
+    "interleave_moe_layer_step": 2,
+    "num_local_experts": 4,
+    "pad_token_id": 0,
+}
 FAMILIES = {
     "mistral": {},
     "phi3": SMALL,
@@ -47,6 +94,11 @@ FAMILIES = {
     "ministral": SMALL
     | {"head_dim": 16}
     | {"num_hidden_layers": 3, "layer_types": [LOCAL, FULL, LOCAL], "rope_parameters": ROPE},
+    # Layers that read another's KV, and global layers with other heads.
+    "gemma3n_text": GEMMA_N,
+    "gemma4_text": GEMMA_4,
+    "mimo_v2_flash": SMALL | MIMO,
+    "llama4_text": LLAMA_4,
     "qwen2": SMALL | {"use_sliding_window": True, "layer_types": [FULL, LOCAL, LOCAL]},
 }
 
@@ -62,15 +114,15 @@ class Service:
     def __post_init__(self):
         source = open_model(self.directory)
         config = source.config
-        groups = group_layers(config.windows, config.max_model_len)
-        block_config = replace(config, num_layers=groups.layers_per_block)
+        sizes = [prod(config.kv_shape(layer)) for layer in range(config.num_layers)]
+        groups = group_layers(config.windows, config.max_model_len, sizes)
         block_size = BLOCK_SIZE
         if config.num_states:
             num_bytes, num_states = config.state_bytes, config.num_states
-            of_block = block_bytes(block_config, block_size, torch.float32)
+            of_block = block_bytes(config, block_size, torch.float32, groups)
             num_groups = len(groups.windows)
             block_size = fitting_block_size(block_size, of_block, num_bytes, num_states, num_groups)
-            of_block = block_bytes(block_config, block_size, torch.float32)
+            of_block = block_bytes(config, block_size, torch.float32, groups)
             groups = add_states(groups, min(num_states, of_block // num_bytes), num_states)
         assert groups.windows != (None,)
         config_of_core = SchedulerConfig(
@@ -99,7 +151,7 @@ class Service:
             num_host_blocks=NUM_HOST_BLOCKS,
         )
         model = source.load(torch.float32, CPU, lambda _: None)
-        pool = KvPool(block_config, num_blocks, block_size, torch.float32, CPU, groups=groups)
+        pool = KvPool(config, num_blocks, block_size, torch.float32, CPU, groups=groups)
         pool.blocks_as_bytes[0].fill_(255)  # NaN, so that reading the null block shows
         host = HostPool(pool.blocks_as_bytes, NUM_HOST_BLOCKS)
         self.executor = Executor(model, pool, self.limits, (), CPU, host_pool=host)
@@ -190,3 +242,18 @@ def test_outputs_equal_transformers_whatever_happens(directory):
     service.run()
     assert service.core.load().num_adopted_tokens
     service.check_all()
+
+
+OF_OTHER_LAYERS = ("gemma3n_text", "gemma4_text", "mimo_v2_flash", "llama4_text")
+
+
+@pytest.mark.parametrize("family", OF_OTHER_LAYERS)
+def test_a_long_output_equals_transformers(model_dirs, family, monkeypatch):
+    monkeypatch.setattr("tests.unit.gpu_worker.test_kv_groups.NUM_TOKENS", 128)
+    service = Service(model_dirs.get(family, **FAMILIES[family]))
+    service.submit(0, random_prompt(41, seed=3))
+    service.submit(1, random_prompt(2, seed=4))
+    service.run()
+    service.check_all()
+    outputs = [token for output in service.outputs.values() for token in output]
+    assert len(set(outputs)) > 20, "a repetitive model would test little"

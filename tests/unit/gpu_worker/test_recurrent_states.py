@@ -5,6 +5,9 @@ As `test_kv_groups.py`, with states in blocks of the same pool.
 
 import pytest
 
+from gpu_worker.loading.rank_model import load_rank_model
+from gpu_worker.parallel.member import Member
+from gpu_worker.settings import WorkerSettings
 from scheduler_svc.core.values.request import SourceId
 from tests.unit.gpu_worker.models.paged_loop import random_prompt
 from tests.unit.gpu_worker.test_kv_groups import Service
@@ -99,3 +102,13 @@ def test_a_long_output_equals_transformers(directory, monkeypatch):
     service.check_all()
     outputs = [token for output in service.outputs.values() for token in output]
     assert len(set(outputs)) > 20, "a repetitive model would test little"
+
+
+@pytest.mark.parametrize(("family", "takes_parts"), [("lfm2", False), ("llama", True)])
+def test_a_step_that_has_advanced_some_states_is_not_computed_again(
+    model_dirs, family, takes_parts
+):
+    directory = model_dirs.get(family, **FAMILIES.get(family, {}))
+    settings = WorkerSettings(model=str(directory), device="cpu", num_threads=1, num_blocks=64)
+    loaded = load_rank_model(Member(settings), lambda *_: None, lambda *_: None)
+    assert loaded.executor._model_runner._takes_parts == takes_parts

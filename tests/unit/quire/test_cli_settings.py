@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gpu_worker.settings import WorkerSettings
 from model_files.errors import ModelError
 from quire.cli.__main__ import COMMANDS, main
 from quire.cli.settings import DownSettings, GenerateSettings
@@ -256,6 +257,11 @@ def test_several_models_have_schedulers_and_workers_of_their_own_behind_one_rout
     for each in workers:
         assert value_of("--gpu-memory-utilization", each.argv) == "0.450"
         assert "--unloaded" not in each.argv
+
+
+def test_what_models_divide_is_what_a_single_one_takes():
+    whole = WorkerSettings.model_fields["gpu_memory_utilization"].default
+    assert whole == layout.GPU_MEMORY_UTILIZATION
 
 
 def test_models_on_demand_start_unloaded_and_have_the_whole_device():

@@ -3,14 +3,17 @@
 import asyncio
 import json
 import stat
+from types import SimpleNamespace
 
 import pytest
 from router_fake_scheduler import LENGTH
 
+from contract.outputs import Usage
 from contract.request import GenerateRequest
 from contract.sampling import SamplingParams
 from router import metrics
 from router.request.audit import AuditLog, AuditLogError
+from router.request.usage import UsageKey
 
 
 async def answer(router, prompt, text):
@@ -39,6 +42,25 @@ async def test_a_request_s_prompt_and_outputs_are_one_line(router, tmp_path):
     assert (line["tenant"], line["model"], line["adapter"]) == ("t", "tiny", "")
     assert line["generated_tokens"] == len(router.tokens("one two"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+async def test_a_text_is_made_once(tmp_path):
+    made = []
+    output = SimpleNamespace(token_ids=(7,), finished=None)
+    live = SimpleNamespace(
+        request_id="r",
+        prompt_token_ids=(5,),
+        outputs=[output],
+        usage=Usage(1, 1, 0),
+        usage_key=UsageKey("t", "k", "m"),
+        goes_on=False,
+    )
+    audit = AuditLog(tmp_path / "audit.jsonl", 2**20, 2)
+    audit.add(live, lambda token_ids: made.append(token_ids) or "text")
+    await asyncio.to_thread(audit.close)
+    (line,) = lines(tmp_path / "audit.jsonl")
+    assert (line["prompt"], line["outputs"][0]["text"]) == ("text", "text")
+    assert made == [(5,), (7,)]
 
 
 async def test_a_full_file_is_kept_under_another_name_and_the_oldest_deleted(router, tmp_path):

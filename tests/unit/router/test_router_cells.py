@@ -9,6 +9,7 @@ import grpc
 import openai
 import pytest
 import tokenizers as hf_tokenizers
+from keyed_router import CAROL, KEYS, bearer, read_all
 from pydantic import ValidationError
 from router_fake_scheduler import LENGTH, FakeScheduler
 
@@ -287,6 +288,32 @@ async def test_a_resumable_request_is_found_at_its_model(cells):
     text = "".join([each.delta.text async for each in resumed])
     assert text == "ab"
     assert cells.tiny.resumes.empty()
+
+
+async def test_a_resumption_costs_one_request_however_many_models_are_asked(settings, tmp_path):
+    keys = tmp_path / "keys.toml"
+    keys.write_text(KEYS)  # Carol may make two requests per minute
+    carol = {"metadata": bearer(CAROL)}
+    async with running(settings.model_copy(update={"api_keys_file": keys}), tmp_path) as cells:
+        request = inference_pb2.GenerateRequest(
+            text="ab", model="letters", request_id="r", resumable=True, sampling={"max_tokens": 3}
+        )
+        stream = cells.stub.Generate(request, **carol)
+        submit = await cells.letters.submits.get()
+        stream.cancel()
+        await cells.letters.leaves.get()
+        resumed = cells.stub.Resume(inference_pb2.ResumeRequest(request_id="r"), **carol)
+        reading = asyncio.create_task(read_all(resumed))
+        resume = await cells.tiny.resumes.get()
+        nothing = grpc.StatusCode.NOT_FOUND
+        await cells.tiny.refuse(resume.first_seq_key, nothing, "nothing is known")
+        finding = asyncio.create_task(cells.letters.resumes.get())
+        await asyncio.wait([reading, finding], return_when=asyncio.FIRST_COMPLETED)
+        assert finding.done(), reading.exception()
+        key = finding.result().first_seq_key
+        await cells.letters.resumed(submit, key)
+        await cells.letters.step({key: [A, B]}, finished={key: LENGTH}, admitted={key: 0})
+        await reading
 
 
 async def test_operators_name_the_model_where_there_are_several(cells):

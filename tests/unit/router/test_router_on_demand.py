@@ -3,22 +3,34 @@
 import asyncio
 import contextlib
 import itertools
+import json
+import time
+import uuid
 
 import grpc
+import openai
 import pytest
+from aiohttp import web
 from router_fake_scheduler import LENGTH, FakeScheduler
 
 from contract.errors import TooBusyError, UnavailableError
 from contract.request import GenerateRequest
 from contract.sampling import SamplingParams
 from quire.v1 import loading_pb2, loading_pb2_grpc
+from router.http.api import routes
+from router.http.batches.lines import KIND, BatchLines, turn_of_line
+from router.http.batches.store import Batch
 from router.request.cells import Cells
 from router.request.entry import Entry
 from router.request.inference import Inference
 from router.request.on_demand import OnDemand
+from router.request.usage import UsageCounts
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text.tokenizer import Tokenizers, load_tokenizer
+from router.turns.database import open_database
+from router.turns.store import TurnStore, insert_turn
+from router.turns.turns import Turns
 from rpc.health import Health
 from rpc.peers.discovery import Discovery
 
@@ -186,6 +198,19 @@ async def test_no_model_makes_room_for_one_whose_scheduler_is_away(model_dir, tm
         await service.schedulers["b"].start()
 
 
+async def test_a_model_whose_scheduler_is_away_is_still_loaded(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "ab") as service:
+        await service.answered("a")
+        await service.schedulers["a"].stop()
+        with pytest.raises(UnavailableError, match="the schedulers of 'a', which was loaded"):
+            await service.ask("b")
+        assert service.device.history == ["a"]
+        await service.schedulers["a"].start()
+        await until(lambda: service.cells.all[0].schedulers.is_loaded)
+        assert await service.answered("b")
+        assert service.device.history == ["a", "b"]
+
+
 async def test_few_calls_wait_and_none_after_a_drain(model_dir, tmp_path):
     async with serving(model_dir, tmp_path, "ab", min_loaded_s=3600, max_waiting=1) as service:
         await service.answered("a")
@@ -211,3 +236,65 @@ async def test_a_client_that_leaves_wants_nothing(model_dir, tmp_path):
         for _ in itertools.repeat(None, 20):
             await service.answered("a")
         assert service.device.history == ["a"]
+
+
+@contextlib.asynccontextmanager
+async def keeping(service, folder):
+    """Let a service keep turns in a folder; yield their store, and a client."""
+    store = TurnStore(open_database(str(folder / "turns.sqlite")), uuid.uuid4().hex)
+    kept = {"retention_s": 60, "usage_retention_s": 60, "tick_s": 0.02}
+    turns = Turns(store, service.cells, UsageCounts(), **kept)
+    turns.serve(KIND, BatchLines(service.cells))
+    app = web.Application()
+    app.add_routes(routes(service.cells, None, max_body_bytes=2**20, turns=turns))
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    running = asyncio.create_task(turns.run())
+    try:
+        async with openai.AsyncOpenAI(
+            base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0
+        ) as client:
+            yield store, client
+    finally:
+        await runner.cleanup()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await turns.close()
+
+
+async def test_a_line_of_a_batch_loads_its_model(model_dir, tmp_path):
+    """Its prompt depends on limits that are unknown before the first load."""
+    body = {"model": "b", "messages": [{"role": "user", "content": "Say"}], "max_tokens": 1}
+    line = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    batch = Batch("batch_1", "", time.time(), True, {})
+    turn = turn_of_line(batch, 1, json.dumps(line).encode())
+    async with serving(model_dir, tmp_path, "ab") as service:
+        await service.answered("a")
+        async with keeping(service, tmp_path) as (store, _):
+            await store.database.run(lambda cursor, _: insert_turn(cursor, turn, "", 0.0))
+            await service.finish("b", await service.schedulers["b"].submits.get())
+            while not (await store.find("", turn.id)).status.has_ended:
+                pass
+        assert service.device.history == ["a", "b"]
+
+
+async def test_a_kept_stream_is_read_at_a_router_that_does_not_know_its_model_yet(
+    model_dir, tmp_path
+):
+    async with (
+        serving(model_dir, tmp_path, "ab") as service,
+        keeping(service, tmp_path) as (_, client),
+    ):
+        asking = asyncio.create_task(
+            client.responses.create(model="b", input="Say", max_output_tokens=1)
+        )
+        await service.finish("b", await service.schedulers["b"].submits.get())
+        response = await asking
+    async with serving(model_dir, tmp_path, "ab") as service:
+        await service.answered("a")
+        async with keeping(service, tmp_path) as (_, client):
+            stream = await client.responses.retrieve(response.id, stream=True)
+            *_, last = [event async for event in stream]
+        assert last.response.output_text == response.output_text

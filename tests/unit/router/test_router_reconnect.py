@@ -213,6 +213,23 @@ async def test_a_scheduler_that_hangs_on_is_left(router, monkeypatch):
     await live.aclose()
 
 
+async def test_a_scheduler_hears_that_a_router_without_requests_is_well(router):
+    for _ in range(3):
+        await router.scheduler.beats.get()
+
+
+async def test_a_scheduler_of_an_earlier_version_gets_no_beats(router):
+    router.scheduler.hears_beats = False
+    await lose_scheduler(router)
+    await router.scheduler.start()
+    await router.ready.wait()
+    router.scheduler.beats = asyncio.Queue()
+    live, _ = await start(router)
+    await live.aclose()
+    await router.scheduler.cancels.get()
+    assert router.scheduler.beats.empty()
+
+
 @pytest.fixture
 def link_to(monkeypatch):
     """Opens a link to a scheduler, and records its states; it counts as lost after 2 s."""

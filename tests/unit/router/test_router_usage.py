@@ -1,17 +1,24 @@
 """What counts as used: thinking by its markers, and streams that are resumed once."""
 
 import asyncio
+import contextlib
+import hashlib
+import json
 from dataclasses import replace
 
+import aiohttp
 import pytest
+from keyed_router import ALICE, bearer, keyed_settings, read_all, running
 from router_fake_scheduler import LENGTH
 
 from contract.codec.packing import pack_int32, pack_uint64
 from contract.request import GenerateRequest, OutputReceived, ResumeRequest, ThinkingMarkers
-from quire.v1 import scheduler_pb2
+from quire.v1 import inference_pb2, scheduler_pb2
 from router.parsers.harmony import THOUGHT_MESSAGES
 from router.request.thinking import ThinkingCounter
 from router.request.usage import UsageCounts, UsageKey, Used
+from router.turns.database import open_database
+from router.turns.usage import read_usage
 
 PLAIN = ThinkingMarkers("<think>", ("</think>", "<call>"))
 BEGUN = replace(PLAIN, has_begun=True)
@@ -98,3 +105,56 @@ async def test_a_stream_that_is_resumed_is_one_request(router):
     ((_, used),) = router.usage.take()[1].items()
     num_rest = len(tokens) - 1  # the client had one
     assert used == Used(generated_tokens=num_rest, reasoning_tokens=num_rest)
+
+
+async def test_a_resumable_request_counts_though_its_reader_leaves_while_it_waits(router):
+    request = GenerateRequest(prompt=(5, 6, 7), resumable=True, tenant="t")
+    live = await router.inference.generate(request)
+    await router.scheduler.submits.get()
+    await live.aclose()
+    assert list(router.usage.take()[1].values()) == [Used(1, 3)]
+
+
+@contextlib.asynccontextmanager
+async def used_by_alice(model_dir, tmp_path):
+    """Run a router with API keys; at its end check that all usage is that of Alice's key."""
+    place = str(tmp_path / "turns.sqlite")
+    settings = keyed_settings(model_dir, tmp_path).model_copy(update={"turn_store": place})
+    async with running(settings, tmp_path) as router:
+        yield router
+    database = open_database(place)
+    rows = await read_usage(database, 0.0, None, ("key",))
+    await database.close()
+    assert [row.group["key"] for row in rows] == [hashlib.sha256(ALICE.encode()).hexdigest()[:8]]
+
+
+async def test_what_is_resumed_is_used_by_the_key_that_resumes_it(model_dir, tmp_path):
+    async with used_by_alice(model_dir, tmp_path) as router:
+        call, submit = await router.submitted(ALICE, request_id="r", resumable=True)
+        key = submit.first_seq_key
+        await router.scheduler.step({key: [70]}, admitted={key: 0})
+        await call.read()
+        resume = inference_pb2.ResumeRequest(request_id="r")
+        resumed = router.stub.Resume(resume, metadata=bearer(ALICE))
+        key = (await router.scheduler.resumes.get()).first_seq_key
+        await router.scheduler.resumed(submit, key)
+        await router.scheduler.step({key: [70, 71]}, finished={key: LENGTH}, admitted={key: 0})
+        await read_all(resumed)
+
+
+async def test_lines_of_a_batch_are_used_by_the_key_that_made_it(model_dir, tmp_path):
+    async with used_by_alice(model_dir, tmp_path) as router:
+        url, headers = "/v1/completions", {"Authorization": f"Bearer {ALICE}"}
+        body = {"prompt": "x", "max_tokens": 1}
+        line = {"custom_id": "a", "method": "POST", "url": url, "body": body}
+        form = aiohttp.FormData({"purpose": "batch"})
+        form.add_field("file", json.dumps(line), filename="in.jsonl")
+        async with router.http.post("/v1/files", data=form, headers=headers) as response:
+            file_id = (await response.json())["id"]
+        ask = {"input_file_id": file_id, "endpoint": url, "completion_window": "24h"}
+        async with router.http.post("/v1/batches", json=ask, headers=headers) as response:
+            batch = await response.json()
+        await router.finish(await router.scheduler.submits.get())
+        while batch["status"] != "completed":
+            async with router.http.get(f"/v1/batches/{batch['id']}", headers=headers) as response:
+                batch = await response.json()

@@ -47,6 +47,7 @@ class FakeSession:
             dtype=dtype,
             instance_id=instance_id,
             takes_kv=True,
+            has_far_kv=True,
             role=role,
             limits=SimpleNamespace(
                 num_host_blocks=config.num_host_blocks, kv_windows=config.kv_windows
@@ -67,6 +68,9 @@ class FakeSession:
         self.is_draining = False
         self.crashes = CrashCounter()
         self.link = self  # pulls, too
+        self.far = {}
+        """The far tier: contents by label."""
+        self.far_error = None
 
     def submit(self, key, prompt, max_tokens=20, n=1):
         prompt = np.array(prompt, np.int32)
@@ -130,6 +134,24 @@ class FakeSession:
         assert source.info.instance_id == source_instance_id
         held = source.worker.host
         self.worker.host.update({t: held[s] for s, t in zip(sources, targets, strict=True)})
+
+    async def store_kv(self, labels, host_block_ids):
+        if self.far_error is not None:
+            raise self.far_error
+        for label, block in zip(labels, host_block_ids, strict=True):
+            self.far[label] = self.worker.host[block]
+        return len(labels)
+
+    async def fetch_kv(self, labels, host_block_ids):
+        self.pulling.set()
+        await self.may_pull.wait()
+        if self.far_error is not None:
+            raise self.far_error
+        for number, label in enumerate(labels):
+            if label not in self.far:
+                return number
+            self.worker.host[host_block_ids[number]] = self.far[label]
+        return len(labels)
 
 
 @dataclass(eq=False)

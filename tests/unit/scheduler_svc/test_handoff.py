@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from contract.errors import UnavailableError
 from contract.info import Role
+from contract.limits import STATE_WINDOW
 from scheduler_svc.core.values.request import SourceId
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.operations.handoff import Handoff
@@ -85,6 +86,21 @@ async def test_without_a_decode_worker_it_decodes_where_it_is(p):
         await until(lambda: not p.oracle.live)
         assert p.paces_prompts
     finish(p)
+
+
+async def test_requests_with_recurrent_states_stay_where_they_are():
+    """Their states would not move with them, and the other worker would compute all again."""
+    config = replace(CONFIG, kv_windows=(None, STATE_WINDOW), num_blocks=2 * CONFIG.num_blocks + 1)
+    p, d = FakeSession(config, role=Role.PREFILL), FakeSession(config, role=Role.DECODE)
+    async with handing_off(p=p, d=d):
+        p.submit(0, PROMPT, MAX_TOKENS)
+        await asyncio.sleep(0)
+        while p.oracle.live:
+            p.step()
+            d.step()
+            await asyncio.sleep(0)
+        assert p.paces_prompts, "it decodes, too"
+    assert d.load().num_steps == 0
 
 
 async def test_prompts_need_not_be_paced_where_decodes_move_away(p, d):

@@ -144,7 +144,14 @@ def test_a_file_says_what_was_kept(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "{}", '{"version": 9}', '{"version": 1, "adapters": [1]}']
+    "content",
+    [
+        "{",
+        "{}",
+        '{"version": 9}',
+        '{"version": 1, "adapters": [1]}',
+        '{"version": 1, "adapters": [], "pools": {"w": {"model": "m", "block_bytes": 9}}}',
+    ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
     path = tmp_path / "state.json"

@@ -1,6 +1,7 @@
 """Prefixes that are copied from another worker where that is faster than computing them."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from contract.errors import UnavailableError
 from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.invariants import check
 from scheduler_svc.workers import prefix_pulls
+from scheduler_svc.workers.kv_copy import KvCopy
 from scheduler_svc.workers.prefix_pulls import PrefixPulls
 
 PROMPT = [0, 1, 0, 0, 1, 1, 0, 0, 1]
@@ -17,7 +19,7 @@ PROMPT = [0, 1, 0, 0, 1, 1, 0, 0, 1]
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch):
-    monkeypatch.setattr(prefix_pulls, "_LEAST_TOKENS", 2)
+    monkeypatch.setattr(prefix_pulls, "LEAST_TOKENS", 2)
 
 
 @pytest.fixture
@@ -64,6 +66,36 @@ async def test_a_prefix_comes_from_the_worker_that_has_it(sessions, hashes):
     assert pulls.find(hashes, b, sessions) is None, "it is there"
 
 
+async def test_requests_with_the_same_prefix_wait_for_one_copy(sessions, hashes):
+    b = sessions["b"]
+    b.may_pull.clear()
+    pulls = PrefixPulls()
+    placed = [asyncio.Event(), asyncio.Event()]
+    for each in placed:
+        pulls.start(pulls.find(hashes, b, sessions), each.set)
+    await asyncio.wait_for(b.pulling.wait(), 10)
+    assert num_held(b) == 4, "its blocks are reserved once"
+    b.may_pull.set()
+    for each in placed:
+        await asyncio.wait_for(each.wait(), 10)
+    assert b.num_cached_blocks(hashes) == 4
+    assert not pulls._copies
+
+
+async def test_a_copy_in_several_rounds_reserves_only_what_each_brings(hashes):
+    a, b = FakeSession(replace(CONFIG, max_swap_blocks=1)), FakeSession()
+    FakeRoster(a=a, b=b)
+    a.submit(0, PROMPT, max_tokens=1)
+    while a.oracle.live:
+        a.step()
+    copy, reserved = KvCopy("a", a, b), []
+    while await copy.extend(hashes):
+        reserved.append((num_held(b), copy.num_reserved))
+    assert reserved == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    copy.give_up()
+    assert num_held(b) == 0
+
+
 def test_only_what_pays_is_pulled(sessions, hashes):
     a, b = sessions.values()
     pulls = PrefixPulls()
@@ -100,7 +132,17 @@ async def test_a_copy_that_fails_leaves_nothing_and_makes_the_next_less_likely(s
     await run(pulls, pull)
     assert b.num_cached_blocks(hashes) == 0
     assert num_held(a) == num_held(b) == 0
-    assert pulls._rate() < prefix_pulls._FIRST_BYTES_PER_S
+    assert pulls._rate.seconds(1) > 1 / prefix_pulls._FIRST_BYTES_PER_S
+
+
+async def test_a_prefix_that_the_source_cannot_lend_says_nothing_about_the_link(sessions, hashes):
+    a, b = sessions.values()
+    pulls = PrefixPulls()
+    pull = pulls.find(hashes, b, sessions)
+    a.core.pool.forget(a.core.pool.find(hashes))
+    await run(pulls, pull)
+    assert b.num_cached_blocks(hashes) == 0
+    assert pulls._rate.seconds(prefix_pulls._FIRST_BYTES_PER_S) == 1
 
 
 async def test_a_worker_that_is_lost_leaves_the_request_to_the_others(sessions, hashes):

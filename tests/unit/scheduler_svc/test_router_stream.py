@@ -8,6 +8,7 @@ from scheduler_requests import make_request
 from contract.codec.packing import pack_int32, pack_uint64
 from contract.errors import InvalidArgumentError, TooBusyError
 from quire.v1 import common_pb2, scheduler_pb2
+from scheduler_svc.routers import fan_out
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.routers.stream import RouterStream
 
@@ -84,6 +85,27 @@ class TestRouterStream:
         stream.claim([13])
         streams.refuse(make_request(stream.source, key=13), TooBusyError("full"))
         stream.claim([13])
+
+    async def test_routers_are_silent_when_none_is_heard(self, monkeypatch):
+        monkeypatch.setattr(fan_out, "TICK_S", 0.001)
+        streams = RouterStreams(1 << 20)
+        watching = asyncio.create_task(streams.watch())
+        assert not streams.are_silent, "there is none"
+        one, other = streams.open("one"), streams.open("other")
+        one.on_beat()
+        while not one.heartbeat.is_hanging:  # noqa: ASYNC110 - it counts ticks
+            await asyncio.sleep(0.001)
+        assert not streams.are_silent, "the other is of an earlier version"
+        other.on_beat()
+        while not other.heartbeat.is_hanging:
+            assert not streams.are_silent
+            await asyncio.sleep(0.001)
+        assert streams.are_silent
+        one.on_beat()
+        assert not streams.are_silent
+        streams.close(one)
+        assert streams.are_silent
+        watching.cancel()
 
     def test_news_for_a_stream_that_is_gone_is_lost(self):
         streams = RouterStreams(1 << 20)

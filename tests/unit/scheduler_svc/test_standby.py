@@ -27,6 +27,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, epoch=7, *, has_scheduler=False, hangs=False, counts=True):
         self.epoch, self.has_scheduler, self.hangs = epoch, has_scheduler, hangs
         self.num_beats = int(counts)
+        self.is_cut_off = False
         self.num_looks = 0
         self.looked = asyncio.Condition()
 
@@ -37,7 +38,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         if self.num_beats and self.has_scheduler and not self.hangs:
             self.num_beats += 1
         return worker_pb2.DescribeDeviceResponse(
-            epoch=self.epoch, has_scheduler=self.has_scheduler, num_beats=self.num_beats
+            epoch=self.epoch,
+            has_scheduler=self.has_scheduler,
+            num_beats=self.num_beats,
+            is_cut_off=self.is_cut_off,
         )
 
     async def wait_for_looks(self, num_looks):
@@ -128,6 +132,26 @@ async def test_a_silence_that_is_too_short_counts_for_nothing(serve):
     waiting = stand_by(await serve(worker))
     for _ in range(4):
         worker.hangs = not worker.hangs
+        await worker.wait_for_looks(worker.num_looks + 3)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_it_takes_over_from_a_scheduler_that_beats_and_hears_no_router(serve):
+    one, other = FakeWorker(has_scheduler=True), FakeWorker(has_scheduler=True)
+    waiting = stand_by(await serve(one, "one"), await serve(other, "other"), silence_s=10.0)
+    one.is_cut_off = True
+    await one.wait_for_looks(15)
+    assert not waiting.done(), "by the other worker, it hears one"
+    other.is_cut_off = True
+    await waiting
+
+
+async def test_a_router_that_is_late_for_a_moment_changes_nothing(serve):
+    worker = FakeWorker(has_scheduler=True)
+    waiting = stand_by(await serve(worker))
+    for _ in range(4):
+        worker.is_cut_off = not worker.is_cut_off
         await worker.wait_for_looks(worker.num_looks + 3)
     assert not waiting.done()
     waiting.cancel()

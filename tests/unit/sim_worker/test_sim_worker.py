@@ -244,6 +244,7 @@ def test_a_script_plays_the_output_of_the_prompts_number_of_end_tokens():
     ("text", "flags", "message"),
     [
         ("[", {"eos_token_ids": (1,)}, "cannot be read"),
+        ("[1]", {"eos_token_ids": (1,)}, "cannot be read"),
         ("[[1], [9]]", {"eos_token_ids": (1,), "vocab_size": 9}, "token ids below 9"),
         ("[[1]]", {}, "needs --model or --eos-token-ids"),
     ],

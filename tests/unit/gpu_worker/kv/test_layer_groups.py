@@ -22,7 +22,26 @@ W = 512
 def test_groups_waste_little(windows, groups, layers_per_block):
     found = group_layers(windows, max_model_len=4096)
     assert (found.windows, found.layers_per_block) == (groups, layers_per_block)
-    places = set(zip(found.group_of, found.place_of, strict=True))
-    assert len(places) == len(windows), "two layers have the same place"
     seen = [None if w is not None and w >= 4096 else w for w in windows]
     assert [found.windows[group] for group in found.group_of] == seen
+
+
+FULL, LOCAL = 4096, 8192  # numbers of a token's KV in a layer of Gemma 4 31B
+
+
+@pytest.mark.parametrize(
+    ("windows", "sizes", "groups", "num_layers"),
+    [
+        # 50 and 10 layers: a block of ten local layers is half full with ten global ones.
+        (((W,) * 5 + (None,)) * 10, ((LOCAL,) * 5 + (FULL,)) * 10, (None, *(W,) * 5), 10),
+        # What sees all is in one group, however large its layers are.
+        ((None,) * 5, (1, 2, 3, 4, 5), (None,), 5),
+        # A layer is never larger than a block.
+        ((None, W, W), (5, 1, 1), (None, W), 2),
+        ((None, W, W), (1, 5, 5), (None, W, W), 1),
+    ],
+)
+def test_layers_of_other_sizes_share_equal_blocks(windows, sizes, groups, num_layers):
+    found = group_layers(windows, max_model_len=4096, sizes=sizes)
+    assert (found.windows, found.layers_per_block) == (groups, num_layers)
+    assert [found.windows[group] for group in found.group_of] == list(windows)

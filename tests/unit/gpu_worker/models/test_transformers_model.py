@@ -2,15 +2,16 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 from transformers import AutoConfig
 
-from gpu_worker.models import transformers_attention, transformers_model
 from gpu_worker.models.registry import open_model
-from gpu_worker.models.transformers_attention import AttentionOptions, read_window
+from gpu_worker.models.transformers import attention, model
+from gpu_worker.models.transformers.attention import AttentionOptions, read_window
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization
 from tests.unit.gpu_worker.models.against_transformers import (
@@ -18,6 +19,7 @@ from tests.unit.gpu_worker.models.against_transformers import (
     assert_equals_transformers,
 )
 from tests.unit.gpu_worker.models.paged_loop import CPU, PagedLoop, Sequence, random_prompt
+from tests.unit.gpu_worker.test_kv_groups import GEMMA_4, GEMMA_N
 
 ALTERNATING = ["sliding_attention", "full_attention"]
 # Its embeddings are scaled by 8, so small ones and several layers keep the layers' effect visible.
@@ -127,6 +129,28 @@ def test_the_config_is_what_the_model_does(model_dirs):
     assert config.eos_token_ids == (1,)
 
 
+def test_layers_that_read_the_kv_of_another_have_none(model_dirs):
+    config = open_model(model_dirs.get("gemma3n_text", **GEMMA_N)).config
+    assert config.windows == (20, 20, None, 20)  # of seven layers three read
+    config = open_model(model_dirs.get("gemma4_text", **GEMMA_4)).config
+    assert config.windows == (20, 20, 20, None)
+    assert config.kv_shapes == ((2, 16), (2, 16), (2, 16), (1, 32))
+
+
+def test_a_layer_with_another_window_than_what_it_reads_is_refused(model_dirs, monkeypatch):
+    assert model.__name__  # imported before the patch
+    windows = iter([20, 20, None, 20, 20, 20])
+    monkeypatch.setattr(
+        attention,
+        "read_options",
+        lambda *_: replace(options_without_window(), window=next(windows, 20)),
+    )
+    directory = model_dirs.get("gemma3n_text", **GEMMA_N)
+    reason = r"layer 5 has window 20, and shares the keys and values of layer 2, which has window"
+    with pytest.raises(ModelError, match=reason):
+        open_model(directory)
+
+
 def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
     rope = {
         "rope_type": "longrope",
@@ -162,7 +186,6 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
             ),
         ),
         ("bert", {}, "its masks are neither causal nor a sliding window"),
-        ("llama4_text", {"head_dim": 16}, "it has layers of type chunked_attention"),
         ("t5", {}, "it is no causal language model of transformers"),
     ],
 )
@@ -211,8 +234,8 @@ def test_masks_that_read_tensors_are_refused():
 @pytest.mark.parametrize("layer_types", [None, ["full_attention", "sliding_attention"]])
 def test_a_window_that_only_the_mask_has_is_refused(model_dirs, monkeypatch, layer_types):
     # Imported before the patch, so that the patch does not outlive the test.
-    assert transformers_model.__name__
-    monkeypatch.setattr(transformers_attention, "read_options", options_without_window)
+    assert model.__name__
+    monkeypatch.setattr(attention, "read_options", options_without_window)
     fields = {"layer_types": layer_types} if layer_types else {}
     family = "cohere2" if layer_types else "starcoder2"
     directory = model_dirs.get(family, sliding_window=20, **fields)
@@ -220,7 +243,7 @@ def test_a_window_that_only_the_mask_has_is_refused(model_dirs, monkeypatch, lay
         open_model(directory)
 
 
-def options_without_window(_query, _given):
+def options_without_window(*_):
     return AttentionOptions(scale=1.0, window=None, softcap=None, sinks=None)
 
 

@@ -2,7 +2,11 @@
 
 import asyncio
 import contextlib
+import ctypes
+import threading
+import zlib
 from types import SimpleNamespace
+from typing import ClassVar
 
 import grpc
 import grpc.aio
@@ -14,7 +18,10 @@ from contract.codec.packing import pack_int32
 from contract.info import WorkerInfo, new_instance_id
 from contract.limits import Limits
 from contract.state import Holdings
+from gpu_worker import metrics
+from gpu_worker.kv import nixl_engine
 from gpu_worker.kv.host_pool import HostPool
+from gpu_worker.kv.nixl_engine import NixlEngine, TransferFailedError
 from gpu_worker.loop import StepLoop
 from gpu_worker.service import kv_exchange
 from gpu_worker.service.api import WorkerService
@@ -56,12 +63,15 @@ class Steps:
     async def read_host_blocks(self, block_ids):
         return self.pool.read(block_ids)
 
+    async def checksum_host_blocks(self, block_ids):
+        return self.pool.checksum(block_ids)
+
     async def write_host_blocks(self, block_ids, content):
         self.pool.write(block_ids, content)
 
 
 @contextlib.asynccontextmanager
-async def serving(path, pool, dtype="float32", *, files=None, **fields):
+async def serving(path, pool, dtype="float32", *, files=None, agent=None, **fields):
     info = WorkerInfo(
         "w",
         "cpu",
@@ -74,7 +84,8 @@ async def serving(path, pool, dtype="float32", *, files=None, **fields):
     )
     tls = None if files is None else ClientTls(files.ca, files.cert, files.key)
     service = WorkerService(tls)
-    service.open(info, Steps(pool))
+    transfer = None if agent is None else NixlEngine(agent, pool.blocks)
+    service.open(info, Steps(pool), transfer=transfer)
     server = grpc.aio.server(
         interceptors=[ErrorInterceptor()], options=channel_options(DEFAULT_MAX_MESSAGE_MB)
     )
@@ -95,8 +106,11 @@ async def serving(path, pool, dtype="float32", *, files=None, **fields):
             target=target,
             instance_id=attached.worker.instance_id,
             kv_format=info.kv_format,
+            transfer=transfer,
         )
     await server.stop(0)
+    if transfer is not None:
+        await transfer.close()
 
 
 @pytest.fixture
@@ -219,6 +233,193 @@ async def test_source_that_is_not_there_is_named(target, tmp_path):
     assert "gone" in refused.value.details()
 
 
+class FakeAgent:
+    """As NIXL's agent within one process: an address is read if its agent is known and alive."""
+
+    agents: ClassVar = {}
+
+    def __init__(self, name):
+        self.name = name
+        self.metadata = f"metadata of {name}".encode()
+        self.agents[self.metadata] = self
+        self.peers = {}
+        self.registered = []
+        self.state = "DONE"
+        self.num_reads = 0
+        self.served = threading.Event()
+        self.during_read = lambda: None
+
+    def get_agent_metadata(self):
+        return self.metadata
+
+    def get_reg_descs(self, regions, kind):
+        assert kind == "DRAM"
+        return regions
+
+    get_xfer_descs = get_reg_descs
+
+    def register_memory(self, regions, kind):
+        self.registered += self.get_reg_descs(regions, kind)
+
+    def deregister_memory(self, regions):
+        for region in regions:
+            self.registered.remove(region)
+
+    def add_remote_agent(self, metadata):
+        self.peers[self.agents[metadata].name] = self.agents[metadata]
+        return self.agents[metadata].name
+
+    def remove_remote_agent(self, name):
+        del self.peers[name]
+
+    def initialize_xfer(self, operation, local, remote, name):
+        assert operation == "READ"
+        return local, remote, self.peers[name]
+
+    def transfer(self, handle):
+        local, remote, peer = handle
+        self.num_reads += 1
+        self.during_read()
+        assert all(inside(place, self.registered) for place in local)
+        assert all(inside(place, peer.registered) for place in remote)
+        assert peer.served.wait(30), "the source does not serve"
+        if self.state == "DONE":
+            for to, source in zip(local, remote, strict=True):
+                ctypes.memmove(int(to[0]), int(source[0]), int(source[1]))
+        return self.state
+
+    def check_xfer_state(self, handle):  # noqa: ARG002
+        return self.state
+
+    def get_new_notifs(self):
+        self.served.set()
+        return {}
+
+    def release_xfer_handle(self, handle):
+        pass
+
+
+def inside(place, regions):
+    address, size, _ = map(int, place)
+    return any(first <= address and address + size <= first + most for first, most, *_ in regions)
+
+
+def pulled(means):
+    return metrics.KV_PULLED_BYTES.labels(means)._value.get()
+
+
+@pytest.fixture
+async def by_nixl(tmp_path):
+    """A source and a target with NIXL."""
+    async with (
+        serving(tmp_path / "source", make_pool(1), agent=FakeAgent("source")) as source,
+        serving(tmp_path / "target", make_pool(2), agent=FakeAgent("target")) as target,
+    ):
+        source.agent, target.agent = source.transfer._agent, target.transfer._agent
+        yield source, target
+
+
+@pytest.mark.parametrize("staging_bytes", [1, 3 * BLOCK_BYTES, 1 << 20])
+async def test_nixl_reads_blocks_to_where_they_should_be_and_nowhere_else(
+    tmp_path, monkeypatch, staging_bytes
+):
+    monkeypatch.setattr(nixl_engine, "_STAGING_BYTES", staging_bytes)
+    before = pulled("nixl"), pulled("grpc")
+    async with (
+        serving(tmp_path / "source", make_pool(1), agent=FakeAgent("source")) as source,
+        serving(tmp_path / "target", make_pool(2), agent=FakeAgent("target")) as target,
+    ):
+        others = target.pool.read(blocks(0, 1, 2, 6, 7, 8, 10))
+        await pull(target, source, [4, 2, 7, 7, 0], [9, 3, 11, 5, 4])
+        await pull(target, source, [1], [4])
+        assert target.pool.read(blocks(9, 3, 11, 5, 4)) == source.pool.read(blocks(4, 2, 7, 7, 1))
+        assert target.pool.read(blocks(0, 1, 2, 6, 7, 8, 10)) == others
+    assert (pulled("nixl"), pulled("grpc")) == (before[0] + 6 * BLOCK_BYTES, before[1])
+
+
+@pytest.mark.parametrize("with_nixl", ["source", "target"])
+async def test_one_worker_with_nixl_is_not_enough(tmp_path, with_nixl):
+    agents = {with_nixl: FakeAgent(with_nixl)}
+    async with (
+        serving(tmp_path / "source", make_pool(1), agent=agents.get("source")) as source,
+        serving(tmp_path / "target", make_pool(2), agent=agents.get("target")) as target,
+    ):
+        await pull(target, source, [4, 2], [9, 3])
+        assert target.pool.read(blocks(9, 3)) == source.pool.read(blocks(4, 2))
+    assert agents[with_nixl].num_reads == 0
+
+
+@pytest.mark.parametrize("failure", ["ERR", "PROC", "damage", "unknown"])
+async def test_what_nixl_cannot_read_comes_over_grpc(by_nixl, monkeypatch, failure):
+    source, target = by_nixl
+    monkeypatch.setattr(nixl_engine, "_READ_S", 0.0)
+    if failure == "unknown":
+        del FakeAgent.agents[source.agent.metadata]
+    elif failure == "damage":
+        memory = source.pool.blocks
+
+        def damage():  # the checksum is that of the content before
+            memory[4, 0] ^= 1
+
+        target.agent.during_read = damage
+    else:
+        target.agent.state = failure
+    await pull(target, source, [4, 2], [9, 3])
+    assert target.pool.read(blocks(9, 3)) == source.pool.read(blocks(4, 2))
+    num_reads = target.agent.num_reads
+    await pull(target, source, [5], [6])
+    assert target.pool.read(blocks(6)) == source.pool.read(blocks(5))
+    assert target.agent.num_reads == num_reads  # not tried again so soon
+
+
+async def test_buffers_of_failed_reads_are_not_used_again_and_do_not_pile_up(by_nixl):
+    source, target = by_nixl
+    engine = target.transfer
+    target.agent.state = "ERR"
+    source.agent.served.set()
+    crc = source.pool.checksum(blocks(1))
+    used = set()
+    for _ in range(20):
+        with pytest.raises(TransferFailedError):
+            async with engine.read(source.agent.metadata, source.transfer.address, blocks(1), crc):
+                pass
+        assert engine._staging.ctypes.data not in used
+        used = {buffer.ctypes.data for buffer in engine._retired}
+    assert len(target.agent.registered) <= 2 + nixl_engine._MAX_RETIRED
+    target.agent.state = "DONE"
+    reading = engine.read(source.agent.metadata, source.transfer.address, blocks(1), crc)
+    async with reading as content:
+        assert content.tobytes() == source.pool.read(blocks(1))
+
+
+async def test_closed_engine_reads_nothing_and_is_not_read(by_nixl):
+    source, target = by_nixl
+    agent = target.agent
+    await target.transfer.close()
+    assert not target.transfer.is_usable(source.instance_id)
+    with pytest.raises(TransferFailedError, match="closed"):
+        async with target.transfer.read(b"", 0, blocks(1), 0):
+            pass
+    await pull(target, source, [4], [9])
+    assert target.pool.read(blocks(9)) == source.pool.read(blocks(4))
+    assert agent.num_reads == 0
+
+
+async def test_source_that_tells_of_too_many_blocks_is_not_believed(by_nixl, tmp_path):
+    source, target = by_nixl
+    memory = worker_pb2.KvMemory(agent=source.agent.metadata, address=source.transfer.address)
+    server = grpc.aio.server()
+    piece = worker_pb2.ReadKvResponse(memory=memory, num_blocks=3)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(BadSource(piece), server)
+    server.add_insecure_port(f"unix:{tmp_path}/bad")
+    await server.start()
+    bad = SimpleNamespace(target=f"unix:{tmp_path}/bad", instance_id=1)
+    with pytest.raises(grpc.aio.AioRpcError, match="whole blocks, 128 at most"):
+        await pull(target, bad, [0, 1], [0, 1])
+    assert target.agent.num_reads == 0
+    await server.stop(0)
+
+
 class BadSource(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, *pieces):
         self.pieces = pieces
@@ -258,6 +459,8 @@ def test_block_that_has_changed_is_not_read():
     pool._host_blocks[5, 7] ^= 1
     assert pool.read(blocks(3)) is not None
     assert pool.read(blocks(3, 5)) is None
+    assert pool.checksum(blocks(3)) == zlib.crc32(pool.read(blocks(3)))
+    assert pool.checksum(blocks(3, 5)) is None
     pool.write(blocks(5), bytes(BLOCK_BYTES))
     assert pool.read(blocks(5)) == bytes(BLOCK_BYTES)
 

@@ -60,14 +60,14 @@ def row(number, tokens, **sampling):
 PROMPTS = {0: [1, 2, 3], 2: list(range(20, 37)), 1: [5], 4: [7, 7, 8]}
 
 
-def run(model, num_decodes=3, *, takes_whole_prompts=False, **sampling):
+def run(model, num_decodes=3, *, takes_parts=True, **sampling):
     executor = Executor(
         model,
         FakePool(64, 4),
         LIMITS,
         (),
         torch.device("cpu"),
-        takes_whole_prompts=takes_whole_prompts,
+        takes_parts=takes_parts,
     )
     first = Plan(
         1,
@@ -116,9 +116,9 @@ def test_one_token_without_memory_is_a_failed_step():
         run(CrampedModel(0))
 
 
-def test_prompts_that_must_be_whole_are_not_cut():
+def test_steps_of_a_model_that_takes_no_parts_are_not_cut():
     with pytest.raises(torch.OutOfMemoryError):
-        run(CrampedModel(12), takes_whole_prompts=True)
+        run(CrampedModel(12), takes_parts=False)
 
 
 def test_guesses_of_a_row_stay_together():

@@ -58,7 +58,6 @@ def make_executor(source, graphs, *, has_groups=False, device=CPU):
     if has_groups:
         groups = group_layers(config.windows, limits.max_model_len)
         limits = replace(limits, kv_windows=groups.windows)
-        config = replace(config, num_layers=groups.layers_per_block)
     pool = KvPool(config, LIMITS.num_blocks, 4, torch.float32, device, None, groups)
     executor = Executor(model, pool, limits, (), device)
     if graphs is not None:

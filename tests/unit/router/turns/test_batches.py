@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from contextlib import asynccontextmanager
 
 import openai
@@ -234,12 +235,63 @@ async def test_lines_become_turns_in_slices_and_go_on_where_a_router_died(
 
 
 @BOTH
+async def test_a_text_with_nul_is_as_any_other(router, new_store):
+    async with serving(router, new_store()) as client:
+        with pytest.raises(openai.NotFoundError, match="is not kept"):
+            await client.files.retrieve("file-\0")
+        batch = await created(client, line("a", model="\0"), line("b"))
+        await answer(router, "one")
+        batch = await ended(client, batch)
+        assert batch.request_counts.completed == 1
+        told = await lines_of(client, batch.error_file_id)
+        assert "is not served" in told["a"]["response"]["body"]["error"]["message"]
+
+
+async def test_a_batch_that_meets_a_bug_is_not_tried_at_every_tick(router, new_store, monkeypatch):
+    tried, advance = [], Batches._advance
+
+    async def advance_or_break(self, batch):
+        tried.append(batch.id)
+        if batch.id == tried[0]:
+            raise ZeroDivisionError
+        await advance(self, batch)
+
+    async with serving(router, new_store()) as client:
+        for text in ("before", "after"):
+            batch = await created(client, line("a"))
+            await answer(router, text)
+            await ended(client, batch)
+            if text == "before":  # the first sweep is over
+                monkeypatch.setattr(Batches, "_advance", advance_or_break)
+                broken = await created(client, line("b"))
+                while not tried:
+                    await client.models.list()
+        assert tried.count(broken.id) == 1 < tried.count(batch.id)
+
+
+async def test_a_file_is_split_and_parsed_off_the_loop(router, new_store, monkeypatch):
+    threads = set()
+
+    def turn_of(*args):
+        threads.add(threading.current_thread())
+        return turn_of_line(*args)
+
+    monkeypatch.setattr("router.http.batches.batches.turn_of_line", turn_of)
+    async with serving(router, new_store()) as client:
+        batch = await created(client, line("a"))
+        await answer(router, "one")
+        await ended(client, batch)
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+@BOTH
 async def test_a_batch_that_has_ended_is_filled_no_more(router, new_store):
     store = new_store()
     async with serving(router, store) as client:
         batch = await ended(client, await created(client, "{", line("a")))
         kept = Batch(batch.id, "", 0.0, False, {})
-        turn = turn_of_line(batch.id, "", 1, line("a").encode(), 0.0)
+        turn = turn_of_line(kept, 1, line("a").encode())
         assert not await BatchStore(store.database).fill(kept, [turn])
         assert await store.count_group("", batch.id) == {}
 
@@ -247,7 +299,8 @@ async def test_a_batch_that_has_ended_is_filled_no_more(router, new_store):
 @BOTH
 async def test_what_an_ended_batch_has_left_is_deleted_at_the_next_start(router, new_store):
     store = new_store()
-    left = turn_of_line("batch_gone", "", 1, line("a").encode(), 0.0)
+    gone = Batch("batch_gone", "", 0.0, False, {})
+    left = turn_of_line(gone, 1, line("a").encode())
     await store.database.run(lambda cursor, _: insert_turn(cursor, left, "dead", 10.0**12))
     async with serving(router, store):
         while await store.count_group("", "batch_gone"):

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+import aiohttp
 import grpc
 import openai
 import pytest
@@ -357,6 +358,26 @@ async def test_a_failure_that_may_pass_does_not_end_a_turn(router, new_store):
         await answered(router, again, "one")
         events = [e async for e in await client.responses.retrieve(response.id, stream=True)]
         assert events[-1].response.output_text == "one"
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "header", "field"),
+    [
+        ("GET", "responses/r", "x-quire-tenant", "tenant"),
+        ("POST", "responses", "Idempotency-Key", "Idempotency-Key"),
+    ],
+)
+async def test_a_header_that_a_database_may_not_take_is_refused(
+    router, new_store, method, route, header, field
+):
+    ask = {"json": ASK | {"background": True}} if method == "POST" else {}
+    async with (
+        serving(router, new_store()) as client,
+        aiohttp.ClientSession(headers={header: "\u00e4"}) as http,
+        http.request(method, f"{client.base_url}{route}", **ask) as response,
+    ):
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == field
 
 
 async def test_a_tenant_finds_its_own_responses_only(router, new_store):

@@ -3,6 +3,11 @@
 import pytest
 from core_driver import answer, chunks, make_core, new, schedule, submit
 
+from contract.limits import STATE_WINDOW, Chunk
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.sequence import SeqStatus
+from scheduler_svc.core.values.config import PreemptionMode
+
 SIZES = {
     "num_blocks": 3000,
     "block_size": 16,
@@ -30,6 +35,7 @@ def most_blocks(core, num_tokens):
         ((1024,), 0.2),
         ((None, 1024), (1 + 0.2) / 2),
         ((None, 1024, 1024, 1024), (1 + 3 * 0.2) / 4),
+        ((Chunk(1024),), 0.2),
     ],
 )
 def test_a_window_of_1k_holds_a_fifth_of_8k_tokens(kv_windows, share):
@@ -66,6 +72,28 @@ def test_a_prefix_hit_needs_only_what_the_window_still_sees():
     assert chunks(plan) == {0: 1}
 
 
+@pytest.mark.parametrize(("num_shared", "places"), [(24, [4, 5]), (16, []), (12, [0, 1, 2])])
+def test_a_prefix_hit_needs_only_the_blocks_of_the_last_chunk(num_shared, places):
+    core = make_core(kv_windows=(None, Chunk(16)), num_blocks=40)
+    submit(core, 0, range(28), max_tokens=1)
+    answer(core, schedule(core), 0)
+    submit(core, 1, [*range(num_shared), 40], max_tokens=2)
+    (seq,) = core.live
+    found = core.lookup.find(seq)
+    assert found.num_tokens == num_shared
+    assert [place // 2 for place in found.places if place % 2] == places
+
+
+def test_blocks_of_a_chunk_go_back_after_it():
+    core = make_core(kv_windows=(Chunk(8),), num_blocks=17, enable_prefix_caching=False)
+    submit(core, 0, range(7), max_tokens=13)
+    num_held = []
+    for _ in range(12):
+        answer(core, schedule(core), 0)
+        num_held += [len(core.groups.held(seq.block_ids)) for seq in core.running]
+    assert num_held == [2, 2, 1, 1, 1, 1, 2, 2, 2, 2, 1, 1]  # chunks begin at 8 and 16
+
+
 def test_a_window_with_a_hole_is_no_hit():
     core = make_core(kv_windows=(None, 8), num_blocks=40)
     submit(core, 0, range(32), max_tokens=1)
@@ -77,3 +105,25 @@ def test_a_window_with_a_hole_is_no_hit():
     last_of_window = found.ready[found.places.index(7 * 2 + 1)]
     core.pool.forget([last_of_window])
     assert core.lookup.find(seq).num_tokens == 28
+
+
+def test_a_recurrent_sequence_is_computed_again_even_if_the_host_has_room():
+    """Its step in flight advances the state beyond the tokens that are known."""
+    core = make_core(
+        kv_windows=(None, STATE_WINDOW),
+        num_blocks=40,
+        num_host_blocks=20,
+        bytes_per_block=100,
+        preemption_mode=PreemptionMode.SWAP,
+    )
+    submit(core, 0, range(6))
+    answer(core, schedule(core), 0)
+    decode = schedule(core)
+    (seq,) = core.running
+    core.preemption.preempt(seq, must_swap=True)
+    check(core)
+    assert (seq.status, seq.host_block_ids) == (SeqStatus.WAITING, ())
+    answer(core, decode, 0)
+    again = schedule(core)
+    assert not again.swap_in_src_block_ids.size
+    assert [each[1] for each in new(again)] == [4], "it goes on behind its only full block"

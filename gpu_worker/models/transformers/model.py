@@ -21,17 +21,19 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from gpu_worker.kv.device_pool import KvPool
-from gpu_worker.models.attention import AttentionMetadata, paged_attention
+from gpu_worker.models.attention import AttentionMetadata, attend, store_kv
 from gpu_worker.models.config import ModelConfig, read_architecture, read_dtype, read_eos_token_ids
-from gpu_worker.models.recurrent import RecurrentLayer, RecurrentStates
-from gpu_worker.models.transformers_attention import (
+from gpu_worker.models.transformers.attention import (
+    CHUNKED,
     AttentionCall,
+    base_name,
     batch_dependent_ropes,
     forget_attention,
     read_options,
     record_calls,
     register_attention,
 )
+from gpu_worker.models.transformers.recurrent import RecurrentLayer, RecurrentStates
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.weights.checkpoint import Checkpoint, has_nan
 from gpu_worker.weights.json_fields import JsonFields, ModelError
@@ -46,33 +48,34 @@ class TransformersModel:
         self._head: Any = None
         self._pool: KvPool | None = None
         self._metadata: AttentionMetadata | None = None
-        self._attending: dict[int, int] = {}
+        self._places: dict[int, int] = {}
+        self._reading: frozenset[int] = frozenset()
         self._states: RecurrentStates | None = None
-
-    @property
-    def keeps_states(self) -> bool:
-        """Whether it has recurrent layers, whose states a token must advance only once."""
-        return self._states is not None
+        self._counts_tokens = False
 
     def use(
-        self, causal: Any, attending: Sequence[int], recurrent: tuple[RecurrentLayer, ...]
+        self, causal: Any, calls: Sequence[AttentionCall], recurrent: tuple[RecurrentLayer, ...]
     ) -> None:
-        """Take over a causal language model whose attention is `attend`. Called once.
+        """Take over a causal language model whose attention is `attend_in`. Called once.
 
         Args:
             causal: The model.
-            attending: Its layers with attention, in order.
+            calls: Its layers with attention, in order.
             recurrent: Its recurrent layers.
         """
-        self._attending = {layer: number for number, layer in enumerate(attending)}
+        numbers = {call.layer: number for number, call in enumerate(_storing(calls))}
+        self._places = {call.layer: numbers[call.source] for call in calls}
+        self._reading = frozenset(call.layer for call in calls if call.source != call.layer)
+        name = base_name(causal)
+        self._base = getattr(causal, name)
         if recurrent:
-            self._states = RecurrentStates(causal.base_model, recurrent)
+            self._states = RecurrentStates(self._base, recurrent)
         for module in causal.modules():
             _replace_linear(module)
-        self._base = causal.base_model
+        self._counts_tokens = getattr(causal.config, "attn_temperature_tuning", False)
         # `head` is the rest of the causal model after its base: the map to logits, scales, caps,
         # biases.
-        setattr(causal, causal.base_model_prefix, _Given(self._base))
+        setattr(causal, name, _Given(self._base))
         self._head = causal
 
     def forward(
@@ -90,6 +93,7 @@ class TransformersModel:
             out = self._base(
                 input_ids=token_ids.unsqueeze(0),
                 position_ids=positions.unsqueeze(0),
+                past_key_values=_Seen(positions) if self._counts_tokens else None,
                 use_cache=False,
             )
         finally:
@@ -104,7 +108,7 @@ class TransformersModel:
         logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0)).logits[0]
         return logits.float()
 
-    def attend(
+    def attend_in(
         self,
         module: nn.Module,
         query: torch.Tensor,  # [1, H, T, D]
@@ -118,16 +122,17 @@ class TransformersModel:
         assert self._metadata is not None, "only `forward` attends"
         options = read_options(query, given)
         layer_idx: Any = module.layer_idx
-        layer = self._attending[layer_idx]
+        layer = self._places[layer_idx]
         value_dim, missing = value.shape[3], key.shape[3] - value.shape[3]
-        if missing:  # the pool has the same head dim for keys and values
-            value = functional.pad(value, (0, missing))
         # Some models rotate queries and keys in float32.
         query, key = query.to(value.dtype), key.to(value.dtype)
-        attended = paged_attention(
+        if layer_idx not in self._reading:
+            if missing:  # the pool has the same head dim for keys and values
+                value = functional.pad(value, (0, missing))
+            key, value = key[0].transpose(0, 1), value[0].transpose(0, 1)
+            store_kv(key, value, self._pool, layer, self._metadata)
+        attended = attend(
             query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
             self._pool,
             layer,
             self._metadata,
@@ -138,6 +143,23 @@ class TransformersModel:
         )
         heads = attended.view(1, query.shape[2], query.shape[1], -1)
         return heads[..., :value_dim], None
+
+
+class _Seen:
+    """The cache of a model that asks it for the number of earlier tokens (Llama 4).
+
+    A step's tokens are of several sequences: the answer is by token, so that the index of a token
+    in the step and its answer add up to its position.
+    """
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._before = positions - torch.arange(len(positions), device=positions.device)
+
+    def get_seq_length(self, _layer: int = 0) -> torch.Tensor:
+        return self._before
+
+    def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
+        return key, value
 
 
 class _Given(nn.Module):
@@ -170,6 +192,7 @@ class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
     """The parts of a base's output that causal models read."""
 
     router_logits: None = None
+    shared_kv_states: None = None
 
 
 def _replace_linear(module: nn.Module) -> None:
@@ -192,7 +215,7 @@ def _replace_linear(module: nn.Module) -> None:
     module.forward = forward  # type: ignore[method-assign]
 
 
-_LAYER_TYPES: Final = {"full_attention", "sliding_attention"}
+_LAYER_TYPES: Final = {"full_attention", "sliding_attention", CHUNKED}
 _RECURRENT_TYPES: Final = {"conv", "hybrid", "linear_attention", "mamba", "mlp", "moe"}
 _RECURRENT_FAMILIES: Final = {
     "bamba",
@@ -233,20 +256,22 @@ class TransformersSource:
             calls, self._recurrent = record_calls(
                 self._hf_config, max_model_len, is_recurrent=_is_recurrent(self._hf_config)
             )
-            _refuse_calls(calls)
+            _refuse_sharing(calls)
         except ModelError as error:
             raise fields.error("architectures", f"names {architecture}: {error}") from error
         if hasattr(self._hf_config, "output_router_logits"):
             self._hf_config.output_router_logits = False  # only for training
-        self._attending = [call.layer for call in calls]
+        self._calls, storing = calls, _storing(calls)
+        shapes = [(call.num_kv_heads, call.head_dim) for call in storing]
         self.config = self.local_config = ModelConfig(
             architecture=architecture,
             vocab_size=self._hf_config.vocab_size,
             max_model_len=max_model_len,
-            num_layers=len(calls),
+            num_layers=len(storing),
             num_kv_heads=calls[0].num_kv_heads,
             head_dim=calls[0].head_dim,
-            windows=tuple(call.window for call in calls),
+            kv_shapes=tuple(shapes) if len(set(shapes)) > 1 else (),
+            windows=tuple(call.window for call in storing),
             num_states=len(self._recurrent),
             state_bytes=max((layer.num_bytes for layer in self._recurrent), default=0),
             eos_token_ids=read_eos_token_ids(fields),
@@ -292,14 +317,14 @@ class TransformersSource:
         for name, parameter in causal.named_parameters():
             if has_nan(parameter):
                 raise ModelError(f"{self._directory}: {name} has NaN")
-        model.use(causal.to(device).eval(), self._attending, self._recurrent)
+        model.use(causal.to(device).eval(), self._calls, self._recurrent)
         progress(1.0)
         return model
 
 
 def _register_weakly(model: TransformersModel) -> str:
     """Register a model's attention for as long as the model exists."""
-    method = weakref.WeakMethod(model.attend)
+    method = weakref.WeakMethod(model.attend_in)
 
     def attend(*args: Any, **options: Any) -> Any:
         bound = method()
@@ -327,8 +352,6 @@ def _refuse_config(config: PreTrainedConfig) -> None:
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES - _RECURRENT_TYPES
     if others:
         raise ModelError(f"it has layers of type {', '.join(sorted(others))}")
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise ModelError("some of its layers share their keys and values")
     if "position_ids" not in inspect.signature(model_class.forward).parameters:
         raise ModelError("it takes no position_ids")
 
@@ -339,10 +362,19 @@ def _is_recurrent(config: PreTrainedConfig) -> bool:
     return has_types or getattr(model_class, "_is_stateful", False)
 
 
-def _refuse_calls(calls: tuple[AttentionCall, ...]) -> None:
-    shapes = sorted({(call.num_kv_heads, call.head_dim) for call in calls})
-    if len(shapes) > 1:
-        raise ModelError(f"its layers differ in kv heads or head dim: {shapes}; the pool has one")
+def _storing(calls: Sequence[AttentionCall]) -> list[AttentionCall]:
+    """The layers with keys and values of their own."""
+    return [call for call in calls if call.source == call.layer]
+
+
+def _refuse_sharing(calls: tuple[AttentionCall, ...]) -> None:
+    windows = {call.layer: call.window for call in calls}
+    for call in calls:
+        if call.window != windows[call.source]:
+            raise ModelError(
+                f"layer {call.layer} has window {call.window}, and shares the keys and values of"
+                f" layer {call.source}, which has window {windows[call.source]}"
+            )
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:

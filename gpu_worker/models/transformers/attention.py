@@ -4,21 +4,24 @@ Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim.
 """
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
 
 import torch
+from torch.distributions import Distribution
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
-from gpu_worker.models.recurrent import RecurrentLayer, StateRecorder
+from contract.limits import Chunk, KvWindow, window_length
+from gpu_worker.models.transformers.recurrent import RecurrentLayer, StateRecorder
 from gpu_worker.weights.json_fields import ModelError
 
 MaskFunction = Callable[
@@ -56,6 +59,8 @@ def read_window(sees: MaskFunction, num_positions: int) -> int | None:
 
 _numbers = count()
 
+CHUNKED: Final = "chunked_attention"
+"""The type of layers in which a token sees those of its chunk."""
 _NUM_TOKENS: Final = 3
 _OWN_ATTENTION: Final = "its attention does not go through transformers' attention interface"
 
@@ -84,8 +89,10 @@ class AttentionCall:
     num_kv_heads: int
     head_dim: int
     """The head dim of keys; values may have fewer dimensions."""
-    window: int | None
+    window: KvWindow
     """None if the window is as long as the context."""
+    source: int
+    """The layer whose keys and values it reads: itself, or one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +134,23 @@ def read_options(query: torch.Tensor, given: dict[str, Any]) -> AttentionOptions
     )
 
 
+def base_name(causal: Any) -> str:
+    """The attribute of a causal language model that holds the model without its head.
+
+    Raises:
+        ModelError: There is none.
+    """
+    prefix = causal.base_model_prefix
+    if isinstance(getattr(causal, prefix, None), PreTrainedModel):
+        return str(prefix)
+    # Some text models that also exist within larger ones have the prefix of these.
+    children = causal.named_children()
+    names = [str(name) for name, child in children if isinstance(child, PreTrainedModel)]
+    if len(names) != 1:
+        raise ModelError("its model without the head cannot be found")
+    return names[0]
+
+
 def record_calls(
     config: PreTrainedConfig, max_model_len: int, *, is_recurrent: bool = False
 ) -> tuple[tuple[AttentionCall, ...], tuple[RecurrentLayer, ...]]:
@@ -144,7 +168,7 @@ def record_calls(
         ModelError: The model attends in a way that paged attention does not support, or not once
             per layer. The message does not name the model.
     """
-    recorder = _Recorder(max_model_len)
+    recorder = _Recorder(max_model_len, config)
     config = copy.deepcopy(config)
     for rope in batch_dependent_ropes(config):
         rope["rope_type"] = "default"  # other types read positions, which have no contents here
@@ -154,14 +178,15 @@ def record_calls(
     states: StateRecorder | None = None
     AttentionMaskInterface.register(name, recorder.mask)
     try:
-        with torch.device("meta"), torch.inference_mode():
+        with torch.device("meta"), torch.inference_mode(), _unchecked_distributions():
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, attn_implementation=name, experts_implementation="batched_mm", **dtype
             ).eval()
-            states = StateRecorder(config, model.base_model) if is_recurrent else None
+            base = getattr(model, base_name(model))
+            states = StateRecorder(config, base) if is_recurrent else None
             tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64)
             with nullcontext() if states is None else states.watch():
-                model.base_model(
+                base(
                     input_ids=tokens,
                     position_ids=tokens,
                     # Without an attention mask or a cache, transformers looks for several
@@ -191,6 +216,17 @@ def record_calls(
     return calls, () if states is None else tuple(states.layers_by_module.values())
 
 
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """Have no distribution check its arguments, which have no values on the meta device."""
+    before = Distribution._validate_args  # noqa: SLF001 - there is only a setter
+    Distribution.set_default_validate_args(value=False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(value=before)
+
+
 def _refuse_window_in_mask_only(
     config: PreTrainedConfig, calls: tuple[AttentionCall, ...], mask_windows: set[int | None]
 ) -> None:
@@ -201,6 +237,8 @@ def _refuse_window_in_mask_only(
     layer_types = getattr(config, "layer_types", None)
     for call in calls:
         layer_type = layer_types[call.layer] if layer_types else None
+        if isinstance(call.window, Chunk):
+            continue
         is_unasked = bool(mask_windows) and call.window not in mask_windows
         if layer_type == "sliding_attention" and call.window is None:
             is_unasked = bool(mask_windows - {None})
@@ -214,12 +252,20 @@ def _refuse_window_in_mask_only(
 class _Recorder:
     """An attention, and masks, that record calls and compute nothing."""
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, config: PreTrainedConfig) -> None:
         self.calls: list[AttentionCall] = []
         self.mask_windows: set[int | None] = set()
+        self._kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._max_model_len = max_model_len
+        types = getattr(config, "layer_types", None) or ()
+        self._chunked = {layer for layer, name in enumerate(types) if name == CHUNKED}
+        self._chunk: int | None = config.attention_chunk_size if self._chunked else None
 
-    def mask(self, *_: Any, mask_function: MaskFunction, **__: Any) -> None:
+    def mask(
+        self, *_: Any, mask_function: MaskFunction, local_size: int | None = None, **__: Any
+    ) -> None:
+        if self._chunk is not None and local_size == self._chunk:
+            return  # it depends on padding, and of that there is none
         self.mask_windows.add(read_window(mask_function, self._max_model_len))
 
     def attend(
@@ -236,10 +282,18 @@ class _Recorder:
             raise ModelError(f"{type(module).__name__} has no layer_idx")
         _refuse_other_attention(f"layer {layer}", module, query, key, value, mask, given)
         options = read_options(query, given)
-        window = options.window
-        if window is not None and window >= self._max_model_len:
+        window: KvWindow = options.window
+        if layer in self._chunked and self._chunk is not None:
+            if window is not None:
+                raise ModelError(f"layer {layer} has both chunks and a window of {window}")
+            window = Chunk(self._chunk)
+        length = window_length(window)
+        if length is not None and length >= self._max_model_len:
             window = None
-        self.calls.append(AttentionCall(layer, key.shape[1], key.shape[3], window))
+        # A layer that shares keys and values gets the same tensors.
+        source = next((each for each, (k, v) in self._kv.items() if k is key and v is value), layer)
+        self._kv.setdefault(layer, (key, value))
+        self.calls.append(AttentionCall(layer, key.shape[1], key.shape[3], window, source))
         attended = query.new_empty(*query.shape[:3], value.shape[3])
         return attended.transpose(1, 2), None
 

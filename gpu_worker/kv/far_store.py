@@ -1,0 +1,213 @@
+"""The far tier: KV blocks as objects in a store that workers and cells share, through fsspec.
+
+Each block is an object, named by its label under a directory that says what made the KV. A header
+repeats the label and has a checksum, so an object that is torn, changed or another's is not used,
+and is deleted. Threads of our own do the calls, since a store may hang: they end with the process.
+No request waits longer than `_LOAD_S`; after failures in a row the store is left alone for a time.
+"""
+
+import asyncio
+import contextlib
+import os
+import queue
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final, TypeVar
+
+import structlog
+from isal import isal_zlib
+
+from gpu_worker import metrics
+
+_MAGIC: Final = b"QuireFr1"
+_HEADER: Final = struct.Struct("<8s32sQI")
+"""Magic, label, bytes of the content, their CRC-32."""
+_NUM_THREADS: Final = 8
+_LOAD_S: Final = 2.0
+_MAX_FAILURES: Final = 3
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 300.0
+_MAX_STORING_BYTES: Final = 256 * 1024**2
+"""Copies of blocks that wait to be stored; beyond it, blocks are not stored."""
+_SWEEP_SHARE: Final = 1 / 16
+"""The directory is looked through after so much of its limit was stored."""
+_TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "created")
+"""What storages call the time of an object's last change."""
+
+_T = TypeVar("_T")
+
+_log = structlog.get_logger()
+
+
+class FarStore:
+    """Blocks in a shared store. Called from one event loop."""
+
+    def __init__(self, system: Any, root: str, identity: bytes, max_bytes: int) -> None:
+        """`system` is fsspec's, `root` a directory there, of at most about `max_bytes`."""
+        self._system = system
+        self._root = root
+        self._directory = f"{root}/{identity.hex()[:32]}"
+        self._max_bytes = max_bytes
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._num_storing_bytes = 0
+        self._num_unswept_bytes = max_bytes  # the first store looks through it
+        self._num_failures = 0
+        self._pause_s = _FIRST_PAUSE_S
+        self._paused_until_s = 0.0
+        for _ in range(_NUM_THREADS):
+            threading.Thread(target=self._run, name="far-kv", daemon=True).start()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the store is left alone, because it failed."""
+        return monotonic() < self._paused_until_s
+
+    async def load(self, label: bytes) -> bytes | None:
+        """Return the content of a block; None if it is not there, or not in time."""
+        if self.is_paused:
+            return None
+        try:
+            async with asyncio.timeout(_LOAD_S):
+                content = await self._call(lambda: self._get(label))
+        except Exception as error:  # noqa: BLE001 - each storage has its own; TimeoutError, too
+            self._on_failure("load", error)
+            return None
+        self._num_failures, self._pause_s = 0, _FIRST_PAUSE_S
+        _count("load", "done" if content is not None else "missing")
+        return content
+
+    def store(self, label: bytes, content: bytes) -> bool:
+        """Begin to store a block; return whether there was room for it."""
+        num_bytes = self._num_storing_bytes + len(content)
+        if self.is_paused or num_bytes > max(len(content), _MAX_STORING_BYTES):
+            _count("store", "refused")
+            return False
+        self._num_storing_bytes = num_bytes
+        stored = self._call(lambda: self._put(label, content))
+
+        def on_end(done: "asyncio.Future[None]") -> None:
+            self._num_storing_bytes -= len(content)
+            if done.cancelled():
+                return
+            if (error := done.exception()) is not None:
+                self._on_failure("store", error)
+                return
+            _count("store", "done")
+            self._num_unswept_bytes += len(content)
+            if self._num_unswept_bytes > self._max_bytes * _SWEEP_SHARE:
+                self._num_unswept_bytes = 0
+                self._call(self._sweep).add_done_callback(lambda each: each.exception())
+
+        stored.add_done_callback(on_end)
+        return True
+
+    def _call(self, work: Callable[[], _T]) -> "asyncio.Future[_T]":
+        future: Future[_T] = Future()
+        self._work.put((future, work))
+        return asyncio.wrap_future(future)
+
+    def _run(self) -> None:
+        while True:
+            future, work = self._work.get()
+            if not future.set_running_or_notify_cancel():
+                continue  # its time was over before it began
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: the process ends
+                try:
+                    result = work()
+                except Exception as error:  # noqa: BLE001 - the caller's
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+
+    def _on_failure(self, move: str, error: BaseException) -> None:
+        _count(move, "failed")
+        self._num_failures += 1
+        if self._num_failures >= _MAX_FAILURES and not self.is_paused:
+            _log.warning("the far store is left alone", pause_s=self._pause_s, reason=repr(error))
+            self._paused_until_s = monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+            self._num_failures = _MAX_FAILURES - 1  # one more failure is enough
+
+    # --- on the threads -------------------------------------------------------------------------
+
+    def _path(self, label: bytes) -> str:
+        name = label.hex()
+        return f"{self._directory}/{name[:2]}/{name}"
+
+    def _get(self, label: bytes) -> bytes | None:
+        path = self._path(label)
+        try:
+            data: bytes = self._system.cat_file(path)
+        except FileNotFoundError:
+            return None
+        content = data[_HEADER.size :]
+        if data[: _HEADER.size] != _header(label, content):
+            _log.warning("a block in the far store is damaged", path=path)
+            with contextlib.suppress(Exception):
+                self._system.rm_file(path)
+            return None
+        return content
+
+    def _put(self, label: bytes, content: bytes) -> None:
+        path = self._path(label)
+        if self._system.exists(path):
+            return
+        data = _header(label, content) + content
+        if "file" in self._system.protocol:
+            _write_file(Path(path), data)
+        else:  # other storages show no object before it is complete
+            self._system.pipe_file(path, data)
+
+    def _sweep(self) -> None:
+        """Delete the oldest objects beyond the limit, whoever has stored them."""
+        found = self._system.find(self._root, detail=True).items()
+        objects = [(_time_of(info), path, info["size"]) for path, info in found]
+        num_bytes = sum(size for _, _, size in objects)
+        for _, path, size in sorted(objects):
+            if num_bytes <= self._max_bytes:
+                return
+            with contextlib.suppress(FileNotFoundError):  # another worker sweeps, too
+                self._system.rm_file(path)
+                _count("sweep", "done")
+            num_bytes -= size
+
+
+def open_far_store(url: str, identity: bytes, max_bytes: int) -> FarStore:
+    """Open a store by any URL that fsspec knows.
+
+    Raises:
+        ImportError, ValueError: The package for it is missing, or there is no such storage.
+    """
+    import fsspec  # noqa: PLC0415 - an extra
+
+    system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    return FarStore(system, root.rstrip("/"), identity, max_bytes)
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read, under its name when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+    draft.replace(path)
+
+
+def _header(label: bytes, content: bytes) -> bytes:
+    return _HEADER.pack(_MAGIC, label, len(content), isal_zlib.crc32(content))
+
+
+def _time_of(info: dict[str, Any]) -> str:
+    """The time of an object's last change, as text that sorts: all objects are in one storage."""
+    for key in _TIMES:
+        if (when := info.get(key)) is not None:
+            return f"{when:020.6f}" if isinstance(when, float | int) else str(when)
+    return ""
+
+
+def _count(move: str, outcome: str) -> None:
+    metrics.FAR_BLOCKS.labels(move, outcome).inc()

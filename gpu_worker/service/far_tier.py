@@ -1,0 +1,66 @@
+"""Moves host blocks to the far tier's store, and from there."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from contract.arrays import Int32Array
+from contract.hashing import BlockHash
+from gpu_worker.service.kv_exchange import HostBlocks
+
+if TYPE_CHECKING:
+    from gpu_worker.kv.far_store import FarStore
+
+_NUM_AT_ONCE: Final = 8
+_FETCH_S: Final = 10.0
+"""After so long no more blocks are asked for: those that wait hold host blocks."""
+
+
+async def store_far(
+    blocks: HostBlocks, far: "FarStore", block_ids: Int32Array, labels: Sequence[BlockHash]
+) -> int:
+    """Copy int32[N] blocks, and begin to store them; return how many there was room for.
+
+    Raises:
+        QuireError: As `read_host_blocks`.
+    """
+    for number, label in enumerate(labels):
+        content = await blocks.read_host_blocks(block_ids[number : number + 1])
+        if not far.store(label, content):
+            return number
+    return len(labels)
+
+
+async def fetch_far(
+    blocks: HostBlocks,
+    far: "FarStore",
+    block_ids: Int32Array,
+    labels: Sequence[BlockHash],
+    block_bytes: int,
+    check: Callable[[], None],
+) -> int:
+    """Fill int32[N] blocks, and return how many have come, from the first on.
+
+    The first one is asked for alone: if it is not there, the others are not either.
+
+    Args:
+        blocks: This worker's host blocks.
+        far: Where the contents are.
+        block_ids: Distinct target blocks.
+        labels: Of the contents.
+        block_bytes: Bytes of a block in the host.
+        check: Called before each write; raises if the blocks are no longer the caller's.
+    """
+    num_done, count = 0, 1
+    deadline_s = time.monotonic() + _FETCH_S
+    while num_done < len(labels) and time.monotonic() < deadline_s:
+        wanted = labels[num_done : num_done + count]
+        for content in await asyncio.gather(*map(far.load, wanted)):
+            if content is None or len(content) != block_bytes:
+                return num_done
+            check()
+            await blocks.write_host_blocks(block_ids[num_done : num_done + 1], content)
+            num_done += 1
+        count = _NUM_AT_ONCE
+    return num_done

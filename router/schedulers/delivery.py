@@ -1,0 +1,71 @@
+"""Decides when tokens go to clients: at once, or merged while the router is busy."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+from router.request.live import LiveRequest
+
+_MOST_BUSY: Final = 0.7
+"""Share of a processor that the event loop's thread may take before tokens are merged."""
+_LONGEST_S: Final = 0.05
+"""Between two waves, however busy the router is."""
+_FEW: Final = 32
+"""So few streams go out at once: to merge their tokens would save little."""
+_SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
+
+
+class Delivery:
+    """Lets requests pass on their events, in waves.
+
+    To write a token to its client takes ten times as long as to take it from the scheduler. So when
+    writing would fill the processor, the next wave waits, and a stream's tokens since the last one
+    go out together. A router that has time passes each step on at once.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop | None = None,
+        now: Callable[[], float] = time.monotonic,
+        busy_s: Callable[[], float] | None = None,
+    ) -> None:
+        """`busy_s` returns the time that the thread has run, or waited for a processor."""
+        self._loop = loop or asyncio.get_running_loop()
+        self._now, self._busy_s = now, busy_s or wanted_s
+        self._waiting: dict[LiveRequest, None] = {}  # an ordered set
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_at, self._last_busy_s = now(), self._busy_s()
+        """When the last wave began, on both clocks."""
+
+    def add(self, changed: Iterable[LiveRequest]) -> None:
+        """Flush requests now or with the next wave."""
+        self._waiting.update(dict.fromkeys(changed))
+        if self._timer is not None:
+            return
+        if len(self._waiting) <= _FEW:
+            self._flush()
+            return
+        interval_s = min((self._busy_s() - self._last_busy_s) / _MOST_BUSY, _LONGEST_S)
+        wait_s = self._last_at + interval_s - self._now()
+        if wait_s > 0:
+            self._timer = self._loop.call_later(wait_s, self._flush)
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._timer = None
+        self._last_at, self._last_busy_s = self._now(), self._busy_s()
+        waiting, self._waiting = self._waiting, {}
+        for live in waiting:
+            live.flush()
+
+
+def wanted_s() -> float:
+    """Return how long this thread has run or, where Linux tells it, waited for a processor."""
+    try:
+        ran_ns, waited_ns, _ = _SCHEDSTAT.read_bytes().split()
+    except OSError:
+        return time.thread_time()
+    return (int(ran_ns) + int(waited_ns)) * 1e-9

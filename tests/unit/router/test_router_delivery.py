@@ -1,0 +1,135 @@
+"""When tokens go to clients: at once, or merged while the router is busy."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from router.schedulers import delivery as module
+from router.schedulers.delivery import Delivery, wanted_s
+
+NUM_STREAMS = 100
+
+
+class Clocks:
+    """An event loop's clock and timer, and the processor time of its thread."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.busy = 7.0
+        self.due: tuple[float, Callable[[], None]] | None = None
+
+    def call_later(self, delay: float, call: Callable[[], None]) -> object:
+        assert self.due is None, "one timer at a time"
+        self.due = self.now + delay, call
+        return call
+
+    def advance(self, seconds: float, busy: float = 0.0) -> None:
+        """Let time pass, with `busy` seconds of it on the processor."""
+        end = self.now + seconds
+        self.busy += busy
+        while self.due is not None and self.due[0] <= end:
+            (self.now, call), self.due = self.due, None
+            call()
+        self.now = end
+
+
+class Live:
+    """Counts its flushes."""
+
+    def __init__(self) -> None:
+        self.num_flushes = 0
+
+    def flush(self) -> None:
+        self.num_flushes += 1
+
+
+@pytest.fixture
+def clocks() -> Clocks:
+    return Clocks()
+
+
+@pytest.fixture
+def delivery(clocks) -> Delivery:
+    return Delivery(clocks, lambda: clocks.now, lambda: clocks.busy)
+
+
+def counts(lives) -> set[int]:
+    return {live.num_flushes for live in lives}
+
+
+def test_a_router_with_time_passes_each_step_on_at_once(clocks, delivery):
+    lives = [Live() for _ in range(NUM_STREAMS)]
+    for step in range(1, 6):
+        clocks.advance(0.010, busy=0.006)
+        delivery.add(lives)
+        assert counts(lives) == {step}
+    assert clocks.due is None
+
+
+def test_a_busy_router_merges_steps_until_it_has_been_idle(clocks, delivery):
+    lives = [Live() for _ in range(NUM_STREAMS)]
+    clocks.advance(1.0)
+    delivery.add(lives)
+    clocks.advance(0.010, busy=0.010)  # what the first wave took
+    delivery.add(lives)
+    assert counts(lives) == {1}
+    clocks.advance(0.003)
+    delivery.add(lives[:50])
+    assert counts(lives) == {1}
+    clocks.advance(0.002)  # 15 ms, and 10 ms of them busy: less than 70 %
+    assert counts(lives) == {2}
+    assert clocks.due is None
+    clocks.advance(0.010)
+    delivery.add(lives)
+    assert counts(lives) == {3}
+
+
+def test_no_token_waits_longer_than_50_ms(clocks, delivery):
+    lives = [Live() for _ in range(NUM_STREAMS)]
+    clocks.advance(1.0)
+    delivery.add(lives)
+    clocks.advance(0.040, busy=0.040)
+    delivery.add(lives)
+    clocks.advance(0.009, busy=0.009)
+    assert counts(lives) == {1}
+    clocks.advance(0.002, busy=0.002)
+    assert counts(lives) == {2}
+
+
+def test_few_streams_do_not_wait(clocks, delivery):
+    lives = [Live() for _ in range(8)]
+    for step in range(1, 4):
+        clocks.advance(0.010, busy=0.010)
+        delivery.add(lives)
+        assert counts(lives) == {step}
+
+
+def test_streams_that_come_later_go_with_the_wave_that_waits(clocks, delivery):
+    lives = [Live() for _ in range(NUM_STREAMS)]
+    clocks.advance(1.0)
+    delivery.add(lives)
+    clocks.advance(0.010, busy=0.010)
+    delivery.add(lives)
+    delivery.add([late := Live()])
+    assert late.num_flushes == 0
+    clocks.advance(0.005)
+    assert (counts(lives), late.num_flushes) == ({2}, 1)
+
+
+@pytest.mark.parametrize("has_schedstat", [True, False])
+def test_time_on_the_processor_counts_with_and_without_schedstat(
+    has_schedstat, tmp_path, monkeypatch
+):
+    if not has_schedstat:
+        monkeypatch.setattr(module, "_SCHEDSTAT", tmp_path / "none")
+    before, ran = wanted_s(), time.thread_time()
+    while time.thread_time() < ran + 0.02:
+        pass
+    assert wanted_s() - before > 0.01
+
+
+def test_time_that_the_thread_waited_for_a_processor_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_SCHEDSTAT", tmp_path / "schedstat")
+    (tmp_path / "schedstat").write_text("2000000000 500000000 7\n")
+    assert wanted_s() == 2.5

@@ -1,0 +1,152 @@
+"""Prefixes that services share through the far tier."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from fake_sessions import CONFIG, FakeRoster, FakeSession
+
+from contract.errors import UnavailableError
+from contract.hashing import extend_chain, root_hash
+from scheduler_svc.core.invariants import check
+from scheduler_svc.workers import far_tier
+from scheduler_svc.workers.far_tier import FarTier
+
+PROMPT = [0, 1, 0, 0, 1, 1, 0, 0, 1]
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    monkeypatch.setattr(far_tier, "LEAST_TOKENS", 2)
+
+
+@pytest.fixture
+def sessions():
+    """Two services' workers with one store; `a` has the prompt's four full blocks."""
+    a, b = FakeSession(), FakeSession()
+    FakeRoster(a=a, b=b)
+    b.far = a.far
+    a.submit(0, PROMPT, max_tokens=1)
+    return a, b
+
+
+@pytest.fixture
+def hashes():
+    found = []
+    extend_chain(found, root_hash(""), np.array(PROMPT[:-1], np.int32), CONFIG.block_size)
+    return found
+
+
+async def store(far, hashes, session):
+    far.store_later(hashes, session)
+    await asyncio.gather(*far._tasks._tasks)
+
+
+async def fetch(far, found):
+    """Fetch; return after the request may be placed."""
+    done = asyncio.Event()
+    far.start(found, done.set)
+    await asyncio.wait_for(done.wait(), 30)
+
+
+def num_held(session):
+    return CONFIG.num_host_blocks - session.core.tier.pool.num_available
+
+
+async def test_another_service_computes_from_what_this_one_has_stored(sessions, hashes):
+    a, b = sessions
+    await store(FarTier(), hashes, a)  # waits until the prompt is computed
+    assert list(a.far) == hashes
+    far = FarTier()
+    await fetch(far, far.find(hashes, b))
+    assert b.num_cached_blocks(hashes) == 4
+    assert num_held(a) == num_held(b) == 0
+    b.submit(5, PROMPT, max_tokens=1)
+    while b.oracle.live:
+        b.step()
+    assert b.core.prefix_cache_hits == 8
+    assert far.find(hashes, b) is None, "it is there"
+
+
+async def test_blocks_are_stored_once(sessions, hashes):
+    a, _ = sessions
+    far = FarTier()
+    await store(far, hashes, a)
+    a.far.clear()
+    await store(far, hashes, a)
+    assert not a.far
+
+
+async def test_what_the_store_lacks_ends_a_fetch_and_is_stored_again(sessions, hashes):
+    a, b = sessions
+    far = FarTier()
+    await store(far, hashes, a)
+    del a.far[hashes[2]]
+    await fetch(far, far.find(hashes, b))
+    assert b.num_cached_blocks(hashes) == 2
+    assert num_held(b) == 0
+    await store(far, hashes, a)
+    assert set(a.far) == set(hashes)
+    check(b.core)
+
+
+def test_only_what_pays_is_looked_for(sessions, hashes):
+    _, b = sessions
+    far = FarTier()
+    assert far.find([], b) is None
+    b.info.prefill_tokens_per_s = 1e12
+    assert far.find(hashes, b) is None, "computing is faster"
+    b.info.prefill_tokens_per_s = 0.0
+    assert far.find(hashes, b) is None, "its rate is unknown"
+    b.info.prefill_tokens_per_s = 1.0
+    b.info.has_far_kv = False
+    assert far.find(hashes, b) is None
+
+
+async def test_a_request_does_not_wait_longer_than_computing_takes(sessions, hashes):
+    a, b = sessions
+    far = FarTier()
+    await store(far, hashes, a)
+    b.info.prefill_tokens_per_s = 1000.0
+    b.may_pull.clear()
+    await fetch(far, far.find(hashes, b))
+    assert b.num_cached_blocks(hashes) == 0
+    b.may_pull.set()
+    await asyncio.gather(*far._tasks._tasks)
+    assert b.num_cached_blocks(hashes) == 4, "it helps the next one"
+
+
+async def test_failures_leave_nothing_held(sessions, hashes):
+    a, b = sessions
+    a.far_error = b.far_error = UnavailableError("out of order")
+    far = FarTier()
+    await store(far, hashes, a)
+    await fetch(far, far.find(hashes, b))
+    assert b.num_cached_blocks(hashes) == 0
+    assert num_held(a) == num_held(b) == 0
+    assert far._num_storing == 0
+    check(a.core)
+    check(b.core)
+
+
+async def test_a_worker_that_is_lost_ends_its_fetch(sessions, hashes):
+    _, b = sessions
+    b.may_pull.clear()
+    far = FarTier()
+    done = asyncio.Event()
+    far.start(far.find(hashes, b), done.set)
+    await asyncio.wait_for(b.pulling.wait(), 30)
+    b.is_lost = True
+    b.may_pull.set()
+    await asyncio.wait_for(done.wait(), 30)
+
+
+async def test_a_prompt_that_is_never_computed_is_not_waited_for_for_ever(
+    sessions, hashes, monkeypatch
+):
+    monkeypatch.setattr(far_tier, "_COMPUTED_S", 0.0)
+    _, b = sessions
+    far = FarTier()
+    await store(far, hashes, b)
+    assert far._num_storing == 0
+    assert not b.far
