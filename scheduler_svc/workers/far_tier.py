@@ -49,6 +49,8 @@ class FarTier:
     def __init__(self) -> None:
         self._tasks = BackgroundTasks()
         self._rate = CopyRate()
+        self._fetches: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
+        """Those in progress, by the worker and the first block."""
         self._num_storing = 0
         self._known: OrderedDict[BlockHash, None] = OrderedDict()
 
@@ -66,9 +68,15 @@ class FarTier:
         return Fetch(taking, missing, num_bytes, compute_s)
 
     def start(self, fetch: Fetch, then: Callable[[], None]) -> None:
-        """Fetch a prefix, and call `then` when that has ended, or has taken too long."""
-        work = ends_in_time(self._tasks.start(self._fetch(fetch)), fetch.compute_s, then)
-        self._tasks.start(work)
+        """Fetch a prefix, and call `then` when that has ended, or has taken too long.
+
+        Requests that begin alike and arrive together wait for one fetch.
+        """
+        key = fetch.taking, fetch.hashes[0]
+        if (fetching := self._fetches.get(key)) is None:
+            fetching = self._fetches[key] = self._tasks.start(self._fetch(fetch))
+            fetching.add_done_callback(lambda _: self._fetches.pop(key))
+        self._tasks.start(ends_in_time(fetching, fetch.compute_s, then))
 
     def store_later(self, hashes: Sequence[BlockHash], giving: Session) -> None:
         """Store a prompt's full blocks when they are computed."""
