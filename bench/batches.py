@@ -3,10 +3,10 @@
     python bench/batches.py
 
 A simulated device serves 64 streams, each followed by a new one when it ends, while a batch of
-10,000 lines is answered in parts. Before each part the streams run alone, for as long as the part
-before took. `p99_ratio` is the p99 of the time between a stream's tokens with the batch, divided by
-that without it, round by round; `answered` counts the batch's lines. Nothing else should run on the
-machine.
+10,000 lines is answered in parts; before each part the streams run alone. `p99_ratio` is the p99 of
+the time between a stream's tokens with the batch, divided by that without, round by round;
+`answered` counts the batch's lines. Nothing else should run on the machine; it takes about four
+minutes.
 """
 
 import argparse
@@ -114,7 +114,7 @@ async def answer_batch(session: aiohttp.ClientSession, chance: random.Random, nu
 
 async def measure(given: argparse.Namespace) -> Results:
     chance = random.Random(0)
-    answered, alone_s = 0, given.alone
+    answered = 0
     alone: list[float] = []
     beside: list[float] = []
     table = Table(
@@ -139,16 +139,16 @@ async def measure(given: argparse.Namespace) -> Results:
             async with streams.running(given.streams):
                 await asyncio.sleep(_SETTLE_S)
                 for number in range(given.rounds):
-                    alone.append(await streams.p99(asyncio.create_task(asyncio.sleep(alone_s))))
+                    alone.append(await streams.p99(asyncio.create_task(asyncio.sleep(given.alone))))
                     num = given.lines // given.rounds
                     started = time.perf_counter()
                     batch = asyncio.create_task(answer_batch(session, chance, num))
                     beside.append(await streams.p99(batch))
                     answered += batch.result()
-                    alone_s = time.perf_counter() - started
+                    took_s = time.perf_counter() - started
                     table.row(
                         number, alone[-1] * 1e3, beside[-1] * 1e3, beside[-1] / alone[-1],
-                        num / alone_s,
+                        num / took_s,
                     )  # fmt: skip
     ratio = Spread.of_ratios(beside, alone)
     print(f"p99 ratio {ratio}; {answered} lines answered")
@@ -161,7 +161,7 @@ def _parse() -> argparse.Namespace:
     add("--lines", type=int, help="of the batch, in all; 10,000 without it")
     add("--rounds", type=int, help="parts of the batch; 5 without it")
     add("--streams", type=int, default=64, help="interactive streams")
-    add("--alone", type=float, default=20.0, metavar="S", help="how long they run alone at first")
+    add("--alone", type=float, default=20.0, metavar="S", help="how long they run alone")
     add("--speedup", type=float, default=_SPEEDUP, help="of the simulated device")
     add("--num-blocks", type=int, default=26_000, help="of its KV memory")
     given = parser.parse_args()

@@ -194,10 +194,14 @@ async def run_format(given: argparse.Namespace, name: str) -> tuple[Streams, Cou
 
 
 async def until_judged(streams: Streams, num: int, name: str) -> None:
-    """Wait until so many streams were compared; say from time to time how many are."""
+    """Wait until so many streams were compared; say what is wrong, and at times how many are."""
     next_s = time.monotonic() + _PROGRESS_S
+    num_said = 0
     while streams.verdict.num_streams < num:
         await asyncio.sleep(0.2)
+        for problem in streams.verdict.errors[num_said:20]:
+            progress(f"{name}: wrong: {problem}")
+            num_said += 1
         if time.monotonic() > next_s:
             next_s += _PROGRESS_S
             verdict = streams.verdict

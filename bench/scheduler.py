@@ -3,9 +3,9 @@
     python bench/scheduler.py [--quick] [--json FILE] [--vllm-python PATH]
 
 Costs are processor time, so that other work on the machine hardly counts. Sequences decode with
-blocks of 16 tokens, so one in sixteen crosses a block border in each step. `growth` compares 1,024
-with 64 running sequences when four cross a border in both cases. `hash` is the prefix cache's cost
-per prompt block. Goals: 0.14 us per sequence at 1,024; growth at most 2.
+blocks of 16 tokens, so one in sixteen crosses a block boundary in each step. `growth` compares
+1,024 with 64 running sequences when four cross a boundary in both cases. `hash` is the prefix
+cache's cost per prompt block. Goals: 0.14 us per sequence at 1,024; growth at most 2.
 
 With the interpreter of an environment that has vLLM, its scheduler is timed at the same sizes, each
 right after ours, and so is its hashing.
@@ -96,7 +96,7 @@ def measure(given: argparse.Namespace) -> Results:
                 results[f"us_per_seq_vllm_{size}"] = other
                 theirs = [other, other / cost]
             table.row(size, cost * size, cost, *theirs)
-        # four borders crossed in every step: 64 / 16 and 1024 / 256
+        # four boundaries crossed in every step: 64 / 16 and 1024 / 256
         few, many = step_us(64, 16, num_steps), step_us(1024, 256, num_steps)
         results["growth_1024_over_64"] = many / few
         print("growth, 1,024 over 64 with four borders each:", end=" ")

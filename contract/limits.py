@@ -1,4 +1,7 @@
-"""The sizes of a worker; plans are checked against them."""
+"""The sizes of a worker; plans are checked against them.
+
+Limits of requests are beside their fields, in `contract/request.py` and `contract/sampling.py`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -85,7 +85,8 @@ class GenerateRequest:
     bad_words: tuple[str, ...] = ()
     """Texts that outputs must not contain."""
     before_form: str = ""
-    """Lark rules; the rule `before` says what an output has ahead of its structured part."""
+    """Grammar rules in Lark's syntax, one of them named `before`: what an output has before its
+    structured part, such as thinking. Empty: nothing."""
     thinking: "ThinkingMarkers | None" = None
     """How thinking is told from the rest, to count it; None: there is none."""
     resumable: bool = False

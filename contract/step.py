@@ -24,7 +24,7 @@ StepId = NewType("StepId", int)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputState:
-    """One output of a beam search, finished or not, as a difference to the best beam."""
+    """One output of a beam search, finished or not, stored as its difference from the best beam."""
 
     num_shared_tokens: int
     """Length of the common prefix with the best beam, in tokens, the prompt included."""
@@ -56,9 +56,9 @@ class NewSequence:
     num_computed_tokens: int
     """How many of `token_ids` have valid KV in the blocks; fewer than all."""
     block_ids: Int32Array
-    """The block table, with room for all known tokens: for every `block_size` tokens an entry of
-    each KV group, in the order of `Limits.kv_windows`. An entry is 0 if no token to be computed
-    sees its tokens, or if `placements` will set it."""
+    """The block table, with room for all known tokens. For every `block_size` tokens it has one
+    entry per KV group, in the order of `Limits.kv_windows`. An entry is 0 if no token to be
+    computed sees its tokens, or if `placements` will set it."""
     sampling: bytes | SamplingParams
     """At the scheduler: a serialized `quire.v1.SamplingParams`, which the scheduler does not parse.
     At the worker: the parsed parameters."""
@@ -105,8 +105,8 @@ class Plan:
     `appended_block_ids`."""
     appended_block_ids: Int32Array = field(default_factory=no_ints)
     placements: Int32Array = field(default_factory=no_ints)
-    """Blocks that block tables get for the next chunk: row, entry and block of each, one after the
-    other. Only in groups with a window, whose blocks a prompt takes chunk by chunk."""
+    """Blocks that block tables get for the next chunk, as a flat list of triples: row, entry,
+    block. Only for KV groups with a window, whose blocks a prompt takes chunk by chunk."""
     copy_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Device blocks copied to `copy_dst_block_ids` before the step computes."""
     copy_dst_block_ids: Int32Array = field(default_factory=no_ints)

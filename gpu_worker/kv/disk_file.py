@@ -87,7 +87,7 @@ class DiskFile:
             self._headers.name(disk_block, label, num_bytes, int(self._checksums[disk_block]))
 
     def distrust(self, disk_blocks: Sequence[int] | None = None) -> None:
-        """Unname records that may be wrong, for the next process too; None: all."""
+        """Erase the names of doubtful records, so that no later process finds them; None: all."""
         if self._headers is None:
             return
         try:

@@ -85,7 +85,7 @@ def _delete_unlocked(path: Path) -> None:
 
 
 def _lock(path: Path, flags: int) -> int | None:
-    """Open a file and lock it; None if another process has it, or has deleted it meanwhile."""
+    """Open a file and lock it; None if another process has it, or has just deleted it."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

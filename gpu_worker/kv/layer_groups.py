@@ -26,7 +26,7 @@ class LayerGroups:
     group_of: tuple[int, ...]
     """By layer: its group, which says in which blocks its KV is."""
     num_state_groups: int = 0
-    """The last so many groups hold the states of recurrent layers, which are numbered apart."""
+    """How many of the last groups hold states. Recurrent layers have numbers of their own."""
     states_per_block: int = 1
     """Recurrent layers whose states a block holds."""
 

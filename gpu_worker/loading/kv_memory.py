@@ -146,9 +146,9 @@ def graph_bytes(
 ) -> int:
     """Bytes that all graphs hold.
 
-    Of torch's memory that is what the largest computation needs, because the others share it. The
-    driver's memory for a graph depends on the number of its kernels, so the pieces of each size
-    take the same, and a decode graph about as much. It is measured with one size.
+    All graphs share torch's memory, so they need what the largest computation does. The driver
+    keeps memory for each graph, by the number of its kernels. That is about the same for all sizes,
+    so it is measured with one.
     """
     pool = KvPool(config, 1, limits.block_size, dtypes, device)
     last_token_ids = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=device)

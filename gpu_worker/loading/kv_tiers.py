@@ -49,7 +49,7 @@ def kv_identity(
 ) -> bytes:
     """Return a hash of all that determines the KV of a token, besides the tokens before it.
 
-    Weights count by the size and time of their files: copied ones are others.
+    Files of weights count by name, size and time of change, so copied ones count as others.
     """
     files = sorted(
         (path.name, path.stat().st_size, path.stat().st_mtime_ns)

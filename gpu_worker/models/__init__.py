@@ -1,1 +1,1 @@
-"""Decoders that the worker runs natively."""
+"""Decoders: our own, and those that `transformers` builds."""

@@ -17,9 +17,9 @@ from kernels import ops
 from kernels.sequences import Sequences
 
 Prepare: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Callable[["AttentionMetadata"], None]]
-"""Makes, of a query `[T, H, D]` and an output, what attends to a step's sequences."""
+"""Makes a function that attends to a step's sequences, from a query `[T, H, D]` to an output."""
 AttendBetween: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, Prepare], None]
-"""Has a layer attend between graphs. Gets the layer, the query and the output."""
+"""Takes a layer, its query and its output; the layer then attends between two graphs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,8 +56,8 @@ class AttentionMetadata:
     their sequences if a group has chunks: what a token sees of its chunk is then a sequence of its
     own. The first group's slots and tables are also in this object. Empty: there is one group."""
     attend_between: AttendBetween | None = None
-    """While graphs are captured that leave attention out: passes it on. Only `slot_mapping` is then
-    valid: steps that replay the graphs have other sequences."""
+    """Takes the attention of each layer while graphs without attention are captured. Then only
+    `slot_mapping` is valid, because the steps that replay the graphs have other sequences."""
 
     def in_layer(self, pool: KvPool, layer: int) -> "AttentionMetadata":
         """The metadata with the slots and block tables of a layer."""

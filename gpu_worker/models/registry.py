@@ -217,7 +217,7 @@ def _of_transformers(
         raise _not_shared(f"{architecture}, which is run by transformers' model,", place)
     try:
         # Imported here: it takes seconds, and few workers need it.
-        from gpu_worker.models.transformers_model import TransformersSource  # noqa: PLC0415
+        from gpu_worker.models.transformers.model import TransformersSource  # noqa: PLC0415
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise

@@ -54,9 +54,9 @@ class YarnScaling:
     """Multiplies the scores of multi-head latent attention, by `mscale_all_dim`; other attention
     ignores it."""
     beta_fast: float
-    """Frequencies with more turns in the original context are kept."""
+    """Frequencies that turn more often than this in the original context are kept."""
     beta_slow: float
-    """Frequencies with fewer turns are divided."""
+    """Frequencies that turn less often are divided by `factor`."""
     is_truncated: bool
     """Whether the ramp begins and ends at whole dimensions."""
     original_max_position_embeddings: int

@@ -41,8 +41,8 @@ class GraphBackend(Protocol):
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor at the same address that does not keep the memory.
 
-        For work between graphs. Graphs allocate the memory of the tensors within them once, in the
-        order of the computation; a tensor that is kept would not give its memory to later ones.
+        Work between graphs needs it: tensors of graphs get their memory once, while they are
+        captured, and a tensor that the work kept would not leave its memory to later ones.
         """
 
 

@@ -151,7 +151,7 @@ class Executor:
         """Forget all sequences; KV contents stay. All steps must have been collected.
 
         Returns:
-        What the worker held until now.
+            What the worker held until now.
         """
         self._moves.finish()
         holdings = self.labels.holdings(self.rows)

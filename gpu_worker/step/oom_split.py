@@ -1,5 +1,7 @@
 """Splits a step that does not fit the device's memory into parts, computed one after another.
 
+`model_runner.py` catches the error and computes the parts.
+
 Symbols: `S` sequences of a step, `N` tokens that it samples.
 """
 

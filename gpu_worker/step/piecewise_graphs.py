@@ -32,8 +32,8 @@ from gpu_worker.step.rows import Rows, ScheduledRows
 from kernels import PAD_SLOT
 
 _MAX_TOKENS: Final = 512
-"""Of more, an 8B model computes longer on an H200 than the host launches. Estimated, not measured.
-"""
+"""With more tokens, an H200 computes an 8B model for longer than the host takes to launch it.
+Estimated, not measured."""
 _LEAST: Final = 16
 _PER_DOUBLING: Final = 4
 
@@ -97,7 +97,7 @@ class PiecewiseGraphs:
         )
         self._hidden: torch.Tensor | None = None  # [the largest T, E], after the first run
         self._step: AttentionMetadata | None = None
-        """Of the step that replays; None before the first: there is nothing to attend to."""
+        """That of the step that replays; None before the first, when nothing is attended to."""
 
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture all sizes, the largest first; see `DecodeGraphs.capture`.

@@ -94,7 +94,7 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _k_nibbles(numbers: torch.Tensor) -> torch.Tensor:
-    """128 bytes to eight groups: each 32 bytes hold two, in their low and their high nibbles."""
+    """Unpack 128 bytes to eight groups: 32 bytes hold one in the low nibbles, one in the high."""
     return _split(_halves(_split(numbers, 4, 32)).flatten(2), 8, 32)
 
 

@@ -267,7 +267,7 @@ class PackedMaps:
         return make_linear(weight, bias)
 
     def _of_integers(self, parts: Sequence[_Part], bias: torch.Tensor | None) -> Linear | None:
-        """The map of integers, if all parts are, alike, and a kernel takes them."""
+        """The map, if all parts are integers of one kind, and a kernel takes them; else None."""
         integers = [part for part in parts if isinstance(part, QuantizedWeight)]
         kinds = {(part.quantization, part.scales.shape[1]) for part in integers}
         if len(integers) < len(parts) or len(kinds) > 1:
@@ -278,7 +278,7 @@ class PackedMaps:
         return make_quantized_linear(joined, bias, self._dtype)
 
     def _of_fp8(self, parts: Sequence[_Part], bias: torch.Tensor | None) -> Linear | None:
-        """The map of fp8 numbers, if all parts are, on a GPU that takes them."""
+        """The map, if all parts are fp8 numbers, and the GPU's kernels take them; else None."""
         parts_fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
         if len(parts_fp8) < len(parts) or not gpu_linear.is_here(self._device):
             return None

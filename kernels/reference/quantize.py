@@ -26,9 +26,9 @@ def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
     exact = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
     if numbers.dtype is torch.int8:
         return numbers.to(exact).mul_(scales.to(exact).unsqueeze(-1)).to(dtype)
-    # On a CPU torch converts e4m3 numbers one by one. As fp16, with exponents of five bits whose
-    # bias is 15, not 7, the bits are 2^8 times less; the shift leaves a copy of the sign in the
-    # exponent.
+    # On a CPU torch converts e4m3 numbers one by one. So their bits are shifted to their places in
+    # fp16, whose exponents have a bias of 15 and not 7: read so, the numbers are 2^8 times less.
+    # The mask removes the copy of the sign that the shift leaves in the exponent.
     halves = numbers.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     factors = scales.to(exact).mul(256.0).unsqueeze(-1)
     return halves.view(torch.float16).to(exact).mul_(factors).to(dtype)

@@ -27,7 +27,7 @@ class Tile:
     rows: int
     columns: int
     runs: int
-    """Of 32 input features that are multiplied at once."""
+    """Runs of 32 input features that are multiplied at once."""
     num_warps: int
     num_stages: int
     max_splits: int
@@ -38,7 +38,7 @@ TILES: Final = (Tile(16, 64, 4, 4, 4, 16), Tile(64, 128, 2, 8, 3, 1), Tile(128, 
 """The first with enough rows is taken, else the last. Rows alone choose, so a captured step replays
 what it was captured with."""
 FEWEST_ROWS: Final = (1, *(tile.rows + 1 for tile in TILES[:-1]))
-"""For each tile a number of rows that chooses it."""
+"""For each tile the fewest rows for which it is taken."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])

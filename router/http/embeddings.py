@@ -21,6 +21,7 @@ from router.http.strict_json import Listed, Schema, at_most, json_bytes
 from router.request.cells import Cells
 from router.request.inference import Inference
 from router.request.vectors import (
+    MAX_AT_ONCE,
     MAX_INPUTS,
     Vector,
     check_inputs,
@@ -108,7 +109,24 @@ class EmbeddingsBody(_Body):
 async def _embeddings_response(
     inference: Inference, body: EmbeddingsBody, request_id: str, headers: Mapping[str, str]
 ) -> web.Response:
-    """Answer /v1/embeddings; raises QuireError."""
+    requests = body.requests(body.input, request_id, headers, special=body.add_special_tokens)
+    answer = await embed(inference, body, requests)
+    # In a thread, since a million numbers take longer than other calls should wait.
+    content = await inference.text.run(lambda: json_bytes(answer()))
+    return web.Response(body=content, content_type="application/json")
+
+
+async def embed(
+    inference: Inference,
+    body: EmbeddingsBody,
+    requests: Sequence[GenerateRequest],
+    *,
+    max_at_once: int = MAX_AT_ONCE,
+) -> Callable[[], Json]:
+    """Compute the vectors of `body.requests`; the result makes the answer, in any thread.
+
+    Raises QuireError.
+    """
     model = inference.model.info(body.model)
     check_inputs("input", len(body.input), model, body.dimensions)
     pooling = pooling_of(
@@ -117,22 +135,21 @@ async def _embeddings_response(
         normalize=body.normalize,
         dimensions=body.dimensions,
     )
-    requests = body.requests(body.input, request_id, headers, special=body.add_special_tokens)
-    vectors = await make_vectors(inference, requests, pooling, _name("input", requests))
+    vectors = await make_vectors(
+        inference, requests, pooling, _name("input", requests), max_at_once=max_at_once
+    )
     encode = _as_base64 if body.encoding_format == "base64" else _as_numbers
     num_tokens = sum(vector.num_tokens for vector in vectors)
 
-    def answer() -> bytes:
+    def answer() -> Json:
         data = [
             {"object": "embedding", "index": i, "embedding": encode(vector)}
             for i, vector in enumerate(vectors)
         ]
-        return json_bytes(
-            {"object": "list", "data": data, "model": model.id, "usage": _usage_json(num_tokens)}
-        )
+        usage = _usage_json(num_tokens)
+        return {"object": "list", "data": data, "model": model.id, "usage": usage}
 
-    # In a thread, since a million numbers take longer than other calls should wait.
-    return web.Response(body=await inference.text.run(answer), content_type="application/json")
+    return answer
 
 
 def _name(field: str, inputs: Sequence[object]) -> Callable[[int], str]:

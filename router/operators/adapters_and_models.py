@@ -112,8 +112,8 @@ class Operations:
 
         An empty `model` means the one that has the adapter.
 
-        Raises `NotFoundError` if no scheduler has an adapter of this name, and of this digest
-        unless that is empty.
+        Raises `NotFoundError` if no scheduler has an adapter with this name and, unless `digest` is
+        empty, this digest.
         """
         self._operators.check(peer, "unloads LoRA adapters")
         log.info("an operator unloads an adapter", name=name, peer=peer)

@@ -196,7 +196,7 @@ class Cells:
 
     @property
     def admitted(self) -> Sequence[Admitted]:
-        """The requests of this router that have not been read to the end or left, oldest first."""
+        """This router's requests whose reader has neither finished nor left, oldest first."""
         return self.entry.admission.admitted
 
     @property

@@ -23,7 +23,7 @@ MAX_INPUTS: Final = 2048
 """Most inputs of one call, as OpenAI has it."""
 MAX_NUMBERS: Final = 2**22
 """Most numbers of one call's vectors."""
-_MAX_AT_ONCE: Final = 64
+MAX_AT_ONCE: Final = 64
 """Most inputs of one call that are live at a time, so that others are not kept waiting."""
 
 
@@ -68,6 +68,8 @@ async def make_vectors(
     pooling: Pooling,
     name: Callable[[int], str],
     pair_name: Callable[[int], str] = str,
+    *,
+    max_at_once: int = MAX_AT_ONCE,
 ) -> list[Vector]:
     """Compute the vectors of some requests, whose `sampling` is not read.
 
@@ -114,7 +116,7 @@ async def make_vectors(
                 shown = (name if field == "prompt" else pair_name)(index)
                 raise type(error)(shown + bracket + token, error.problem) from error
 
-    tasks = [asyncio.create_task(work()) for _ in range(min(_MAX_AT_ONCE, len(requests)))]
+    tasks = [asyncio.create_task(work()) for _ in range(min(max_at_once, len(requests)))]
     try:
         await asyncio.gather(*tasks)
     finally:

@@ -88,6 +88,8 @@ class RunningTurn:
         self.task: asyncio.Task[None] | None = None
         self.live: LiveRequest | None = None
         """The request that computes it, or that did so last."""
+        self.answer: bytes | None = None
+        """What is kept of a turn that was computed as a whole."""
         self.is_cancelled = False
         self.num_readers = 0
         self.done = asyncio.Event()

@@ -60,6 +60,12 @@ _CANCEL_S: Final = 5.0
 class TurnKind(Protocol):
     """What one API knows of its turns."""
 
+    async def answer(self, turn: Turn) -> bytes | None:
+        """Compute a turn as a whole; None: its request is submitted, and its tokens are kept.
+
+        Raises QuireError.
+        """
+
     async def request(self, turn: Turn) -> GenerateRequest:
         """Return the request of a turn that was queued; raises QuireError if it is wrong."""
 
@@ -276,6 +282,11 @@ class Turns:
         backoff_s, num_failures, num_tokens = _MIN_BACKOFF_S, 0, running.num_tokens
         while True:
             try:
+                if live is None and running.record is None:
+                    running.answer = await self._kinds[running.turn.kind].answer(running.turn)
+                if running.answer is not None:
+                    running.stop(FinishReason.STOP)
+                    return
                 live = live or await self._submit(running)
                 running.live = live
                 async with live:
@@ -314,7 +325,9 @@ class Turns:
         turn, at, kind = running.turn, time.time(), self._kinds[running.turn.kind]
         usage = self._usage_of(running, at)
         try:
-            result = await kind.result(turn, running.status, running.events, at)
+            result = running.answer
+            if result is None:
+                result = await kind.result(turn, running.status, running.events, at)
         except (TooBusyError, UnavailableError):
             raise
         except Exception as error:
@@ -324,7 +337,7 @@ class Turns:
         return TurnEnd(running.status, result, at, usage)
 
     def _usage_of(self, running: RunningTurn, at: float) -> UsageRows:
-        """Return what counts as the usage of a turn that has ended."""
+        """Return the usage to record for a turn that has ended."""
         if (used := running.used) == Used():
             return {}
         turn = running.turn
@@ -497,7 +510,9 @@ async def _take(running: RunningTurn, live: LiveRequest) -> OutputError | None:
     """Read a request to its end; returns why it is to be submitted again, if it is."""
     failure: OutputError | None = None
     last: list[Event] = []
-    async for event in live:
+
+    def put(event: Event) -> None:
+        nonlocal failure
         match event:
             case OutputDelta():
                 running.add(event)
@@ -505,6 +520,8 @@ async def _take(running: RunningTurn, live: LiveRequest) -> OutputError | None:
                 failure = error
             case OutputFinished() | Usage():
                 last.append(event)
+
+    await live.send_to(put)  # no task wakes for a token
     if failure is None:
         for event in last:
             running.add(event)

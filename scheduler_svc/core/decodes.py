@@ -61,9 +61,9 @@ class SteadyDecodes:
         self._num_next = 0
         self._ends = StepWheel()
         self._crossing: list[dict[Sequence, StepId]] = [{} for _ in range(config.block_size)]
-        """Indexed by step modulo `block_size`: the sequences that cross a block border in that
-        step, each with its last step. Each sequence is filed once, because it crosses the next
-        border `block_size` steps later, unless it ends before."""
+        """Indexed by step modulo `block_size`: the sequences that cross a block boundary in
+        that step, each with its last step. Each sequence is filed once, because it crosses the next
+        boundary `block_size` steps later, unless it ends before."""
 
     @property
     def num_next(self) -> int:

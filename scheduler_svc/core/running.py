@@ -106,7 +106,7 @@ class RunningSet:
         return bool(self._released_rows) or self._tier.has_moves or waits_for_disk
 
     def num_blocks_due(self, step: StepId) -> int:
-        """Return how many blocks decoding sequences need at `step`, and prompts behind a window."""
+        """Return how many blocks `step` needs: for decodes and, with windows, for prefills."""
         num_due = self._decodes.num_due(step)
         if self._is_plain:
             return num_due
@@ -267,7 +267,7 @@ class RunningSet:
         return True
 
     def grow_tables(self, builder: PlanBuilder) -> None:
-        """Give a block to each sequence that crosses a block border in this step."""
+        """Give a block to each sequence that crosses a block boundary in this step."""
         self._labels.begin_step()
         due = self._decodes.take_due(builder.step_id)
         if not self._is_plain:

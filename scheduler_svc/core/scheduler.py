@@ -6,12 +6,14 @@ be made before the previous result is known, because a decode step needs only *t
 token, not which.
 
 A step costs work only for what changes in it. A decoding sequence needs work when it starts, when
-it crosses a block border and when it ends; in between it is one element of an array.
+it crosses a block boundary and when it ends; in between it is one element of an array.
 
 The words: a *source* is the stream of a router. A request with n > 1 has a *leader*, the sequence
 that computes the prompt, and its *siblings*, which fork from it. The beams of one search are a
-*group*. A sequence's *rank* is its place in the policy's order. *Unclaimed* rows belong to
-sequences of an earlier scheduler that no router has submitted again.
+*group* (`BeamGroup`); a *KV group* is something else, a set of layers. A sequence's *rank* is its
+place in the policy's order. *Unclaimed* rows belong to sequences of an earlier scheduler that no
+router has submitted again. The states of a sequence are in `sequence.py`, those of a block in
+`space/blocks.py`.
 
 `Scheduler` consists of parts, each with one duty. Every call that changes the core is a method of
 `Scheduler`, so that recordings capture all inputs in one place; callers may read from the parts.
@@ -175,7 +177,7 @@ class Scheduler:
         )
         self._expired: list[Finished] = []  # not reported to the sources yet
         self.num_recomputed_tokens = 0
-        """Tokens that had been computed before, but whose KV admission found in no tier."""
+        """Tokens computed before that were computed again, because no tier had their KV."""
         self.prefix_cache_queries = 0
         """Tokens that admission looked up."""
         self.prefix_cache_hits = 0

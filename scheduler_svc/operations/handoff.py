@@ -143,7 +143,7 @@ class Handoff:
         self._ahead.discard(ahead)
 
     async def _advance(self, progress: Progress, source: Engine, ahead: _Ahead) -> bool:
-        """Copy what is new, or move the request; return whether to look at once again.
+        """Copy what is new, or move the request; return whether it may have more to do at once.
 
         Raises:
             QuireError: A worker is lost, or the copy or move has failed.

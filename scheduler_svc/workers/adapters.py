@@ -142,7 +142,7 @@ class Adapters:
         Continues if the caller is cancelled.
 
         Raises:
-            NotFoundError: No adapter has this name, and this digest unless that is empty.
+            NotFoundError: No adapter has this name and, unless `digest` is empty, this digest.
             FailedPreconditionError: The adapter is leaving already.
             QuireError: A worker's error.
         """

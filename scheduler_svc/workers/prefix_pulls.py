@@ -71,9 +71,9 @@ class PrefixPulls:
 
     def __init__(self) -> None:
         self._tasks = BackgroundTasks()
-        self._rate = CopyRate()
         self._copies: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
         """Those in progress, by the taking worker and the first block."""
+        self._rate = CopyRate()
 
     def find(
         self, hashes: Sequence[BlockHash], taking: Session, others: dict[str, Session]
@@ -133,8 +133,9 @@ class PrefixPulls:
             copy.give_up()
             self._rate.measure(0.0)
         else:
-            num_bytes = pull.num_bytes * (1 - copy.num_missing(pull.hashes) / len(pull.hashes))
-            self._rate.measure(num_bytes / (time.monotonic() - started_s))
+            share = 1 - copy.num_missing(pull.hashes) / len(pull.hashes)
+            if share:  # else the source had them on its disk alone, or has evicted them
+                self._rate.measure(share * pull.num_bytes / (time.monotonic() - started_s))
 
 
 async def ends_in_time(

@@ -75,8 +75,8 @@ class Session:
         self.step_log = StepLog()
         self.crashes = CrashCounter()
         self.paces_prompts = True
-        """Whether prompts may delay decodes no more than `pace` allows; a worker whose decodes
-        move to others computes prompts at full speed."""
+        """Whether `pace` limits how much prompts delay decodes. It need not where decodes move to
+        other workers."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
         self._core = core

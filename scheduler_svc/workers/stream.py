@@ -294,6 +294,10 @@ class WorkerLink:
                     self.heartbeat.on_message()  # an error also proves that the worker is alive
             else:
                 self.heartbeat.on_message()
+                # A stream that is opened after another scheduler has attached, and has sent no
+                # batch yet, is not ended by the worker.
+                if state.epoch > self._config.epoch:
+                    self._lose(UnavailableError(f"it obeys epoch {state.epoch}"))
                 level = memory_level_from_proto(state.memory_level)
                 if level is not self.memory_level:
                     self.memory_level = level

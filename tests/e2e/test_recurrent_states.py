@@ -3,17 +3,21 @@
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+from quire.v1 import common_pb2
 from tests.e2e.child import eventually
 from tests.e2e.generation import Result, generate_request, read
-from tests.e2e.references import NUM_TOKENS, greedy_tokens
+from tests.e2e.references import NUM_TOKENS, Search, greedy_tokens, searched_tokens
 from tests.e2e.service import Service
 from tests.e2e.step_gate import StepGate
+from tests.e2e.two_workers import Stream, TwoWorkers
+from tests.unit.gpu_worker.models.against_transformers import assert_greedy
 
 LFM2 = {
     "num_hidden_layers": 4,
     "layer_types": ["conv", "conv", "full_attention", "conv"],
     "block_auto_adjust_ff_dim": False,
 }
+PROMPT = [5 + i % 490 for i in range(100)]
 LENGTHS = (1, 15, 16, 33, 64, 65, 90)
 
 
@@ -50,3 +54,78 @@ def test_forked_preempted_with_prefix_hits_and_taken_over(model_dirs, run_dir):
             else:
                 assert metrics["quire_num_preemptions_total"] > 0
                 assert metrics["quire_prefix_cache_hits_total"] > 0
+
+
+def test_moved_to_another_worker_which_is_killed(model_dirs, run_dir):
+    model_dir = model_dirs.get("lfm2", **LFM2, max_position_embeddings=4096)
+    request = generate_request(PROMPT, max_tokens=2000, ignore_eos=True)
+    request.request_id = "mover"
+    worker = ("--num-blocks=300", "--host-kv-memory-gb=0.01")
+    with TwoWorkers(run_dir(), model_dir, worker=worker) as service:
+        service.wait_until_both_are_attached()
+        stream = Stream(service, request)
+        stream.read_until(40)
+        source = service.where_is("mover")
+        target = service.other_than(source)
+        assert service.migrate("mover", target).from_worker == source
+        stream.read_until(80)
+        service.child(target).kill()
+        (output,) = stream.read_to_end()
+        assert_greedy(model_dir, PROMPT, output)
+        assert len(output) == 2000
+        if target == service.targets[0]:
+            service.start_first_again()
+
+
+def test_a_killed_worker_s_states_are_found_on_the_disk(model_dirs, run_dir, tmp_path):
+    model_dir = model_dirs.get("lfm2", **LFM2)
+    draw = random.Random(4)
+    prompts = [[draw.randrange(5, 500) for _ in range(90)] for _ in range(12)]
+    outputs = greedy_tokens(model_dir, prompts, 40)
+    worker = ["--num-blocks=60", "--host-kv-memory-gb=0.0002", "--kv-checksum"]
+    worker += ["--disk-kv-memory-gb=0.05", f"--disk-kv-dir={tmp_path}"]
+    with Service(run_dir(), model_dir, worker=worker) as service:
+
+        def generate(prompt: list[int]) -> Result:
+            request = generate_request(prompt, max_tokens=40, ignore_eos=True)
+            return read(service.stub.Generate(request, timeout=200))
+
+        def num_stored() -> float | None:
+            return service.metrics(service.scheduler)["quire_kv_stored_blocks_total"] or None
+
+        assert [generate(prompt).outputs[0] for prompt in prompts] == outputs
+        eventually(num_stored, "blocks are on the disk")
+        service.worker.kill()
+        service.start_worker()
+        eventually(lambda: service.load().num_cached_disk_blocks or None, "blocks are found")
+        results = [generate(prompt) for prompt in prompts]
+        assert [result.outputs[0] for result in results] == outputs
+        assert sum(result.usage.cached_tokens for result in results) > 0
+        assert service.metrics(service.scheduler)["quire_kv_failed_disk_moves_total"] == 0
+
+
+def test_beams_equal_transformers_beside_other_requests(model_dirs, run_dir):
+    model_dir = model_dirs.get("lfm2", **LFM2)
+    draw = random.Random(5)
+    prompt = tuple(draw.randrange(5, 500) for _ in range(37))
+    searches = [Search(prompt[:length], 4, 2, 40) for length in (15, 16, 37)]
+    found = searched_tokens(model_dir, searches)
+    (output,) = greedy_tokens(model_dir, [prompt], 40)
+    with Service(run_dir(), model_dir, worker=["--num-blocks=400"]) as service:
+
+        def search(search: Search) -> Result:
+            beam = common_pb2.BeamSearch(
+                width=search.width,
+                length_penalty=1.0,
+                early_stopping=common_pb2.EARLY_STOPPING_HEURISTIC,
+            )
+            request = generate_request(
+                search.prompt, n=search.n, max_tokens=40, ignore_eos=True, beam=beam
+            )
+            return read(service.stub.Generate(request, timeout=200))
+
+        with ThreadPoolExecutor(4) as threads:
+            results = [threads.submit(search, each) for each in searches]
+            plain = generate_request(prompt, max_tokens=40, ignore_eos=True)
+            assert read(service.stub.Generate(plain, timeout=200)).outputs == [output]
+            assert [result.result().outputs for result in results] == found

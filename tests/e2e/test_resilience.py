@@ -43,7 +43,8 @@ NUM_BEFORE = 20
 @pytest.fixture(scope="module")
 def own(long_llama: Path, run_dir: Callable[[], Path]) -> Iterator[Service]:
     """A service whose processes the tests kill and start again."""
-    with Service(run_dir(), long_llama, worker=["--num-blocks=600"]) as service:
+    drain = "--drain-s=200"  # longer than its streams last on a slow machine
+    with Service(run_dir(), long_llama, worker=["--num-blocks=600"], router=[drain]) as service:
         yield service
 
 

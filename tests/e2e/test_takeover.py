@@ -70,8 +70,11 @@ def cramped(gated: tuple[Service, StepGate]) -> Service:
     return gated[0]
 
 
-def _read_all(service: Service, disturb: Callable[[], None] = lambda: None) -> list[Result]:
+def _read_all(
+    gated: tuple[Service, StepGate], disturb: Callable[[], None] = lambda: None
+) -> list[Result]:
     """Read all streams in threads; call `disturb` when all are live and one has tokens."""
+    service, gate = gated
     has_begun = threading.Event()
 
     def read_one(request: inference_pb2.GenerateRequest) -> Result:
@@ -82,18 +85,24 @@ def _read_all(service: Service, disturb: Callable[[], None] = lambda: None) -> l
         return result
 
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
-        # A request that came after the disturbance could be refused.
-        with service.holding_steps(service.router, len(REQUESTS)):
-            results: list[Future[Result]] = [pool.submit(read_one, each) for each in REQUESTS]
+        results: list[Future[Result]] = [pool.submit(read_one, request) for request in REQUESTS]
+        gate.close()
+        eventually(  # a request that came later could be refused
+            lambda: (
+                service.metrics(service.router)["quire_num_requests_live"] == len(REQUESTS) or None
+            ),
+            "all requests are live",
+        )
+        gate.open()
         assert has_begun.wait(_TIMEOUT_S)
         disturb()
         return [result.result(timeout=_TIMEOUT_S) for result in results]
 
 
 @pytest.fixture(scope="module")
-def unfailed(cramped: Service) -> list[Result]:
+def unfailed(gated: tuple[Service, StepGate]) -> list[Result]:
     """The requests' outputs without a failure."""
-    return _read_all(cramped)
+    return _read_all(gated)
 
 
 def _wait_until_all_is_heard(service: Service, gate: StepGate) -> None:
@@ -137,7 +146,7 @@ def test_nothing_is_computed_again_after_the_death_of_the_scheduler(
         gate.open()
         cramped.start_scheduler()
 
-    for i, result in enumerate(_read_all(cramped, kill_when_some_are_swapped)):
+    for i, result in enumerate(_read_all(gated, kill_when_some_are_swapped)):
         assert result.outputs == unfailed[i].outputs, f"request {i}"
         assert result.text == unfailed[i].text, f"request {i}"
     cramped.wait_until_ready()
@@ -148,14 +157,15 @@ def test_nothing_is_computed_again_after_the_death_of_the_scheduler(
 
 
 def test_a_scheduler_that_stands_by_takes_over(
-    cramped: Service, unfailed: list[Result], tmp_path: Path
+    gated: tuple[Service, StepGate], unfailed: list[Result], tmp_path: Path
 ):
     """It listens at the same address, so that routers find it; the restarted one waits in turn."""
+    cramped, _ = gated
     first, second = cramped.scheduler, Child("scheduler_svc", tmp_path / "standby.log", {})
     second.start(cramped.scheduler_flags("--standby"))
     try:
         eventually(lambda: "standing by" in second.log or None, "it stands by", START_S)
-        results = _read_all(cramped, first.kill)
+        results = _read_all(gated, first.kill)
         assert [result.outputs for result in results] == [each.outputs for each in unfailed]
         cramped.scheduler = second
         assert cramped.metrics(second)["quire_adopted_tokens_total"] > 0
@@ -167,8 +177,9 @@ def test_a_scheduler_that_stands_by_takes_over(
 
 
 def test_a_scheduler_that_is_stopped_is_replaced_and_writes_nothing_when_it_wakes(
-    cramped: Service, unfailed: list[Result], tmp_path: Path
+    gated: tuple[Service, StepGate], unfailed: list[Result], tmp_path: Path
 ):
+    cramped, _ = gated
     stopped, standby = cramped.scheduler, Child("scheduler_svc", tmp_path / "standby.log", {})
     flags = cramped.scheduler_flags("--standby", "--standby-silence-s=0.5")
     # On a socket of its own: the one that is stopped keeps its.
@@ -181,7 +192,7 @@ def test_a_scheduler_that_is_stopped_is_replaced_and_writes_nothing_when_it_wake
             eventually(lambda: "router connected" in standby.log or None, "it is replaced")
             stopped.signal(signal.SIGCONT)
 
-        results = _read_all(cramped, stop_until_it_is_replaced)
+        results = _read_all(gated, stop_until_it_is_replaced)
         assert [result.outputs for result in results] == [each.outputs for each in unfailed]
         assert [result.text for result in results] == [each.text for each in unfailed]
         assert cramped.metrics(standby)["quire_adopted_tokens_total"] > 0
@@ -236,7 +247,7 @@ def test_of_two_that_stand_by_one_takes_over_and_the_other_takes_over_from_it(
         gate.open()
 
     try:
-        results = _read_all(cramped, kill_twice)
+        results = _read_all(gated, kill_twice)
         assert [result.outputs for result in results] == [each.outputs for each in unfailed]
         assert [result.text for result in results] == [each.text for each in unfailed]
     finally:
@@ -249,9 +260,10 @@ def test_of_two_that_stand_by_one_takes_over_and_the_other_takes_over_from_it(
 
 
 def test_a_scheduler_that_no_router_reaches_is_replaced(
-    cramped: Service, unfailed: list[Result], tmp_path: Path
+    gated: tuple[Service, StepGate], unfailed: list[Result], tmp_path: Path
 ):
     """The link is silent for good: its process is stopped, and connections stay open."""
+    cramped, _ = gated
     cramped.scheduler.stop()
     cramped.wait_until_not_ready()
     own = cramped.uds["scheduler"].with_name("leader.sock")
@@ -271,7 +283,7 @@ def test_a_scheduler_that_no_router_reaches_is_replaced(
             link.send_signal(signal.SIGSTOP)
             eventually(lambda: "router connected" in standby.log or None, "it is replaced")
 
-        results = _read_all(cramped, silence)
+        results = _read_all(gated, silence)
         assert [result.outputs for result in results] == [each.outputs for each in unfailed]
         assert "no router is heard" in leader.log
         eventually(lambda: leader.poll() is not None or None, "it finds itself fenced")

@@ -34,7 +34,10 @@ def cramped(
             *("--num-blocks=14", "--block-size=16", "--host-kv-memory-gb=0.01"),
             *("--max-num-seqs=4", "--max-num-batched-tokens=17", endpoint),
         ],
-        scheduler=["--preemption-mode=swap", "--max-decode-slowdown=inf", endpoint],
+        scheduler=[
+            *("--preemption-mode=swap", "--max-decode-slowdown=inf", endpoint),
+            "--worker-silence-s=60",  # the tests stop the worker
+        ],
         router=[endpoint, "--trace-sample-ratio=0"],
         env={"OTEL_BSP_SCHEDULE_DELAY": "100"},
     ) as service:

@@ -182,3 +182,8 @@ def test_long_histories():
     for name in (*COUNTERS, "num_failed_swap_ins", "num_shrunk_under_load"):
         assert reached[name] >= 5, f"the histories seldom have {name}"
     assert taken == ALL - OF_MOVES, "the table of transitions is not what the core does"
+
+
+def test_a_history_that_once_broke_an_invariant():
+    """A load for one sequence named the block whose last slot an adopted one writes again."""
+    live_through(294, Counter())

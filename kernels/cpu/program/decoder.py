@@ -191,10 +191,10 @@ class NativeDecoder:
         return aheads
 
     def _memory_for(self, num_elements: int) -> torch.Tensor:
-        """Return bfloat16[num_elements] or more, which programs share: no two run at once.
+        """Return bfloat16[num_elements] or more. Programs share it, because no two run at once.
 
-        It is kept: the system clears pages that it gives out again, which would take some
-        hundredths of the time of a step of 2,048 tokens.
+        It is allocated once: the system would clear new pages, which takes some hundredths of the
+        time of a step of 2,048 tokens.
         """
         if self._memory.numel() < num_elements:
             self._steps.clear()  # they would keep the memory before

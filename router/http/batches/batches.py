@@ -19,6 +19,7 @@ from contract.errors import (
 from router.access.api_keys import key_of_call
 from router.http.answers.objects import Json
 from router.http.batches.lines import (
+    EMBEDDINGS_KIND,
     KIND,
     WINDOW_S,
     BatchLines,
@@ -53,7 +54,8 @@ class Batches:
     tick_s: float = _TICK_S
 
     def __post_init__(self) -> None:
-        self.turns.serve(KIND, BatchLines(self.cells))
+        for kind in (KIND, EMBEDDINGS_KIND):
+            self.turns.serve(kind, BatchLines(self.cells))
 
     @property
     def store(self) -> BatchStore:
@@ -194,7 +196,7 @@ class Batches:
             for number, text in _numbered(content)
             if number > last
         )
-        while turns := await asyncio.to_thread(lambda: list(islice(left, SLICE))):
+        while turns := await asyncio.to_thread(list, islice(left, SLICE)):
             if not await self.store.fill(batch, turns):
                 return
         await self.store.change(

@@ -16,6 +16,7 @@ from router.http.answers.answer import Call, whole_json
 from router.http.answers.objects import CollectedOutput, Json
 from router.http.batches.store import Batch
 from router.http.body import MAX_PARSED_AT_ONCE_BYTES
+from router.http.embeddings import EmbeddingsBody, embed
 from router.http.errors import error_from_finished, error_from_validation, error_json
 from router.http.openai_responses.body import ResponseBody
 from router.http.openai_responses.call import ResponseCall, head_of, output_text, prepare
@@ -29,11 +30,16 @@ from router.turns.turn import Turn, TurnStatus
 T = TypeVar("T")
 
 KIND: Final = "batch line"
+EMBEDDINGS_KIND: Final = "batch embeddings"
+_EMBEDDINGS: Final = "/v1/embeddings"
+_MAX_INPUTS_AT_ONCE: Final = 4
+"""Of one line, so that those of all lines take little of what may be live."""
 
 ENDPOINTS: Final[Mapping[str, type[Schema]]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponseBody,
+    _EMBEDDINGS: EmbeddingsBody,
 }
 
 _UNSUPPORTED: Final = (
@@ -60,6 +66,25 @@ class BatchLines:
     """Computes lines; a `TurnKind`."""
 
     cells: Cells
+
+    async def answer(self, turn: Turn) -> bytes | None:
+        """Return the output file's line of vectors, which are computed again if the router dies."""
+        if turn.kind != EMBEDDINGS_KIND:
+            return None
+        body = await _off_loop(turn, _body_of)
+        assert isinstance(body, EmbeddingsBody), "the kind says so"
+        requests = [
+            replace(
+                request,
+                tenant=turn.tenant,
+                priority=turn.priority,
+                deadline=_deadline(turn),
+            )
+            for request in body.requests(body.input, turn.id, {}, special=body.add_special_tokens)
+        ]
+        inference = await self.cells.use(turn.model)
+        answer = await embed(inference, body, requests, max_at_once=_MAX_INPUTS_AT_ONCE)
+        return await asyncio.to_thread(lambda: line(turn, status_code=_OK, body=answer()))
 
     async def request(self, turn: Turn) -> GenerateRequest:
         """Return the request of a line; raises QuireError if its body is wrong."""
@@ -162,12 +187,13 @@ def parse_line(text: bytes) -> dict[str, Any]:
 
 
 def turn_of_line(batch: Batch, number: int, text: bytes) -> Turn:
-    model = parse_line(text)["body"].get("model")
+    asked = parse_line(text)
+    model = asked["body"].get("model")
     return Turn(
         id=f"{batch.id}_{number}",
         tenant=batch.tenant,
         key_name=batch.key_name,
-        kind=KIND,
+        kind=EMBEDDINGS_KIND if asked["url"] == _EMBEDDINGS else KIND,
         body=text,
         created_at=batch.created_at,
         model=model if isinstance(model, str) else "",

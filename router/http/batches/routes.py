@@ -30,7 +30,7 @@ class BatchBody(Schema):
     """POST /v1/batches."""
 
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: Annotated[dict[str, str], at_most(MAX_METADATA), Field(default_factory=dict)]
 

@@ -40,6 +40,9 @@ class KeptResponses:
 
     # --- TurnKind -------------------------------------------------------------------------------
 
+    async def answer(self, turn: Turn) -> None:
+        """No response is computed as a whole."""
+
     async def request(self, turn: Turn) -> GenerateRequest:
         """Return the request of a turn that was queued."""
         body = ResponseBody.model_validate_json(turn.body)

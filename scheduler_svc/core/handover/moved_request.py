@@ -42,7 +42,7 @@ class Progress:
     can_copy: bool
     """Whether `Copies` can copy its blocks: they have hashes, by which it finds them there."""
     hashes: tuple[BlockHash, ...]
-    """Of the full blocks that it has computed, or that its steps in flight compute."""
+    """The names of the full blocks that it has computed, or that its steps in flight compute."""
     decodes: bool
     """Whether it has gained a token, and can leave."""
 

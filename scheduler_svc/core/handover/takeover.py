@@ -316,6 +316,7 @@ class Takeover:
         """Queue a sequence as SWAPPED if host and disk hold its KV; return whether they do."""
         if self._groups.has_states:  # only full blocks are of use, which admission finds
             return False
+        size = self._config.block_size
         kv = self._find_swapped(seq.request, seq.output_index, seq.block_hashes)
         if kv is None or len(kv.host) + len(kv.disk) > self._tier.pool.num_blocks:
             return False  # a swap-in needs all of it on the host at once
@@ -326,13 +327,11 @@ class Takeover:
             self._tier.disk.pool.forget(kv.disk)
         elif (
             self._groups.is_plain
-            and (len(kv.host) + len(kv.disk)) * self._config.block_size == kv.num_tokens + 1
+            and (num_blocks := len(kv.host) + len(kv.disk)) * size == kv.num_tokens + 1
         ):
-            # The sequence writes the last slot of its last block again, so it must not be shared.
-            if kv.disk:
-                self._tier.disk.pool.forget(kv.disk[-1:])
-            else:
-                self._tier.pool.forget(kv.host[-1:])
+            # The sequence writes the last slot of its last block again, so this block must not
+            # be shared, even if it is being loaded for another sequence now.
+            self._tier.forget(seq.block_hashes[num_blocks - 1 : num_blocks])
         seq.host_block_ids, seq.disk_block_ids = tuple(kv.host), tuple(kv.disk)
         self._wait_swapped(seq, kv.num_tokens)
         return True

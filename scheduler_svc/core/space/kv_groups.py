@@ -122,7 +122,9 @@ class KvGroups:
         return [group_hash(chain[place // self.num], place % self.num) for place in places]
 
     def longest_prefix(self, chain: Sequence[BlockHash], has: Callable[[BlockHash], bool]) -> int:
-        """Return how many blocks of `chain` can be reused: all that a later token sees exist.
+        """Return the length, in blocks, of the longest prefix of `chain` that can be reused.
+
+        Every block that a token after the prefix sees must exist.
 
         Args:
             chain: The hashes of a sequence's full blocks.

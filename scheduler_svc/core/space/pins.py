@@ -8,7 +8,7 @@ belongs to the request that pinned it for the longest time, which may be unpinne
 
 Plans send the worker the hashes of pinned blocks, so that a later scheduler can restore the pins.
 The worker does not learn which pins were dropped early, since a later scheduler may have room for
-them.
+them. Restored pins count for no tenant.
 """
 
 from collections import Counter

@@ -108,6 +108,7 @@ class Service:
     """A core and an executor, without processes."""
 
     directory: object
+    dtype: torch.dtype = torch.float32
     outputs: dict[int, list[int]] = field(default_factory=dict)
     requests: dict[int, Request] = field(default_factory=dict)
 
@@ -119,10 +120,10 @@ class Service:
         block_size = BLOCK_SIZE
         if config.num_states:
             num_bytes, num_states = config.state_bytes, config.num_states
-            of_block = block_bytes(config, block_size, torch.float32, groups)
+            of_block = block_bytes(config, block_size, self.dtype, groups)
             num_groups = len(groups.windows)
             block_size = fitting_block_size(block_size, of_block, num_bytes, num_states, num_groups)
-            of_block = block_bytes(config, block_size, torch.float32, groups)
+            of_block = block_bytes(config, block_size, self.dtype, groups)
             groups = add_states(groups, min(num_states, of_block // num_bytes), num_states)
         assert groups.windows != (None,)
         config_of_core = SchedulerConfig(
@@ -150,8 +151,8 @@ class Service:
             kv_windows=groups.windows,
             num_host_blocks=NUM_HOST_BLOCKS,
         )
-        model = source.load(torch.float32, CPU, lambda _: None)
-        pool = KvPool(config, num_blocks, block_size, torch.float32, CPU, groups=groups)
+        model = source.load(self.dtype, CPU, lambda _: None)
+        pool = KvPool(config, num_blocks, block_size, self.dtype, CPU, groups=groups)
         pool.blocks_as_bytes[0].fill_(255)  # NaN, so that reading the null block shows
         host = HostPool(pool.blocks_as_bytes, NUM_HOST_BLOCKS)
         self.executor = Executor(model, pool, self.limits, (), CPU, host_pool=host)

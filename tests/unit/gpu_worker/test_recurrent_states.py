@@ -4,6 +4,7 @@ As `test_kv_groups.py`, with states in blocks of the same pool.
 """
 
 import pytest
+import torch
 
 from gpu_worker.loading.rank_model import load_rank_model
 from gpu_worker.parallel.member import Member
@@ -112,3 +113,23 @@ def test_a_step_that_has_advanced_some_states_is_not_computed_again(
     settings = WorkerSettings(model=str(directory), device="cpu", num_threads=1, num_blocks=64)
     loaded = load_rank_model(Member(settings), lambda *_: None, lambda *_: None)
     assert loaded.executor._model_runner._takes_parts == takes_parts
+
+
+def test_in_bfloat16_an_output_of_convolutions_does_not_depend_on_what_happens(model_dirs):
+    directory = model_dirs.get("lfm2", **FAMILIES["lfm2"])
+    prompts = [random_prompt(length, seed=length) for length in (150, 41, 2)]
+    service = Service(directory, torch.bfloat16)
+    for key, prompt in enumerate(prompts):
+        service.submit(key, prompt)
+        service.run()
+    alone = dict(service.outputs)
+    service = Service(directory, torch.bfloat16)
+    for key, prompt in enumerate(prompts):
+        service.submit(key, prompt)
+    service.run(9)
+    for seq in list(service.core.running):
+        service.core.preemption.preempt(seq)
+    service.run(9)
+    service.change_scheduler()
+    service.run()
+    assert service.outputs == alone

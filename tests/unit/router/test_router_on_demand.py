@@ -206,6 +206,7 @@ async def test_a_model_whose_scheduler_is_away_is_still_loaded(model_dir, tmp_pa
             await service.ask("b")
         assert service.device.history == ["a"]
         await service.schedulers["a"].start()
+        await until(lambda: service.cells.all[0].schedulers.is_loaded)
         assert await service.answered("b")
         assert service.device.history == ["a", "b"]
 

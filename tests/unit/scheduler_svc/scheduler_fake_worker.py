@@ -94,6 +94,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             takes_kv=True,
             can_unload=True,
         )
+        self.tells_epoch = True
+        """Whether its state says which epoch it obeys."""
         self.memory_level = common_pb2.MEMORY_LEVEL_UNSPECIFIED
         self.epoch = 0
         self.held_rows = ()  # when it was attached
@@ -209,7 +211,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         assert request.epoch <= self.epoch, "its scheduler asks, under the epoch that has attached"
         await self.lives.wait()
         return worker_pb2.DescribeDeviceResponse(
-            worker=self.info, epoch=self.epoch, memory_level=self.memory_level
+            worker=self.info,
+            epoch=self.epoch if self.tells_epoch else 0,
+            memory_level=self.memory_level,
         )
 
     def hang(self):

@@ -177,6 +177,10 @@ class FakeRouter:
         while not condition():
             await self.read()
 
+    async def read_to_end(self):
+        """Read until the stream breaks; raises its error."""
+        await self.read_until(lambda: False)
+
     async def read_until_finished(self, *keys):
         await self.read_until(lambda: all(key in self.finished for key in keys))
 

@@ -135,6 +135,16 @@ async def test_a_copy_that_fails_leaves_nothing_and_makes_the_next_less_likely(s
     assert pulls._rate.seconds(1) > 1 / prefix_pulls._FIRST_BYTES_PER_S
 
 
+async def test_a_prefix_that_the_source_cannot_lend_says_nothing_about_the_link(sessions, hashes):
+    a, b = sessions.values()
+    pulls = PrefixPulls()
+    pull = pulls.find(hashes, b, sessions)
+    a.core.pool.forget(a.core.pool.find(hashes))
+    await run(pulls, pull)
+    assert b.num_cached_blocks(hashes) == 0
+    assert pulls._rate.seconds(prefix_pulls._FIRST_BYTES_PER_S) == 1
+
+
 async def test_a_worker_that_is_lost_leaves_the_request_to_the_others(sessions, hashes):
     a, b = sessions.values()
     b.may_pull.clear()

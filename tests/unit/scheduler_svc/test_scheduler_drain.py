@@ -44,7 +44,7 @@ async def test_drain_does_not_wait_for_a_worker_that_does_not_answer(
         await worker.wait_for_batches(2)
         scheduler.stop.set()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await router.read()
+            await router.read_to_end()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await scheduler.task
 
@@ -53,7 +53,7 @@ async def test_next_scheduler_continues_where_the_drained_one_stopped(folder, wo
     async with running_scheduler(folder, [worker.target], epoch=1) as scheduler:
         before = await connect(scheduler.target)
         await before.submit(0, [1, 2], max_tokens=300)
-        await before.read()
+        await before.read_until(lambda: before.tokens)
         scheduler.stop.set()
         with pytest.raises(grpc.aio.AioRpcError):
             await before.read_until_finished(0)

@@ -97,7 +97,7 @@ async def test_sequences_move_to_the_worker_that_is_left(folder, worker, connect
         await worker.wait_for_batches(2)
         await other.wait_for_batches(2)
         other.resume()
-        await router.read()
+        await router.read_until(lambda: router.tokens)
         await worker.die()
         await router.read_until_finished(*range(20))
         assert (await get(scheduler, "/ready"))[0] == 200
@@ -289,11 +289,22 @@ async def test_running_scheduler_gives_up_when_its_batches_are_stale(folder, wor
     with pytest.raises(StaleEpochError):  # noqa: PT012 - from the task, at the end of the block
         async with running_scheduler(folder, [worker.target], epoch=1) as scheduler:
             router = await connect(scheduler.target)
-            worker.epoch = 2
+            worker.epoch, worker.tells_epoch = 2, False
             await router.submit(0, [1, 2])
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await router.read()
+                await router.read_to_end()
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            await scheduler.task
+
+
+async def test_idle_scheduler_gives_up_when_a_newer_one_attached_before_its_stream_was_opened(
+    folder, worker, connect
+):
+    """The worker does not know whose a stream without a batch is."""
+    with pytest.raises(StaleEpochError):  # noqa: PT012 - from the task, at the end of the block
+        async with running_scheduler(folder, [worker.target], epoch=1) as scheduler:
+            await connect(scheduler.target)
+            worker.epoch = 2
             await scheduler.task
 
 

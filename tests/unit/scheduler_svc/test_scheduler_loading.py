@@ -322,7 +322,7 @@ async def test_another_model_serves_nothing_that_was_asked_of_the_one_before(fol
         for key in (0, 1):
             assert router.finished[key].finish_reason == common_pb2.FINISH_REASON_ERROR
             assert "another model, 'other'" in router.finished[key].error.message
-        assert await refusal(router.read()) == (
+        assert await refusal(router.read_to_end()) == (
             "UNAVAILABLE",
             "the service now has another model, 'other'",
         )

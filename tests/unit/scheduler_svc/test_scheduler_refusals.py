@@ -236,5 +236,5 @@ async def test_bug_in_reading_ends_the_stream_with_an_error(folder, worker, conn
         monkeypatch.setattr("scheduler_svc.service.request_from_proto", fail)
         await router.submit(0, [1, 2])
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await router.read()
+            await router.read_to_end()
         assert caught.value.code() is grpc.StatusCode.INTERNAL

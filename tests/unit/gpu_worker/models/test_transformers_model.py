@@ -9,9 +9,9 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoConfig
 
-from gpu_worker.models import transformers_attention, transformers_model
 from gpu_worker.models.registry import open_model
-from gpu_worker.models.transformers_attention import AttentionOptions, read_window
+from gpu_worker.models.transformers import attention, model
+from gpu_worker.models.transformers.attention import AttentionOptions, read_window
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.quantized_linear import Quantization
 from tests.unit.gpu_worker.models.against_transformers import (
@@ -138,10 +138,10 @@ def test_layers_that_read_the_kv_of_another_have_none(model_dirs):
 
 
 def test_a_layer_with_another_window_than_what_it_reads_is_refused(model_dirs, monkeypatch):
-    assert transformers_model.__name__  # imported before the patch
+    assert model.__name__  # imported before the patch
     windows = iter([20, 20, None, 20, 20, 20])
     monkeypatch.setattr(
-        transformers_attention,
+        attention,
         "read_options",
         lambda *_: replace(options_without_window(), window=next(windows, 20)),
     )
@@ -186,6 +186,7 @@ def test_context_ends_where_rotation_would_depend_on_the_batch(model_dirs):
             ),
         ),
         ("bert", {}, "its masks are neither causal nor a sliding window"),
+        ("roberta", {"is_decoder": True}, "its positions depend on padding tokens"),
         ("t5", {}, "it is no causal language model of transformers"),
     ],
 )
@@ -234,8 +235,8 @@ def test_masks_that_read_tensors_are_refused():
 @pytest.mark.parametrize("layer_types", [None, ["full_attention", "sliding_attention"]])
 def test_a_window_that_only_the_mask_has_is_refused(model_dirs, monkeypatch, layer_types):
     # Imported before the patch, so that the patch does not outlive the test.
-    assert transformers_model.__name__
-    monkeypatch.setattr(transformers_attention, "read_options", options_without_window)
+    assert model.__name__
+    monkeypatch.setattr(attention, "read_options", options_without_window)
     fields = {"layer_types": layer_types} if layer_types else {}
     family = "cohere2" if layer_types else "starcoder2"
     directory = model_dirs.get(family, sliding_window=20, **fields)

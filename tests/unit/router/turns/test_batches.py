@@ -8,8 +8,9 @@ from contextlib import asynccontextmanager
 import openai
 import pytest
 from aiohttp import web
-from router_fake_scheduler import LENGTH
+from router_fake_scheduler import LENGTH, FakeScheduler
 
+from quire.v1 import common_pb2
 from router.http.api import routes
 from router.http.batches import lines
 from router.http.batches.batches import Batches
@@ -22,12 +23,13 @@ from router.turns.turns import Turns
 KEPT = {"retention_s": 60, "usage_retention_s": 60}
 pytestmark = pytest.mark.timeout(60)
 
-CHAT = "/v1/chat/completions"
+CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
 BODIES = {
     CHAT: {"messages": [{"role": "user", "content": "Say"}], "max_tokens": 9},
     "/v1/completions": {"prompt": "Say", "max_tokens": 9},
     "/v1/responses": {"input": "Say", "max_output_tokens": 9},
 }
+VECTORS = {"input": ["Say", "more"]}
 
 
 BOTH = pytest.mark.parametrize("place", ["sqlite", "postgres"], indirect=True)
@@ -39,6 +41,14 @@ def place(request, path):
     if getattr(request, "param", "sqlite") == "sqlite":
         return str(path)
     return request.getfixturevalue("postgres").new_database()
+
+
+@pytest.fixture(autouse=True)
+def _embeds(monkeypatch):
+    """The model makes vectors, too."""
+    tasks = [common_pb2.TASK_GENERATE, common_pb2.TASK_EMBED]
+    fields = {"tasks": tasks, "embedding_size": 2}
+    monkeypatch.setattr(FakeScheduler, "model_fields", fields)
 
 
 @asynccontextmanager
@@ -68,7 +78,7 @@ async def serving(router, store):
 
 
 def line(custom_id, url=CHAT, **fields):
-    body = BODIES[url] | fields
+    body = BODIES.get(url, VECTORS) | fields
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
 
 
@@ -319,6 +329,50 @@ async def test_a_line_is_as_large_as_a_body_and_a_large_one_is_read_off_the_loop
         batch = await ended(client, batch)
         assert batch.request_counts.completed == 2
         assert len([work for work in threads if work is lines._body_of]) == 2  # request and result
+
+
+async def embedded(router):
+    """Lets the scheduler answer the next request with a vector."""
+    submit = await router.scheduler.submits.get()
+    await router.scheduler.step(vectors={submit.first_seq_key: [len(submit.prompt_token_ids), 0.5]})
+    return submit
+
+
+async def test_lines_of_embeddings_are_answered_with_vectors(router, new_store):
+    async with serving(router, new_store()) as client:
+        batch = await created(
+            client,
+            line("a", EMBEDDINGS),
+            line("b", EMBEDDINGS, dimensions=10**6),
+            url=EMBEDDINGS,
+        )
+        submits = [await embedded(router) for _ in range(2)]
+        assert {submit.priority for submit in submits} == {-100}
+        assert all(submit.deadline_s > 0 for submit in submits)
+        batch = await ended(client, batch)
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (2, 1, 1)
+        told = (await lines_of(client, batch.output_file_id))["a"]["response"]["body"]
+        vectors = [each["embedding"] for each in told["data"]]
+        prompts = [len(submit.prompt_token_ids) for submit in submits]
+        assert sorted(vectors) == sorted([length, 0.5] for length in prompts)
+        assert told["usage"]["prompt_tokens"] == sum(prompts) // 4
+        (error,) = (await lines_of(client, batch.error_file_id)).values()
+        assert error["response"]["status_code"] == 400
+        assert "dimensions" in error["response"]["body"]["error"]["message"]
+
+
+async def test_a_line_of_embeddings_is_computed_again_after_its_router_has_died(router, new_store):
+    async with serving(router, new_store()) as client:
+        batch = await created(client, line("a", EMBEDDINGS), url=EMBEDDINGS)
+        await router.scheduler.submits.get()
+    while not router.scheduler.submits.empty():
+        router.scheduler.submits.get_nowait()
+    async with serving(router, new_store()) as client:
+        for _ in range(2):
+            await embedded(router)
+        batch = await ended(client, batch)
+        assert batch.request_counts.completed == 1
 
 
 async def test_what_a_line_cannot_have_is_refused_by_name(router, new_store):

@@ -23,8 +23,7 @@ from transformers.utils import logging
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, attend, store_kv
 from gpu_worker.models.config import ModelConfig, read_architecture, read_dtype, read_eos_token_ids
-from gpu_worker.models.recurrent import RecurrentLayer, RecurrentStates
-from gpu_worker.models.transformers_attention import (
+from gpu_worker.models.transformers.attention import (
     CHUNKED,
     AttentionCall,
     base_name,
@@ -34,6 +33,7 @@ from gpu_worker.models.transformers_attention import (
     record_calls,
     register_attention,
 )
+from gpu_worker.models.transformers.recurrent import RecurrentLayer, RecurrentStates
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.weights.checkpoint import Checkpoint, has_nan
 from gpu_worker.weights.json_fields import JsonFields, ModelError
@@ -114,7 +114,7 @@ class TransformersModel:
         query: torch.Tensor,  # [1, H, T, D]
         key: torch.Tensor,  # [1, HKV, T, D]
         value: torch.Tensor,  # [1, HKV, T, D]
-        _mask: None,
+        attention_mask: None = None,  # noqa: ARG002  by place or by name
         **given: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attend for one layer of the current step; see `register_attention`."""

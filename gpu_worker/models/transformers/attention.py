@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from contract.limits import Chunk, KvWindow, window_length
-from gpu_worker.models.recurrent import RecurrentLayer, StateRecorder
+from gpu_worker.models.transformers.recurrent import RecurrentLayer, StateRecorder
 from gpu_worker.weights.json_fields import ModelError
 
 MaskFunction = Callable[
@@ -183,6 +183,7 @@ def record_calls(
                 config, attn_implementation=name, experts_implementation="batched_mm", **dtype
             ).eval()
             base = getattr(model, base_name(model))
+            _refuse_positions(base)
             states = StateRecorder(config, base) if is_recurrent else None
             tokens = torch.zeros(1, _NUM_TOKENS, dtype=torch.int64)
             with nullcontext() if states is None else states.watch():
@@ -214,6 +215,12 @@ def record_calls(
     calls = tuple(sorted(recorder.calls, key=lambda call: call.layer))
     _refuse_window_in_mask_only(config, calls, recorder.mask_windows)
     return calls, () if states is None else tuple(states.layers_by_module.values())
+
+
+def _refuse_positions(base: torch.nn.Module) -> None:
+    """Refuse positions as RoBERTa's, which are counted behind the number of the padding token."""
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in base.modules()):
+        raise ModelError("its positions depend on padding tokens")
 
 
 @contextmanager
@@ -274,13 +281,13 @@ class _Recorder:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,  # by place or by name
         **given: Any,
     ) -> tuple[torch.Tensor, None]:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise ModelError(f"{type(module).__name__} has no layer_idx")
-        _refuse_other_attention(f"layer {layer}", module, query, key, value, mask, given)
+        _refuse_other_attention(f"layer {layer}", module, query, key, value, attention_mask, given)
         options = read_options(query, given)
         window: KvWindow = options.window
         if layer in self._chunked and self._chunk is not None:
@@ -294,8 +301,8 @@ class _Recorder:
         source = next((each for each, (k, v) in self._kv.items() if k is key and v is value), layer)
         self._kv.setdefault(layer, (key, value))
         self.calls.append(AttentionCall(layer, key.shape[1], key.shape[3], window, source))
-        attended = query.new_empty(*query.shape[:3], value.shape[3])
-        return attended.transpose(1, 2), None
+        _, num_heads, num_tokens, _ = query.shape
+        return query.new_empty(1, num_tokens, num_heads, value.shape[3]), None
 
 
 def _refuse_other_attention(

@@ -7,7 +7,7 @@ rewinds a state. A sequence that must compute a token again starts from a full b
 nothing.
 
 A module of `transformers` takes sequences of one length. So a prompt's chunk is computed apart,
-piece by piece between block borders, and decodes are computed together.
+piece by piece between block boundaries, and decodes are computed together.
 
 Symbols: `T` tokens, `S` sequences, `E` hidden size.
 """
@@ -209,10 +209,10 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """The parts of a step in which states advance; none crosses a block border."""
+    """The parts of a step in which states advance; none crosses a block boundary."""
 
     together_places: list[int]
-    """Of single tokens that follow others: each one's place in the batch."""
+    """The places in the batch of single tokens that wait for no other piece."""
     together_reads: list[int]
     together_writes: list[int]
     apart: list[tuple[int, int, int | None, int]]
@@ -221,7 +221,7 @@ class _Pieces:
 
 
 def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size: int) -> _Pieces:
-    """Cut a step at block borders.
+    """Cut a step at block boundaries.
 
     Args:
         spans: By sequence: its first position in the step, the end, and its place in the batch.
@@ -237,8 +237,8 @@ def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size:
             at = place + position - begin
             cut.append((at, at + stop - position, read, table[position // block_size]))
             position = stop
-    # What another piece writes in this step is read after it: a sequence's own piece before, or a
-    # checkpoint that another sequence publishes. Plans name the writer first.
+    # A piece may read what an earlier piece of this step writes: one of its own sequence, or a
+    # checkpoint of another sequence, which plans name first. So such pieces are computed in order.
     num_writes = Counter(write for *_, write in cut)
     together: list[tuple[int, int, int | None, int]] = []
     apart: list[tuple[int, int, int | None, int]] = []

@@ -1,0 +1,1 @@
+"""Decoders that the `transformers` library builds, on paged attention and states in blocks."""
