@@ -35,10 +35,10 @@ from scheduler_svc.service import SchedulerServicer, scheduler_service
 from scheduler_svc.settings import SchedulerSettings
 from scheduler_svc.workers.attach import attach, newest_epoch
 from scheduler_svc.workers.engine import Engine, OpenCore
-from scheduler_svc.workers.far_tier import FarTier
 from scheduler_svc.workers.fleet import Fleet
+from scheduler_svc.workers.kv.far_tier import FarTier
+from scheduler_svc.workers.kv.prefix_pulls import PrefixPulls
 from scheduler_svc.workers.placement import PlacementMethod, Placer
-from scheduler_svc.workers.prefix_pulls import PrefixPulls
 from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.standby import wait_for_vacancy
 from scheduler_svc.workers.stream import WorkerClientConfig

@@ -26,7 +26,7 @@ from scheduler_svc.core.values.config import SchedulerLoad
 from scheduler_svc.core.values.request import SeqKey, SourceId
 from scheduler_svc.operations.migration import Migrator
 from scheduler_svc.workers.engine import Engine
-from scheduler_svc.workers.kv_copy import KvCopy, check_exchange, keeps_kv
+from scheduler_svc.workers.kv.copy import KvCopy, check_exchange, keeps_kv
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Session
 

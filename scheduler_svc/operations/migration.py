@@ -28,7 +28,7 @@ from scheduler_svc.core.values.config import SchedulerLoad
 from scheduler_svc.core.values.errors import MigrationRefusedError
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.fleet import Fleet
-from scheduler_svc.workers.kv_copy import check_exchange, has_answered, keeps_kv
+from scheduler_svc.workers.kv.copy import check_exchange, has_answered, keeps_kv
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Session
 

@@ -30,9 +30,9 @@ from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.wire.router import finished_to_proto
 from scheduler_svc.workers.adapters import Adapters, AdapterUse, check_adapter
 from scheduler_svc.workers.engine import Engine
-from scheduler_svc.workers.far_tier import FarTier
+from scheduler_svc.workers.kv.far_tier import FarTier
+from scheduler_svc.workers.kv.prefix_pulls import PrefixPulls
 from scheduler_svc.workers.placement import Placer, UnplacedRequests, for_prompts, prompt_hashes
-from scheduler_svc.workers.prefix_pulls import PrefixPulls
 from scheduler_svc.workers.roster import Roster, ServedModel, ask_all
 from scheduler_svc.workers.session import Session
 from scheduler_svc.workers.stream import WorkerLink

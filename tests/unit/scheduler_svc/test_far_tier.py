@@ -9,8 +9,8 @@ from fake_sessions import CONFIG, FakeRoster, FakeSession
 from contract.errors import UnavailableError
 from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.invariants import check
-from scheduler_svc.workers import far_tier
-from scheduler_svc.workers.far_tier import FarTier
+from scheduler_svc.workers.kv import far_tier
+from scheduler_svc.workers.kv.far_tier import FarTier
 
 PROMPT = [0, 1, 0, 0, 1, 1, 0, 0, 1]
 

@@ -10,9 +10,9 @@ from fake_sessions import CONFIG, FakeRoster, FakeSession
 from contract.errors import UnavailableError
 from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.invariants import check
-from scheduler_svc.workers import prefix_pulls
-from scheduler_svc.workers.kv_copy import KvCopy
-from scheduler_svc.workers.prefix_pulls import PrefixPulls
+from scheduler_svc.workers.kv import prefix_pulls
+from scheduler_svc.workers.kv.copy import KvCopy
+from scheduler_svc.workers.kv.prefix_pulls import PrefixPulls
 
 PROMPT = [0, 1, 0, 0, 1, 1, 0, 0, 1]
 

@@ -17,7 +17,7 @@ import structlog
 from contract.errors import FailedPreconditionError, QuireError
 from contract.hashing import BlockHash
 from rpc.tasks import BackgroundTasks
-from scheduler_svc.workers.kv_copy import KvCopy, check_exchange, keeps_kv
+from scheduler_svc.workers.kv.copy import KvCopy, check_exchange, keeps_kv
 from scheduler_svc.workers.session import Session
 
 _FIRST_BYTES_PER_S: Final = 1e9

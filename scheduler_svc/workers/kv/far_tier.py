@@ -18,8 +18,8 @@ from contract.errors import QuireError
 from contract.hashing import BlockHash
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.workers.kv_copy import has_answered
-from scheduler_svc.workers.prefix_pulls import LEAST_TOKENS, CopyRate, ends_in_time
+from scheduler_svc.workers.kv.copy import has_answered
+from scheduler_svc.workers.kv.prefix_pulls import LEAST_TOKENS, CopyRate, ends_in_time
 from scheduler_svc.workers.session import Session
 
 _COMPUTED_S: Final = 60.0

@@ -1,0 +1,1 @@
+"""Prefixes that come from other workers, or from the far tier."""
