@@ -184,30 +184,54 @@ def test_instructor(service: Service):
 # --- openai-agents --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def scripted(long_llama: Path, run_dir: Callable[[], Path], tmp_path: Path) -> Iterator[Service]:
+SYNTAXES = {
+    "hermes": (
+        "<tool_call> </tool_call>",
+        "%s",
+        '\n<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
+    ),
+    "harmony": (
+        "<|start|> <|channel|> <|constrain|> <|message|> <|end|> <|return|> <|call|>",
+        "<|channel|>commentary<|message|>%s",
+        (
+            "<|end|><|start|>assistant"
+            "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s"
+        ),
+    ),
+}
+"""A parser's name to the tokens of its syntax, a text, and a call behind it."""
+
+
+@pytest.fixture(params=SYNTAXES)
+def scripted(
+    request: pytest.FixtureRequest,
+    long_llama: Path,
+    run_dir: Callable[[], Path],
+    tmp_path: Path,
+) -> Iterator[Service]:
     """A model that calls a tool, tells its result, and answers a second question."""
+    tokens, said, called = SYNTAXES[request.param]
     model = tmp_path / "scripted"
     shutil.copytree(long_llama, model, ignore=shutil.ignore_patterns("*.safetensors"))
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # strict functions need such tokens
+    tokenizer.add_special_tokens(tokens.split())  # strict functions need such tokens
     tokenizer.save(str(model / "tokenizer.json"))
     config = json.loads((model / "config.json").read_text())
     config["vocab_size"] = tokenizer.get_vocab_size()
     (model / "config.json").write_text(json.dumps(config))
-    call = {"name": "weather", "arguments": {"city": "Köln", "days": 2}}
+    arguments = json.dumps({"city": "Köln", "days": 2}, ensure_ascii=False)
     # The chat template ends each message with an end token, so output N follows N messages.
     num_messages_to_output = {
-        1: f"I look.\n<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>",
-        3: "It rains in Köln.",
-        5: "Take a coat.",
+        1: said % "I look." + called % arguments,
+        3: said % "It rains in Köln.",
+        5: said % "Take a coat.",
     }
-    outputs = [num_messages_to_output.get(n, f"{n} messages came.") for n in range(6)]
+    outputs = [num_messages_to_output.get(n, said % f"{n} messages came.") for n in range(6)]
     encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in outputs]
     script = tmp_path / "script.json"
     script.write_text(json.dumps(encoded))
-    worker = ["--structured-output"]
-    with Service(run_dir(), model, worker=worker, script=script) as service:
+    worker, router = ["--structured-output"], [f"--tool-parser={request.param}"]
+    with Service(run_dir(), model, worker=worker, router=router, script=script) as service:
         yield service
 
 
