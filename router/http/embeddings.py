@@ -23,6 +23,7 @@ from router.request.inference import Inference
 from router.request.vectors import (
     MAX_AT_ONCE,
     MAX_INPUTS,
+    MAX_NUMBERS,
     Vector,
     check_inputs,
     make_vectors,
@@ -122,13 +123,14 @@ async def embed(
     requests: Sequence[GenerateRequest],
     *,
     max_at_once: int = MAX_AT_ONCE,
+    max_numbers: int = MAX_NUMBERS,
 ) -> Callable[[], Json]:
     """Compute the vectors of `body.requests`; the result makes the answer, in any thread.
 
     Raises QuireError.
     """
     model = inference.model.info(body.model)
-    check_inputs("input", len(body.input), model, body.dimensions)
+    check_inputs("input", len(body.input), model, body.dimensions, max_numbers)
     pooling = pooling_of(
         model,
         None if body.pooling is None else PoolingKind(body.pooling),

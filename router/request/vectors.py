@@ -52,10 +52,16 @@ def pooling_of(
     )
 
 
-def check_inputs(field: str, num_inputs: int, model: Model, dimensions: int | None) -> None:
+def check_inputs(
+    field: str,
+    num_inputs: int,
+    model: Model,
+    dimensions: int | None,
+    max_numbers: int = MAX_NUMBERS,
+) -> None:
     """Check how many inputs a call has; raises InvalidArgumentError."""
     size = dimensions or model.abilities.embedding_size or 1
-    most = min(MAX_INPUTS, max(1, MAX_NUMBERS // size))
+    most = min(MAX_INPUTS, max(1, max_numbers // size))
     if not 1 <= num_inputs <= most:
         raise InvalidArgumentError(
             field, f"has {num_inputs} entries; with vectors of {size} it must have 1 to {most}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from typing import Any, Final
 
 from contract.codec.outputs import event_from_proto, event_to_proto
@@ -277,17 +278,42 @@ class TurnStore:
 
         return await self.database.run(work)
 
+    async def group_bytes(self, tenant: str, group: str) -> int:
+        """Return how many bytes the results of a group have."""
+
+        def work(cursor: Cursor, _: Connection) -> int:
+            cursor.execute(
+                "SELECT sum(length(result)) FROM turns WHERE tenant = ? AND group_id = ?",
+                (tenant, group),
+            )
+            (num_bytes,) = cursor.fetchone()
+            return num_bytes or 0
+
+        return await self.database.run(work)
+
     async def list_group(
-        self, tenant: str, group: str, *, first_position: int = 0, limit: int = 1000
+        self,
+        tenant: str,
+        group: str,
+        *,
+        first_position: int = 0,
+        limit: int = 1000,
+        max_bytes: int = 16 * 2**20,
     ) -> Sequence[Turn]:
-        """Return turns of a group in their order."""
+        """Return turns of a group in their order; one may have more than `max_bytes`."""
+        of_group = "FROM turns WHERE tenant = ? AND group_id = ? AND position >= ?"
+        in_order = "ORDER BY position LIMIT ?"
+        asked = tenant, group, first_position
 
         def work(cursor: Cursor, _: Connection) -> list[Turn]:
             cursor.execute(
-                f"SELECT {_COLUMNS} FROM turns WHERE tenant = ? AND group_id = ?"  # noqa: S608 - constants
-                " AND position >= ? ORDER BY position LIMIT ?",
-                (tenant, group, first_position, limit),
+                "SELECT length(body) + coalesce(length(record), 0) + coalesce(length(result), 0)"
+                f" {of_group} {in_order}",
+                (*asked, limit),
             )
+            totals = accumulate(num_bytes for (num_bytes,) in cursor.fetchall())
+            num = max(1, sum(1 for total in totals if total <= max_bytes))
+            cursor.execute(f"SELECT {_COLUMNS} {of_group} {in_order}", (*asked, num))
             return [_turn(row) for row in cursor.fetchall()]
 
         return await self.database.run(work)

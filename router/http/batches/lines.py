@@ -34,6 +34,8 @@ EMBEDDINGS_KIND: Final = "batch embeddings"
 _EMBEDDINGS: Final = "/v1/embeddings"
 _MAX_INPUTS_AT_ONCE: Final = 4
 """Of one line, so that those of all lines take little of what may be live."""
+_MAX_NUMBERS: Final = 2**18
+"""Of one line's vectors: about 5.5 MB of JSON, since a router holds the answers of many lines."""
 
 ENDPOINTS: Final[Mapping[str, type[Schema]]] = {
     "/v1/chat/completions": ChatBody,
@@ -83,7 +85,13 @@ class BatchLines:
             for request in body.requests(body.input, turn.id, {}, special=body.add_special_tokens)
         ]
         inference = await self.cells.use(turn.model)
-        answer = await embed(inference, body, requests, max_at_once=_MAX_INPUTS_AT_ONCE)
+        answer = await embed(
+            inference,
+            body,
+            requests,
+            max_at_once=_MAX_INPUTS_AT_ONCE,
+            max_numbers=_MAX_NUMBERS,
+        )
         return await asyncio.to_thread(lambda: line(turn, status_code=_OK, body=answer()))
 
     async def request(self, turn: Turn) -> GenerateRequest:

@@ -207,7 +207,9 @@ class BatchStore:
         while await self._database.run(work) == SLICE:
             pass
 
-    async def end(self, batch: Batch, shown: Json, files: Sequence[tuple[File, bytes]]) -> None:
+    async def end(
+        self, batch: Batch, shown: Json, files: Sequence[tuple[File, bytes | bytearray]]
+    ) -> None:
         """End a batch, and keep its files, unless another router has done so."""
 
         def work(cursor: Cursor, _: Connection) -> None:
@@ -249,7 +251,7 @@ class BatchStore:
         await self._database.run(work)
 
 
-def _insert_file(cursor: Cursor, file: File, content: bytes) -> None:
+def _insert_file(cursor: Cursor, file: File, content: bytes | bytearray) -> None:
     cursor.execute(
         f"INSERT INTO files ({_FILE}, content) VALUES (?, ?, ?, ?, ?, ?, ?)",  # noqa: S608 - constants
         (

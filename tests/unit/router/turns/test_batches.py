@@ -13,7 +13,7 @@ from router_fake_scheduler import LENGTH, FakeScheduler
 from quire.v1 import common_pb2
 from router.http.api import routes
 from router.http.batches import lines
-from router.http.batches.batches import Batches
+from router.http.batches.batches import Batches, _Results
 from router.http.batches.lines import turn_of_line
 from router.http.batches.store import Batch, BatchStore
 from router.turns.store import insert_turn
@@ -343,7 +343,7 @@ async def test_lines_of_embeddings_are_answered_with_vectors(router, new_store):
         batch = await created(
             client,
             line("a", EMBEDDINGS),
-            line("b", EMBEDDINGS, dimensions=10**6),
+            line("b", EMBEDDINGS, dimensions=10**5),
             url=EMBEDDINGS,
         )
         submits = [await embedded(router) for _ in range(2)]
@@ -398,3 +398,60 @@ async def test_a_file_that_is_being_read_is_not_deleted(router, new_store, monke
         batch = await created(client, line("a"))
         with pytest.raises(openai.APIStatusError, match="is being read for batch_"):
             await client.files.delete(batch.input_file_id)
+
+
+async def test_a_line_of_embeddings_has_a_bound_on_its_numbers(router, new_store):
+    async with serving(router, new_store()) as client:
+        large = line("a", EMBEDDINGS, input=["Say"] * 3, dimensions=2**17)
+        batch = await ended(client, await created(client, large, url=EMBEDDINGS))
+        (error,) = (await lines_of(client, batch.error_file_id)).values()
+        assert error["response"]["status_code"] == 400
+        message = error["response"]["body"]["error"]["message"]
+        assert message == "input has 3 entries; with vectors of 131072 it must have 1 to 2"
+        assert router.scheduler.submits.empty()
+
+
+@BOTH
+async def test_a_batch_with_too_large_results_is_stopped_and_keeps_what_fits(
+    router, new_store, monkeypatch
+):
+    store = new_store()
+    async with serving(router, store) as client:
+        batch = await created(client, *map(line, "abc"))
+        await answer(router, "one")
+        while (await client.batches.retrieve(batch.id)).request_counts.completed < 1:
+            pass
+        most = await store.group_bytes("", batch.id)
+        monkeypatch.setattr("router.http.batches.batches.MAX_RESULT_BYTES", most)
+        await answer(router, "one")
+        batch = await ended(client, batch)
+        assert (batch.status, batch.failed_at is None) == ("failed", False)
+        (error,) = batch.errors.data
+        assert error.code == "results_too_large"
+        assert "134217728" in error.message
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (3, 1, 1)
+        kept = await client.files.retrieve(batch.output_file_id)
+        assert kept.bytes == most + 1
+        told = await lines_of(client, batch.error_file_id)
+        told |= await lines_of(client, batch.output_file_id)
+        assert told.keys() == {*"abc"}
+        codes = sorted((each["error"] or {}).get("code", "") for each in told.values())
+        assert codes == ["", "results_too_large", "results_too_large"]
+        assert await store.group_bytes("", batch.id) == 0
+
+
+async def test_the_files_of_results_are_made_off_the_loop(router, new_store, monkeypatch):
+    threads, add = set(), _Results.add
+
+    def add_noted(*args):
+        threads.add(threading.current_thread())
+        add(*args)
+
+    monkeypatch.setattr(_Results, "add", add_noted)
+    async with serving(router, new_store()) as client:
+        batch = await created(client, line("a"))
+        await answer(router, "one")
+        await ended(client, batch)
+    assert threads
+    assert threading.main_thread() not in threads

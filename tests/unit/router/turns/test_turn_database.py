@@ -62,3 +62,15 @@ async def test_a_server_that_is_not_there_is_an_error_without_a_password(tmp_pat
     with pytest.raises(StoreError, match="cannot be reached") as refused:
         await store.find("t", "x")
     assert "secret" not in str(refused.value)
+
+
+async def test_a_large_value_has_more_time_to_be_written(postgres):
+    def limit(cursor, value):
+        cursor.execute("SELECT length(?)", (value,))
+        cursor.execute("SHOW statement_timeout")
+        return cursor.fetchone()[0]
+
+    database = open_database(postgres.new_database())
+    for value, told in ((b"x" * 2**21, "12s"), (b"x", "10s")):
+        assert await database.run(lambda cursor, _, value=value: limit(cursor, value)) == told
+    await database.close()

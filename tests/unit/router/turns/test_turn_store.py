@@ -107,6 +107,9 @@ async def test_queued_turns_are_taken_up_in_their_order(new_store):
     await insert_queued(store, turns)
     assert await store.count_group("t", "g") == {TurnStatus.QUEUED: 4}
     assert await store.list_group("t", "g", first_position=2) == turns[2:]
+    size = len(TURN.body)
+    for max_bytes, num in ((0, 1), (2 * size - 1, 1), (2 * size, 2), (9 * size, 4)):
+        assert await store.list_group("t", "g", max_bytes=max_bytes) == turns[:num]
     assert not await store.claim(3)  # they are a group's
     assert [turn.id for turn in await store.claim(0, 3)] == ["t2", "t0", "t3"]
     assert [turn.id for turn in await store.claim(0, 3)] == ["t1"]
