@@ -74,13 +74,18 @@ clients-test: setup
 	clients/toolchains.sh
 	$(BIN)/pytest -m clients -rs tests/clients
 
-# Public clients whose requirements conflict with those of the tests; they get their own environment.
+# Public clients whose requirements conflict with those of the tests, or with each other's (LiteLLM
+# wants an older openai than the Agents SDK does); they get their own environments.
 PUBLIC_CLIENTS := build/public-clients
+OPENAI_AGENTS := build/openai-agents
 public-clients-test: setup
 	test -x $(PUBLIC_CLIENTS)/bin/python || $(PYTHON) -m venv $(PUBLIC_CLIENTS)
 	$(PUBLIC_CLIENTS)/bin/pip install -qq instructor litellm
+	test -x $(OPENAI_AGENTS)/bin/python || $(PYTHON) -m venv $(OPENAI_AGENTS)
+	$(OPENAI_AGENTS)/bin/pip install -qq openai-agents
 	! command -v npm || npm install --silent --prefix $(PUBLIC_CLIENTS) @anthropic-ai/claude-code @openai/codex
-	PUBLIC_CLIENTS_PYTHON=$(PUBLIC_CLIENTS)/bin/python PATH="$(CURDIR)/$(PUBLIC_CLIENTS)/node_modules/.bin:$$PATH" \
+	PUBLIC_CLIENTS_PYTHON=$(PUBLIC_CLIENTS)/bin/python OPENAI_AGENTS_PYTHON=$(OPENAI_AGENTS)/bin/python \
+		PATH="$(CURDIR)/$(PUBLIC_CLIENTS)/node_modules/.bin:$$PATH" \
 		$(BIN)/pytest -rs -m public_clients tests/e2e tests/unit/router
 
 # The Shepherd Model Gateway, from the package index, in front of two cells; skipped by name if it cannot

@@ -215,6 +215,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             async for message in requests:
                 if stream.has_ended:  # later messages may be about a former model
                     return
+                stream.on_message()
                 self._handle(message, stream, model)
         except Exception as error:  # noqa: BLE001 - the handler raises it, where it is logged
             stream.end(error)

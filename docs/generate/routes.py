@@ -42,12 +42,12 @@ An accepted field is honoured, whether it is OpenAI's or vLLM's. These fields ar
 they have no effect: {no_effect}. They label records, which Quire does not keep (`store: true` is
 refused).
 
-`tools` needs a model whose chat template has a place for them. With `tool_choice` "auto", calls
-that the model writes as `<tool_call>{{"name": …, "arguments": {{…}}}}</tool_call>` (Qwen, Hermes)
-become `message.tool_calls`; if the template shows another form of calls, "auto" is refused
-by name, and so is a function with `strict: true`. With "required", or a function's name, the output
-is forced to be one call, for any model, and its arguments follow the function's JSON
-schema. `finish_reason` is "tool_calls" after calls, unless the output was cut at `max_tokens`.
+`tools` needs a model whose chat template has a place for them. With `tool_choice` "auto", calls in
+the model's syntax become `message.tool_calls`; if the syntax is not known, "auto" is refused by
+name, and so is a function with `strict: true` where [the syntax does not allow
+it](../clients.md#tools-and-thinking). With "required", or a function's name, the output is forced
+to be calls whose arguments follow the function's JSON schema, for any model. `finish_reason` is
+"tool_calls" after calls, unless the output was cut at `max_tokens`.
 
 `stream_options` takes `include_usage`, and with it vLLM's `continuous_usage_stats`: each event has
 the tokens so far.

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import queue
+import re
 import struct
 import threading
 from collections.abc import Callable
@@ -36,6 +37,8 @@ _MAX_STORING_BYTES: Final = 256 * 1024**2
 """Copies of blocks that wait to be stored; beyond it, blocks are not stored."""
 _SWEEP_SHARE: Final = 1 / 16
 """The directory is looked through after so much of its limit was stored."""
+_OBJECT: Final = re.compile(r"/quire-kv/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}(\.\d+-\d+)?$")
+"""The paths of objects, and of drafts that a killed process left."""
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "created")
 """What storages call the time of an object's last change."""
 
@@ -49,10 +52,10 @@ class FarStore:
     """Blocks in a shared store. Called from one event loop."""
 
     def __init__(self, system: Any, root: str, identity: bytes, max_bytes: int) -> None:
-        """`system` is fsspec's, `root` a directory there, of at most about `max_bytes`."""
+        """`system` is fsspec's; in `root` there, KV takes about `max_bytes` at most."""
         self._system = system
-        self._root = root
-        self._directory = f"{root}/{identity.hex()[:32]}"
+        self._root = f"{root}/quire-kv"
+        self._directory = f"{self._root}/{identity.hex()[:32]}"
         self._max_bytes = max_bytes
         self._loads: _Work = queue.SimpleQueue()
         self._turns = asyncio.Semaphore(_NUM_THREADS)
@@ -158,17 +161,27 @@ class FarStore:
             self._system.pipe_file(path, data)
 
     def _sweep(self) -> None:
-        """Delete the oldest objects beyond the limit, whoever has stored them."""
+        """Delete the oldest of the stores' objects beyond the limit, whoever has stored them."""
         found = self._system.find(self._root, detail=True).items()
-        objects = [(_time_of(info), path, info["size"]) for path, info in found]
+        objects = [
+            (_time_of(info), path, info["size"]) for path, info in found if _OBJECT.search(path)
+        ]
         num_bytes = sum(size for _, _, size in objects)
+        failure: Exception | None = None
         for _, path, size in sorted(objects):
             if num_bytes <= self._max_bytes:
-                return
-            with contextlib.suppress(FileNotFoundError):  # another worker sweeps, too
+                break
+            num_bytes -= size
+            try:
                 self._system.rm_file(path)
                 _count("sweep", "done")
-            num_bytes -= size
+            except FileNotFoundError:  # another worker sweeps, too
+                continue
+            except Exception as error:  # noqa: BLE001 - each storage has its own
+                _count("sweep", "failed")
+                failure = error
+        if failure is not None:
+            _log.warning("the far store cannot be kept within far_kv_gb", reason=repr(failure))
 
 
 def open_far_store(url: str, identity: bytes, max_bytes: int) -> FarStore:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 import torch
+from isal import isal_zlib
 
 from gpu_worker.kv.codecs.lossless import LosslessCodec
 from gpu_worker.kv.codecs.names import CodecSpec
@@ -25,6 +26,7 @@ from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 
 _GIB = 1024**3
+_PIECE_BYTES: Final = 1024**2
 _UNNAMED_DIR: Final = Path("/var/tmp")  # noqa: S108 - a file there has no name
 
 
@@ -49,21 +51,33 @@ def kv_identity(
 ) -> bytes:
     """Return a hash of all that determines the KV of a token, besides the tokens before it.
 
-    Files of weights count by name, size and time of change, so copied ones count as others.
+    With a far tier, which other machines share, files of the model count by name and content.
+    Otherwise they count by name, size and time of change, so copied ones count as others.
     """
-    files = sorted(
-        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
-        for path in directory.iterdir()
-        if path.is_file()
-    )
+    describe = _content if settings.far_kv_url else _size_and_time
+    files = sorted((path.name, describe(path)) for path in directory.iterdir() if path.is_file())
     what = (
-        version("quire"),
+        (version("quire"), version("transformers")),
         files,
         (settings.model_class, settings.quantization, str(dtype), settings.kv_dtype),
         (str(settings.host_codec), str(settings.disk_codec)),
         (settings.block_size, groups),
     )
     return hashlib.sha256(repr(what).encode()).digest()
+
+
+def _size_and_time(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _content(path: Path) -> bytes:
+    """Return a hash of a file, by CRCs of its pieces: as fast as it can be read."""
+    digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(piece):
+            digest.update(isal_zlib.crc32(piece[:num_bytes]).to_bytes(4, "little"))
+    return digest.digest()
 
 
 def open_lower_tiers(

@@ -77,17 +77,21 @@ def load(
     shares = settings.memory_warning_share, settings.memory_critical_share
     memory_monitor = watch_device(loaded.device, *shares)
     executor = loaded.executor
-    transfer = _open_transfer(settings, loaded, info)
-    steps = StepLoop(executor if leader is None else LeadingExecutor(executor, leader), event_loop)
     load_adapter = _load_adapter(settings, loaded.load_adapter)
-    far = _open_far(settings, loaded) if info.has_far_kv else None
+    far = _open_far(settings, loaded, info) if settings.far_kv_url else None
+    transfer = _open_transfer(settings, loaded, info)
+    # Last, because its thread keeps the model.
+    steps = StepLoop(executor if leader is None else LeadingExecutor(executor, leader), event_loop)
     return LoadedModel(info, steps, memory_monitor, load_adapter, transfer, far)
 
 
-def _open_far(settings: WorkerSettings, loaded: RankModel) -> FarStore:
+def _open_far(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> FarStore:
     host_pool = loaded.tiers.host_pool
-    assert loaded.identity is not None, "the worker has a far tier"
-    assert host_pool is not None, "the worker has a far tier"
+    if loaded.identity is None or host_pool is None or not info.has_far_kv:
+        lacks = "host memory for KV (host_kv_memory_gb)" if host_pool is None else "plain KV"
+        raise ModelError(
+            f"far_kv_url is {settings.far_kv_url}; it must be empty: the worker has no {lacks}"
+        )
     what = repr((host_pool.blocks.shape[1], loaded.device.type)).encode()
     identity = hashlib.sha256(loaded.identity + what).digest()
     try:
@@ -103,8 +107,13 @@ def _open_transfer(
     settings: WorkerSettings, loaded: RankModel, info: WorkerInfo
 ) -> NixlEngine | None:
     host_pool = loaded.tiers.host_pool
-    if settings.kv_transfer == "grpc" or host_pool is None or not info.takes_kv:
+    if settings.kv_transfer == "grpc":
         return None
+    if host_pool is None or not info.takes_kv:
+        raise ModelError(
+            f"kv_transfer is {settings.kv_transfer}; it must be grpc without host memory for KV"
+            " (host_kv_memory_gb), or on several devices"
+        )
     try:
         agent = load_agent(f"{info.worker_id}-{info.instance_id:x}")
         return NixlEngine(agent, host_pool.blocks)
@@ -156,7 +165,8 @@ def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
         host_codec=str(settings.host_codec),
         num_draft_tokens=0 if settings.speculative is None else settings.num_draft_tokens,
         takes_kv=num_ranks == 1,
-        has_far_kv=bool(settings.far_kv_url and loaded.identity and host_pool is not None),
+        has_far_kv=bool(settings.far_kv_url and loaded.identity and host_pool is not None)
+        and limits.kv_windows == (None,),
         max_num_blocks=loaded.max_num_blocks,
         min_num_blocks=limits.min_num_blocks,
         host_is_device_memory=loaded.device.type == "cpu",

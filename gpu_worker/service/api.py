@@ -344,9 +344,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         del context
         info, steps = self._loaded()
         far = self._far_store(info)
-        self._attachments.of(request.epoch)
+        attachment = self._attachments.of(request.epoch)
         block_ids, labels = blocks_and_labels(request, info.limits)
-        num_blocks = await store_far(steps, far, block_ids, labels)
+        num_blocks = await store_far(
+            steps,
+            far,
+            block_ids,
+            labels,
+            check=lambda: self._attachments.require_newest(attachment),
+        )
         return worker_pb2.StoreKvResponse(num_blocks=num_blocks)
 
     async def FetchKv(  # noqa: N802 - the proto's name

@@ -18,15 +18,22 @@ _FETCH_S: Final = 10.0
 
 
 async def store_far(
-    blocks: HostBlocks, far: "FarStore", block_ids: Int32Array, labels: Sequence[BlockHash]
+    blocks: HostBlocks,
+    far: "FarStore",
+    block_ids: Int32Array,
+    labels: Sequence[BlockHash],
+    check: Callable[[], None],
 ) -> int:
     """Copy int32[N] blocks, and begin to store them; return how many there was room for.
+
+    `check` is called after each copy; it raises if the block may have had another content.
 
     Raises:
         QuireError: As `read_host_blocks`.
     """
     for number, label in enumerate(labels):
         content = await blocks.read_host_blocks(block_ids[number : number + 1])
+        check()
         if not far.store(label, content):
             return number
     return len(labels)

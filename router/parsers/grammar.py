@@ -19,6 +19,7 @@ TokenId: TypeAlias = Callable[[str], int | None]
 
 _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
 _PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|KEY|VALUE)")
+_HARMONY_MARKERS: Final = ("start", "channel", "constrain", "message", "end", "return", "call")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
@@ -98,20 +99,49 @@ class CallGrammar:
         return "\n".join([f"start: {body}", *self._rules])
 
     def calls_in_text(
-        self, functions: Sequence[ForcedFunction], thinking: ThinkingGrammar | None
+        self,
+        functions: Sequence[ForcedFunction],
+        thinking: ThinkingGrammar | None,
+        *,
+        has_begun: bool = False,
     ) -> str | None:
         """Return a grammar of text in which each call is of one of the functions.
 
+        `has_begun`: whether the prompt ends within one of harmony's messages.
         None if a call's first marker is not a token: then text may be the beginning of a call.
         """
         opener = _MARKER.match(self._written.first or self._written.call)
         opener_id = None if opener is None else self._token_id(opener[0])
-        if opener_id is None or self._written.is_alone:
+        if opener is None or opener_id is None:
             return None
+        if self._written.is_alone:
+            if opener[0] != "<|channel|>":
+                return None
+            return self._call_after_messages(functions, has_begun=has_begun)
         calls = self.calls(functions, may_be_several=True).removeprefix("start:")
         marks = [opener_id] if thinking is None else sorted([opener_id, thinking.begin])
         free = f"<[^{','.join(map(str, marks))}]>*"
         return f"start: {free} (section {free})*\nsection:{calls}"
+
+    def _call_after_messages(
+        self, functions: Sequence[ForcedFunction], *, has_begun: bool
+    ) -> str | None:
+        """Return a grammar of harmony's messages, the last of which may be a call."""
+        ids = {name: token_id for name in _HARMONY_MARKERS
+               if (token_id := self._token_id(f"<|{name}|>")) is not None}  # fmt: skip
+        if len(ids) < len(_HARMONY_MARKERS):
+            return None
+        call = self.calls(functions, may_be_several=False).removeprefix("start:")
+        rules = [
+            f"start: {'text (next rest)?' if has_begun else 'rest'}",
+            "rest: (message next)* (message | call)",
+            f"text: <[^{','.join(map(str, sorted(ids.values())))}]>*",
+            f'next: <[{ids["end"]}]> <[{ids["start"]}]> "assistant"',
+            f"message: <[{ids['channel']}]> channel <[{ids['message']}]> text",
+            'channel: "analysis" | "commentary" | "final"',
+            f"call: {call}",
+        ]
+        return "\n".join(rules)
 
     def _call(self, function: ForcedFunction) -> str:
         parts = []

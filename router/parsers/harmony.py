@@ -21,6 +21,11 @@ THOUGHT_MESSAGES: Final = ThinkingMarkers(
 )
 
 
+def message_has_begun(prompt: str) -> bool:
+    """Whether a prompt ends within a message, behind its header."""
+    return prompt.rfind("<|message|>") > prompt.rfind("<|start|>")
+
+
 @dataclass(frozen=True, slots=True)
 class HarmonySyntax:
     """The channel "analysis" is thinking, a message to a function is a call, all else is text."""

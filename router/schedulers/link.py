@@ -119,6 +119,7 @@ class SchedulerLink:
         self._resuming = ResumingCalls()
         self._outbox: Outbox | None = None
         """Messages to the scheduler; None while there is no scheduler."""
+        self._knows_unpin = False
         self._calls: SchedulerCalls | None = None
         self._limit = asyncio.timeout(None)
         """Ends the current stream when it expires."""
@@ -173,8 +174,8 @@ class SchedulerLink:
             self._outbox.leave(live.live_seq_keys)
 
     def unpin(self, request_id: str, tenant: str) -> None:
-        """Drop the pins of a request's prompt, if a scheduler is connected."""
-        if self._outbox is not None:
+        """Drop the pins of a request's prompt, if a scheduler is connected that knows of it."""
+        if self._outbox is not None and self._knows_unpin:
             self._outbox.unpin(request_id, tenant)
 
     async def resume(
@@ -270,6 +271,7 @@ class SchedulerLink:
                 poll.cancel()  # from now on the stream carries heartbeats
                 heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
+                self._knows_unpin = welcome.hears_beats  # both came with one version
                 if welcome.hears_beats:
                     tasks.append(asyncio.create_task(_beat(outbox)))
                 while (message := await _read(call)) is not None:

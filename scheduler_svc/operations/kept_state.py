@@ -166,7 +166,9 @@ class StateFile:
             if self._path is None or _start_of(self._path) > self._start:
                 return  # a newer scheduler has the file, and this one was only stopped
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            new = self._path.with_name(f"{self._path.name}.new")
+            # Its own draft, since a scheduler that was only stopped may write, too.
+            new = self._path.with_name(f"{self._path.name}.{self._start}.new")
+            new.touch(mode=0o600)  # tenants have names
             with new.open("w", encoding="utf-8") as file:
                 file.write(self._contents())
                 file.flush()

@@ -44,10 +44,14 @@ class RouterStream:
         self._wake = asyncio.Event()
 
     def on_beat(self) -> None:
-        """Note a sign of life of the router."""
+        """Count the router's silence from its first beat on."""
         if self.heartbeat is None:
             self.heartbeat = Heartbeat()
-        self.heartbeat.on_message()
+
+    def on_message(self) -> None:
+        """Note a sign of life: a beat may wait behind many other messages."""
+        if self.heartbeat is not None:
+            self.heartbeat.on_message()
 
     @property
     def has_ended(self) -> bool:

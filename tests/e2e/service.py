@@ -45,9 +45,10 @@ class Service:
         router: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         worker_uds: Path | None = None,
+        script: Path | None = None,
     ) -> None:
         """`worker`, `scheduler` and `router` are flags added to those of every service of the
-        tests."""
+        tests. With `script`, a simulated worker plays it."""
         directory.mkdir(parents=True, exist_ok=True)
         self.model = model.name
         self.uds = {name: directory / f"{name}.sock" for name in ("worker", "scheduler", "router")}
@@ -55,7 +56,11 @@ class Service:
         self._flags = {
             "worker": [
                 *(f"--uds={self.uds['worker']}", "--http-port=0", f"--model={model}"),
-                *("--device=cpu", "--dtype=float32", "--num-threads=1"),
+                *(
+                    ("--device=cpu", "--dtype=float32", "--num-threads=1")
+                    if script is None
+                    else (f"--script={script}",)
+                ),
                 *worker,
             ],
             "scheduler": [
@@ -70,7 +75,8 @@ class Service:
             ],
         }
         env = env or {}
-        self.worker = Child("gpu_worker", directory / "worker.log", env)
+        module = "gpu_worker" if script is None else "sim_worker"
+        self.worker = Child(module, directory / "worker.log", env)
         self.scheduler = Child("scheduler_svc", directory / "scheduler.log", env)
         self.router = Child("router", directory / "router.log", env)
         self._scheduler_flags: tuple[str, ...] = ()

@@ -1,14 +1,15 @@
 """Published clients of OpenAI's API, unmodified, use a live service.
 
-Two of them need packages that conflict with Quire's own tests: `make public-clients-test`
-installs them separately, and runs `client_of_*.py` with their interpreter.
+Three of them need packages that conflict with Quire's own tests or with each other's:
+`make public-clients-test` installs them apart, and runs `client_of_*.py` with their interpreters.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import openai
 import pytest
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI, OpenAI
+from tokenizers import Tokenizer
 
 from tests.e2e.service import Service
 
@@ -179,8 +181,69 @@ def test_instructor(service: Service):
     run_apart("client_of_instructor.py", f"{service.url}/v1", service.model, PROMPT)
 
 
-def run_apart(script: str, *arguments: str) -> None:
-    python = os.environ["PUBLIC_CLIENTS_PYTHON"]  # see the Makefile
+# --- openai-agents --------------------------------------------------------------------------------
+
+
+SYNTAXES = {
+    "hermes": (
+        "<tool_call> </tool_call>",
+        "%s",
+        '\n<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
+    ),
+    "harmony": (
+        "<|start|> <|channel|> <|constrain|> <|message|> <|end|> <|return|> <|call|>",
+        "<|channel|>commentary<|message|>%s",
+        (
+            "<|end|><|start|>assistant"
+            "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>%s"
+        ),
+    ),
+}
+"""A parser's name to the tokens of its syntax, a text, and a call behind it."""
+
+
+@pytest.fixture(params=SYNTAXES)
+def scripted(
+    request: pytest.FixtureRequest,
+    long_llama: Path,
+    run_dir: Callable[[], Path],
+    tmp_path: Path,
+) -> Iterator[Service]:
+    """A model that calls a tool, tells its result, and answers a second question."""
+    tokens, said, called = SYNTAXES[request.param]
+    model = tmp_path / "scripted"
+    shutil.copytree(long_llama, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_special_tokens(tokens.split())  # strict functions need such tokens
+    tokenizer.save(str(model / "tokenizer.json"))
+    config = json.loads((model / "config.json").read_text())
+    config["vocab_size"] = tokenizer.get_vocab_size()
+    (model / "config.json").write_text(json.dumps(config))
+    arguments = json.dumps({"city": "Köln", "days": 2}, ensure_ascii=False)
+    # The chat template ends each message with an end token, so output N follows N messages.
+    num_messages_to_output = {
+        1: said % "I look." + called % arguments,
+        3: said % "It rains in Köln.",
+        5: said % "Take a coat.",
+    }
+    outputs = [num_messages_to_output.get(n, said % f"{n} messages came.") for n in range(6)]
+    encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in outputs]
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps(encoded))
+    worker, router = ["--structured-output"], [f"--tool-parser={request.param}"]
+    with Service(run_dir(), model, worker=worker, router=router, script=script) as service:
+        yield service
+
+
+@pytest.mark.public_clients
+def test_openai_agents(scripted: Service):
+    python = os.environ["OPENAI_AGENTS_PYTHON"]  # see the Makefile
+    url = f"{scripted.url}/v1"
+    run_apart("client_of_openai_agents.py", url, scripted.model, python=python)
+
+
+def run_apart(script: str, *arguments: str, python: str | None = None) -> None:
+    python = python or os.environ["PUBLIC_CLIENTS_PYTHON"]  # see the Makefile
     run([python, str(Path(__file__).parent / script), *arguments], {})
 
 

@@ -16,6 +16,7 @@ from router.parsers.grammar import (
     ThinkingGrammar,
     thinking_grammar,
 )
+from router.parsers.harmony import message_has_begun
 from router.parsers.pieces import Reader
 
 
@@ -62,7 +63,10 @@ def plan_outputs(
         UnimplementedError: The model's syntax does not allow what is asked.
     """
     thinking = parsers.thinking
-    has_begun = thinking is not None and thinking.has_begun(prompt, continued)
+    if thinking is not None:
+        has_begun = thinking.has_begun(prompt, continued)
+    else:
+        has_begun = parsers.reads_messages and message_has_begun(prompt)
     plan = _plan(parsers, tools, form, has_begun=has_begun, thinking_budget=thinking_budget)
     return replace(plan, thinking=parsers.markers(has_begun=has_begun))
 
@@ -136,7 +140,7 @@ def _plan_calls(
     in_text = None
     if written is not None:
         in_text = CallGrammar(written, parsers.token_id).calls_in_text(
-            [_forced(function) for function in tools.offered], thought
+            [_forced(function) for function in tools.offered], thought, has_begun=has_begun
         )
     if in_text is None:
         raise UnimplementedError(

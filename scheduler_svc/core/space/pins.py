@@ -48,6 +48,8 @@ class Pins:
         # The request that set each block's end, and its blocks; unknown for restored pins.
         self._owners: dict[DeviceBlockId, Owner] = {}
         self._owned: dict[Owner, set[DeviceBlockId]] = {}
+        # The latest end that another request than the owner asked for, and that request.
+        self._others: dict[DeviceBlockId, tuple[float, Owner]] = {}
         # By block: the end, and the negative index of the block in its prompt, to order equal ends.
         self._ends: dict[DeviceBlockId, tuple[float, int]] = {}
         self._by_end: MarkedHeap[DeviceBlockId] = MarkedHeap()
@@ -173,15 +175,24 @@ class Pins:
         return any_pinned
 
     def unpin(self, tenant: str, request_id: str) -> None:
-        """Drop the pins of a request, except those that a later request has extended."""
+        """Drop the pins of a request; where another request asked for one, it ends with that."""
         owner = tenant, request_id
         self._loading = [
             (seq, until)
             for seq, until in self._loading
             if (seq.request.tenant, seq.request.request_id) != owner
         ]
+        self._others = {block: each for block, each in self._others.items() if each[1] != owner}
         for block in sorted(self._owned.get(owner, ())):
-            self._let_go(block)
+            if (other := self._others.pop(block, None)) is None:
+                self._let_go(block)
+                continue
+            _, place = self._ends[block]
+            self._by_end.discard(block)
+            self._disown(block)
+            until, left_owner = other
+            self._own(block, left_owner)
+            self._set_end(block, until, place)
 
     def keep_within_share(self) -> None:
         """Drop the pins that exceed the share of the pool, which may have shrunk."""
@@ -200,6 +211,8 @@ class Pins:
         self._set_end(dst, end, place)
         if (owner := self._disown(src)) is not None:
             self._own(dst, owner)
+        if (other := self._others.pop(src, None)) is not None:
+            self._others[dst] = other
         if (tenant := self._tenants.pop(src, None)) is not None:
             self._tenants[dst] = tenant
 
@@ -236,10 +249,13 @@ class Pins:
                     self._tenants[block] = tenant
                     self._num_of[tenant] += 1
             elif old[0] >= until:
+                if self._owners.get(block) != owner:
+                    self._add_other(block, until, owner)
                 continue
             else:
                 self._by_end.discard(block)
-                self._disown(block)
+                if (former := self._disown(block)) not in (None, owner):
+                    self._add_other(block, old[0], former)
             self._own(block, owner)
             # The pin of a block ends no sooner than those of the blocks that continue it.
             self._set_end(block, until, -index)
@@ -250,6 +266,10 @@ class Pins:
         self._next_end = min(self._next_end, until)
         self._ends[block] = until, place
         self._by_end.push((until,), block, place)
+
+    def _add_other(self, block: DeviceBlockId, until: float, owner: Owner) -> None:
+        if (known := self._others.get(block)) is None or known[0] < until:
+            self._others[block] = until, owner
 
     def _own(self, block: DeviceBlockId, owner: Owner) -> None:
         self._owners[block] = owner
@@ -266,6 +286,7 @@ class Pins:
         del self._ends[block]
         self._by_end.discard(block)
         self._disown(block)
+        self._others.pop(block, None)
         if (tenant := self._tenants.pop(block, None)) is not None:
             self._num_of[tenant] -= 1
             if not self._num_of[tenant]:

@@ -218,16 +218,18 @@ async def test_a_scheduler_hears_that_a_router_without_requests_is_well(router):
         await router.scheduler.beats.get()
 
 
-async def test_a_scheduler_of_an_earlier_version_gets_no_beats(router):
+async def test_a_scheduler_of_an_earlier_version_gets_no_new_messages(router):
     router.scheduler.hears_beats = False
     await lose_scheduler(router)
     await router.scheduler.start()
     await router.ready.wait()
     router.scheduler.beats = asyncio.Queue()
+    router.inference.schedulers.unpin("response", "tenant")
     live, _ = await start(router)
     await live.aclose()
     await router.scheduler.cancels.get()
     assert router.scheduler.beats.empty()
+    assert router.scheduler.unpins.empty()
 
 
 @pytest.fixture

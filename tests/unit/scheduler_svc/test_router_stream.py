@@ -101,7 +101,7 @@ class TestRouterStream:
             assert not streams.are_silent
             await asyncio.sleep(0.001)
         assert streams.are_silent
-        one.on_beat()
+        one.on_message()
         assert not streams.are_silent
         streams.close(one)
         assert streams.are_silent

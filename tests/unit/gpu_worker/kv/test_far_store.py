@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from contract.errors import UnavailableError
 from contract.hashing import BlockHash
 from gpu_worker.kv import far_store
 from gpu_worker.kv.far_store import FarStore, open_far_store
@@ -43,8 +44,9 @@ async def settle(store):
     async with asyncio.timeout(30):
         while store._num_storing_bytes:  # noqa: ASYNC110 - threads end it
             await asyncio.sleep(0.001)
-        for _ in range(far_store._NUM_THREADS):
-            await far_store._call(store._stores, lambda: None)
+        free = threading.Barrier(far_store._NUM_THREADS)  # all threads have ended their work
+        calls = [far_store._call(store._stores, free.wait) for _ in range(free.parties)]
+        await asyncio.gather(*calls)
 
 
 async def keep(store, *numbers):
@@ -102,6 +104,33 @@ async def test_oldest_objects_make_room(url, monkeypatch):
     assert len(objects(store)) <= 5
     assert await store.load(LABELS[0]) is None
     assert await store.load(LABELS[9]) == CONTENTS[9]
+
+
+async def test_what_others_keep_in_the_directory_stays(url):
+    store = open_store(url, max_bytes=1)
+    root = store._root.removesuffix("/quire-kv")
+    store._system.makedirs(store._root)
+    for path in (f"{root}/model.safetensors", f"{store._root}/notes.txt"):
+        store._system.pipe_file(path, b"weights")
+    await keep(store, 1)
+    await settle(store)
+    assert objects(store) == [f"{store._root}/notes.txt"]
+    assert store._system.cat_file(f"{root}/model.safetensors") == b"weights"
+
+
+async def test_a_sweep_goes_on_past_an_object_that_cannot_be_deleted(url, monkeypatch):
+    store = open_store(url, max_bytes=1)
+    delete = store._system.rm_file
+
+    def refuse_one(path):
+        if LABELS[1].hex() in path:
+            raise PermissionError(path)
+        delete(path)
+
+    monkeypatch.setattr(store._system, "rm_file", refuse_one)
+    await keep(store, 1, 2)
+    await settle(store)
+    assert objects(store) == [store._path(LABELS[1])]
 
 
 def test_time_sorts_as_text():
@@ -242,7 +271,7 @@ async def test_leading_blocks_come_and_no_block_after_a_missing_one(url):
     for number in range(20):
         blocks.content[number] = number + 1
     every = np.arange(20, dtype=np.int32)
-    assert await store_far(blocks, store, every, LABELS) == 20
+    assert await store_far(blocks, store, every, LABELS, lambda: None) == 20
     await settle(store)
     checks = []
     target = Blocks()
@@ -255,3 +284,15 @@ async def test_leading_blocks_come_and_no_block_after_a_missing_one(url):
     assert await fetch_far(target, store, every, LABELS, BLOCK_BYTES + 1, lambda: None) == 0
     store._system.rm(store._root, recursive=True)
     assert await fetch_far(target, store, every, LABELS, BLOCK_BYTES, lambda: None) == 0
+
+
+async def test_a_block_that_a_newer_scheduler_may_have_changed_is_not_stored(url):
+    store = open_store(url)
+
+    def refuse():
+        raise UnavailableError("a newer scheduler has attached")
+
+    with pytest.raises(UnavailableError):
+        await store_far(Blocks(), store, np.arange(20, dtype=np.int32), LABELS, refuse)
+    await settle(store)
+    assert not objects(store)

@@ -9,7 +9,7 @@ import torch
 from gpu_worker import metrics
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.loading import measure
-from gpu_worker.loading.kv_tiers import open_lower_tiers
+from gpu_worker.loading.kv_tiers import kv_identity, open_lower_tiers
 from gpu_worker.models.registry import open_model
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
@@ -226,3 +226,15 @@ def test_unsupported_tier_settings_are_refused_by_name(capsys, tmp_path, flags, 
     with pytest.raises(SystemExit):
         parse_settings(WorkerSettings, "quire-worker", [f"--model={tmp_path}", *flags])
     assert problem in capsys.readouterr().err
+
+
+def test_with_a_far_tier_kv_is_named_by_the_content_of_the_model_s_files(tmp_path):
+    def identity(content, **changes):
+        (tmp_path / "model.safetensors").write_bytes(content)
+        os.utime(tmp_path / "model.safetensors", (1, 1))
+        settings = WorkerSettings(_env_file=None, model=tmp_path, **changes)
+        return kv_identity(settings, tmp_path, torch.bfloat16, ())
+
+    far = {"far_kv_url": "memory://kv", "host_kv_memory_gb": 1.0}
+    assert identity(b"one", **far) == identity(b"one", **far) != identity(b"two", **far)
+    assert identity(b"one") == identity(b"two"), "by size and time"

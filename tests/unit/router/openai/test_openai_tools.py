@@ -119,6 +119,19 @@ async def test_a_strict_function_is_called_as_its_schema_says(client, inference)
     assert not request.skip_special_tokens, "the reader needs the marker"
 
 
+async def test_a_strict_function_of_gpt_oss_may_be_called(client, inference):
+    names = ("start", "channel", "constrain", "message", "end", "return", "call")
+    inference.text.marker_ids = {f"<|{name}|>": 100 + i for i, name in enumerate(names)}
+    inference.text.template = ChatTemplate("{{ tools }}<|channel|><|message|>", {})
+    header = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+    inference.script = spell(f'{header}{{"a": 1}}<|call|>')
+    answer = await client.chat.completions.create(model="org/tiny", messages=HELLO, tools=[STRICT])
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+    (request,) = inference.requests
+    assert "to=functions." in to_grammar(request.sampling.structured).grammar
+
+
 async def test_tools_that_are_not_to_be_called_need_no_template(client, inference):
     inference.text.template = ChatTemplate("{{ messages }}", {})
     await client.chat.completions.create(

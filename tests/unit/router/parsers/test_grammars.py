@@ -11,7 +11,13 @@ from router_tokenizers import byte_level_bpe
 from contract.errors import UnimplementedError
 from contract.sampling import StructuredOutput
 from router.parsers.families import THINKING_FAMILIES, TOOL_FAMILIES
-from router.parsers.grammar import _MARKER, CallGrammar, ForcedFunction, thinking_grammar
+from router.parsers.grammar import (
+    _HARMONY_MARKERS,
+    _MARKER,
+    CallGrammar,
+    ForcedFunction,
+    thinking_grammar,
+)
 from router.text.grammar import to_grammar, without_words
 from router.text.token_bytes import token_table
 from tests.reading import new_reader, read
@@ -120,6 +126,40 @@ def test_a_strict_call_may_stand_in_any_text():
     assert (
         CallGrammar(WRITTEN["llama3_json"], model.token_id).calls_in_text(FUNCTIONS, None) is None
     )
+
+
+def test_a_strict_call_may_follow_messages():
+    markers = {f"<|{name}|>" for name in _HARMONY_MARKERS}
+    model = Model(markers, are_tokens=True)
+    grammar = CallGrammar(WRITTEN["harmony"], model.token_id).calls_in_text(FUNCTIONS, None)
+    form = to_grammar(StructuredOutput(grammar=grammar))
+    begun = CallGrammar(WRITTEN["harmony"], model.token_id).calls_in_text(
+        FUNCTIONS, None, has_begun=True
+    )
+    thought = "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant"
+    header = "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>"
+    call = header % "add" + '{"a": 1}'
+    for right, calls in (
+        (f"{thought}<|channel|>final<|message|>Hello.", []),
+        (call, [("add", {"a": 1})]),
+        (f"{thought}{thought}{call}", [("add", {"a": 1})]),
+    ):
+        assert model.admits(form, right)
+        assert read(new_reader("harmony", tools=SCHEMAS), [right]).calls == calls
+    for wrong in (
+        thought + header % "add" + '{"a": true',
+        thought + header % "sub",
+        f"{thought}<|channel|>analysis to=functions.add",
+        f"{thought} to=functions.add<|channel|>",
+        " to=functions.add",
+        "I add.",
+    ):
+        assert not model.admits(form, wrong)
+    form = to_grammar(StructuredOutput(grammar=begun))
+    assert model.admits(form, f"I add.<|end|><|start|>assistant{call}")
+    assert not model.admits(form, call)
+    less = CallGrammar(WRITTEN["harmony"], Model(markers - {"<|end|>"}, are_tokens=True).token_id)
+    assert less.calls_in_text(FUNCTIONS, None) is None
 
 
 @pytest.mark.parametrize("has_begun", [False, True])

@@ -227,6 +227,20 @@ def test_what_a_later_request_has_pinned_for_longer_stays():
     assert core.load().num_pinned_blocks == 0
 
 
+def test_what_several_requests_have_pinned_ends_with_the_last_of_them():
+    core = make_core(max_pinned_share=1.0)
+    run(core, 0, A, cache_pin_s=20.0)
+    run(core, 1, [*A, *B], cache_pin_s=30.0)
+    run(core, 2, A, cache_pin_s=25.0)
+    core.unpin("", "request-1")
+    check(core)
+    assert core.load().num_pinned_blocks == 2
+    run(core, 3, B, now=24.0)
+    assert core.load().num_pinned_blocks == 2, "request-2 asked for 25 s"
+    run(core, 4, B, now=26.0)
+    assert core.load().num_pinned_blocks == 0
+
+
 def test_a_prompt_that_is_unpinned_before_its_swap_in_has_ended_is_not_pinned():
     core = make_core(num_blocks=4, num_host_blocks=4, max_pinned_share=0.5)
     run(core, 0, A)

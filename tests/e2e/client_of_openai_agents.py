@@ -1,0 +1,74 @@
+"""The OpenAI Agents SDK, in an environment of its own: URL MODEL; fails if an answer is wrong.
+
+The model is scripted: it says "I look." and calls the tool, tells its result, and then answers a
+second question.
+"""
+
+import asyncio
+import sys
+
+import agents
+import openai
+
+URL, MODEL = sys.argv[1:]
+TEXT, ARGUMENTS = "response.output_text.delta", "response.function_call_arguments.delta"
+
+calls: list[tuple[str, int]] = []
+
+
+@agents.function_tool
+def weather(city: str, days: int) -> str:
+    """Return the forecast for a city."""
+    calls.append((city, days))
+    return "rain"
+
+
+async def stream(agent: agents.Agent, asked: str | list) -> agents.RunResultStreaming:
+    """Return the result, after a look at the pieces in which it came."""
+    result = agents.Runner.run_streamed(agent, asked)
+    pieces = {TEXT: "", ARGUMENTS: ""}
+    async for event in result.stream_events():
+        if event.type == "raw_response_event" and event.data.type in pieces:
+            pieces[event.data.type] += event.data.delta
+    items = result.new_items
+    assert pieces[TEXT] == agents.ItemHelpers.text_message_outputs(items), pieces
+    arguments = [item.raw_item.arguments for item in items if item.type == "tool_call_item"]
+    assert pieces[ARGUMENTS] == "".join(arguments), pieces
+    return result
+
+
+async def converse(model: str | agents.Model, run) -> None:
+    settings = agents.ModelSettings(include_usage=True)  # else no stream of chat completions has it
+    agent = agents.Agent(name="Forecaster", model=model, model_settings=settings, tools=[weather])
+    calls.clear()
+    result = await run(agent, "How is the weather in Cologne?")
+    assert result.final_output.strip() == "It rains in Köln.", result
+    assert calls == [("Köln", 2)], calls
+    assert [item.type for item in result.new_items] == [
+        "message_output_item",
+        "tool_call_item",
+        "tool_call_output_item",
+        "message_output_item",
+    ], result.new_items
+    said = agents.ItemHelpers.text_message_output(result.new_items[0])
+    assert said.strip() == "I look.", said
+    usage = result.context_wrapper.usage
+    assert usage.requests == 2, usage
+    assert min(usage.input_tokens, usage.output_tokens) > 0, usage
+    question = {"role": "user", "content": "What shall I take?"}
+    result = await run(agent, [*result.to_input_list(), question])
+    assert result.final_output.strip() == "Take a coat.", result
+
+
+async def main() -> None:
+    agents.set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=URL, api_key="none", max_retries=0)
+    agents.set_default_openai_client(client, use_for_tracing=False)
+    by_responses = MODEL  # the default of the SDK
+    by_chat = agents.OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
+    for model in (by_responses, by_chat):
+        for run in (agents.Runner.run, stream):
+            await converse(model, run)
+
+
+asyncio.run(main())
