@@ -3,7 +3,8 @@
 Each block is an object, named by its label under a directory that says what made the KV. A header
 repeats the label and has a checksum, so an object that is torn, changed or another's is not used,
 and is deleted. Threads of our own do the calls, since a store may hang: they end with the process.
-No request waits longer than `_LOAD_S`; after failures in a row the store is left alone for a time.
+A load waits at most `_LOAD_S` for its turn, and as long for the store, whatever is stored at the
+time. After failures in a row the store is left alone for a time.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ _MAGIC: Final = b"QuireFr1"
 _HEADER: Final = struct.Struct("<8s32sQI")
 """Magic, label, bytes of the content, their CRC-32."""
 _NUM_THREADS: Final = 8
+"""For loads, and as many for all else."""
 _LOAD_S: Final = 2.0
 _MAX_FAILURES: Final = 3
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 300.0
@@ -41,6 +43,7 @@ _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "created")
 """What storages call the time of an object's last change."""
 
 _T = TypeVar("_T")
+_Work = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
 
 _log = structlog.get_logger()
 
@@ -54,14 +57,17 @@ class FarStore:
         self._root = f"{root}/quire-kv"
         self._directory = f"{self._root}/{identity.hex()[:32]}"
         self._max_bytes = max_bytes
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._loads: _Work = queue.SimpleQueue()
+        self._turns = asyncio.Semaphore(_NUM_THREADS)
+        """So a load has a thread at once, unless the store hangs."""
+        self._stores: _Work = queue.SimpleQueue()
         self._num_storing_bytes = 0
         self._num_unswept_bytes = max_bytes  # the first store looks through it
         self._num_failures = 0
         self._pause_s = _FIRST_PAUSE_S
         self._paused_until_s = 0.0
-        for _ in range(_NUM_THREADS):
-            threading.Thread(target=self._run, name="far-kv", daemon=True).start()
+        for work in (self._loads, self._stores) * _NUM_THREADS:
+            threading.Thread(target=_run, args=(work,), name="far-kv", daemon=True).start()
 
     @property
     def is_paused(self) -> bool:
@@ -70,14 +76,22 @@ class FarStore:
 
     async def load(self, label: bytes) -> bytes | None:
         """Return the content of a block; None if it is not there, or not in time."""
-        if self.is_paused:
-            return None
         try:
             async with asyncio.timeout(_LOAD_S):
-                content = await self._call(lambda: self._get(label))
+                await self._turns.acquire()
+        except TimeoutError:  # the store is busy, which is no failure
+            _count("load", "refused")
+            return None
+        try:
+            if self.is_paused:
+                return None
+            async with asyncio.timeout(_LOAD_S):
+                content = await _call(self._loads, lambda: self._get(label))
         except Exception as error:  # noqa: BLE001 - each storage has its own; TimeoutError, too
             self._on_failure("load", error)
             return None
+        finally:
+            self._turns.release()
         self._num_failures, self._pause_s = 0, _FIRST_PAUSE_S
         _count("load", "done" if content is not None else "missing")
         return content
@@ -89,7 +103,7 @@ class FarStore:
             _count("store", "refused")
             return False
         self._num_storing_bytes = num_bytes
-        stored = self._call(lambda: self._put(label, content))
+        stored = _call(self._stores, lambda: self._put(label, content))
 
         def on_end(done: "asyncio.Future[None]") -> None:
             self._num_storing_bytes -= len(content)
@@ -102,28 +116,10 @@ class FarStore:
             self._num_unswept_bytes += len(content)
             if self._num_unswept_bytes > self._max_bytes * _SWEEP_SHARE:
                 self._num_unswept_bytes = 0
-                self._call(self._sweep).add_done_callback(lambda each: each.exception())
+                _call(self._stores, self._sweep).add_done_callback(lambda each: each.exception())
 
         stored.add_done_callback(on_end)
         return True
-
-    def _call(self, work: Callable[[], _T]) -> "asyncio.Future[_T]":
-        future: Future[_T] = Future()
-        self._work.put((future, work))
-        return asyncio.wrap_future(future)
-
-    def _run(self) -> None:
-        while True:
-            future, work = self._work.get()
-            if not future.set_running_or_notify_cancel():
-                continue  # its time was over before it began
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: the process ends
-                try:
-                    result = work()
-                except Exception as error:  # noqa: BLE001 - the caller's
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
 
     def _on_failure(self, move: str, error: BaseException) -> None:
         _count(move, "failed")
@@ -198,6 +194,26 @@ def open_far_store(url: str, identity: bytes, max_bytes: int) -> FarStore:
 
     system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
     return FarStore(system, root.rstrip("/"), identity, max_bytes)
+
+
+def _call(work: _Work, function: Callable[[], _T]) -> "asyncio.Future[_T]":
+    future: Future[_T] = Future()
+    work.put((future, function))
+    return asyncio.wrap_future(future)
+
+
+def _run(work: _Work) -> None:
+    while True:
+        future, function = work.get()
+        if not future.set_running_or_notify_cancel():
+            continue  # its time was over before it began
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: the process ends
+            try:
+                result = function()
+            except Exception as error:  # noqa: BLE001 - the caller's
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
 
 def _write_file(path: Path, data: bytes) -> None:

@@ -399,7 +399,7 @@ class Fleet:
         session.post(command, choice.num_tokens)
         if self._far is not None and session.info.has_far_kv:
             hashes = prompt_hashes(command.request, session.block_size)
-            self._far.store_later(hashes, session)
+            self._far.store_later(command.request, hashes, session)
 
     def _switch_model(self, why: str) -> None:
         """End the requests for the former model, and make the routers ask for the new one."""

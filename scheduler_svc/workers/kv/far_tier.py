@@ -18,6 +18,7 @@ from contract.errors import QuireError
 from contract.hashing import BlockHash
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.values.request import Request
 from scheduler_svc.workers.kv.copy import has_answered
 from scheduler_svc.workers.kv.prefix_pulls import LEAST_TOKENS, CopyRate, ends_in_time
 from scheduler_svc.workers.session import Session
@@ -26,6 +27,14 @@ _COMPUTED_S: Final = 60.0
 """A prompt that takes longer, from its submission on, is not stored."""
 _MAX_STORING: Final = 64
 """Most prompts that wait to be stored."""
+_MAX_LENDING_TRIES: Final = 16
+"""How often in a row a core may lend no block, before the rest of a prompt is not stored."""
+_MAX_FETCHES: Final = 8
+"""Most fetches at a time for one worker."""
+_FETCH_BLOCKS: Final = 64
+"""How many blocks are fetched together; the worker's host blocks are reserved for them."""
+_FETCH_S: Final = 10.0
+"""After so long no more blocks are fetched for a prompt."""
 _MAX_KNOWN: Final = 2**17
 """How many blocks are known to be in the store, and not sent there again."""
 
@@ -65,6 +74,9 @@ class FarTier:
         num_bytes = len(missing) * info.block_bytes
         if num_tokens < LEAST_TOKENS or self._rate.seconds(num_bytes) >= compute_s:
             return None
+        num_fetches = sum(session is taking for session, _ in self._fetches)
+        if num_fetches >= _MAX_FETCHES and (taking, missing[0]) not in self._fetches:
+            return None
         return Fetch(taking, missing, num_bytes, compute_s)
 
     def start(self, fetch: Fetch, then: Callable[[], None]) -> None:
@@ -78,54 +90,76 @@ class FarTier:
             fetching.add_done_callback(lambda _: self._fetches.pop(key))
         self._tasks.start(ends_in_time(fetching, fetch.compute_s, then))
 
-    def store_later(self, hashes: Sequence[BlockHash], giving: Session) -> None:
-        """Store a prompt's full blocks when they are computed."""
+    def store_later(self, request: Request, hashes: Sequence[BlockHash], giving: Session) -> None:
+        """Store the full blocks of a request's prompt when they are computed."""
         new = [each for each in hashes if each not in self._known]
         is_long = len(hashes) * giving.block_size >= LEAST_TOKENS
         if new and is_long and _has_far(giving) and self._num_storing < _MAX_STORING:
             self._num_storing += 1
-            self._tasks.start(self._store(new, giving))
+            self._tasks.start(self._store(request, new, giving))
 
     def stop(self) -> None:
         """Cancel what is in progress, when the sessions end."""
         self._tasks.stop()
 
     async def _fetch(self, fetch: Fetch) -> None:
-        taking = fetch.taking
-        started_s = asyncio.get_running_loop().time()
-        room = taking.call(lambda core: core.expect(fetch.hashes))
+        taking, loop = fetch.taking, asyncio.get_running_loop()
+        started_s = loop.time()
+        num_done, count = 0, 1  # the store lacks most prompts: the first block tells
+        try:
+            most = taking.call(lambda core: core.copies.num_expectable)
+            hashes = fetch.hashes[:most]  # more would evict the first ones again
+            while num_done < len(hashes) and loop.time() < started_s + _FETCH_S:
+                wanted = hashes[num_done : num_done + count]
+                num_arrived = await self._fetch_some(wanted, taking)
+                num_done += num_arrived
+                if num_arrived < len(wanted):
+                    for each in fetch.hashes[num_done:]:
+                        self._known.pop(each, None)  # to be stored again
+                    break
+                count = _FETCH_BLOCKS
+        except QuireError as error:
+            log.warning("a prefix was not fetched", reason=str(error))
+        self._know(fetch.hashes[:num_done])
+        if num_done:
+            num_bytes = fetch.num_bytes * num_done / len(fetch.hashes)
+            self._rate.measure(num_bytes / (loop.time() - started_s))
+
+    async def _fetch_some(self, hashes: Sequence[BlockHash], taking: Session) -> int:
+        """Fetch the first blocks that the store has and the host has room for."""
+        room = taking.call(lambda core: core.expect(hashes))
         num_arrived = 0
         try:
             if room.hashes:
                 await taking.wait_until(has_answered(room.ready_step))
                 num_arrived = await taking.link.fetch_kv(room.hashes, room.host_block_ids)
-        except QuireError as error:
-            log.warning("a prefix was not fetched", reason=str(error))
         finally:
             with contextlib.suppress(QuireError):
                 taking.call(lambda core: core.receive(room.room_id, num_arrived))
-        self._know(room.hashes[:num_arrived])
-        for each in room.hashes[num_arrived:]:
-            self._known.pop(each, None)  # to be stored again
-        if num_arrived:
-            seconds = asyncio.get_running_loop().time() - started_s
-            num_bytes = fetch.num_bytes * num_arrived / len(fetch.hashes)
-            self._rate.measure(num_bytes / seconds)
+        return num_arrived
 
-    async def _store(self, hashes: list[BlockHash], giving: Session) -> None:
+    async def _store(self, request: Request, hashes: list[BlockHash], giving: Session) -> None:
         last = hashes[-1:]
+        keys = range(request.first_seq_key, request.first_seq_key + request.n)
 
-        def is_computed(core: Scheduler) -> bool:
-            return bool(core.lookup.num_cached_blocks(last))
+        def is_computed_or_gone(core: Scheduler) -> bool:
+            is_computed = bool(core.lookup.num_cached_blocks(last))
+            return is_computed or not core.live.find(request.source, keys)
 
         try:
             async with asyncio.timeout(_COMPUTED_S):
-                await giving.wait_until(is_computed)
-                while hashes:
+                giving.call(lambda _: None)  # the core knows the request from now on
+                await giving.wait_until(is_computed_or_gone)
+                num_tries = 0
+                while hashes and num_tries < _MAX_LENDING_TRIES:
                     num_stored = await self._store_some(hashes, giving)
-                    self._know(hashes[:num_stored])
+                    if num_stored is None:
+                        num_tries += 1
+                        continue
                     if not num_stored:
-                        return
+                        return  # the store is full, or left alone
+                    num_tries = 0
+                    self._know(hashes[:num_stored])
                     del hashes[:num_stored]
         except TimeoutError:
             pass
@@ -134,13 +168,17 @@ class FarTier:
         finally:
             self._num_storing -= 1
 
-    async def _store_some(self, hashes: Sequence[BlockHash], giving: Session) -> int:
-        """Store as many of the first blocks as the host has room for; return their number."""
+    async def _store_some(self, hashes: Sequence[BlockHash], giving: Session) -> int | None:
+        """Store as many of the first blocks as the host has room for; return their number.
+
+        None: the core lends none now, because swap-ins wait or the host is full. It may lend
+        some after the steps that are on their way, for which this has waited.
+        """
         loan = giving.call(lambda core: core.lend(hashes))
         try:
-            if not loan.hashes:
-                return 0
             await giving.wait_until(has_answered(loan.ready_step))
+            if not loan.hashes:
+                return None
             return await giving.link.store_kv(loan.hashes, loan.host_block_ids)
         finally:
             with contextlib.suppress(QuireError):

@@ -9,10 +9,13 @@ from fake_sessions import CONFIG, FakeRoster, FakeSession
 from contract.errors import UnavailableError
 from contract.hashing import extend_chain, root_hash
 from scheduler_svc.core.invariants import check
+from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.workers.kv import far_tier
 from scheduler_svc.workers.kv.far_tier import FarTier
 
 PROMPT = [0, 1, 0, 0, 1, 1, 0, 0, 1]
+REQUEST = Request(SourceId(0), SeqKey(0), "r0", np.array(PROMPT, np.int32), 1, 1, b"")
+"""As `submit(0, PROMPT)` makes it."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,8 +41,8 @@ def hashes():
 
 
 async def store(far, hashes, session):
-    far.store_later(hashes, session)
-    await asyncio.gather(*far._tasks._tasks)
+    far.store_later(REQUEST, hashes, session)
+    await asyncio.wait_for(asyncio.gather(*far._tasks._tasks), 30)
 
 
 async def fetch(far, found):
@@ -145,8 +148,92 @@ async def test_a_prompt_that_is_never_computed_is_not_waited_for_for_ever(
     sessions, hashes, monkeypatch
 ):
     monkeypatch.setattr(far_tier, "_COMPUTED_S", 0.0)
-    _, b = sessions
+    a, _ = sessions
+    a.is_read = True  # it does not step
     far = FarTier()
-    await store(far, hashes, b)
+    await store(far, hashes, a)
     assert far._num_storing == 0
-    assert not b.far
+    assert not a.far
+
+
+async def test_cancelled_prompt_is_not_waited_for(sessions, hashes):
+    a, _ = sessions
+    a.is_read = True  # it does not step
+    far = FarTier()
+    far.store_later(REQUEST, hashes, a)
+    await asyncio.sleep(0)
+    assert far._num_storing == 1
+    a.core.cancel(SourceId(0), [0])
+    await asyncio.wait_for(asyncio.gather(*far._tasks._tasks), 30)
+    assert far._num_storing == 0
+
+
+@pytest.mark.parametrize(("num_refused", "num_stored"), [(3, 4), (1000, 0)])
+async def test_core_that_lends_nothing_now_is_asked_again(
+    sessions, hashes, num_refused, num_stored
+):
+    a, _ = sessions
+    lend, asked = a.core.lend, []
+
+    def lend_late(wanted):
+        asked.append(wanted)
+        return lend(wanted if len(asked) > num_refused else ())
+
+    a.core.lend = lend_late
+    far = FarTier()
+    await store(far, hashes, a)
+    assert len(a.far) == num_stored
+    assert len(asked) <= far_tier._MAX_LENDING_TRIES
+    assert (far._num_storing, num_held(a)) == (0, 0)
+
+
+async def test_fetch_holds_one_block_until_the_store_has_shown_that_it_has_the_prompt(
+    sessions, hashes
+):
+    _, b = sessions
+    b.may_pull.clear()
+    far = FarTier()
+    far.start(far.find(hashes, b), lambda: None)
+    await asyncio.wait_for(b.pulling.wait(), 30)
+    assert num_held(b) == 1
+    b.may_pull.set()
+    await asyncio.gather(*far._tasks._tasks)
+    assert num_held(b) == 0
+
+
+async def test_prefix_comes_in_pieces_and_for_a_bounded_time(sessions, hashes, monkeypatch):
+    monkeypatch.setattr(far_tier, "_FETCH_BLOCKS", 2)
+    a, b = sessions
+    far = FarTier()
+    await store(far, hashes, a)
+    fetch_kv, asked = b.fetch_kv, []
+
+    async def watched(labels, host_block_ids):
+        asked.append((len(labels), num_held(b)))
+        return await fetch_kv(labels, host_block_ids)
+
+    b.fetch_kv = watched
+    found = far.find(hashes, b)
+    with monkeypatch.context() as patch:
+        patch.setattr(far_tier, "_FETCH_S", 0.0)
+        await fetch(far, found)
+    assert not asked
+    await fetch(far, found)
+    assert asked == [(1, 1), (2, 2), (1, 1)]
+    assert b.num_cached_blocks(hashes) == 4
+    check(b.core)
+
+
+async def test_number_of_fetches_is_bounded_for_each_worker(sessions, hashes, monkeypatch):
+    monkeypatch.setattr(far_tier, "_MAX_FETCHES", 1)
+    a, b = sessions
+    a.core, others = FakeSession().core, hashes[::-1]
+    b.may_pull.clear()
+    far = FarTier()
+    far.start(far.find(hashes, b), lambda: None)
+    assert far.find(others, b) is None
+    assert far.find(others, a) is not None, "another worker"
+    assert far.find(hashes, b) is not None, "waits for the same fetch"
+    b.may_pull.set()
+    await asyncio.gather(*far._tasks._tasks)
+    assert far.find(others, b) is not None

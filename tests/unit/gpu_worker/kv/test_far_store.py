@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,12 @@ def url(request, tmp_path):
     MemoryFileSystem.store.clear()
 
 
+@pytest.fixture
+def memory_url(tmp_path):
+    yield f"memory://{tmp_path}"
+    MemoryFileSystem.store.clear()
+
+
 def open_store(url, *, identity=IDENTITY, max_bytes=1 << 30):
     return open_far_store(url, identity, max_bytes)
 
@@ -37,8 +44,9 @@ async def settle(store):
     async with asyncio.timeout(30):
         while store._num_storing_bytes:  # noqa: ASYNC110 - threads end it
             await asyncio.sleep(0.001)
-        for _ in range(far_store._NUM_THREADS):
-            await store._call(lambda: None)
+        free = threading.Barrier(far_store._NUM_THREADS)  # all threads have ended their work
+        calls = [far_store._call(store._stores, free.wait) for _ in range(free.parties)]
+        await asyncio.gather(*calls)
 
 
 async def keep(store, *numbers):
@@ -189,6 +197,60 @@ async def test_store_that_hangs_costs_a_bounded_time_and_memory(monkeypatch):
     assert store.is_paused
     system.go.set()
     await settle(store)
+
+
+class GatedSystem(MemoryFileSystem):
+    """Memory, but calls of the methods `gated` wait until `go` is set."""
+
+    cachable = False
+
+    def __init__(self, *gated):
+        super().__init__()
+        self.calls = []
+        self.go = threading.Event()
+        for name in gated:
+            setattr(self, name, partial(self._wait, getattr(self, name)))
+
+    def _wait(self, method, *args, **kwargs):
+        self.calls.append(method)
+        self.go.wait()
+        return method(*args, **kwargs)
+
+
+async def begun(system, num_calls):
+    async with asyncio.timeout(30):
+        while len(system.calls) < num_calls:  # noqa: ASYNC110 - threads make them
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("gated", ["pipe_file", "find"])
+async def test_loads_do_not_wait_for_stores_nor_for_the_sweep(memory_url, gated, monkeypatch):
+    monkeypatch.setattr(far_store, "_LOAD_S", 30.0)
+    await keep(open_store(memory_url), 0)
+    system = GatedSystem(gated)
+    store = FarStore(system, system._strip_protocol(memory_url), IDENTITY, 1)
+    for label in LABELS[1:]:
+        assert store.store(label, CONTENTS[1])
+    await begun(system, far_store._NUM_THREADS)
+    assert await store.load(LABELS[0]) == CONTENTS[0]
+    system.go.set()
+    await settle(store)
+
+
+async def test_load_that_gets_no_turn_is_no_failure(memory_url, monkeypatch):
+    monkeypatch.setattr(far_store, "_LOAD_S", 30.0)
+    await keep(open_store(memory_url), 0)
+    system = GatedSystem("cat_file")
+    store = FarStore(system, system._strip_protocol(memory_url), IDENTITY, 1 << 30)
+    busy = [asyncio.create_task(store.load(LABELS[0])) for _ in range(far_store._NUM_THREADS)]
+    await begun(system, far_store._NUM_THREADS)
+    with monkeypatch.context() as patch:
+        patch.setattr(far_store, "_LOAD_S", 0.0)
+        assert [await store.load(LABELS[0]) for _ in range(5)] == [None] * 5
+    assert not store.is_paused
+    assert store._num_failures == 0
+    system.go.set()
+    assert await asyncio.gather(*busy) == [CONTENTS[0]] * far_store._NUM_THREADS
 
 
 class Blocks:
