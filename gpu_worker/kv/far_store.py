@@ -43,7 +43,7 @@ _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "created")
 """What storages call the time of an object's last change."""
 
 _T = TypeVar("_T")
-_Work = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]]
+_Work = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 _log = structlog.get_logger()
 
@@ -73,6 +73,11 @@ class FarStore:
     def is_paused(self) -> bool:
         """Whether the store is left alone, because it failed."""
         return monotonic() < self._paused_until_s
+
+    def close(self) -> None:
+        """End the threads, each after what it does now and all that was asked for before."""
+        for work in (self._loads, self._stores) * _NUM_THREADS:
+            work.put(None)
 
     async def load(self, label: bytes) -> bytes | None:
         """Return the content of a block; None if it is not there, or not in time."""
@@ -203,8 +208,8 @@ def _call(work: _Work, function: Callable[[], _T]) -> "asyncio.Future[_T]":
 
 
 def _run(work: _Work) -> None:
-    while True:
-        future, function = work.get()
+    while (item := work.get()) is not None:
+        future, function = item
         if not future.set_running_or_notify_cancel():
             continue  # its time was over before it began
         with contextlib.suppress(RuntimeError):  # the event loop is closed: the process ends

@@ -242,6 +242,8 @@ class ModelSlot:
             self._watch.cancel()
         model, self._model = self._model, None
         model.memory.stop()
+        if model.far is not None:
+            model.far.close()
         if model.transfer is not None:  # before the memory goes that other workers read
             await model.transfer.close()
         await asyncio.to_thread(_begin_release)

@@ -296,3 +296,18 @@ async def test_a_block_that_a_newer_scheduler_may_have_changed_is_not_stored(url
         await store_far(Blocks(), store, np.arange(20, dtype=np.int32), LABELS, refuse)
     await settle(store)
     assert not objects(store)
+
+
+async def test_closed_store_finishes_its_work_and_ends_its_threads(url):
+    def num_threads():
+        return sum(thread.name == "far-kv" for thread in threading.enumerate())
+
+    before = num_threads()
+    store = open_store(url)
+    assert num_threads() > before
+    assert store.store(LABELS[1], CONTENTS[1])
+    store.close()
+    async with asyncio.timeout(30):
+        while num_threads() > before:  # noqa: ASYNC110 - they end by themselves
+            await asyncio.sleep(0.001)
+    assert len(objects(store)) == 1
