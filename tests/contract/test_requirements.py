@@ -121,7 +121,7 @@ def test_all_that_is_installed_is_locked_but_torch_and_our_own_code():
     installs = re.findall(r"pip install .*", makefile + dockerfile)
     assert len(installs) >= 8
     own = re.compile(
-        r"--no-deps --no-build-isolation|TORCH|\(PUBLIC_CLIENTS\)|litellm|'smg>="
+        r"--no-deps --no-build-isolation|TORCH|\(PUBLIC_CLIENTS\)|litellm|openai-agents|'smg>="
         r"|--target \$@ triton==|'nixl>="
     )
     for install in installs:
