@@ -4,9 +4,9 @@ import secrets
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from contract.limits import Limits
 from contract.lora import LoraAdapter
 from contract.pooling import ONLY_GENERATES, Abilities
+from contract.worker_limits import Limits
 
 
 class MemoryLevel(Enum):

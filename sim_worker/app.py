@@ -10,7 +10,7 @@ import structlog
 from pydantic import TypeAdapter
 
 from contract.info import WorkerInfo, new_instance_id
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker.service.api import WorkerService
 from gpu_worker.weights.json_fields import ModelError, read_json
 from model_files.locate import find_model

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from contract.arrays import Int32Array, Int64Array
 from contract.errors import InconsistentPlanError
-from contract.limits import Limits
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.step.rows import Rows, ScheduledRows
 from sim_worker.tier_ledger import TierLedger
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from contract.arrays import BoolArray, Int32Array, Int64Array
 from contract.errors import FailedPreconditionError, UnavailableError, UnimplementedError
-from contract.limits import Limits
 from contract.state import Holdings
 from contract.step import Plan, PromptLogprobs, Result, StepId, StepLogprob
+from contract.worker_limits import Limits
 from gpu_worker import metrics
 from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.step.block_labels import BlockLabels

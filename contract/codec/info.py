@@ -9,9 +9,9 @@ from contract.codec.message_checks import check_number
 from contract.codec.sampling import pooling_from_proto, pooling_to_proto
 from contract.errors import InvalidArgumentError
 from contract.info import MemoryLevel, ModelInfo, Role, WorkerInfo
-from contract.limits import Chunk, KvWindow, Limits
 from contract.lora import DIGEST_BYTES, LoraAdapter
 from contract.pooling import Abilities, Task
+from contract.worker_limits import Chunk, KvWindow, Limits
 from quire.v1 import common_pb2, worker_pb2
 
 _LIMITS: Final = (

@@ -26,9 +26,9 @@ from contract.codec.packing import pack_int32, unpack_int32
 from contract.codec.search import search_to_note
 from contract.errors import InvalidArgumentError
 from contract.hashing import BlockHash
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan, PromptLogprobs, Result, StepId, StepLogprob
+from contract.worker_limits import Limits
 from quire.v1 import common_pb2, worker_pb2
 
 _BATCH_ARRAYS: Final = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import structlog
 import torch
 
-from contract.limits import Chunk, Limits
 from contract.pooling import Abilities
+from contract.worker_limits import Chunk, Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layer_groups import (
     LayerGroups,

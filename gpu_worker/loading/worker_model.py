@@ -11,7 +11,7 @@ import torch
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, UnimplementedError
 from contract.info import WorkerInfo, new_instance_id
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker import metrics
 from gpu_worker.kv.far_store import FarStore, open_far_store
 from gpu_worker.kv.nixl_engine import NixlEngine, load_agent

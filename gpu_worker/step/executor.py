@@ -15,9 +15,9 @@ import torch
 
 from contract.arrays import BoolArray, Int32Array
 from contract.errors import FailedPreconditionError
-from contract.limits import Limits
 from contract.state import Holdings
 from contract.step import Plan, PooledRow, Result, StepId, StepLogprob
+from contract.worker_limits import Limits
 from gpu_worker import metrics
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool

@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from contract.arrays import Int64Array
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker import metrics
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS

@@ -17,8 +17,8 @@ from typing import Final
 import structlog
 
 from contract.errors import FailedPreconditionError, QuireError, UnavailableError
-from contract.limits import STATE_WINDOW
 from contract.step import StepId
+from contract.worker_limits import STATE_WINDOW
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.moved_request import MovableRequest, Progress
 from scheduler_svc.core.scheduler import Scheduler

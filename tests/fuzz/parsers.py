@@ -26,9 +26,9 @@ from contract.codec.state import check_holdings, holdings_from_proto
 from contract.codec.step import result_from_proto
 from contract.errors import InvalidArgumentError, QuireError
 from contract.info import MemoryLevel, ModelInfo
-from contract.limits import Limits
 from contract.request import Model as RouterModelInfo
 from contract.step import Plan, Result
+from contract.worker_limits import Limits
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,

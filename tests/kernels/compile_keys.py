@@ -80,8 +80,8 @@ for name in ("prepare_decode", "prepare_prefill"):
 library.native = lambda: None
 
 # After the ops are replaced: modules may import them by name.
-from contract.limits import Limits  # noqa: E402
 from contract.sampling import SamplingParams, StructuredOutput  # noqa: E402
+from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
 from gpu_worker.kv.host_pool import HostPool  # noqa: E402
 from gpu_worker.models.registry import open_model  # noqa: E402

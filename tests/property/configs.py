@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from contract.limits import STATE_WINDOW, Chunk
+from contract.worker_limits import STATE_WINDOW, Chunk
 from scheduler_svc.core.space.eviction import Eviction
 from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
 

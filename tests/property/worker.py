@@ -13,9 +13,9 @@ import numpy as np
 
 from contract.arrays import Int32Array, ints
 from contract.hashing import HASH_BYTES, BlockHash
-from contract.limits import STATE_WINDOW, Chunk
 from contract.state import HeldBlocks, HeldRow, Holdings
 from contract.step import NewSequence, Plan, Result, StepLogprob
+from contract.worker_limits import STATE_WINDOW, Chunk
 from scheduler_svc.core.values.config import SchedulerConfig
 from tests.property.beams import logprobs
 from tests.property.disk import BROKEN, Content, FakeDisk

@@ -20,7 +20,7 @@ and the group, so pools, tiers and labels need not know groups.
 from collections.abc import Callable, Iterable, Sequence
 
 from contract.hashing import BlockHash, group_hash
-from contract.limits import STATE_WINDOW, first_seen, window_length
+from contract.worker_limits import STATE_WINDOW, first_seen, window_length
 from scheduler_svc.core.space.blocks import DeviceBlockId
 from scheduler_svc.core.values.config import SchedulerConfig
 

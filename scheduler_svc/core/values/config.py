@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from contract.info import MemoryLevel
-from contract.limits import KvWindow, window_length
+from contract.worker_limits import KvWindow, window_length
 from scheduler_svc.core.space.eviction import Eviction
 
 

@@ -13,8 +13,8 @@ import torch
 
 from contract.codec.sampling import sampling_to_proto
 from contract.codec.step import plan_to_proto
-from contract.limits import Limits
 from contract.sampling import SamplingParams
+from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.kv.layer_groups import add_states, fitting_block_size, group_layers

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from contract.info import MemoryLevel, WorkerInfo
-from contract.limits import Limits
 from contract.sampling import EarlyStopping
+from contract.worker_limits import Limits
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.space.eviction import Eviction
 from scheduler_svc.core.values.config import SchedulerConfig

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from contract.errors import UnavailableError
 from contract.info import Role
-from contract.limits import STATE_WINDOW
+from contract.worker_limits import STATE_WINDOW
 from scheduler_svc.core.values.request import SourceId
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.operations.handoff import Handoff

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, destroy_process_group
 
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import kv_dtypes
 from gpu_worker.models.registry import open_model
