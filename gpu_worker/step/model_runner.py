@@ -14,7 +14,7 @@ from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS
 from gpu_worker.models.attention import AttentionMetadata, Decoder
 from gpu_worker.parallel.shared_sampling import Sampling
-from gpu_worker.sampling.sampled import Sampled
+from gpu_worker.sampling.sampled_tokens import Sampled
 from gpu_worker.sampling.sampler import sample_others
 from gpu_worker.step.cuda_graphs import GraphBackend
 from gpu_worker.step.decode_graphs import DecodeGraphs
