@@ -19,11 +19,11 @@ from gpu_worker.sampling.sampler import sample_others
 from gpu_worker.step.cuda_graphs import GraphBackend
 from gpu_worker.step.decode_graphs import DecodeGraphs
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
-from gpu_worker.step.oom_split import TokenLimit, halves
 from gpu_worker.step.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.step.pooling import Pooler, sample_or_pool
 from gpu_worker.step.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.step.rows import Rows, ScheduledRows
+from gpu_worker.step.step_halving import TokenLimit, halves
 from gpu_worker.weights.json_fields import ModelError
 from rpc.observe import timeline
 
