@@ -33,7 +33,7 @@ from prometheus_client import CollectorRegistry
 from contract.hashing import BlockHash
 from contract.info import Role
 from contract.step import Plan, Result
-from scheduler_svc.core.bounds.pacing import Pace, StepPacer
+from scheduler_svc.core.limits.step_pacing import Pace, StepPacer
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.values.config import SchedulerConfig, SchedulerLoad

@@ -21,7 +21,7 @@ from harness.case import Results, Table, arguments, main
 from harness.device import Clock, SimulatedWorker
 
 from contract.step import Plan, Result
-from scheduler_svc.core.bounds.pacing import Pace, StepPacer
+from scheduler_svc.core.limits.step_pacing import Pace, StepPacer
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.values.config import SchedulerConfig

@@ -15,7 +15,7 @@ from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, Resolver
 from rpc.server import Addresses, serve
-from scheduler_svc.core.bounds.pacing import Pace
+from scheduler_svc.core.limits.step_pacing import Pace
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.space.eviction import Eviction
 from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig

@@ -26,7 +26,7 @@ from policy.step_times import StepTimes, StepTimeSamples
 from policy.worker import Draw, SimulatedRow, SimulatedWorker
 
 from contract.step import Plan, Result
-from scheduler_svc.core.bounds.pacing import least_tokens
+from scheduler_svc.core.limits.step_pacing import least_tokens
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.values.config import SchedulerConfig

@@ -2,7 +2,7 @@
 
 Three places refuse requests under overload. This module limits the live requests of this router, to
 bound its memory. `router/schedulers/pool.py` refuses early when all schedulers have reported full
-queues. The scheduler decides with exact numbers (`scheduler_svc/core/bounds/limits.py`).
+queues. The scheduler decides with exact numbers (`scheduler_svc/core/limits/acceptance.py`).
 """
 
 import asyncio

@@ -9,7 +9,7 @@ decides how many tokens each sequence computes.
 from collections.abc import Iterable
 
 from contract.info import MemoryLevel
-from scheduler_svc.core.bounds.pressure import Pressure
+from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.values.config import SchedulerConfig
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from contract.step import StepId
 from scheduler_svc.core.beams.live_searches import BeamGroups
-from scheduler_svc.core.bounds.pressure import Pressure
+from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet

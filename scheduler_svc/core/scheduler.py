@@ -28,14 +28,6 @@ from contract.info import MemoryLevel
 from contract.state import Holdings
 from contract.step import Plan, Result, StepId
 from scheduler_svc.core.beams.live_searches import BeamGroups
-from scheduler_svc.core.bounds.limits import (
-    WorkerRates,
-    check_deadline,
-    check_length,
-    check_queue,
-    max_request_len,
-)
-from scheduler_svc.core.bounds.pressure import Pressure
 from scheduler_svc.core.budget import TokenBudget
 from scheduler_svc.core.compact.defragment import DefragmentationReport, Defragmenter
 from scheduler_svc.core.compact.resize import Resizing
@@ -50,6 +42,14 @@ from scheduler_svc.core.handover.moved_request import (
 )
 from scheduler_svc.core.handover.moves import Moves
 from scheduler_svc.core.handover.takeover import Takeover
+from scheduler_svc.core.limits.acceptance import (
+    WorkerRates,
+    check_deadline,
+    check_length,
+    check_queue,
+    max_request_len,
+)
+from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.loading import make_policy

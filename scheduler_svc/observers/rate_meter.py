@@ -4,7 +4,7 @@ import math
 from collections import deque
 
 from contract.step import Plan
-from scheduler_svc.core.bounds.limits import WorkerRates
+from scheduler_svc.core.limits.acceptance import WorkerRates
 
 _FORGETTING = 0.99
 """Factor by which an old best value decays with each new observation. Chosen, not measured."""

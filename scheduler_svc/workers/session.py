@@ -16,9 +16,9 @@ from contract.hashing import BlockHash
 from contract.info import MemoryLevel, ModelInfo, Role, WorkerInfo
 from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.observe import timeline
-from scheduler_svc.core.bounds.pacing import Pace
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.limits.step_pacing import Pace
 from scheduler_svc.core.reports.load import (
     count_queued,
     num_steps_answered,

@@ -14,10 +14,10 @@ To grow, the worker allocates memory first; then the core calls `resize`. To shr
 from itertools import chain
 
 from contract.step import StepId
-from scheduler_svc.core.bounds.limits import check_length
 from scheduler_svc.core.compact.defragment import Defragmenter
 from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.handover.moves import Moves
+from scheduler_svc.core.limits.acceptance import check_length
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.space.pins import Pins

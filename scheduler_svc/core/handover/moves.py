@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from contract.hashing import BlockHash, extend_chain, root_hash
 from contract.request import MAX_N
 from contract.step import StepId
-from scheduler_svc.core.bounds.limits import check_length
 from scheduler_svc.core.handover.moved_request import (
     Export,
     ExportId,
@@ -34,6 +33,7 @@ from scheduler_svc.core.handover.moved_request import (
     MovedSequence,
     Progress,
 )
+from scheduler_svc.core.limits.acceptance import check_length
 from scheduler_svc.core.live_sequences import LiveSequences, resubmittable
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.preemption import Preemption

@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scheduler_svc.core.bounds.pacing import PromptQueue
 from scheduler_svc.core.compact.fragmentation import SpaceReport, measure
+from scheduler_svc.core.limits.step_pacing import PromptQueue
 from scheduler_svc.core.sequence import RUNNING
 from scheduler_svc.core.values.config import SchedulerLoad
 

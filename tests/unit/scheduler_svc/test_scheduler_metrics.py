@@ -10,9 +10,9 @@ from scheduler_requests import make_request
 
 from contract.info import MemoryLevel
 from rpc.health import Health
-from scheduler_svc.core.bounds.pacing import Pace
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import Fragmentation, SpaceReport
+from scheduler_svc.core.limits.step_pacing import Pace
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.values.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.domain import DropSource, SubmitRequest

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from policy_driver import ROUTER, Worker, make_core, request
 
-from scheduler_svc.core.bounds.limits import WorkerRates
 from scheduler_svc.core.invariants import check
+from scheduler_svc.core.limits.acceptance import WorkerRates
 from scheduler_svc.core.values.errors import DeadlineError
 from scheduler_svc.core.values.request import FinishReason, Request, SeqKey
 

@@ -3,7 +3,7 @@
 import pytest
 from core_driver import answer, chunks, grown, make_core, new, schedule, submit
 
-from scheduler_svc.core.bounds.limits import WorkerRates
+from scheduler_svc.core.limits.acceptance import WorkerRates
 from scheduler_svc.core.values.errors import DeadlineError
 from scheduler_svc.core.values.request import FinishReason
 

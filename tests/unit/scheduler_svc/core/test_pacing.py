@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from contract.step import Plan, StepId
-from scheduler_svc.core.bounds.pacing import Pace, PromptQueue, StepPacer
+from scheduler_svc.core.limits.step_pacing import Pace, PromptQueue, StepPacer
 from scheduler_svc.core.values.config import SchedulerConfig
 
 ROOM = {"num_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_model_len": 1}
