@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
 from contract.request import ThinkingMarkers
+from router.parsers.call_grammar import TokenId
 from router.parsers.families import THINKING_FAMILIES, TOOL_FAMILIES, ToolFamily
-from router.parsers.grammar import TokenId
 from router.parsers.harmony import THOUGHT_MESSAGES
 from router.parsers.pieces import Pieces, Reader
 from router.parsers.reader import OutputReader, Part, plain_text, read_by

@@ -43,7 +43,7 @@ from router.http.strict_json import parse_json
 from router.request.validation import check_request, complete_sampling
 from router.schedulers.messages import Refusal
 from router.schedulers.wire import message_from_proto
-from router.text.grammar import to_grammar
+from router.text.structured_output import to_grammar
 from rpc.status import DETAILS_KEY, error_to_status, status_to_error
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.values.config import SchedulerConfig

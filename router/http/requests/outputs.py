@@ -8,14 +8,14 @@ from contract.errors import InvalidArgumentError, UnimplementedError
 from contract.request import GenerateRequest, ThinkingMarkers
 from contract.sampling import StructuredOutput
 from router.http.requests.tools import Function, ToolUse
-from router.parsers.choosing import OutputParsers
-from router.parsers.forced import ChosenCall, ForcedCall
-from router.parsers.grammar import (
+from router.parsers.call_grammar import (
     CallGrammar,
     ForcedFunction,
     ThinkingGrammar,
     thinking_grammar,
 )
+from router.parsers.choosing import OutputParsers
+from router.parsers.forced import ChosenCall, ForcedCall
 from router.parsers.harmony import message_has_begun
 from router.parsers.pieces import Reader
 
