@@ -27,9 +27,9 @@ from router.operators.live_requests import LiveRequests
 from router.operators.usage import UsageReports
 from router.request.audit import AuditLog
 from router.request.cells import Cells, join_health
-from router.request.entry import Entry
 from router.request.inference import Inference
 from router.request.on_demand import OnDemand
+from router.request.shared_admission import Entry
 from router.request.usage import UsageCounts
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers

@@ -20,10 +20,10 @@ from contract.request import GenerateRequest, Model, ResumeRequest
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
 from router.request.admission import Admitted
-from router.request.entry import Entry
 from router.request.inference import Inference, refusals_counted
 from router.request.live import LiveRequest
 from router.request.on_demand import OnDemand
+from router.request.shared_admission import Entry
 from router.schedulers.calls import sum_loads
 from router.schedulers.kv_watch import watch_kv
 from rpc.health import Health

@@ -29,9 +29,9 @@ from router.access.quotas import Lease
 from router.access.tenancy import claim
 from router.request import span as request_span
 from router.request.admission import Admitted
-from router.request.entry import Entry
 from router.request.live import LiveRequest, ReplayRecord
 from router.request.output import LiveOutput
+from router.request.shared_admission import Entry
 from router.request.stop_strings import StopMatcher
 from router.request.usage import UsageKey
 from router.request.validation import check_request, complete_sampling

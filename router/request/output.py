@@ -7,7 +7,7 @@ from contract.errors import FailedPreconditionError, InvalidArgumentError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob
 from contract.request import OutputReceived, ThinkingMarkers
 from router.request.stop_strings import StopMatcher
-from router.request.thinking import ThinkingCounter
+from router.request.thinking_counter import ThinkingCounter
 from router.text.detokenizer import Detokenizer
 
 
