@@ -12,8 +12,8 @@ from contract.hashing import BlockHash, extend_chain, group_hash, next_hash, roo
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId, HostBlockId
+from scheduler_svc.core.space.cache_watcher import CacheWatch
 from scheduler_svc.core.space.kv_groups import NULL_BLOCK, KvGroups
-from scheduler_svc.core.space.watch import CacheWatch
 from scheduler_svc.core.tiers.host_tier import HostTier
 from scheduler_svc.core.values.config import SchedulerConfig
 from scheduler_svc.core.values.request import Request

@@ -61,9 +61,9 @@ from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.space.cache_watcher import CacheTier, CacheWatch
 from scheduler_svc.core.space.kv_groups import KvGroups
 from scheduler_svc.core.space.pins import Pins
-from scheduler_svc.core.space.watch import CacheTier, CacheWatch
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.fetching import Fetching, FetchStatus
 from scheduler_svc.core.tiers.host_room import HostRoom

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from contract.arrays import Int32Array
 from contract.hashing import BlockHash
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.space.watch import CacheTier
+from scheduler_svc.core.space.cache_watcher import CacheTier
 
 _DRAWER_SIZE: Final = 256
 

@@ -5,7 +5,7 @@ from itertools import groupby
 
 from contract.hashing import NO_HASH
 from quire.v1 import kv_pb2
-from scheduler_svc.core.space.watch import CacheTier
+from scheduler_svc.core.space.cache_watcher import CacheTier
 from scheduler_svc.domain import split_salt
 from scheduler_svc.kv_events.index import Change, KvBlock
 

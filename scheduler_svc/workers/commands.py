@@ -22,7 +22,7 @@ from scheduler_svc.domain import (
 )
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.rate_meter import RateMeter
-from scheduler_svc.observers.watches import SpaceWatch
+from scheduler_svc.observers.shortage_log import SpaceWatch
 from scheduler_svc.workers.request_events import RequestEvents
 
 

@@ -34,10 +34,10 @@ from scheduler_svc.core.values.errors import BrokenInvariantError
 from scheduler_svc.core.values.request import Request
 from scheduler_svc.domain import Command, SubmitRequest
 from scheduler_svc.observers.metrics import EngineMetrics
+from scheduler_svc.observers.shortage_log import SpaceWatch, log_memory_level
 from scheduler_svc.observers.spans import SequenceSpans, WorkerSpans
 from scheduler_svc.observers.step_log import StepLog
 from scheduler_svc.observers.steps import AnsweredStep, PacingObserver, SentStep, StepObserver
-from scheduler_svc.observers.watches import SpaceWatch, log_memory_level
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.wire.beam import with_candidates
 from scheduler_svc.wire.router import vectors_of

@@ -19,7 +19,7 @@ from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.observers import spans as telemetry
 from scheduler_svc.observers.collectors import LoadCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
-from scheduler_svc.observers.watches import SpaceWatch
+from scheduler_svc.observers.shortage_log import SpaceWatch
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.placement import Placer
