@@ -26,7 +26,7 @@ from gpu_worker.parallel.collectives import Ranks, find_store, open_store
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.leading_executor import LeadingExecutor
 from gpu_worker.parallel.member import Member
-from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.shards import Place
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
 from gpu_worker.weights.json_fields import ModelError
