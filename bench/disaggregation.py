@@ -1,6 +1,6 @@
 """Prefill and decode apart, or together: which serves more requests within their objectives?
 
-    python bench/apart.py --quick
+    python bench/disaggregation.py --quick
 
 Cores, placement and hand-off are those that serve (`scheduler_svc`), on simulated devices and a
 simulated clock: H200s with a model of 8 billion parameters in bf16, or of 70 billion in fp8, and a
