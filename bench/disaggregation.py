@@ -33,11 +33,11 @@ from prometheus_client import CollectorRegistry
 from contract.hashing import BlockHash
 from contract.info import Role
 from contract.step import Plan, Result
+from scheduler_svc.core.interface.config import SchedulerConfig, SchedulerLoad
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.limits.step_pacing import Pace, StepPacer
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.operations.handoff import Handoff
 from scheduler_svc.operations.migration import Migrator

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from contract.lora import DIGEST_BYTES, LoraAdapter
 from scheduler_svc.core.compact.defragment import DefragmentationReport
-from scheduler_svc.core.values.events import Finished
-from scheduler_svc.core.values.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.interface.events import Finished
+from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey, SourceId
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,9 +9,9 @@ decides how many tokens each sequence computes.
 from collections.abc import Iterable
 
 from contract.info import MemoryLevel
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.values.config import SchedulerConfig
 
 _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
 """By memory level, the divisor of a step's prompt tokens, since prompts need work space. Chosen,

@@ -8,10 +8,10 @@ import numpy as np
 
 from contract.arrays import Int32Array
 from scheduler_svc.core.beams.group import BeamGroup
+from scheduler_svc.core.interface.events import Admitted
+from scheduler_svc.core.interface.request import OutputSoFar, Request, SeqId, SourceId
 from scheduler_svc.core.policies.policy import Rank
 from scheduler_svc.core.sequence import SeqStatus, Sequence
-from scheduler_svc.core.values.events import Admitted
-from scheduler_svc.core.values.request import OutputSoFar, Request, SeqId, SourceId
 
 
 class LiveSequences:

@@ -9,8 +9,8 @@ import numpy.typing as npt
 from contract.arrays import Int32Array, ints
 from contract.hashing import BlockHash
 from contract.step import NewSequence, Plan, StepId
+from scheduler_svc.core.interface.events import Preempted, Started
 from scheduler_svc.core.space.blocks import DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.values.events import Preempted, Started
 
 
 @dataclass(slots=True)

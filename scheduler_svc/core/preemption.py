@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from contract.step import StepId
 from scheduler_svc.core.beams.live_searches import BeamGroups
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.rows import Rows
@@ -28,7 +29,6 @@ from scheduler_svc.core.space.kv_groups import KvGroups
 from scheduler_svc.core.space.pins import Pins
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_room import HostRoom
-from scheduler_svc.core.values.config import SchedulerConfig
 
 
 class Preemption:

@@ -9,14 +9,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from contract.hashing import BlockHash, extend_chain, group_hash, next_hash, root_hash
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId, HostBlockId
 from scheduler_svc.core.space.cache_watcher import CacheWatch
 from scheduler_svc.core.space.kv_groups import NULL_BLOCK, KvGroups
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.request import Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ sequence overall is the first of some line at the first level, so finding it cos
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 
+from scheduler_svc.core.interface.request import SeqId
 from scheduler_svc.core.policies.policy import Key, Policy, SortKey, sort_key
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 from scheduler_svc.core.space.marked_heap import MarkedHeap
-from scheduler_svc.core.values.request import SeqId
 
 
 class WaitingQueue:

@@ -13,6 +13,9 @@ from scheduler_svc.core.budget import TokenBudget
 from scheduler_svc.core.decodes import Decodes, DraftedDecodes, SteadyDecodes
 from scheduler_svc.core.handover.identity import identity, swap_root
 from scheduler_svc.core.handover.labels import NewLabels
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.events import Preempted, Started
+from scheduler_svc.core.interface.request import SeqId
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.prefix import FoundKv, Publisher
@@ -22,9 +25,6 @@ from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.space.kv_groups import NULL_BLOCK, KvGroups
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.events import Preempted, Started
-from scheduler_svc.core.values.request import SeqId
 
 
 class RunningSet:

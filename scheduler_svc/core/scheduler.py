@@ -42,6 +42,9 @@ from scheduler_svc.core.handover.moved_request import (
 )
 from scheduler_svc.core.handover.moves import Moves
 from scheduler_svc.core.handover.takeover import Takeover
+from scheduler_svc.core.interface.config import SchedulerConfig, SchedulerLoad
+from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.limits.acceptance import (
     WorkerRates,
     check_deadline,
@@ -68,9 +71,6 @@ from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.fetching import Fetching, FetchStatus
 from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.values.events import Finished, StepEvents
-from scheduler_svc.core.values.request import FinishReason, Request, SeqKey, SourceId
 
 MAX_STEPS_IN_FLIGHT = 2
 

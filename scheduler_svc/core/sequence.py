@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from contract.hashing import BlockHash
 from contract.step import StepId
+from scheduler_svc.core.interface.errors import BrokenInvariantError
+from scheduler_svc.core.interface.request import Request, SeqId, SeqKey
 from scheduler_svc.core.policies.policy import Key, Rank
 from scheduler_svc.core.space.blocks import DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.values.errors import BrokenInvariantError
-from scheduler_svc.core.values.request import Request, SeqId, SeqKey
 
 if TYPE_CHECKING:  # `BeamGroup` imports this module
     from scheduler_svc.core.beams.group import BeamGroup

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from contract.step import Plan
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
 
 FORMAT_VERSION: Final = 2
 """Incremented with every change that an older reader would misread."""

@@ -22,8 +22,8 @@ import structlog
 
 from contract.info import WorkerInfo
 from contract.step import Plan
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
 from scheduler_svc.journal.entries import (
     CALLS,
     FORMAT_VERSION,

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from contract.step import Plan, StepId
+from scheduler_svc.core.interface.config import SchedulerLoad
+from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.request import FinishReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.values.config import SchedulerLoad
-from scheduler_svc.core.values.events import Finished, StepEvents
-from scheduler_svc.core.values.request import FinishReason
 from scheduler_svc.journal.entries import (
     CutOff,
     Entry,

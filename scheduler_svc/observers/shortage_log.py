@@ -9,7 +9,7 @@ from contract.errors import QuireError
 from contract.info import MemoryLevel
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import FragmentationLevel
-from scheduler_svc.core.values.config import SchedulerLoad
+from scheduler_svc.core.interface.config import SchedulerLoad
 
 log = structlog.get_logger()
 

@@ -19,8 +19,8 @@ from opentelemetry.context import Context
 from opentelemetry.util.types import AttributeValue
 
 from rpc.observe import telemetry
-from scheduler_svc.core.values.events import Admitted, Finished, Preempted, Started
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
+from scheduler_svc.core.interface.events import Admitted, Finished, Preempted, Started
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.observers.steps import AnsweredStep, SentStep
 

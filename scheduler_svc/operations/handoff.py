@@ -21,9 +21,9 @@ from contract.step import StepId
 from contract.worker_limits import STATE_WINDOW
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.moved_request import MovableRequest, Progress
+from scheduler_svc.core.interface.config import SchedulerLoad
+from scheduler_svc.core.interface.request import SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerLoad
-from scheduler_svc.core.values.request import SeqKey, SourceId
 from scheduler_svc.operations.migration import Migrator
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.kv.copy import KvCopy, check_exchange, keeps_kv

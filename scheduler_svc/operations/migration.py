@@ -24,8 +24,8 @@ from contract.errors import (
 )
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.moved_request import Export, Import, MovableRequest
-from scheduler_svc.core.values.config import SchedulerLoad
-from scheduler_svc.core.values.errors import MigrationRefusedError
+from scheduler_svc.core.interface.config import SchedulerLoad
+from scheduler_svc.core.interface.errors import MigrationRefusedError
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.kv.copy import check_exchange, has_answered, keeps_kv

@@ -14,7 +14,7 @@ from contract.errors import FailedPreconditionError, InvalidArgumentError, Quire
 from contract.info import WorkerInfo
 from quire.v1 import scheduler_pb2
 from rpc.tasks import retrieve
-from scheduler_svc.core.values.errors import ResizeRefusedError
+from scheduler_svc.core.interface.errors import ResizeRefusedError
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Session
 

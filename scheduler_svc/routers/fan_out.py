@@ -10,7 +10,7 @@ from contract.errors import QuireError
 from contract.liveness.heartbeat import TICK_S
 from contract.lora import LoraAdapter
 from quire.v1 import scheduler_pb2
-from scheduler_svc.core.values.request import Request, SourceId
+from scheduler_svc.core.interface.request import Request, SourceId
 from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.routers.resumable import ResumableRequests
 from scheduler_svc.routers.stream import RouterStream

@@ -21,7 +21,7 @@ from contract.errors import (
     TooBusyError,
 )
 from quire.v1 import common_pb2, scheduler_pb2
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.router import merge_step_outputs, refused_to_proto, renamed_part
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contract.errors import InvalidArgumentError, TooBusyError
 from contract.liveness.heartbeat import Heartbeat
 from quire.v1 import scheduler_pb2
-from scheduler_svc.core.values.request import SeqKey, SourceId
+from scheduler_svc.core.interface.request import SeqKey, SourceId
 from scheduler_svc.wire.router import merge_step_outputs
 
 _MESSAGE_OVERHEAD_BYTES = 256

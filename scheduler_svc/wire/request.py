@@ -19,7 +19,7 @@ from contract.request import (
 )
 from contract.value_checks import check_chars, check_range
 from quire.v1 import common_pb2, scheduler_pb2
-from scheduler_svc.core.values.request import OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.core.interface.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import ADAPTERS_SALT, adapter_salt
 from scheduler_svc.wire.beam import beam_params_from_proto, beam_sampling
 

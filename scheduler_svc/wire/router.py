@@ -19,8 +19,8 @@ from contract.errors import QuireError, TooBusyError
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from quire.v1 import scheduler_pb2, worker_pb2
-from scheduler_svc.core.values.events import Finished, StepEvents
-from scheduler_svc.core.values.request import SeqKey, SourceId
+from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.request import SeqKey, SourceId
 
 OwnedVector: TypeAlias = tuple[SourceId, SeqKey, bytes]
 """The vector of a sequence: float32, little-endian."""

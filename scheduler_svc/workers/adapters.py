@@ -23,8 +23,8 @@ from contract.errors import (
 from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.reports.load import has_live_with
-from scheduler_svc.core.values.request import Request
 from scheduler_svc.domain import ADAPTERS_SALT, adapter_salt
 from scheduler_svc.workers.placement import UnplacedRequests
 from scheduler_svc.workers.roster import Roster, ask_all

@@ -4,12 +4,12 @@ import time
 from collections import deque
 
 from contract.errors import DeadlineExceededError, InvalidArgumentError, QuireError, TooBusyError
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.errors import (
+from scheduler_svc.core.interface.errors import (
     DeadlineError,
     QueueFullError,
     RequestRefusedError,
 )
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import (
     CancelSequences,
     Command,

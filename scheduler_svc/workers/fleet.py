@@ -14,7 +14,7 @@ from contract.lora import LoraAdapter
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, keep_members
 from scheduler_svc.core.compact.defragment import DefragmentationReport
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import (
     CancelSequences,
     Command,

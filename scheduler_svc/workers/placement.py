@@ -27,8 +27,14 @@ import numpy as np
 
 from contract.hashing import BlockHash, extend_chain, root_hash
 from contract.info import Role
-from scheduler_svc.core.values.events import Finished
-from scheduler_svc.core.values.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.core.interface.events import Finished
+from scheduler_svc.core.interface.request import (
+    FinishReason,
+    OutputSoFar,
+    Request,
+    SeqKey,
+    SourceId,
+)
 from scheduler_svc.domain import SubmitRequest, live_outputs, num_live_seqs
 
 SEQUENCE_TOKENS: Final = 64

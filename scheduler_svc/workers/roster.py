@@ -12,7 +12,7 @@ import structlog
 from contract.errors import InvalidArgumentError, NotFoundError, QuireError, UnavailableError
 from contract.info import ModelInfo, WorkerInfo
 from scheduler_svc.core.compact.fragmentation import SpaceReport
-from scheduler_svc.core.values.config import SchedulerLoad
+from scheduler_svc.core.interface.config import SchedulerLoad
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.session import Session
 

@@ -18,6 +18,9 @@ from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.observe import timeline
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.interface.config import SchedulerLoad
+from scheduler_svc.core.interface.errors import BrokenInvariantError
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.limits.step_pacing import Pace
 from scheduler_svc.core.reports.load import (
     count_queued,
@@ -29,9 +32,6 @@ from scheduler_svc.core.reports.load import (
 )
 from scheduler_svc.core.reports.progress import read_progress
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
-from scheduler_svc.core.values.config import SchedulerLoad
-from scheduler_svc.core.values.errors import BrokenInvariantError
-from scheduler_svc.core.values.request import Request
 from scheduler_svc.domain import Command, SubmitRequest
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.shortage_log import SpaceWatch, log_memory_level

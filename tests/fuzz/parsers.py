@@ -45,10 +45,10 @@ from router.schedulers.messages import Refusal
 from router.schedulers.wire import message_from_proto
 from router.text.structured_output import to_grammar
 from rpc.status import DETAILS_KEY, error_to_status, status_to_error
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import RequestRefusedError
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import RequestRefusedError
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.journal.entries import (
     FORMAT_VERSION,
     MAGIC,

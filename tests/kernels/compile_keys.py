@@ -92,9 +92,9 @@ from gpu_worker.step.executor import Executor  # noqa: E402
 from gpu_worker.step.warm_up import warm_up  # noqa: E402
 from gpu_worker.weights import gpu_linear  # noqa: E402
 from gpu_worker.weights.quantized_linear import Quantization  # noqa: E402
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig  # noqa: E402
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId  # noqa: E402
 from scheduler_svc.core.scheduler import Scheduler  # noqa: E402
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig  # noqa: E402
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId  # noqa: E402
 
 
 def draw_by_kernel(self, logits, places, rows, positions, *, is_suppressed):

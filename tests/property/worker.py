@@ -16,7 +16,7 @@ from contract.hashing import HASH_BYTES, BlockHash
 from contract.state import HeldBlocks, HeldRow, Holdings
 from contract.step import NewSequence, Plan, Result, StepLogprob
 from contract.worker_limits import STATE_WINDOW, Chunk
-from scheduler_svc.core.values.config import SchedulerConfig
+from scheduler_svc.core.interface.config import SchedulerConfig
 from tests.property.beams import logprobs
 from tests.property.disk import BROKEN, Content, FakeDisk
 from tests.property.names import in_group, is_name_of

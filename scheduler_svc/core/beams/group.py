@@ -2,9 +2,9 @@
 
 from contract.step import SearchState
 from scheduler_svc.core.beams.search import BeamSearcher, Candidates, Hypothesis, num_common
+from scheduler_svc.core.interface.events import Finished
+from scheduler_svc.core.interface.request import FinishReason, Request, SeqId
 from scheduler_svc.core.sequence import SeqStatus, Sequence
-from scheduler_svc.core.values.events import Finished
-from scheduler_svc.core.values.request import FinishReason, Request, SeqId
 
 
 class BeamGroup:

@@ -25,6 +25,8 @@ from itertools import chain
 from contract.step import Result
 from scheduler_svc.core.beams.group import BeamGroup
 from scheduler_svc.core.beams.search import Candidates
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.request import SeqId
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.prefix import KvLookup
@@ -32,8 +34,6 @@ from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 from scheduler_svc.core.space.kv_groups import KvGroups
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.request import SeqId
 
 _NO_ROWS: frozenset[int] = frozenset()
 

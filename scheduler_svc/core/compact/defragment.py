@@ -30,13 +30,13 @@ import numpy as np
 
 from contract.step import StepId
 from scheduler_svc.core.compact.fragmentation import Fragmentation, measure
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.space.pins import Pins
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
 
 _NOW, _NEVER = float("-inf"), float("inf")
 _LEAST_RATE = 1e-9

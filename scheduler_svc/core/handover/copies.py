@@ -22,10 +22,10 @@ from typing import NewType
 
 from contract.hashing import BlockHash
 from contract.step import StepId
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId, HostBlockId
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
 
 LoanId = NewType("LoanId", int)
 """Identifies blocks that are being read at the source core."""

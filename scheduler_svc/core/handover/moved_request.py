@@ -5,8 +5,8 @@ from typing import NewType
 
 from contract.hashing import BlockHash
 from contract.step import StepId
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.space.blocks import HostBlockId
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 
 ExportId = NewType("ExportId", int)
 """Identifies a leaving request at the source core."""

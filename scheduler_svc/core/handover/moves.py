@@ -33,6 +33,9 @@ from scheduler_svc.core.handover.moved_request import (
     MovedSequence,
     Progress,
 )
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import MigrationRefusedError, RequestTooLongError
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.limits.acceptance import check_length
 from scheduler_svc.core.live_sequences import LiveSequences, resubmittable
 from scheduler_svc.core.policies.policy import Policy
@@ -46,9 +49,6 @@ from scheduler_svc.core.space.kv_groups import KvGroups
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import MigrationRefusedError, RequestTooLongError
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 
 _WITH_KV_BELOW = frozenset({SeqStatus.SWAPPED, SeqStatus.FETCHING})
 """The states in which a sequence has KV of its own on the host or the disk, or waits for it."""

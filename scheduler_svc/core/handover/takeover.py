@@ -37,6 +37,9 @@ from contract.state import HeldBlocks, HeldRow, Holdings
 from contract.step import StepLogprob
 from scheduler_svc.core.beams.group import BeamGroup
 from scheduler_svc.core.handover.identity import identity, swap_root
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.request import FinishReason, OutputSoFar, Request
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.prefix import FoundKv
 from scheduler_svc.core.queue import WaitingQueue
@@ -54,9 +57,6 @@ from scheduler_svc.core.space.kv_groups import NULL_BLOCK, KvGroups
 from scheduler_svc.core.space.pins import Pins
 from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.events import Finished, StepEvents
-from scheduler_svc.core.values.request import FinishReason, OutputSoFar, Request
 
 REUNION_S = 2.0
 """Grace period in which unclaimed blocks are not reused, even under pressure. Routers usually

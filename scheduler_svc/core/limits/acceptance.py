@@ -9,15 +9,15 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler_svc.core.space.kv_groups import KvGroups
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import (
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import (
     DeadlineError,
     QueueFullError,
     RequestTooLongError,
     TooManySequencesError,
 )
-from scheduler_svc.core.values.request import Request
+from scheduler_svc.core.interface.request import Request
+from scheduler_svc.core.space.kv_groups import KvGroups
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from contract.step import Plan
-from scheduler_svc.core.values.config import SchedulerConfig
+from scheduler_svc.core.interface.config import SchedulerConfig
 
 # --- how many prompt tokens a step may have -----------------------------------------------------
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.policies.deadline import EarliestDeadline
 from scheduler_svc.core.policies.fair import TenantFair
 from scheduler_svc.core.policies.policy import Policy, Rank, background
 from scheduler_svc.core.policies.priority import Priority
-from scheduler_svc.core.values.request import Request
 
 
 class Combined(Policy):

@@ -1,8 +1,8 @@
 """Earliest deadline first; a request without deadline gets one."""
 
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.policies.arguments import check_positive
 from scheduler_svc.core.policies.policy import Policy, Rank, background
-from scheduler_svc.core.values.request import Request
 
 
 class EarliestDeadline(Policy):

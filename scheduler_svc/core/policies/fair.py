@@ -9,9 +9,9 @@ raised to the lowest counter of the waiting tenants.
 
 from collections.abc import Mapping
 
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.policies.arguments import check_positive
 from scheduler_svc.core.policies.policy import Policy, Rank, background
-from scheduler_svc.core.values.request import Request
 
 _FEW_COUNTERS = 1024
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from scheduler_svc.core.values.request import Request, SeqId
+from scheduler_svc.core.interface.request import Request, SeqId
 
 Key: TypeAlias = tuple[float, ...]
 

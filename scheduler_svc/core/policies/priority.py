@@ -2,9 +2,9 @@
 
 from math import floor
 
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.policies.arguments import check_positive
 from scheduler_svc.core.policies.policy import Policy, Rank
-from scheduler_svc.core.values.request import Request
 
 
 class Priority(Policy):

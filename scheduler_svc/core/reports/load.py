@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler_svc.core.compact.fragmentation import SpaceReport, measure
+from scheduler_svc.core.interface.config import SchedulerLoad
 from scheduler_svc.core.limits.step_pacing import PromptQueue
 from scheduler_svc.core.sequence import RUNNING
-from scheduler_svc.core.values.config import SchedulerLoad
 
 if TYPE_CHECKING:
     from scheduler_svc.core.scheduler import Scheduler

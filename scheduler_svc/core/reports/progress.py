@@ -3,8 +3,8 @@
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.sequence import RUNNING, Sequence
-from scheduler_svc.core.values.request import Request
 
 if TYPE_CHECKING:
     from scheduler_svc.core.scheduler import Scheduler

@@ -28,8 +28,8 @@ import numpy.typing as npt
 
 from contract.hashing import BlockHash
 from scheduler_svc.core.handover.labels import NewLabels
+from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.space.eviction import Eviction, make_eviction_order
-from scheduler_svc.core.values.errors import BrokenInvariantError
 
 DeviceBlockId = NewType("DeviceBlockId", int)
 HostBlockId = NewType("HostBlockId", int)

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from contract.hashing import BlockHash, group_hash
 from contract.worker_limits import STATE_WINDOW, first_seen, window_length
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.space.blocks import DeviceBlockId
-from scheduler_svc.core.values.config import SchedulerConfig
 
 NULL_BLOCK = DeviceBlockId(0)
 

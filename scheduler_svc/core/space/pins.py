@@ -17,13 +17,13 @@ from collections.abc import Set as AbstractSet
 from typing import Final, TypeAlias
 
 from contract.hashing import BlockHash
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.events import Pinned
 from scheduler_svc.core.sequence import RUNNING
 from scheduler_svc.core.sequence import Sequence as Seq
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.space.kv_groups import KvGroups
 from scheduler_svc.core.space.marked_heap import MarkedHeap
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.events import Pinned
 
 Owner: TypeAlias = tuple[str, str]
 """The tenant and the id of a request."""

@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from contract.hashing import BlockHash
 from contract.step import Result
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.space.blocks import BlockPool, DiskBlockId, HostBlockId
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import BrokenInvariantError
 
 
 @dataclass(slots=True)

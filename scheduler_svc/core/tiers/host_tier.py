@@ -16,11 +16,11 @@ from typing import NamedTuple
 from contract.arrays import Int32Array
 from contract.hashing import BlockHash
 from contract.step import StepId
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId, HostBlockId
 from scheduler_svc.core.tiers.disk_tier import DiskTier
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import BrokenInvariantError
 
 
 class HostBooks(NamedTuple):

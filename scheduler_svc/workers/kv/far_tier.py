@@ -17,8 +17,8 @@ import structlog
 from contract.errors import QuireError
 from contract.hashing import BlockHash
 from rpc.tasks import BackgroundTasks
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.request import Request
 from scheduler_svc.workers.kv.copy import has_answered
 from scheduler_svc.workers.kv.prefix_pulls import LEAST_TOKENS, CopyRate, ends_in_time
 from scheduler_svc.workers.session import Session

@@ -14,8 +14,8 @@ from policy.worker import Draw, SimulatedRow, SimulatedWorker
 from contract.info import WorkerInfo
 from contract.step import Result
 from contract.worker_limits import Limits
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.values.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.journal.entries import RecordingError
 from scheduler_svc.journal.record import Recordings
 
