@@ -314,7 +314,7 @@ def _check_together(arrays: Mapping[str, Int32Array], num_groups: int) -> None:
 
 
 def _pins_from_proto(batch: worker_pb2.StepBatch) -> tuple[tuple[BlockHash, float], ...]:
-    if not (batch.pinned_labels or batch.pinned_s):  # as in almost every batch
+    if not (batch.pinned_labels or batch.pinned_s):  # true for almost every batch
         return ()
     labels = unpack_labels(batch.pinned_labels, "pinned_labels", "pinned_s", len(batch.pinned_s))
     for seconds in batch.pinned_s:

@@ -49,7 +49,7 @@ class PlanBuilder:
         self.copy_dst.append(dst)
 
     def add_chunk(self, row: int, num_tokens: int) -> None:
-        """Compute `num_tokens` known tokens of a running sequence, besides those added before."""
+        """Compute `num_tokens` more known tokens of a running sequence."""
         self.chunk_lens[row] = self.chunk_lens.get(row, 0) + num_tokens
 
     def finish(

@@ -184,7 +184,7 @@ class Scheduler:
         """Tokens that admission found."""
 
     def watch_cache(self, watch: CacheWatch) -> None:
-        """Let `watch` see which blocks can be found by hash; call before anything else."""
+        """Let `watch` follow which blocks can be found by hash; called before anything else."""
         self.pool.find_in(watch.table(CacheTier.DEVICE))
         self.tier.pool.find_in(watch.table(CacheTier.HOST))
         self.tier.disk.pool.find_in(watch.table(CacheTier.DISK))
@@ -209,7 +209,7 @@ class Scheduler:
         check_queue(request, self.num_waiting, self.config.max_waiting)
         for seq in self.live.add(request, self.policy.rank(request, now), now):
             if not self.takeover.adopt(seq):
-                self.fetching.enqueue(seq)  # queues it, perhaps after loads from the disk
+                self.fetching.enqueue(seq)  # queues the sequence, perhaps after loads from the disk
         keys = range(request.first_seq_key, request.first_seq_key + request.n)
         for seq in self.live.find(request.source, keys):
             if seq in self.queue and seq.status is SeqStatus.WAITING:
@@ -464,9 +464,11 @@ class Scheduler:
             if not budget.num_tokens:
                 break
             self._compute(seq, builder)
-        if self.preemption.num_preemptions == num_preemptions:  # else blocks or memory are short
+        if (
+            self.preemption.num_preemptions == num_preemptions
+        ):  # otherwise blocks or memory are short
             self._admit(builder)
-        for seq in budget.long_prefills:  # they get the tokens that are left
+        for seq in budget.long_prefills:  # long prefills get the tokens that are left
             if budget.num_tokens and seq.status is SeqStatus.PREFILL:
                 self._compute(seq, builder)
         self.running.evict_ahead(step)
@@ -537,12 +539,12 @@ class Scheduler:
             num_needed += num_new + sum(self.pool.ref_count(block) == 0 for block in found.ready)
             if not self._has_room(num_needed, num_rows):
                 if self.steps.hold_blocks:
-                    return  # results will free blocks
+                    return  # wait until results free blocks
                 num_lacking = num_needed - self.pool.num_available
                 if self.running:
                     num_lacking += self._reserve
                     if not self.pins.go_down or num_lacking > len(self.pins):
-                        return  # running sequences will free blocks
+                        return  # wait until running sequences free blocks
                 if num_lacking <= 0 or not self._has_rows(num_rows):
                     return  # rows are short, not blocks, and pins hold no rows
                 if not self.pins.give_up(num_lacking):

@@ -2,7 +2,7 @@
 
 To grow, the worker allocates memory first; then the core calls `resize`. To shrink:
 
-    shrink      takes the blocks from the new end on out of use. Free ones are retired at once, and
+    shrink takes the blocks from the new end on out of use. Free ones are retired at once, and
                 cached ones are demoted as far as a step has room. The defragmenter moves held ones
                 below the end; if there is no room, sequences are preempted first.
     is_shrunk   no block beyond the end is held, the worker knows which rows were released, and all

@@ -13,8 +13,8 @@ the contents, and calls both cores in this order:
 
 The request belongs to the source core until `end_export`, and to the target core from `end_import`
 on, which must follow at once. Before `end_export` the move can be given up, and the request
-continues at the source. The move itself holds the blocks that are read and those that are written,
-even if a sequence ends before the move does.
+continues at the source. The move itself holds the blocks that are read and written, even if a
+sequence ends during the move.
 """
 
 from collections.abc import Collection, Iterator
@@ -105,7 +105,10 @@ class Moves:
     # --- finding requests to move ---------------------------------------------------------------
 
     def find_requests(self, request_id: str | None = None) -> list[MovableRequest]:
-        """Return the live requests with an id; several routers may use the same id. None: all."""
+        """Return the live requests with an id, which several routers may use.
+
+        None: all requests.
+        """
         seqs = [seq for seq in self._live if request_id in (None, seq.request.request_id)]
         return [self._describe(group) for group in _by_request(seqs)]
 
@@ -122,7 +125,7 @@ class Moves:
         return None
 
     def find_running(self) -> list[tuple[SourceId, SeqKey]]:
-        """Return source and first key of the running requests that could ever move."""
+        """Return source and first key of all running requests of kinds that can move."""
         requests = dict.fromkeys(
             seq.request
             for seq in self._running
@@ -306,7 +309,8 @@ class Moves:
         )
 
     def _decodes(self, seqs: list[Sequence]) -> bool:
-        """Whether some run and all of these have gained a token, and the request can leave."""
+        """Whether some sequences run, all running ones have gained a token, and the request can
+        leave."""
         running = [seq for seq in seqs if seq.row is not None]
         if not running:
             return False
@@ -314,7 +318,7 @@ class Moves:
             if seq.row is None or self._rows.num_tokens(seq.row) == len(seq.token_ids):
                 return False
             if seq.last_step is not None and seq.last_step <= self._steps.last:
-                return False  # its last token is on its way
+                return False  # a step in flight samples its last token
         try:
             self._check_can_leave(seqs)
         except MigrationRefusedError:

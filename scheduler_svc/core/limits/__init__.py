@@ -1,1 +1,1 @@
-"""Limits: which requests are accepted, how long a step takes, how many sequences run."""
+"""Limits on accepted requests, on the time of a step, and on running sequences."""

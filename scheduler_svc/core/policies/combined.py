@@ -1,4 +1,4 @@
-"""Combines several criteria; each decides among equals of the one before it."""
+"""Combines several criteria; each one breaks ties of the previous one."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Higher priority first; waiting raises the priority, so that no sequence waits for ever."""
+"""Higher priority first; waiting raises the priority, so no sequence waits for ever."""
 
 from math import floor
 

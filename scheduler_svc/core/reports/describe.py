@@ -37,7 +37,7 @@ class Tier(Enum):
 
 
 class BlockState(IntEnum):
-    """The state of a block; if several apply, the greatest counts."""
+    """The state of a block; if several apply, the one with the greatest number counts."""
 
     FREE = 1
     CACHED = 2

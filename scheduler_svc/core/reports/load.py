@@ -42,7 +42,9 @@ def read_prompts(core: "Scheduler") -> PromptQueue:
         if (num_left := seq.num_tokens_left) > 1:  # one token costs as much as a decode
             num_tokens += num_left
             is_long = core.budget.is_long(len(seq.token_ids) - seq.num_cached_tokens)
-            num_short_tokens += 0 if is_long else num_left  # the rest of a long one counts as long
+            num_short_tokens += (
+                0 if is_long else num_left
+            )  # the rest of a long prompt counts as long
             num_short += not is_long
     waiting = core.queue
     if waiting.num_tokens:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Enum):
-    """What a request achieved since its sequences last got rows."""
+    """The progress of a request since its sequences last got rows."""
 
     WAITED = "waited"
     """No sequence of it runs."""
