@@ -61,7 +61,9 @@ async def run_sim_workers(
     async def start(addresses: Addresses) -> None:
         for each in others:
             server = await _listen(each, workers[each.worker_id])
-            servers.append(server)  # at once, so that it is stopped if the next one fails
+            servers.append(
+                server
+            )  # registered at once, so that it is stopped if the next one fails
         health.set_ready()
         if on_started is not None:
             await on_started(addresses)

@@ -149,7 +149,7 @@ class SimulatedSteps:
     def _finish(self, pending: "_Pending") -> None:
         """Set a step's result, unless it waits for the disk."""
         output, now_s = pending.output, time.monotonic()
-        if pending.result.done():  # finished before, or its stream has ended
+        if pending.result.done():  # it has a result already, or its stream has ended
             return
         if pending.attachment == self._attachment:
             end_s = self._disk.next_end_s(output.step_id)

@@ -129,8 +129,7 @@ class Preemption:
         self.take_out(seq, can_swap=can_swap, must_swap=must_swap)
 
     def take_out(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
-        """As `preempt`, but for a sequence that moves to another core: it does not count as
-        preempted."""
+        """As `preempt`, but for a sequence that moves to another core; it is not counted."""
         done = None if self.observer is None else self.observer(seq, can_swap)
         if seq.group is not None:
             self._queue.push(self._beams.preempt(seq.group))

@@ -179,8 +179,7 @@ class RunningSet:
         insort(self._prefilling, seq, key=lambda other: other.order)
 
     def can_fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Whether the parent still has all blocks that the child sees, although it may be further
-        ahead."""
+        """Whether the parent still has all blocks that the child sees."""
         if (
             self._groups.has_states
         ):  # the parent's state already includes a token that the child computes

@@ -11,10 +11,10 @@ _FORGETTING = 0.99
 
 
 class RateMeter:
-    """Keeps the best rates of the last few hundred steps, so that no refusal is wrong.
+    """Keeps the best rates of the last few hundred steps, to refuse no request wrongly.
 
     Only full steps show how fast prompts are computed: steps that keep the device at least half
-    busy, or have all the tokens that the pacer allows. A smaller step takes about the same time
+    busy, or that have as many tokens as the pacer allows. A smaller step takes about the same time
     with any number of tokens.
     """
 

@@ -73,4 +73,4 @@ class SpaceWatch:
 
     def _take_waiting(self) -> list[Future[DefragmentationReport]]:
         waiting, self._waiting = self._waiting, []
-        return [done for done in waiting if not done.done()]  # the others were cancelled
+        return [done for done in waiting if not done.done()]  # the other calls were cancelled

@@ -84,7 +84,7 @@ class PostedCommands:
         except RequestRefusedError as error:
             if isinstance(error, DeadlineError):
                 self._metrics.refused_late.inc()
-            if command.was_accepted:  # its former worker was lost, and this worker is smaller
+            if command.was_accepted:  # its former worker was lost, and this one is smaller
                 self._events.on_ended(end_with_error(request, str(error)))
             else:
                 self._events.on_refused(request, _refusal_from_core(error))

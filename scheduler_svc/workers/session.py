@@ -75,8 +75,8 @@ class Session:
         self.step_log = StepLog()
         self.crashes = CrashCounter()
         self.paces_prompts = True
-        """Whether `pace` limits how much prompts delay decodes. It need not where decodes move to
-        other workers."""
+        """Whether `pace` limits how much prompts delay decodes. Not needed if decodes move to other
+        workers."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
         self._core = core
@@ -106,9 +106,11 @@ class Session:
         self._waits: list[tuple[Condition, asyncio.Future[None]]] = []
         self._alarm: asyncio.TimerHandle | None = None
         """Wakes the session when the next step is due."""
-        if core.takeover.unclaimed:  # unclaimed blocks are freed even if nothing else happens
+        if (
+            core.takeover.unclaimed
+        ):  # wakes up to free unclaimed blocks even if nothing else happens
             for after_s in (REUNION_S, core.config.claim_s):
-                # Slightly later, because a timer counts from the beginning of the loop's turn.
+                # Slightly later, because timers count from the beginning of the event loop's turn.
                 asyncio.get_running_loop().call_later(after_s + 0.1, wake.set)
 
     # --- commands and calls ---------------------------------------------------------------------
@@ -167,7 +169,7 @@ class Session:
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
         """See `WorkerLink`. Waits for the steps sent so far, which may use the adapter.
 
-        Steps and calls travel on different streams, so one may overtake the other.
+        Steps and calls are on different streams, so one may overtake the other.
         """
         num_sent = num_steps_sent(self._core)
         await self.wait_until(lambda core: num_steps_answered(core) >= num_sent)
@@ -203,7 +205,7 @@ class Session:
 
     def placement_load(self) -> WorkerLoad:
         """Return how busy the worker is, including commands that are not applied yet."""
-        if self._placement_load is None:  # cached: every request asks every worker
+        if self._placement_load is None:  # cached, because every request asks every worker
             load = self._core.load()
             self._placement_load = WorkerLoad(
                 num_running=load.num_running,

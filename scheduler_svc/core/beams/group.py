@@ -107,8 +107,7 @@ class BeamGroup:
         return num_common(tokens, best) // block_size
 
     def _num_blocks_of_others(self, block_size: int) -> int:
-        """Return how many blocks of each KV group the other beams need besides those of the best
-        beam."""
+        """Return how many blocks of each KV group all beams but the best one need."""
         num_blocks = -(-self.search.num_tokens // block_size)
         others = range(1, len(self.search.beams))
         return sum(num_blocks - self.num_shared_blocks(beam, block_size) for beam in others)

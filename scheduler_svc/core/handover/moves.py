@@ -309,8 +309,7 @@ class Moves:
         )
 
     def _decodes(self, seqs: list[Sequence]) -> bool:
-        """Whether some sequences run, all running ones have gained a token, and the request can
-        leave."""
+        """Whether some sequences run, all of these decode, and the request can leave."""
         running = [seq for seq in seqs if seq.row is not None]
         if not running:
             return False

@@ -406,8 +406,7 @@ class Takeover:
         return None
 
     def _table(self, row: HeldRow) -> list[DeviceBlockId]:
-        """Return the block table of a row, without blocks that were given back, which workers do
-        not know."""
+        """Return the block table of a row, without the blocks behind windows."""
         table = [DeviceBlockId(block) for block in row.block_ids.tolist()]
         if self._groups.is_plain:
             return table
