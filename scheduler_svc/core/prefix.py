@@ -220,7 +220,8 @@ class Publisher:
                 name = next_hash(parent, tokens)
                 hashes.append(name)
                 seq.num_published_blocks = last + 1
-                self._tell(seq, last, last + 1)
+                if self.watch is not None:
+                    self._tell(seq, last, last + 1)
                 if num_groups == 1:
                     blocks.append(seq.block_ids[last])
                     names.append(name)
