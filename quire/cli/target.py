@@ -57,8 +57,7 @@ def find_target(settings: RouterTargetSettings) -> str:
 
 
 def find_operator_targets(settings: RouterTargetSettings) -> tuple[str, ...]:
-    """Return the chosen router's address for operators, and those of the service's other
-    routers."""
+    """Return the operator addresses of the chosen router and the service's other routers."""
     service = None if settings.target else _find_service_if_any(settings.http_port)
     if service is None or not service.operator_target:
         return (find_target(settings),)
