@@ -57,7 +57,7 @@ def find_target(settings: RouterTargetSettings) -> str:
 
 
 def find_operator_targets(settings: RouterTargetSettings) -> tuple[str, ...]:
-    """Return the operators' addresses: the chosen router's, and its service's other routers'."""
+    """Return the operator addresses of the chosen router and the service's other routers."""
     service = None if settings.target else _find_service_if_any(settings.http_port)
     if service is None or not service.operator_target:
         return (find_target(settings),)
