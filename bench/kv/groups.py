@@ -13,11 +13,11 @@ from typing import Final
 
 import torch
 
-from contract.limits import window_length
+from contract.worker_limits import window_length
 from gpu_worker.kv.layout import block_bytes, group_attention, place_states
 from gpu_worker.models.config import ModelConfig
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.space.kv_groups import KvGroups
-from scheduler_svc.core.values.config import SchedulerConfig
 
 NUM_TOKENS: Final = 8192
 _BLOCK_SIZE: Final = 16

@@ -6,11 +6,11 @@ As `test_kv_groups.py`, with states in blocks of the same pool.
 import pytest
 import torch
 
-from contract.limits import STATE_WINDOW
+from contract.worker_limits import STATE_WINDOW
 from gpu_worker.loading.rank_model import load_rank_model
 from gpu_worker.parallel.member import Member
 from gpu_worker.settings import WorkerSettings
-from scheduler_svc.core.values.request import SourceId
+from scheduler_svc.core.interface.request import SourceId
 from tests.unit.gpu_worker.models.paged_loop import random_prompt
 from tests.unit.gpu_worker.test_kv_groups import Service
 
