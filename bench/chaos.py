@@ -10,9 +10,9 @@
 
 A service of two routers, a scheduler and two workers serves 64 streams of every kind, through
 clients that resume. With --family the model has random weights, and layers with a window or
-recurrent ones. Repeatedly, a process is killed with SIGKILL or suspended for some seconds, or a link
-is cut or made silent. Each stream is compared, token for token, with its result alone before any
-fault.
+recurrent ones. Repeatedly, a process is killed with SIGKILL or suspended for some seconds, or a
+link is cut or made silent. Each stream is compared, token for token, with its result alone before
+any fault.
 
 - `lost`, `duplicated`, `contradicted`: tokens.
 - `stall_p50_s`, `stall_p99_s`: the longest pause of a stream after a fault that it lived through;

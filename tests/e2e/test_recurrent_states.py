@@ -98,7 +98,7 @@ def test_moved_to_another_worker_which_is_killed(model_dirs, run_dir):
 
 
 def test_a_worker_killed_amid_a_store_finds_its_states_on_the_disk(model_dirs, run_dir, tmp_path):
-    model_dir = model_dirs.get("lfm2", **LFM2)
+    model_dir = model_dirs.get("mamba")  # all its blocks hold states
     draw = random.Random(4)
     prompts = [[draw.randrange(5, 500) for _ in range(90)] for _ in range(12)]
     outputs = greedy_tokens(model_dir, prompts, 40)
