@@ -97,6 +97,16 @@ class Library:
             "draw",
             "num_draws num_tokens *logits *places *temperature *uniform *token_ids logits_stride",
         )
+        self.selective_scan = kernel(
+            "selective_scan",
+            "type num_seqs num_tokens num_heads head_dim num_groups width a_width"
+            " *x *dt *a *b *c *d *state *out *state_out",
+        )
+        self.delta_scan = kernel(
+            "delta_scan",
+            "type num_seqs num_tokens num_key_heads num_heads key_dim head_dim"
+            " *q *k *v *g *beta *state *out *state_out .scale",
+        )
         attention = (
             "type format num_seqs num_tokens num_heads num_kv_heads head_dim value_dim block_size"
             " window"
