@@ -65,6 +65,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
+        self.path = path
         kernel = functools.partial(Kernel, library)
         self.rms_norm = kernel(
             "rms_norm",
