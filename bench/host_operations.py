@@ -140,9 +140,9 @@ for name in ("prepare_decode", "prepare_prefill"):
     setattr(ops, name, _prepare_launcher(name))
 
 # After the replacements, because modules import these functions by name.
-from contract.limits import Limits  # noqa: E402
 from contract.sampling import SamplingParams  # noqa: E402
 from contract.step import NewSequence, Plan, StepId  # noqa: E402
+from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
 from gpu_worker.models.llama import build_llama  # noqa: E402
 from gpu_worker.models.llama_config import LlamaConfig  # noqa: E402

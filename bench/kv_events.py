@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from contract.hashing import BlockHash, extend_chain, root_hash
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.space.watch import CacheTier
+from scheduler_svc.core.space.cache_watcher import CacheTier
 from scheduler_svc.kv_events.feed import KvEvents, WorkerFeed
 
 TICK_S = 0.001

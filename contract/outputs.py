@@ -26,7 +26,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """New tokens of one output, and the text that is final with them."""
+    """New tokens of one output, and the new text that can no longer change."""
 
     output_index: int
     token_offset: int
@@ -70,7 +70,7 @@ class Usage:
     pinned_tokens: int = 0
     """Prompt tokens pinned in the prefix cache."""
     reasoning_tokens: int = 0
-    """Tokens of the outputs that are thinking, where its markers are known."""
+    """Output tokens that are thinking, if the markers of thinking are known."""
 
     @property
     def cache_write_tokens(self) -> int:

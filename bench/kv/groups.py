@@ -4,8 +4,8 @@ python bench/kv/groups.py
 """
 
 from gpu_worker.kv.layer_groups import group_layers
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.space.kv_groups import KvGroups
-from scheduler_svc.core.values.config import SchedulerConfig
 
 NUM_TOKENS, BLOCK_SIZE, MIB = 8192, 16, 2**20
 

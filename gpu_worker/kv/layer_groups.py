@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from contract.limits import STATE_WINDOW, Chunk, KvWindow, window_length
+from contract.worker_limits import STATE_WINDOW, Chunk, KvWindow, window_length
 
 MAX_GROUPS: Final = 8
 """More groups waste less memory, but each costs the scheduler time. Chosen, not measured."""

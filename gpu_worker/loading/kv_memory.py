@@ -8,9 +8,9 @@ import structlog
 import torch
 
 from contract.info import Role
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan, StepId
+from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import STAGING_BYTES
 from gpu_worker.kv.layout import KvDtypes

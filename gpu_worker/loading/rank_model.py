@@ -11,8 +11,8 @@ from pathlib import Path
 import structlog
 import torch
 
-from contract.limits import Chunk, Limits
 from contract.pooling import Abilities
+from contract.worker_limits import Chunk, Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layer_groups import (
     LayerGroups,
@@ -35,7 +35,7 @@ from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.member import Member
-from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.shards import Place
 from gpu_worker.sampling.grammars import StructuredOutput
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.speculative.draft_model import DraftModel, ModelDrafter, load_draft_model

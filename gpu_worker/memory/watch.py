@@ -14,7 +14,7 @@ import torch
 from contract.info import MemoryLevel
 from gpu_worker import metrics
 from gpu_worker.memory.available import device_available_bytes, device_total_bytes
-from gpu_worker.memory.level import LevelMeter, choose_thresholds
+from gpu_worker.memory.pressure_level import LevelMeter, choose_thresholds
 
 _INTERVAL_S = 1.0
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from contract.limits import KvWindow
+from contract.worker_limits import KvWindow
 from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 
 

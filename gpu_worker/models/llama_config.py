@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from gpu_worker.models.config import ModelConfig, read_architecture, read_model_config
 from gpu_worker.models.rope import RopeConfig, rope_from_fields
-from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.shards import Place
 from gpu_worker.weights.json_fields import JsonFields
 
 

@@ -19,7 +19,7 @@ from gpu_worker.service.step_wire import plan_of
 from quire.v1 import worker_pb2
 
 if TYPE_CHECKING:
-    from contract.limits import Limits
+    from contract.worker_limits import Limits
     from gpu_worker.step.executor import Executor, LaunchedStep
 import signal
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.shards import Place
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 

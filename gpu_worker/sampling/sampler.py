@@ -23,7 +23,7 @@ from gpu_worker.sampling.draw import draw, uniforms
 from gpu_worker.sampling.grammars import ForcedTokens, StructuredOutput
 from gpu_worker.sampling.params import NO_TOKEN, SamplingTable
 from gpu_worker.sampling.penalties import TokenCounts
-from gpu_worker.sampling.sampled import Sampled, SampledLogprobs
+from gpu_worker.sampling.sampled_tokens import Sampled, SampledLogprobs
 from gpu_worker.sampling.truncation import truncate
 from kernels import ops
 from kernels.cpu.ops import draw as draw_of_all

@@ -26,7 +26,7 @@ from contract.state import Holdings
 from contract.step import Plan, Result
 from gpu_worker import metrics
 from gpu_worker.kv.nixl_engine import NixlEngine
-from gpu_worker.memory.level import WatchedMemory
+from gpu_worker.memory.pressure_level import WatchedMemory
 from gpu_worker.service.attachments import Attachment, Attachments
 from gpu_worker.service.far_tier import fetch_far, store_far
 from gpu_worker.service.kv_exchange import HostBlocks, pull_kv, read_kv, read_request

@@ -23,8 +23,8 @@ import torch
 from tokenizers import Tokenizer
 
 from contract.arrays import BoolArray, Int64Array
-from contract.limits import Chunk, Limits
 from contract.step import Plan
+from contract.worker_limits import Chunk, Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.memory.transfer import upload

@@ -29,8 +29,8 @@ from dataclasses import replace
 import numpy as np
 
 from contract.arrays import BoolArray, Int64Array
-from contract.limits import Limits
 from contract.step import Plan
+from contract.worker_limits import Limits
 from gpu_worker import metrics
 from gpu_worker.sampling.params import NO_TOKEN
 from gpu_worker.sampling.sampler import Sampler

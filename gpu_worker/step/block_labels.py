@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from contract.arrays import Int32Array, Int64Array, Labels
 from contract.hashing import HASH_BYTES, BlockHash
-from contract.limits import Limits
 from contract.state import HeldBlocks, Holdings, Pins
 from contract.step import Plan
+from contract.worker_limits import Limits
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker.memory.transfer import packed_bytes, upload_into
 from gpu_worker.models.attention import AttentionMetadata
 from gpu_worker.step.cuda_graphs import Between, Forward, GraphBackend

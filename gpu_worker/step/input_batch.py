@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from contract.arrays import Int32Array, Int64Array
-from contract.limits import Chunk
+from contract.worker_limits import Chunk
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS, StepAdapters, step_adapters
 from gpu_worker.memory.transfer import upload

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from contract.arrays import Int64Array
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker.memory.transfer import packed_bytes, upload_into
 from gpu_worker.models.attention import AttentionMetadata, Prepare
 from gpu_worker.step.cuda_graphs import Between, Forward, GraphBackend

@@ -15,7 +15,7 @@ from contract.arrays import BoolArray, Int64Array
 from contract.pooling import PoolingKind
 from gpu_worker.memory.transfer import upload
 from gpu_worker.sampling.params import SamplingTable
-from gpu_worker.sampling.sampled import Sampled, Vectors
+from gpu_worker.sampling.sampled_tokens import Sampled, Vectors
 from gpu_worker.sampling.sampler import NOBODY, finite_rows
 from gpu_worker.step.rows import ScheduledRows
 

@@ -20,9 +20,9 @@ import numpy as np
 
 from contract.arrays import BoolArray, Int32Array, Int64Array
 from contract.errors import InconsistentPlanError, InvalidArgumentError
-from contract.limits import Limits, first_seen
 from contract.state import HeldRow
 from contract.step import NewSequence, Plan, StepLogprob
+from contract.worker_limits import Limits, first_seen
 
 _NUM_LOGPROBS = 32
 """How many of its last tokens' log-probabilities each row keeps. When the scheduler dies, fewer

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from contract.arrays import ints
-from contract.limits import Limits
 from contract.sampling import SamplingParams, StructuredOutput
 from contract.step import NewSequence, Plan, StepId
+from contract.worker_limits import Limits
 from gpu_worker.step.executor import Executor
 
 _GREEDY = SamplingParams(seed=0, temperature=0.0, ignore_eos=True)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from gpu_worker.parallel.collectives import Ranks
-from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.shards import Place
 from gpu_worker.weights.checkpoint import Checkpoint
 from gpu_worker.weights.json_fields import ModelError
 from gpu_worker.weights.linear import Linear, make_linear

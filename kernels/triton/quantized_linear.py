@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import check_float, check_tensor
-from kernels.triton.quantized import as_bits, plain_numbers
+from kernels.triton.quantized_kv import as_bits, plain_numbers
 from kernels.tuning.configs import num_processors
 
 _RUN: Final = 32

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from contract.limits import Chunk, KvWindow, window_length
+from contract.worker_limits import Chunk, KvWindow, window_length
 from gpu_worker.models.transformers.recurrent import RecurrentLayer, StateRecorder
 from gpu_worker.weights.json_fields import ModelError
 

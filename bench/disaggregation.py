@@ -1,6 +1,6 @@
 """Prefill and decode apart, or together: which serves more requests within their objectives?
 
-    python bench/apart.py --quick
+    python bench/disaggregation.py --quick
 
 Cores, placement and hand-off are those that serve (`scheduler_svc`), on simulated devices and a
 simulated clock: H200s with a model of 8 billion parameters in bf16, or of 70 billion in fp8, and a
@@ -33,11 +33,11 @@ from prometheus_client import CollectorRegistry
 from contract.hashing import BlockHash
 from contract.info import Role
 from contract.step import Plan, Result
-from scheduler_svc.core.bounds.pacing import Pace, StepPacer
+from scheduler_svc.core.interface.config import SchedulerConfig, SchedulerLoad
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
+from scheduler_svc.core.limits.step_pacing import Pace, StepPacer
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.operations.handoff import Handoff
 from scheduler_svc.operations.migration import Migrator
