@@ -11,7 +11,7 @@
  * each over k in the same order for any number of rows, so a row's result depends on no other row. For
  * many rows a panel is unpacked once to what the product takes; few rows unpack it as they multiply. A
  * unit of work is one panel for one part of the rows; a share is some units. With AMX all maps of bf16
- * take its products (amx.h), for any number of rows. */
+ * but those of adapters take its products (amx.h), for any number of rows. */
 #include "amx.h"
 #include "kv_ahead.h"
 #include "thread_memory.h"
@@ -41,13 +41,14 @@ struct linear {
     int64_t group;                /* k of a group: K, or a multiple of 8; of 32 if there are offsets */
     int64_t x_stride, out_stride;
     int64_t is_gated; /* the weight is [gate; up], 2 * num_out; out = silu(gate) * up */
+    int64_t is_low_rank; /* it gives the bits of low_rank.c, which has no products of AMX */
     struct kv_part next; /* what it fetches for the next attention */
 };
 
 INLINE bool has_amx_products(const struct linear *a)
 {
 #ifdef HAS_AMX
-    return quire_uses_amx && a->x_type == BF16;
+    return quire_uses_amx && a->x_type == BF16 && !a->is_low_rank;
 #else
     return (void)a, false;
 #endif
