@@ -18,6 +18,7 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024
 MAX_N: Final = 64
 """Most outputs of one request."""
+MAX_STREAM_INTERVAL: Final = 1024
 MAX_MESSAGES: Final = 4096
 """Most messages of a chat."""
 
@@ -91,6 +92,8 @@ class GenerateRequest:
     """How thinking is told from the rest, to count it; None: there is none."""
     resumable: bool = False
     """Whether the request continues when its stream breaks, so that the client may resume it."""
+    stream_interval: int | None = None
+    """New tokens of an output that go out together; None: as the router is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class ThinkingMarkers:
 
 @dataclass(frozen=True, slots=True)
 class StopOptions:
-    """How the outputs' text ends, is written and counted.
+    """How the outputs' text ends, is written, counted and streamed.
 
     It travels in the record of a resumable request, so that another router can finish the text.
     """
@@ -117,6 +120,7 @@ class StopOptions:
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     thinking: ThinkingMarkers | None = None
+    stream_interval: int = 1
 
 
 @dataclass(frozen=True, slots=True)

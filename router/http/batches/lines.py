@@ -153,7 +153,7 @@ class BatchLines:
             match event:
                 case OutputDelta(output_index=index):  # tokens are kept, their text is not
                     text = "".join(map(texts[index].push, event.token_ids))
-                    outputs[index].add(replace(event, text=text))
+                    outputs[index].add(event._replace(text=text))
                 case OutputFinished(output_index=index):
                     outputs[index].texts.append(texts[index].flush())
                     outputs[index].finished = event
