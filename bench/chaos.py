@@ -1,4 +1,4 @@
-"""Chaos: things fail at random under live streams, and no token is lost, repeated or changed.
+"""Injects random faults under live streams, and checks that no token is lost, repeated or changed.
 
     python bench/chaos.py --kills 60
     python bench/chaos.py --soak 3600 --every 15 --standby
@@ -7,9 +7,9 @@
     python bench/chaos.py --agent 40
 
 A service of two routers, a scheduler and two workers serves 64 streams of every kind, through
-clients that resume. Again and again a process is killed with SIGKILL, or stopped for some seconds,
-or a link is cut or falls silent. Each stream is compared, token for token, with what it gave alone
-before anything failed.
+clients that resume. Repeatedly, a process is killed with SIGKILL or suspended for some seconds, or
+a link is cut or made silent. Each stream is compared, token for token, with its result alone before
+any fault.
 
 - `lost`, `duplicated`, `contradicted`: tokens.
 - `stall_p50_s`, `stall_p99_s`: the longest pause of a stream after a fault that it lived through;
@@ -62,7 +62,7 @@ from quire.client import AsyncClient
 from quire.v1.kv_pb2 import KvTier
 
 _NUM_BLOCKS = 2048
-"""Enough at each worker for all streams: only a scheduler's death has tokens recomputed."""
+"""Enough blocks at each worker for all streams, so only faults cause recomputation."""
 _NUM_BLOCKS_CRAMPED = 320
 """Enough for the longest request, and for a third of the streams."""
 _MAX_RECOMPUTED = 3 * 15
@@ -81,7 +81,7 @@ class Run:
     """Times, by the monotonic clock, and kinds."""
     recomputed: int = 0
     blocks: list[str] = field(default_factory=list)
-    """Which blocks are still held at the end."""
+    """The blocks that are still held at the end."""
 
 
 async def kill_schedulers(service: ChaosService, run: Run, num: int) -> None:
@@ -101,7 +101,7 @@ async def do_harm(
     pauses_s: Iterator[float],
     faults: Iterator[Fault],
 ) -> None:
-    """Let a fault happen after each pause; one in four comes before the previous one is mended."""
+    """Inject a fault after each pause; one in four comes before the previous one is repaired."""
     for pause_s, fault in zip(pauses_s, faults, strict=False):
         await asyncio.sleep(pause_s)
         print(
@@ -114,7 +114,10 @@ async def do_harm(
 
 
 async def wrong_blocks(client: AsyncClient) -> list[str]:
-    """Wait until no block is held at any worker; if that takes too long, say which still are."""
+    """Wait until no worker holds a block.
+
+    After a timeout, return the blocks that are still held.
+    """
     deadline = time.monotonic() + _IDLE_S
     while True:
         wrong = [
@@ -132,7 +135,7 @@ async def wrong_blocks(client: AsyncClient) -> list[str]:
 
 
 def pauses_of(given: argparse.Namespace, chance: random.Random) -> Iterator[float]:
-    """Yield how long to wait before each fault, as often as there shall be one."""
+    """Yield the pause before each fault."""
     if given.soak is None:
         for _ in range(given.kills):
             yield chance.uniform(0.2, 2.0)
@@ -145,7 +148,7 @@ def pauses_of(given: argparse.Namespace, chance: random.Random) -> Iterator[floa
 
 
 def print_stalls(run: Run, found: Sequence[Stall]) -> None:
-    """Print what each kind of fault cost the streams that lived through it."""
+    """Print the stalls that each kind of fault caused."""
     table = Table("fault:<24", "times:d", "stall p50, s:.2f", "p99, s:.2f", "longest, s:.2f")
     for kind, times in sorted(Counter(kind for _, kind in run.faults).items()):
         pauses_s = [stall.stalled_s for stall in found if stall.kind == kind] or [0.0]
@@ -173,7 +176,7 @@ def _clock(at_s: float) -> str:
 
 
 async def run_chaos(given: argparse.Namespace) -> Results:
-    """Start the service, harm it, and return what was found."""
+    """Start the service, inject faults, and return the findings."""
     chance = random.Random(given.seed)
     run = Run()
     num_blocks = _NUM_BLOCKS_CRAMPED if given.cramped else _NUM_BLOCKS
@@ -222,7 +225,7 @@ async def run_chaos(given: argparse.Namespace) -> Results:
 
 
 async def run_turns(given: argparse.Namespace) -> Results:
-    """Let processes die while turns are computed, and return what became of the turns."""
+    """Kill processes while turns are computed, and return the results of the turns."""
     chance = random.Random(given.seed)
     num_kills = 0
     with tempfile.TemporaryDirectory(prefix="quire-chaos-") as name:
@@ -264,7 +267,7 @@ async def run_turns(given: argparse.Namespace) -> Results:
 
 
 async def run_agent(given: argparse.Namespace) -> Results:
-    """Let processes die while an agent works, and return whether that changed a byte."""
+    """Kill processes while an agent works, and return whether that changed any byte."""
     chance = random.Random(given.seed)
     results: Results = {"kills": 0, "turns": 0, "breaks": 0, "transcripts_that_differ": 0}
     speedup = _AGENT_SPEEDUP * (8 if given.quick else 1)

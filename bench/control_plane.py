@@ -2,8 +2,8 @@
 
     python bench/control_plane.py --quick
 
-A simulated worker stands for an H200 with a model of 8 billion parameters. One router and one
-scheduler serve it; every stream is read as it comes, by a process of its own that costs little
+A simulated worker replaces an H200 with a model of 8 billion parameters. One router and one
+scheduler serve it; a separate, cheap process reads all streams as they arrive
 (harness/many_streams.py). Each row is a number of streams by one API:
 
 - By HTTP and gRPC with the defaults, each token an SSE event or message of its own; and as a
@@ -48,12 +48,12 @@ _H200 = TimeModel(
     num_params=8e9, kv_bytes_per_token=131_072, bytes_per_s=4.8e12, operations_per_s=8e14
 )
 _NUM_BLOCKS = 52_000
-"""Of 16 tokens: what 141 GB hold beside the weights."""
+"""Blocks of 16 tokens that fit 141 GB besides the weights."""
 _MODEL = SHIPPED_MODEL.name
 _PROMPT_LEN = 16
 _NUM_WINDOWS = 5
-"""Of each measurement; the median counts, because other programs disturb some. The least shows how
-much they did."""
+"""Windows per measurement. The median counts, because other programs disturb some; the least shows
+how much."""
 _WARM_UP_S = 2.0
 _START_S = 60.0
 _MAX_MODEL_LEN = 32_768
@@ -69,7 +69,7 @@ class Cost:
     tokens_per_s: float
     tokens_per_piece: float
     device_tokens_per_s: float
-    """What the device can give."""
+    """The device's maximum rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +159,9 @@ async def measure_window(
 async def reader(
     face: Face, address: str, num_streams: int, num_tokens: int
 ) -> AsyncIterator[Callable[[], Awaitable[int]]]:
-    """Read streams in a process; begins when each has a token.
+    """Read streams in a separate process, from the first token of each.
 
-    Yields a function that ends the reading, and returns how many pieces have come.
+    Yields a function that ends the reading and returns how many pieces have arrived.
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "harness.many_streams", face.api, address, f"--model={_MODEL}"),

@@ -23,9 +23,9 @@ from harness.device import SimulatedWorker
 from harness.processes import BENCH, Answerer
 
 from contract.hashing import extend_chain, root_hash
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 
 SIZES = (64, 256, 1024, 4096)
 

@@ -25,7 +25,7 @@ class TokenLogprob:
 
 
 class OutputDelta(NamedTuple):
-    """New tokens of one output, and the text that is final with them.
+    """New tokens of one output, and the new text that can no longer change.
 
     A tuple is made in half the time of a frozen dataclass; there is one for nearly every token.
     """
@@ -72,7 +72,7 @@ class Usage:
     pinned_tokens: int = 0
     """Prompt tokens pinned in the prefix cache."""
     reasoning_tokens: int = 0
-    """Tokens of the outputs that are thinking, where its markers are known."""
+    """Output tokens that are thinking, if the markers of thinking are known."""
 
     @property
     def cache_write_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Reads many streams at once for little processor time, and counts what comes.
+"""Reads many streams at once with little processor time, and counts tokens and pieces.
 
     python -m harness.many_streams http HOST:PORT --model NAME --streams N --tokens N
 
@@ -30,7 +30,7 @@ _EVENT = b'"finish_reason":null'
 
 @dataclass(slots=True)
 class Counts:
-    """What has come of all streams."""
+    """Totals over all streams."""
 
     num_pieces: int = 0
     num_tokens: int = 0

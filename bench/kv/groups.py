@@ -4,12 +4,12 @@ python bench/kv/groups.py
 """
 
 from gpu_worker.kv.layer_groups import group_layers
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.space.kv_groups import KvGroups
-from scheduler_svc.core.values.config import SchedulerConfig
 
 NUM_TOKENS, BLOCK_SIZE, MIB = 8192, 16, 2**20
 
-# Layers, every how many one sees all (0: none), window, kv heads, head dim.
+# Layers, the interval of layers without a window (0: none), window, kv heads, head dim.
 MODELS = {
     "Mistral 7B v0.1": (32, 0, 4096, 8, 128),
     "Gemma 2 9B": (42, 2, 4096, 8, 256),

@@ -55,16 +55,16 @@ class BlockLayout:
     """Where the keys and values of each layer are in a block."""
 
     keys: tuple[Side, ...]
-    """By layer of the model."""
+    """The keys of each layer."""
     values: tuple[Side, ...] | None
-    """By layer; None: they are a part of the keys."""
+    """The values of each layer; None: they are a part of the keys."""
     num_sides: int
     """Parts of the fullest block, each the keys or the values of a layer."""
     block_bytes: int
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Storage dtype, by layer."""
+        """Storage dtype of each layer."""
         return tuple(side.dtype for side in self.keys)
 
     @property
@@ -86,7 +86,7 @@ def block_layout(
     Args:
         config: The model's config, or that of this rank's part.
         block_size: Token slots of a block.
-        dtypes: In which K and V are stored.
+        dtypes: The storage dtypes of K and V.
         groups: The KV groups of the layers; None: one.
 
     Raises:

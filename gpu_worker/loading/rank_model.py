@@ -11,8 +11,8 @@ from pathlib import Path
 import structlog
 import torch
 
-from contract.limits import Chunk, Limits
 from contract.pooling import Abilities
+from contract.worker_limits import Chunk, Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layer_groups import (
     LayerGroups,
@@ -35,7 +35,7 @@ from gpu_worker.models.config import ModelConfig
 from gpu_worker.models.registry import open_model
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.member import Member
-from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.shards import Place
 from gpu_worker.sampling.grammars import StructuredOutput
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.speculative.draft_model import DraftModel, ModelDrafter, load_draft_model
@@ -50,10 +50,10 @@ from model_files.locate import find_model
 
 _GIB = 1024**3
 _LARGE_GPU_BYTES = 75 * 2**30
-"""Slightly less than what a GPU of 80 GB says that it has."""
+"""Slightly less than the memory that a GPU of 80 GB reports."""
 _LARGEST_GPU_BYTES = 120 * 2**30
 _CPU_SATURATING_TOKENS = 512
-"""From so many tokens of a step on, arithmetic bounds a CPU."""
+"""From this many tokens per step on, a CPU is bound by arithmetic."""
 _MAX_BLOCK_SIZE = 8192
 """With larger blocks the prefix cache would find little. Chosen, not measured."""
 
@@ -81,7 +81,7 @@ class RankModel:
     """The rates of all ranks together."""
     abilities: Abilities
     identity: bytes | None
-    """A hash of all that determines the KV; None: random weights, or no KV."""
+    """A hash of everything that determines the KV; None: random weights, or no KV."""
     load_adapter: Callable[[str, Path], Adapter]
     """Loads an adapter from its name and directory; raises ModelError."""
 
@@ -96,8 +96,8 @@ def load_rank_model(
     Args:
         member: Which rank this is, and its settings.
         report: Called with status and progress; an error that it raises ends the load.
-        meet: Connects the ranks, called when this one knows that it can serve the settings; returns
-        None if there are no other ranks.
+        meet: Connects the ranks, called when this rank knows that it can serve the settings;
+        returns None if there are no other ranks.
 
     Raises:
         ModelError: the model cannot be served as the settings ask, or not one KV block fits.
@@ -114,10 +114,10 @@ def _load_rank_model(
     meet: Callable[[Place, torch.device], Ranks | None],
     undo: ExitStack,
 ) -> RankModel:
-    """As `load_rank_model`; `undo` gets what must be released if a later step fails.
+    """As `load_rank_model`; `undo` collects the resources to release if a later step fails.
 
     First it checks everything that needs no weights: device, config, dtypes, adapters. Then the
-    ranks meet, so that no rank loads gigabytes in vain. Weights are loaded before KV memory is
+    ranks connect, before any of them loads gigabytes. Weights are loaded before KV memory is
     allocated, because on a GPU the KV pool gets the memory that the largest step leaves. All ranks
     use the smallest number of blocks. Then the host and disk tiers are built, and last the
     executor: graphs are captured at the pool's final addresses, and rates are measured with all
@@ -197,7 +197,7 @@ def _load_rank_model(
     if tiers.disk_pool is not None:
         undo.callback(tiers.disk_pool.close)
     structured = None
-    if place.rank == 0 and has_kv:  # rank 0 samples
+    if place.rank == 0 and has_kv:  # only rank 0 samples
         structured = _structured_output(directory, limits.vocab_size, eos_token_ids, device)
     drafter = _drafter(settings, limits, draft_model)
     executor = Executor(
@@ -212,8 +212,8 @@ def _load_rank_model(
         ranks=ranks,
         drafter=drafter,
         adapters=adapters,
-        # An encoder keeps no KV: the parts of a prompt would not see each other. And a step that
-        # was broken off has advanced some recurrent states.
+        # No step halving for an encoder: without KV, the parts of a prompt would not see each
+        # other. None for recurrent layers: an interrupted step has already advanced some states.
         takes_parts=abilities.generates and not config.num_states,
     )
     if has_kv and _has_graphs(settings, device):
@@ -223,7 +223,7 @@ def _load_rank_model(
         _capture_graphs(executor, backend, report, drafter)
     if has_kv and device.type == "cuda":
         report("compiling kernels", None)
-        # Rank 0 alone has grammars, and all ranks must warm up alike.
+        # Only rank 0 has grammars, and all ranks must warm up in the same way.
         has_grammars = structured is not None and ranks is None
         warm_up(
             executor,
@@ -260,7 +260,7 @@ def _load_rank_model(
 
 
 def _check_without_kv(settings: WorkerSettings, config: ModelConfig) -> None:
-    """Check that no setting is about the KV or the drafts of a model that has neither."""
+    """Check that no setting concerns KV or drafts, which an encoder does not have."""
     for name in ("host_kv_memory_gb", "disk_kv_memory_gb", "kv_cache_memory_gb", "speculative"):
         if value := getattr(settings, name):
             raise ModelError(
@@ -310,9 +310,9 @@ def _capture_graphs(
     report: Callable[[str, float | None], None],
     drafter: Drafter | None = None,
 ) -> None:
-    """Capture graphs for each kind of step. Where that fails, log a warning and go on without.
+    """Capture graphs for each kind of step; if a capture fails, log a warning and continue.
 
-    With a drafter all steps are of the second kind: their tokens come from the host.
+    With a drafter, all steps are of the second kind, because their tokens come from the host.
     """
     kinds = [("steps with prompts", executor.capture_pieces)]
     if drafter is None:
@@ -330,7 +330,7 @@ def _capture_graphs(
         else:
             seconds = round(time.monotonic() - start_s, 1)
             _log.info("captured CUDA graphs", steps=steps, seconds=seconds)
-    torch.cuda.empty_cache()  # cached by the runs before the captures
+    torch.cuda.empty_cache()  # memory that the runs before the captures have cached
 
 
 def _kv_dtypes(
@@ -384,7 +384,7 @@ def _for_chunks(
     limits: Limits,
     device: torch.device,
 ) -> WorkerSettings:
-    """The settings with which chunked attention can be computed, if the model has any.
+    """Return the settings adjusted for chunked attention, if the model has it.
 
     Raises:
         ModelError: A block would belong to two chunks.
@@ -403,9 +403,10 @@ def _for_chunks(
 
 
 def _default_sizes(device_bytes: int | None) -> tuple[int, int]:
-    """The most sequences and tokens of a step, by a GPU's memory; None: a CPU.
+    """Return the default number of sequences and tokens of a step, by a GPU's memory; None: a CPU.
 
-    Those of GPUs are not measured: devices with much memory have the arithmetic for longer steps.
+    The defaults for GPUs are not measured; they assume that devices with more memory compute
+    faster.
     """
     if device_bytes is None:
         return 64, 2048
@@ -520,7 +521,7 @@ def _num_blocks(
 ) -> int:
     if settings.num_blocks is not None:
         return settings.num_blocks
-    if config.num_layers == 0:  # blocks have no bytes
+    if config.num_layers == 0:  # blocks of an encoder have no bytes
         return limits.max_num_seqs * limits.max_blocks_per_row
     if settings.kv_cache_memory_gb is not None:
         num_bytes = int(settings.kv_cache_memory_gb * _GIB)

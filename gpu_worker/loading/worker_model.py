@@ -11,7 +11,7 @@ import torch
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, UnimplementedError
 from contract.info import WorkerInfo, new_instance_id
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker import metrics
 from gpu_worker.kv.far_store import FarStore, open_far_store
 from gpu_worker.kv.nixl_engine import NixlEngine, load_agent
@@ -26,7 +26,7 @@ from gpu_worker.parallel.collectives import Ranks, find_store, open_store
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.leading_executor import LeadingExecutor
 from gpu_worker.parallel.member import Member
-from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.shards import Place
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
 from gpu_worker.weights.json_fields import ModelError

@@ -1,9 +1,9 @@
 """The ops in C: each checks its tensors, allocates its result and calls a kernel of the library.
 
-Each takes the library, then what its twin in `kernels.reference` takes, which defines its result,
-and raises ValueError if shapes, dtypes, devices or strides do not fit. `kernels.ops` calls them,
-with a first tensor of a dtype that C knows. The fields of a call are in the order of
-the kernel's structure, which `kernels.cpu.library` lists.
+Each takes the library, then the arguments of its twin in `kernels.reference`, which defines the
+result. It raises ValueError if shapes, dtypes, devices or strides do not fit. `kernels.ops` calls
+them, with a first tensor of a dtype that C knows. The fields of a call are in the order of the
+kernel's structure, which `kernels.cpu.library` lists.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `N` width of a
 norm, `I` intermediate size, `P` block size, `M` max blocks per sequence, `V` vocabulary.
@@ -176,8 +176,8 @@ def paged_attention_decode(
 ) -> torch.Tensor:
     """Attend with `query` [S, H, D], one token of each sequence.
 
-    A row depends on no other row of the batch, to the last bit, and is what
-    `paged_attention_prefill` gives for it. No length is checked against M * P.
+    A row depends on no other row of the batch, to the last bit, and equals the result of
+    `paged_attention_prefill`. No length is checked against M * P.
     """
     num_seqs = block_tables.shape[0]
     check_rows(num_seqs, len(query), out)
@@ -259,7 +259,7 @@ def _attend(
 def suppress(
     library: Library, logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor
 ) -> None:
-    """Suppress what masks do not admit, in some rows of `logits` [S, V]."""
+    """Suppress the tokens that masks do not admit, in some rows of `logits` [S, V]."""
     check_suppression(logits, places, admitted)
     library.suppress(
         len(places), logits.shape[1],
@@ -271,12 +271,12 @@ def suppress(
 def draw(
     logits: torch.Tensor, places: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
 ) -> torch.Tensor:
-    """Draw a token for some rows of logits: int64[N]. CPUs only, in C or else by its twin.
+    """Draw a token for some rows of logits: int64[N]. Only for CPUs, in C or by the twin.
 
-    A token's weight is `exp((logit - max) / temperature)`. Drawn is the token at which the running
-    sum of weights, in token order, first exceeds `uniform` times their total. Sums are float64 and
-    each row's alone. A token of weight 0 is drawn only from a row without a finite maximum: some id
-    in range.
+    A token's weight is `exp((logit - max) / temperature)`. The drawn token is the first at which
+    the running sum of weights, in token order, exceeds `uniform` times their total. Sums are
+    float64, separately for each row. A token of weight 0 is drawn only from a row without a finite
+    maximum; it may be any valid id.
 
     Args:
         logits: float32[S, V]; not changed.

@@ -35,7 +35,7 @@ from rpc.grpc_server import Service, service_of
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """The server's interceptor turns what is raised into a status."""
+    """Its methods raise errors, which the server's interceptor turns into a status."""
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
@@ -47,8 +47,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Stream the events; a slow reader gets fewer and larger deltas.
 
-        It writes to the context instead of being a generator: if the call ends while a write waits
-        for the reader, this frame unwinds at once, and the request with it.
+        It writes to the context instead of yielding. So if the call ends while a write waits for
+        the reader, this method is cancelled at once, and the request ends with it.
         """
         await _stream(await self._cells.generate(_request(request, context)), context)
 
@@ -232,5 +232,5 @@ async def _stream(live: LiveRequest, context: CallContext) -> None:
             if isinstance(event, OutputFinished) and event.finish_reason is FinishReason.DEADLINE:
                 expired = failure_of(event)
             await context.write(event_to_proto(live.request_id, event))
-    if expired is not None:  # the client's own clock would raise the same a moment later
+    if expired is not None:  # the client's own clock would raise this error a moment later
         raise expired

@@ -32,7 +32,7 @@ _OUTPUT_TO_DATATYPE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class InferCall:
-    """A request, with the requested form of its answer."""
+    """A request, and the requested format of the answer."""
 
     request: GenerateRequest
     id: str

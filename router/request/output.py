@@ -7,7 +7,7 @@ from contract.errors import FailedPreconditionError, InvalidArgumentError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, TokenLogprob
 from contract.request import OutputReceived, ThinkingMarkers
 from router.request.stop_strings import StopMatcher
-from router.request.thinking import ThinkingCounter
+from router.request.thinking_counter import ThinkingCounter
 from router.text.detokenizer import Detokenizer
 
 
@@ -15,7 +15,7 @@ class LiveOutput:
     """Turns the tokens of one sequence into deltas and an end.
 
     Tokens become text when they arrive, not when the reader asks, because a stop string must end
-    the sequence even if the reader is slow. This takes less than a microsecond per token.
+    the sequence even if the reader is slow. The conversion takes less than a microsecond per token.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LiveOutput:
         """
         self.index = index
         self.token_ids = array("i")
-        """int32: all tokens so far; sent again if the request is resubmitted."""
+        """int32: all tokens so far; they are sent again if the request is resubmitted."""
         self.finished: OutputFinished | None = None
         """The end of the output; once set, no token may be pushed."""
         self.first_token_at: float | None = None
@@ -59,9 +59,9 @@ class LiveOutput:
         self._logprobs: list[TokenLogprob] = []
         self._end_taken = False
         self.num_skipped: int | None = None
-        """How many tokens the reader had when it resumed the request; None: none has resumed it."""
+        """How many tokens the reader had when it resumed the request; None: not resumed."""
         self.skipped: OutputDelta | None = None
-        """The part that `skip` has left out, with the known log-probabilities."""
+        """The part that `skip` has skipped, with the known log-probabilities."""
 
     @property
     def has_end_token(self) -> bool:
@@ -90,12 +90,12 @@ class LiveOutput:
             )
 
     def finish(self, finished: OutputFinished) -> None:
-        """End the output; text that was held back becomes final."""
+        """End the output, including the text that was held back."""
         self._text.append(self._stop_matcher.flush() + self._detokenizer.flush())
         self.finished = finished
 
     def skip(self, received: OutputReceived, *, wants_logprobs: bool) -> None:
-        """Skip the part that the reader has; call this before any `take`.
+        """Skip the part that the reader already has; called before any `take`.
 
         Raises `InvalidArgumentError` if the reader claims more than was produced, and
         `FailedPreconditionError` if it needs log-probabilities that were not kept.

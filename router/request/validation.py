@@ -101,7 +101,7 @@ def _check_stop(stop: Sequence[str]) -> None:
 
 
 def _check_bad_words(request: GenerateRequest) -> None:
-    """Check what stands beside words that outputs must not contain: they are a form, too."""
+    """Check the parameters with `bad_words`, which workers enforce as structured output."""
     if request.sampling.structured is not None:
         raise InvalidArgumentError("bad_words", "is set; with structured it must not be")
     if request.beam is not None:
@@ -109,7 +109,7 @@ def _check_bad_words(request: GenerateRequest) -> None:
 
 
 def _check_structured(sampling: SamplingParams, model: Model) -> None:
-    """Check the parameters beside a form; the form is checked when it becomes a grammar."""
+    """Check the parameters with structured output; the form itself is checked with its grammar."""
     if not model.structured_output:
         raise UnimplementedError("sampling.structured: this model has no structured output")
     # An end-of-sequence token ends the form.

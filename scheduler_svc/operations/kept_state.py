@@ -1,6 +1,6 @@
-"""What is kept of a scheduler in a file, so that the next start goes on with it.
+"""The scheduler's state file, from which the next start continues.
 
-The file is small JSON: the LoRA adapters that were loaded, the sizes that pools were given, and the
+The file is a small JSON document with the loaded LoRA adapters, the sizes of resized pools, and the
 accounts of the fair policy.
 """
 
@@ -30,9 +30,9 @@ _RETRY_S: Final = 5.0
 _POLL_S: Final = 1.0
 _ACCOUNTS_S: Final = 5.0
 _MAX_ACCOUNTS: Final = 10_000
-"""Most accounts of one worker that are kept; the others begin where unknown ones do."""
+"""Most accounts of one worker in the file; the others start over as new accounts."""
 _MAX_LEFT_WORKERS: Final = 64
-"""Most workers whose accounts are kept while they are not attached."""
+"""Most unattached workers whose accounts stay in the file."""
 
 log = structlog.get_logger()
 
@@ -42,21 +42,21 @@ class StateFileError(Exception):
 
 
 class StateFile:
-    """The file's contents, and the task that writes them. Without a path nothing is kept."""
+    """The file's contents, and the task that writes them. Without a path, nothing is stored."""
 
     def __init__(self, path: Path | None) -> None:
         """Read the file, if there is one; raises StateFileError."""
         self._path = path
         self._changed = asyncio.Event()
         self._lock = threading.Lock()
-        # A thread reads these while it writes them: they are replaced, and never changed.
+        # A thread reads these while it writes the file, so they are replaced, never modified.
         self.adapters: tuple[LoraAdapter, ...] = ()
         self._pools: Mapping[str, Mapping[str, Any]] = {}
         """By worker: its model, the bytes of a block, and the number of blocks."""
         self._accounts: Mapping[str, Mapping[str, float]] = {}
         """By worker: the accounts of its policy."""
         self._start = 1
-        """How many schedulers have used the file; the newest has it."""
+        """The number of schedulers that have used the file; only the newest may write it."""
         if path is None or not path.exists():
             return
         try:
@@ -87,25 +87,25 @@ class StateFile:
             raise StateFileError(f"--state-file {path} cannot be read: {error!r}") from error
 
     def keep_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
-        """Keep the adapters that operators have loaded."""
+        """Store the adapters that operators have loaded."""
         self.adapters = tuple(adapters)
         self._changed.set()
 
     def keep_pool(self, info: WorkerInfo, num_blocks: int) -> None:
-        """Keep the size that a worker's pool was given."""
+        """Store the size to which a worker's pool was resized."""
         pool = {**_pool_of(info), "num_blocks": num_blocks}
         self._pools = {**self._pools, info.worker_id: pool}
         self._changed.set()
 
     def num_blocks(self, info: WorkerInfo) -> int | None:
-        """Return the size that a worker's pool was given for its model, if any."""
+        """Return the size to which a worker's pool was resized for its model, if it was."""
         pool = self._pools.get(info.worker_id, {})
         if {**pool, **_pool_of(info)} != pool:
             return None
         return int(pool["num_blocks"])
 
     def keep_accounts(self, accounts: Mapping[str, Mapping[str, float]]) -> None:
-        """Keep the accounts of the workers that are attached, and of some that are not."""
+        """Store the accounts of all attached workers, and of some others."""
         now = {
             worker: dict(nlargest(_MAX_ACCOUNTS, each.items(), key=itemgetter(1)))
             for worker, each in accounts.items()
@@ -117,13 +117,13 @@ class StateFile:
             self._changed.set()
 
     def accounts_of(self, worker: str) -> Mapping[str, float]:
-        """Return the accounts that a worker's policy had."""
+        """Return the stored accounts of a worker's policy."""
         return self._accounts.get(worker, {})
 
     async def run(self, accounts_now: Callable[[], Mapping[str, Mapping[str, float]]]) -> None:
-        """Write what changes, until cancelled; a full disk delays it.
+        """Write changes until cancelled; retries while the disk is full.
 
-        The accounts change all the time, and are looked at every few seconds.
+        Accounts change all the time, so they are read every few seconds.
         """
         try:
             while True:
@@ -164,11 +164,11 @@ class StateFile:
     def _write(self) -> None:
         with self._lock:
             if self._path is None or _start_of(self._path) > self._start:
-                return  # a newer scheduler has the file, and this one was only stopped
+                return  # a newer scheduler owns the file; this one was only suspended
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Its own draft, since a scheduler that was only stopped may write, too.
+            # A separate temporary file: a suspended scheduler may also be writing.
             new = self._path.with_name(f"{self._path.name}.{self._start}.new")
-            new.touch(mode=0o600)  # tenants have names
+            new.touch(mode=0o600)  # names of tenants are private
             with new.open("w", encoding="utf-8") as file:
                 file.write(self._contents())
                 file.flush()
@@ -193,7 +193,7 @@ def _pool_of(info: WorkerInfo) -> dict[str, Any]:
 
 
 async def restore_pools(state: StateFile, roster: Roster, resizer: Resizer) -> None:
-    """Give the pools of workers that are attached the sizes that they had."""
+    """Resize the pools of newly attached workers to their stored sizes."""
     seen: dict[str, Session] = {}
     while True:
         sessions = roster.sessions

@@ -16,9 +16,12 @@ from contract.hashing import BlockHash
 from contract.info import MemoryLevel, ModelInfo, Role, WorkerInfo
 from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.observe import timeline
-from scheduler_svc.core.bounds.pacing import Pace
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.interface.config import SchedulerLoad
+from scheduler_svc.core.interface.errors import BrokenInvariantError
+from scheduler_svc.core.interface.request import Request
+from scheduler_svc.core.limits.step_pacing import Pace
 from scheduler_svc.core.reports.load import (
     count_queued,
     num_steps_answered,
@@ -29,15 +32,12 @@ from scheduler_svc.core.reports.load import (
 )
 from scheduler_svc.core.reports.progress import read_progress
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
-from scheduler_svc.core.values.config import SchedulerLoad
-from scheduler_svc.core.values.errors import BrokenInvariantError
-from scheduler_svc.core.values.request import Request
 from scheduler_svc.domain import Command, SubmitRequest
 from scheduler_svc.observers.metrics import EngineMetrics
+from scheduler_svc.observers.shortage_log import SpaceWatch, log_memory_level
 from scheduler_svc.observers.spans import SequenceSpans, WorkerSpans
 from scheduler_svc.observers.step_log import StepLog
 from scheduler_svc.observers.steps import AnsweredStep, PacingObserver, SentStep, StepObserver
-from scheduler_svc.observers.watches import SpaceWatch, log_memory_level
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.wire.beam import with_candidates
 from scheduler_svc.wire.router import vectors_of
@@ -75,8 +75,8 @@ class Session:
         self.step_log = StepLog()
         self.crashes = CrashCounter()
         self.paces_prompts = True
-        """Whether `pace` limits how much prompts delay decodes. It need not where decodes move to
-        other workers."""
+        """Whether `pace` limits how much prompts delay decodes. Not needed if decodes move to other
+        workers."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
         self._core = core
@@ -106,9 +106,11 @@ class Session:
         self._waits: list[tuple[Condition, asyncio.Future[None]]] = []
         self._alarm: asyncio.TimerHandle | None = None
         """Wakes the session when the next step is due."""
-        if core.takeover.unclaimed:  # unclaimed blocks are freed even if nothing else happens
+        if (
+            core.takeover.unclaimed
+        ):  # wakes up to free unclaimed blocks even if nothing else happens
             for after_s in (REUNION_S, core.config.claim_s):
-                # Slightly later, because a timer counts from the beginning of the loop's turn.
+                # Slightly later, because timers count from the beginning of the event loop's turn.
                 asyncio.get_running_loop().call_later(after_s + 0.1, wake.set)
 
     # --- commands and calls ---------------------------------------------------------------------
@@ -167,7 +169,7 @@ class Session:
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
         """See `WorkerLink`. Waits for the steps sent so far, which may use the adapter.
 
-        Steps and calls travel on different streams, so one may overtake the other.
+        Steps and calls are on different streams, so one may overtake the other.
         """
         num_sent = num_steps_sent(self._core)
         await self.wait_until(lambda core: num_steps_answered(core) >= num_sent)
@@ -203,7 +205,7 @@ class Session:
 
     def placement_load(self) -> WorkerLoad:
         """Return how busy the worker is, including commands that are not applied yet."""
-        if self._placement_load is None:  # cached: every request asks every worker
+        if self._placement_load is None:  # cached, because every request asks every worker
             load = self._core.load()
             self._placement_load = WorkerLoad(
                 num_running=load.num_running,

@@ -56,7 +56,7 @@ class TransformersModel:
     def use(
         self, causal: Any, calls: Sequence[AttentionCall], recurrent: tuple[RecurrentLayer, ...]
     ) -> None:
-        """Take over a causal language model whose attention is `attend_in`. Called once.
+        """Use a causal language model whose attention is `attend_in`. Called once.
 
         Args:
             causal: The model.
@@ -148,8 +148,8 @@ class TransformersModel:
 class _Seen:
     """The cache of a model that asks it for the number of earlier tokens (Llama 4).
 
-    A step's tokens are of several sequences: the answer is by token, so that the index of a token
-    in the step and its answer add up to its position.
+    A step has tokens of several sequences, so the answer differs by token: a token's index in the
+    step plus its answer is its position.
     """
 
     def __init__(self, positions: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ _RECURRENT_FAMILIES: Final = {
     "qwen3_next",
 }
 """Model types with recurrent layers that the tests compare with transformers. Jamba and Mamba are
-not among them, because there a prompt cannot be continued from a state but token by token."""
+not among them, because they can continue a prompt from a state only token by token."""
 
 
 class TransformersSource:
@@ -363,7 +363,7 @@ def _is_recurrent(config: PreTrainedConfig) -> bool:
 
 
 def _storing(calls: Sequence[AttentionCall]) -> list[AttentionCall]:
-    """The layers with keys and values of their own."""
+    """Return the layers that store keys and values."""
     return [call for call in calls if call.source == call.layer]
 
 

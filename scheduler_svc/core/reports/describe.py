@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.arrays import Int32Array, ints
+from scheduler_svc.core.interface.request import SeqId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 from scheduler_svc.core.space.blocks import (
@@ -20,7 +21,6 @@ from scheduler_svc.core.space.blocks import (
     DiskBlockId,
     HostBlockId,
 )
-from scheduler_svc.core.values.request import SeqId
 
 MAX_SEQUENCES: Final = 1024
 """Most sequences in one description."""
@@ -37,7 +37,7 @@ class Tier(Enum):
 
 
 class BlockState(IntEnum):
-    """The state of a block; if several apply, the greatest counts."""
+    """The state of a block; if several apply, the one with the greatest number counts."""
 
     FREE = 1
     CACHED = 2

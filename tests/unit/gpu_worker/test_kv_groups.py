@@ -13,8 +13,8 @@ import torch
 
 from contract.codec.sampling import sampling_to_proto
 from contract.codec.step import plan_to_proto
-from contract.limits import Limits
 from contract.sampling import SamplingParams
+from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.kv.layer_groups import add_states, fitting_block_size, group_layers
@@ -22,11 +22,11 @@ from gpu_worker.kv.layout import block_bytes
 from gpu_worker.models.registry import open_model
 from gpu_worker.service.step_wire import plan_of
 from gpu_worker.step.executor import Executor
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.space.kv_groups import KvGroups
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from tests.unit.gpu_worker.models.against_transformers import assert_greedy
 from tests.unit.gpu_worker.models.paged_loop import CPU, random_prompt
 

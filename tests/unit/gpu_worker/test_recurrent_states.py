@@ -9,7 +9,7 @@ import torch
 from gpu_worker.loading.rank_model import load_rank_model
 from gpu_worker.parallel.member import Member
 from gpu_worker.settings import WorkerSettings
-from scheduler_svc.core.values.request import SourceId
+from scheduler_svc.core.interface.request import SourceId
 from tests.unit.gpu_worker.models.paged_loop import random_prompt
 from tests.unit.gpu_worker.test_kv_groups import Service
 

@@ -8,8 +8,8 @@ from fake_sessions import CONFIG, FakeRoster, FakeSession
 
 from contract.errors import UnavailableError
 from contract.hashing import extend_chain, root_hash
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.workers.kv import far_tier
 from scheduler_svc.workers.kv.far_tier import FarTier
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from scheduler_svc.core.interface.config import PreemptionMode
+from scheduler_svc.core.interface.request import Request, SeqKey
 from scheduler_svc.core.reports import describe as module
 from scheduler_svc.core.reports.describe import BlockState, Query, Tier, describe
 from scheduler_svc.core.sequence import SeqStatus
-from scheduler_svc.core.values.config import PreemptionMode
-from scheduler_svc.core.values.request import Request, SeqKey
 from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, schedule, submit
 from tests.unit.scheduler_svc.core.test_moves import make_host_core
 

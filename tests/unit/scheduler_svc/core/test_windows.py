@@ -3,10 +3,10 @@
 import pytest
 from core_driver import answer, chunks, make_core, new, schedule, submit
 
-from contract.limits import STATE_WINDOW, Chunk
+from contract.worker_limits import STATE_WINDOW, Chunk
+from scheduler_svc.core.interface.config import PreemptionMode
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.sequence import SeqStatus
-from scheduler_svc.core.values.config import PreemptionMode
 
 SIZES = {
     "num_blocks": 3000,

@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from contract.info import MemoryLevel
-from gpu_worker.memory.level import LevelMeter, Thresholds, choose_thresholds
+from gpu_worker.memory.pressure_level import LevelMeter, Thresholds, choose_thresholds
 from gpu_worker.settings import WorkerSettings
 
 OK, WARNING, CRITICAL = MemoryLevel

@@ -1,4 +1,4 @@
-"""What all models of a router share: the requests that are live, and the quotas of tenants."""
+"""The parts of admission that all models of a router share: live requests, quotas, usage, audit."""
 
 import asyncio
 
@@ -10,11 +10,11 @@ from router.request.audit import AuditLog
 from router.request.usage import UsageCounts
 
 _MAX_ESCAPE_BYTES = 6
-"""Most bytes of JSON for one byte of text, as in \\u0041."""
+"""Most bytes of JSON per byte of text, as in \\u0041."""
 
 
 class Entry:
-    """Made within the event loop, once for each router."""
+    """One for each router; must be made within the event loop."""
 
     def __init__(
         self,
@@ -23,9 +23,9 @@ class Entry:
         usage: UsageCounts | None = None,
         audit: AuditLog | None = None,
     ) -> None:
-        """With `api_keys` a call's key, which was checked before, determines its tenant.
+        """With `api_keys`, the key of a call determines its tenant.
 
-        `usage` gets what requests have used, and `audit` what they asked and were answered.
+        `usage` counts the usage of requests; `audit` logs their prompts and outputs.
         """
         self.usage = usage
         self.audit = audit
@@ -47,7 +47,7 @@ class Entry:
             self.quotas.check(current_caller().tenant, num_tokens, now)
 
     def tenant_of(self, claimed: str) -> str:
-        """Return the tenant of a call that claims one; raises as `tenant_of_caller`.
+        """Return the tenant of a call that claims `claimed`; raises as `tenant_of_caller`.
 
         Without keys it raises as `check_tenant`.
         """
@@ -57,7 +57,7 @@ class Entry:
         return claimed
 
     def act_for(self, tenant: str, key_name: str) -> None:
-        """Let the present task make calls for a tenant whose key was checked before."""
+        """Let the current task make calls for a tenant whose key was checked before."""
         if self.has_api_keys:
             enter_as(tenant, key_name)
 

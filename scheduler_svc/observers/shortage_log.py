@@ -9,7 +9,7 @@ from contract.errors import QuireError
 from contract.info import MemoryLevel
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import FragmentationLevel
-from scheduler_svc.core.values.config import SchedulerLoad
+from scheduler_svc.core.interface.config import SchedulerLoad
 
 log = structlog.get_logger()
 
@@ -73,4 +73,4 @@ class SpaceWatch:
 
     def _take_waiting(self) -> list[Future[DefragmentationReport]]:
         waiting, self._waiting = self._waiting, []
-        return [done for done in waiting if not done.done()]  # the others were cancelled
+        return [done for done in waiting if not done.done()]  # the other calls were cancelled

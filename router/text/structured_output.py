@@ -1,4 +1,4 @@
-"""Converts the required form of an output to a grammar for llguidance, which workers apply."""
+"""Converts structured output to a grammar for llguidance, which workers apply."""
 
 import functools
 import json
@@ -18,10 +18,10 @@ from contract.value_checks import check_count, check_unicode
 MAX_BYTES: Final = 2**16
 MAX_CHOICES: Final = 1024
 MAX_WORDS: Final = 256
-"""Most words that an output must not contain, and their greatest length."""
+"""Limits of `bad_words`: their number, and the length of each."""
 MAX_WORD_CHARS: Final = 128
 _MAX_KEPT: Final = 64
-"""Number of cached grammars; requests often share a form."""
+"""Number of cached grammars; requests often have the same form."""
 
 _FIELD: Final = "sampling.structured"
 
@@ -32,7 +32,7 @@ _ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
 def to_grammar(structured: StructuredOutput, before: str = "") -> StructuredOutput:
     """Return the form as a grammar; takes up to a second in extreme cases.
 
-    `before` is rules, of which `before` comes first: what an output has before its form.
+    `before` has the grammar rules for the part before the form; the first rule is `before`.
 
     Raises:
         InvalidArgumentError: The form is too large, malformed, or uses an unsupported feature.
@@ -92,7 +92,7 @@ def _grammar(form: str, texts: Sequence[str], field: str) -> str:
 
 
 def _behind(before: str, grammar: str) -> str:
-    """Return a grammar of what `before` says and then of what `grammar` says."""
+    """Return a grammar for the part that `before` describes, followed by `grammar`."""
     parts = (
         json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     )
@@ -101,9 +101,9 @@ def _behind(before: str, grammar: str) -> str:
 
 
 def without_words(words: Sequence[str], marker_ids: Collection[int]) -> StructuredOutput:
-    """Return the form of a text that has none of `words`, in which markers may stand.
+    """Return the form of a text that contains none of `words`, but may contain markers.
 
-    `marker_ids` are tokens that text does not match.
+    `marker_ids` are special tokens, which no text matches.
     """
     check_count("bad_words", len(words), MAX_WORDS)
     for i, word in enumerate(words):
@@ -123,7 +123,7 @@ def without_words(words: Sequence[str], marker_ids: Collection[int]) -> Structur
 
 
 def _with_ascii_digits(regex: str) -> str:
-    """Return a regex whose digits are 0 to 9, as people mean them, and not Unicode's."""
+    """Return a regex whose digit escapes match 0 to 9 only, not all of Unicode's digits."""
     digits = {"d": "[0-9]", "D": "[^0-9]"}
     return _ESCAPED.sub(lambda found: digits.get(found[1], found[0]), regex)
 
@@ -146,7 +146,7 @@ def _json_grammar(schema: str, field: str) -> str:
 # --- cycles ---------------------------------------------------------------------------------------
 
 _SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
-"""Keywords whose subschemas describe the same value as the schema that contains them."""
+"""Keywords whose subschemas describe the same value as the schema around them."""
 _DATA: Final = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose contents are not schemas."""
 

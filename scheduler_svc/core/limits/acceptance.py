@@ -9,15 +9,15 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler_svc.core.space.kv_groups import KvGroups
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import (
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import (
     DeadlineError,
     QueueFullError,
     RequestTooLongError,
     TooManySequencesError,
 )
-from scheduler_svc.core.values.request import Request
+from scheduler_svc.core.interface.request import Request
+from scheduler_svc.core.space.kv_groups import KvGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class WorkerRates:
     """Seconds of a step that computes one token for each sequence."""
 
     def least_s(self, num_prompt_tokens: int, num_steps: int) -> float | None:
-        """Return the least seconds that the prompt and then the steps take; None: unknown."""
+        """Return a lower bound on the seconds for the prompt and the steps; None: unknown."""
         if self.prefill_tokens_per_s is None or self.step_s is None:
             return None
         return num_prompt_tokens / self.prefill_tokens_per_s + num_steps * self.step_s
 
 
 def max_request_len(num_blocks: int, config: SchedulerConfig) -> int:
-    """Return the most tokens of a sequence that can finish with `num_blocks` to itself."""
+    """Return the greatest length of a sequence that can finish with all `num_blocks` blocks."""
     if not config.has_windows:
         return min(config.max_model_len, num_blocks * config.block_size)
     groups = KvGroups(config)
@@ -141,7 +141,7 @@ def _check_search(request: Request, width: int, num_blocks: int, config: Schedul
     if request.max_tokens > 1:
         num_shared = num_prompt_tokens // config.block_size
         num_needed = num_shared + width * (num_needed - num_shared)
-    if config.has_windows:  # behind a window they may not even share the prompt
+    if config.has_windows:  # with windows, beams may not even share the prompt
         groups = KvGroups(config)
         num_longest = groups.num_needed(num_prompt_tokens + request.max_tokens)
         num_needed = groups.num_null + width * num_longest

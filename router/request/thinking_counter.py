@@ -4,18 +4,18 @@ from contract.request import ThinkingMarkers
 
 
 class ThinkingCounter:
-    """Follows one output's text. A token counts if thinking is open when it comes."""
+    """Follows one output's text. A token counts as thinking if thinking is open before it."""
 
     def __init__(self, markers: ThinkingMarkers) -> None:
         self.num_tokens = 0
         self._markers = markers
         self._is_open = markers.has_begun
         self._text = ""
-        """What may still be a part of a marker."""
+        """The end of the text, which may be part of a marker."""
         self._longest = max(map(len, (markers.begin, *markers.ends)))
 
     def push(self, text: str) -> bool:
-        """Take the text of the next token; return whether more thinking may come."""
+        """Add the text of the next token; return whether more thinking may follow."""
         self.num_tokens += self._is_open
         self._text += text
         while True:

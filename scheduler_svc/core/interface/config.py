@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from contract.info import MemoryLevel
-from contract.limits import KvWindow, window_length
+from contract.worker_limits import KvWindow, window_length
 from scheduler_svc.core.space.eviction import Eviction
 
 
@@ -34,7 +34,7 @@ class SchedulerConfig:
     max_model_len: int
     """Most tokens of one sequence."""
     kv_windows: tuple[KvWindow, ...] = (None,)
-    """By KV group: what a token sees. See `KvGroups`."""
+    """The window of each KV group; see `KvGroups`."""
     num_saturating_tokens: int | None = None
     """How many prompt tokens keep the device busy with arithmetic; None: the token budget."""
     num_draft_tokens: int = 0
@@ -67,7 +67,7 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     """Host blocks; 0: there is no host tier."""
     host_is_device_memory: bool = False
-    """Whether host and device blocks share one memory, as on a CPU, so that a swap frees none."""
+    """Whether host and device blocks share one memory, as on a CPU; then a swap frees no memory."""
     bytes_per_block: int = 0
     """Size of a block, in either tier."""
     swap_bytes_per_s: float = 0.0
@@ -117,8 +117,8 @@ class SchedulerConfig:
     def max_chunk(self) -> int | None:
         """Most known tokens of one sequence in one step; None: the token budget.
 
-        With windows a sequence holds blocks for a whole chunk. So then a chunk has no more tokens
-        than keep the device busy.
+        With windows a sequence holds blocks for a whole chunk. So with windows, a chunk has at most
+        as many tokens as keep the device busy.
         """
         if self.takes_whole_prompts:
             return None

@@ -1,11 +1,11 @@
 """Learns how long a worker's steps take, and limits the prompt tokens of the next step.
 
-A step has one result, so a prompt in it delays every sequence that decodes beside it. The limit is
+A step has one result, so a prompt in it delays every decoding sequence of the step. The limit is
 the number of prompt tokens that fit in the allowed time. The pacer learns three durations from the
-steps: the time of a step that only decodes, by the number of sequences; the time that each prompt
-token adds in steps with many; and the fixed cost of any prompt tokens, from steps with few, such as
-reading the KV of all tokens before them. The limit is never so low that a prompt spends most of its
-time on the fixed cost, nor so low that prompts queue up (`least_tokens`).
+steps: the time of a step that only decodes, by number of sequences; the time per prompt token, from
+steps with many; and the fixed cost of having any prompt tokens, from steps with few. The fixed cost
+includes reading the KV of all earlier tokens. The limit is never so low that a prompt spends most
+of its time on the fixed cost, nor so low that prompts queue up (`least_tokens`).
 
 The same numbers determine when to send the next step, and when a step is so late that its worker
 may hang.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from contract.step import Plan
-from scheduler_svc.core.values.config import SchedulerConfig
+from scheduler_svc.core.interface.config import SchedulerConfig
 
 # --- how many prompt tokens a step may have -----------------------------------------------------
 
@@ -99,7 +99,7 @@ class PromptQueue:
 
 
 def least_tokens(queue: PromptQueue, config: SchedulerConfig) -> int:
-    """Return how many prompt tokens a step may always have, whatever its decodes take.
+    """Return how many prompt tokens a step may always have, even beside slow decodes.
 
     Beside many decodes, short prompts are spread over several steps: each step delays the streams a
     little, and the first prompts stream before the last are computed. Beside few decodes, short
@@ -149,8 +149,8 @@ class StepPacer:
         self._began_s = 0.0
         """When the oldest step in flight began, as an estimate."""
         self._share_alone = _Average()
-        """The share of a step's reported time that lies after the previous result. On a GPU the
-        reported time includes the wait for the previous step."""
+        """The fraction of a step's reported time after the previous result. On a GPU the reported
+        time includes the wait for the previous step."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -158,7 +158,7 @@ class StepPacer:
 
         None: no limit but the step's token budget.
         """
-        # A rate from few prompt tokens is less exact, but errs on the cautious side.
+        # A rate from few prompt tokens is less exact, but too low rather than too high.
         token_s = self._prompt_token_s.value or self._token_s.value
         if token_s is None:
             num_in_time = float(self._first_tokens)
@@ -208,8 +208,8 @@ class StepPacer:
     def next_due_s(self) -> float:
         """When to send the next step, on the clock of `on_sent` and `on_result`; -inf: at once.
 
-        This is shortly before the step can begin, so that requests which arrive until then become
-        part of it instead of waiting for the step after it.
+        This is shortly before the step can begin. So requests that arrive before then become part
+        of that step instead of the one after it.
         """
         expected_s = self._expected_s()
         if not self._in_flight or expected_s is None:
@@ -226,7 +226,7 @@ class StepPacer:
             if (
                 (plan.num_decodes and decode_s is None)
                 or (num_prompt_tokens and token_s is None)
-                or len(plan.swap_in_src_block_ids)  # depends on the bus, which is not measured
+                or len(plan.swap_in_src_block_ids)  # depends on the unmeasured speed of the bus
             ):
                 return None
             if num_prompt_tokens > _FEW_TOKENS and self._prompt_token_s.value is not None:
@@ -267,7 +267,7 @@ class StepPacer:
             self._few.add(num_prompt_tokens, added_s)
 
     def _decode_step_s(self, num_decodes: int) -> float | None:
-        """Return the seconds of a step with about so many decodes; None: unknown."""
+        """Return the seconds of a step with about `num_decodes` decodes; None: unknown."""
         if not self._decode_s:
             return None
         size = num_decodes.bit_length()

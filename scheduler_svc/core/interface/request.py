@@ -57,7 +57,7 @@ class Request:
     deadline: float | None = None
     """When the request expires, in the caller's seconds; None: never."""
     reads_prefix_cache: bool = True
-    """Whether it may reuse cached KV; else its whole prompt is computed."""
+    """Whether it may reuse cached KV; otherwise its whole prompt is computed."""
     pools: bool = False
     """Whether the worker makes a vector of the prompt instead of drawing. To the core it is a
     request for one token, whose sequence starts over when it loses its row or its scheduler: the
@@ -65,7 +65,7 @@ class Request:
     cache_pin_s: float | None = None
     """How long the prompt's full blocks are pinned after they are computed; None: no pin."""
     beam: BeamParams | None = None
-    """Set: search for the `n` likeliest outputs instead of drawing them. Then `sampling` asks the
+    """If set, search for the `n` likeliest outputs instead of sampling. `sampling` then asks the
     worker for candidates and has no end tokens."""
     outputs: tuple[OutputSoFar, ...] = ()
     """For a resubmitted request: one entry per sequence; in a search these have no tokens."""

@@ -1,7 +1,7 @@
-"""Grammars of what a model writes: thinking within a budget, and calls in its family's syntax.
+"""Grammars for thinking within a budget, and for tool calls in the syntax of a model family.
 
-They are in llguidance's dialect of Lark. A marker that is one token of the vocabulary is named by
-its id: that is how models write it, and text cannot be mistaken for it.
+The grammars are in llguidance's dialect of Lark. A marker that is one token of the vocabulary is
+given by its id: models write it so, and ordinary text cannot match it.
 """
 
 import json
@@ -15,7 +15,7 @@ from router.parsers.families import Written
 from router.parsers.thinking import Thinking
 
 TokenId: TypeAlias = Callable[[str], int | None]
-"""The id of the token that is this text; None: it is not one token."""
+"""Returns the id of the token with this text; None: no single token has it."""
 
 _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
 _PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|KEY|VALUE)")
@@ -23,7 +23,7 @@ _HARMONY_MARKERS: Final = ("start", "channel", "constrain", "message", "end", "r
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
-    "whitespace_flexible": False,  # a model may write white space without end
+    "whitespace_flexible": False,  # limited, because a model may write endless white space
     "item_separator": ", ",
     "key_separator": ": ",
 }
@@ -44,13 +44,13 @@ class ThinkingGrammar:
     begin: int
     end: int
     has_begun: bool
-    """Whether the prompt ends within it."""
+    """Whether the prompt ends within thinking."""
     max_tokens: int | None
-    """Of each part of an output that is thinking; None: any number."""
+    """Most tokens of each section of thinking; None: no limit."""
 
     @property
     def before(self) -> str:
-        """The rules of `before`: thinking, which may be absent unless it has begun."""
+        """The rules for `before`: optional thinking, or the rest of thinking that has begun."""
         thought = f"{self._thought} SPACE"
         body = (
             f"<[{self.begin}]>? {thought}" if self.has_begun else f"(<[{self.begin}]> {thought})?"
@@ -58,7 +58,7 @@ class ThinkingGrammar:
         return f"before: {body}\nSPACE: /\\s{{0,4}}/"
 
     def text(self) -> str:
-        """A grammar of all else: any text, in which thinking may begin again."""
+        """A grammar for free text in which thinking may begin again."""
         free = f"<[^{self.begin}]>*"
         return f"start: {free} (<[{self.begin}]> {self._thought} {free})*"
 
@@ -73,7 +73,7 @@ class ThinkingGrammar:
 def thinking_grammar(
     thinking: Thinking, token_id: TokenId, *, has_begun: bool, max_tokens: int | None
 ) -> ThinkingGrammar | None:
-    """Return the grammar of an output's thinking; None if its markers are not tokens."""
+    """Return the grammar for an output's thinking; None if its markers are not tokens."""
     begin, end = token_id(thinking.begin), token_id(thinking.end)
     if begin is None or end is None:
         return None
@@ -89,7 +89,7 @@ class CallGrammar:
         self._rules: list[str] = []
 
     def calls(self, functions: Sequence[ForcedFunction], *, may_be_several: bool) -> str:
-        """Return a grammar of one call or several, of any of the functions."""
+        """Return a grammar for one or several calls, each of any function."""
         written = self._written
         may_be_several &= not written.is_alone
         options = " | ".join(self._rule("call", self._call(function)) for function in functions)
@@ -105,10 +105,11 @@ class CallGrammar:
         *,
         has_begun: bool = False,
     ) -> str | None:
-        """Return a grammar of text in which each call is of one of the functions.
+        """Return a grammar for text with calls, each of any function.
 
-        `has_begun`: whether the prompt ends within one of harmony's messages.
-        None if a call's first marker is not a token: then text may be the beginning of a call.
+        `has_begun`: whether the prompt ends within one of harmony's messages. Returns None if a
+        call's first marker is not a token: then a grammar cannot tell text from the beginning of a
+        call.
         """
         opener = _MARKER.match(self._written.first or self._written.call)
         opener_id = None if opener is None else self._token_id(opener[0])
@@ -126,7 +127,7 @@ class CallGrammar:
     def _call_after_messages(
         self, functions: Sequence[ForcedFunction], *, has_begun: bool
     ) -> str | None:
-        """Return a grammar of harmony's messages, the last of which may be a call."""
+        """Return a grammar for harmony's messages; the last one may be a call."""
         ids = {name: token_id for name in _HARMONY_MARKERS
                if (token_id := self._token_id(f"<|{name}|>")) is not None}  # fmt: skip
         if len(ids) < len(_HARMONY_MARKERS):
@@ -160,7 +161,7 @@ class CallGrammar:
         return _joined(parts)
 
     def _parameters(self, function: ForcedFunction) -> str:
-        """Return each parameter in the schema's order."""
+        """Return rules for the parameters, in the schema's order."""
         properties = function.schema.get("properties")
         if not isinstance(properties, dict):
             return ""
@@ -200,7 +201,7 @@ class CallGrammar:
         return name
 
     def _literal(self, text: str) -> str:
-        """Return a text as strings, and as tokens where it has markers that are tokens."""
+        """Return grammar terms for a text: tokens for markers that are tokens, else strings."""
         parts, start = [], 0
         for marker in _MARKER.finditer(text):
             token_id = self._token_id(marker[0])
@@ -211,14 +212,14 @@ class CallGrammar:
 
 
 def inline_json(schema: Any) -> str:
-    """Return a rule's part that is JSON of this schema."""
+    """Return a grammar term for JSON that follows a schema."""
     options = {"x-guidance": JSON_OPTIONS}
     value = {**_without_prose(schema), **options} if isinstance(schema, Mapping) else options
     return f"%json {json.dumps(value)}"
 
 
 def _without_prose(value: Any) -> Any:
-    """Return a schema without its descriptions, which agents' schemas consist of mostly."""
+    """Return a schema without its descriptions, which are most of an agent's schema."""
     if isinstance(value, list):
         return [_without_prose(item) for item in value]
     if not isinstance(value, Mapping):

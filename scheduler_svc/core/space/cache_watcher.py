@@ -1,7 +1,7 @@
-"""The interface of a watcher of the prefix cache, which `Scheduler.watch_cache` is given.
+"""The interface of a watcher of the prefix cache; see `Scheduler.watch_cache`.
 
-A watcher keeps the tables in which the pools find blocks by hash, so it sees each change, and
-nothing costs anything without a watcher.
+A watcher provides the tables in which the pools find blocks by hash. So it sees each change, and
+there is no cost without a watcher.
 """
 
 from enum import Enum

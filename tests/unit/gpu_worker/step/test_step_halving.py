@@ -5,12 +5,12 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.step.executor import Executor
-from gpu_worker.step.oom_split import TokenLimit, halves
 from gpu_worker.step.rows import ScheduledRows
+from gpu_worker.step.step_halving import TokenLimit, halves
 
 LIMITS = Limits(
     max_num_seqs=6,

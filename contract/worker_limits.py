@@ -11,23 +11,23 @@ from contract.arrays import Int64Array
 from contract.lora import LoraAdapter
 
 STATE_WINDOW = 2
-"""The window of a KV group of recurrent layers: a token needs only the state after the one before.
-The block that holds a token's place holds the state after it."""
+"""The window of a KV group of recurrent layers: to compute a token, they need only the state after
+the previous token. The state after a token is in the block of that token's position."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A window that begins again at each multiple of its length: Llama 4's chunked attention."""
+    """Chunked attention, as in Llama 4: a token sees only earlier tokens of its own chunk."""
 
     num_tokens: int
 
 
 KvWindow: TypeAlias = int | Chunk | None
-"""How many tokens a token sees, itself included; or those of its chunk; None: all before it."""
+"""How many tokens a token sees, itself included, or in which chunks; None: all tokens before it."""
 
 
 def window_length(window: KvWindow) -> int | None:
-    """The most tokens that a token sees; None: all before it."""
+    """The most tokens that a token sees; None: all tokens before it."""
     return window.num_tokens if isinstance(window, Chunk) else window
 
 
@@ -57,12 +57,12 @@ class Limits:
     """Token slots of one block."""
     vocab_size: int
     kv_windows: tuple[KvWindow, ...] = (None,)
-    """The KV groups, which are sets of layers: for each, what a token sees. Every group has blocks
-    of its own, from the same pool."""
+    """The window of each KV group, which is a set of layers. Every group has its own blocks, from
+    the same pool."""
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     adapters: Mapping[LoraAdapter, int] = field(default_factory=dict)
-    """The loaded LoRA adapters, each with the number, at least 1, that rows use for it."""
+    """Maps each loaded LoRA adapter to its number, at least 1, which rows refer to."""
     num_saturating_tokens: int | None = None
     """Prompt tokens that keep the device busy with arithmetic; None: `max_num_batched_tokens`."""
 
@@ -73,15 +73,15 @@ class Limits:
 
     @property
     def max_blocks_per_row(self) -> int:
-        """Blocks of a row with `max_model_len` tokens, in each KV group."""
+        """Blocks that a row with `max_model_len` tokens has in each KV group."""
         return -(-self.max_model_len // self.block_size)
 
     @property
     def max_table_len(self) -> int:
-        """Entries of the block table of such a row."""
+        """Entries of the block table of a row with `max_model_len` tokens."""
         return self.max_blocks_per_row * len(self.kv_windows)
 
     @property
     def min_num_blocks(self) -> int:
-        """Fewest blocks that a resize may set: enough for such a row, or `num_blocks` if less."""
+        """Fewest blocks that a resize may set; enough for the longest row if `num_blocks` is."""
         return min(self.max_table_len + self.has_windows, self.num_blocks)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from contract.arrays import Int32Array
 from contract.step import StepLogprob
-from scheduler_svc.core.values.request import FinishReason, SeqKey, SourceId
+from scheduler_svc.core.interface.request import FinishReason, SeqKey, SourceId
 
 
 @dataclass(frozen=True, slots=True)
