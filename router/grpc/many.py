@@ -120,7 +120,9 @@ class ManyCall:
         try:
             if message.traceparent:
                 otel_context.attach(telemetry.extract(message.traceparent))
-            async with await self._start(message) as live:
+            live = await self._start(message)
+            del message  # it may be large
+            async with live:
                 put = partial(self._put, request, live.request_id)
                 await live.send_to(put, self)
         except Exception as error:  # noqa: BLE001 - it is the request's, not the call's
