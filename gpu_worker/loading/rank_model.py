@@ -16,7 +16,7 @@ from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layer_groups import LayerGroups, one_group
 from gpu_worker.kv.layout import KvDtypes, block_bytes, group_attention, kv_dtypes, place_states
 from gpu_worker.loading import kv_memory
-from gpu_worker.loading.device import pick_device, pick_dtype, set_num_threads
+from gpu_worker.loading.device import pick_device, pick_dtype, set_amx, set_num_threads
 from gpu_worker.loading.kv_memory import open_pool_memory
 from gpu_worker.loading.kv_tiers import LowerTiers, kv_identity, open_lower_tiers
 from gpu_worker.loading.measure import Rates, measure_rates, rates_of_all
@@ -58,6 +58,8 @@ class RankModel:
     executor: Executor
     device: torch.device
     num_threads: int
+    uses_amx: bool
+    """Whether a CPU's linear maps use Intel's AMX."""
     tiers: LowerTiers
     has_structured_output: bool
     limits: Limits
@@ -117,6 +119,7 @@ def _load_rank_model(
     settings, place = member.settings, member.place
     device = pick_device(settings.device, member.number)
     num_threads = set_num_threads(settings.num_threads, settings.num_local_ranks)
+    uses_amx = set_amx(settings.amx, device)
     quantization = Quantization(settings.quantization) if settings.quantization else None
     is_dummy = settings.load_format == "dummy"
     if is_dummy:
@@ -239,6 +242,7 @@ def _load_rank_model(
         device=device,
         dtype=dtype,
         num_threads=num_threads,
+        uses_amx=uses_amx,
         block_bytes=bytes_per_block,
         max_num_blocks=None if pool_memory is None else len(pool.blocks_as_bytes),
         tiers=tiers,
