@@ -6,7 +6,7 @@
  * computed as one of many, with registers of fewer rows.
  *
  * These instructions have never run on a CPU: tests run them in an emulation in plain C, and a worker
- * checks and times them at its first start (kernels/cpu/choice.py) before it uses them. */
+ * checks and times them at its first start (kernels/cpu/amx_choice.py) before it uses them. */
 #ifndef QUIRE_AMX_H
 #define QUIRE_AMX_H
 

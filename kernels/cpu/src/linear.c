@@ -27,7 +27,7 @@ enum {
     MIN_SHARES = 16,      /* of a map of many rows */
 };
 
-/* How weights are kept. Floats: [K][32] of a panel; the others: `b_format`. */
+/* The storage format of weights. Floats: [K][32] of a panel; the others: `b_format`. */
 typedef enum { FLOAT_WEIGHTS = 0, BF16_WEIGHTS = 1, INT8_WEIGHTS = 2, INT4_WEIGHTS = 3 } kept_as;
 
 struct linear {
@@ -414,7 +414,7 @@ void quire_linear(const struct linear *a)
     run_call(true, quire_linear_share, quire_linear_count, a);
 }
 
-/* A map of its own for each head: out[t, h] = map h of x[t, h]. */
+/* A separate map for each head: out[t, h] = map h of x[t, h]. */
 struct linear_heads {
     int64_t num_heads, x_stride_h, out_stride_h, weight_bytes; /* of the weight of one head */
     struct linear map; /* of head 0 */
