@@ -169,10 +169,11 @@ def finished_to_proto(
     message.reason = pb.FINISH_REASON_STOP
     if finished.stop_string is not None:
         message.stop_match.stop_text = finished.stop_string
-    elif finished.stop_token_id in stop_token_ids:
-        message.stop_match.stop_token_id = finished.stop_token_id
-    elif finished.stop_token_id is not None:
-        message.stop_match.eos_token_id = finished.stop_token_id
+    elif (token_id := finished.stop_token_id) is not None:
+        if token_id in stop_token_ids:
+            message.stop_match.stop_token_id = token_id
+        else:
+            message.stop_match.eos_token_id = token_id
     return message
 
 
