@@ -1,6 +1,6 @@
 """Converts messages of `openengine.v1` to values and back."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import grpc
@@ -159,7 +159,7 @@ def tokens_to_proto(
 
 
 def finished_to_proto(
-    finished: OutputFinished, stop_token_ids: Collection[int]
+    finished: OutputFinished, stop_token_ids: Iterable[int]
 ) -> pb.GenerationFinished:
     """Describe the end of an output that has not failed."""
     message = pb.GenerationFinished(output_index=finished.output_index)
@@ -169,12 +169,11 @@ def finished_to_proto(
     message.reason = pb.FINISH_REASON_STOP
     if finished.stop_string is not None:
         message.stop_match.stop_text = finished.stop_string
-    elif finished.stop_token_id is None:
-        pass  # its form is complete
-    elif finished.stop_token_id in stop_token_ids:
-        message.stop_match.stop_token_id = finished.stop_token_id
-    else:
-        message.stop_match.eos_token_id = finished.stop_token_id
+    elif (token_id := finished.stop_token_id) is not None:
+        if token_id in stop_token_ids:
+            message.stop_match.stop_token_id = token_id
+        else:
+            message.stop_match.eos_token_id = token_id
     return message
 
 
