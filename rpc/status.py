@@ -182,14 +182,15 @@ def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
         try:
             return deserialize(data)
         except DecodeError as error:
-            return _no_message(error)
+            return invalid_message(error)
         except errors.QuireError as error:  # raised by an interceptor that reads the bytes
             return error.with_traceback(None)  # the error's frames refer to the bytes
 
     return parse
 
 
-def _no_message(error: DecodeError) -> errors.InvalidArgumentError:
+def invalid_message(error: DecodeError) -> errors.InvalidArgumentError:
+    """Return the error of a message that cannot be parsed."""
     return errors.InvalidArgumentError(
         "request", f"is not a valid message, or a string in it is not UTF-8: {error}"
     )
@@ -231,7 +232,7 @@ def _wrap(behavior: Callable[..., Any], *, request_streaming: bool) -> Callable[
     def blamed(error: Exception) -> Exception:
         """Convert a client's invalid message to InvalidArgumentError; other errors are bugs."""
         if request_streaming and isinstance(error, DecodeError):
-            return _no_message(error)
+            return invalid_message(error)
         return error
 
     if inspect.isasyncgenfunction(behavior):

@@ -8,10 +8,11 @@ import grpc
 import grpc.aio
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import DecodeError
 
 from contract.errors import InvalidArgumentError, QuireError
 from router.request.cells import Cells
-from rpc.status import rewrapped
+from rpc.status import invalid_message, rewrapped
 
 MAX_FIELDS: Final = 16_384
 """Most fields of one message, including its submessages. A packed list is one field."""
@@ -20,12 +21,17 @@ MAX_SMALL_BYTES: Final = 64 * 1024
 _MAX_VARINT_BYTES: Final = 10
 
 _GENERATE_MANY: Final = "/quire.v1.InferenceService/GenerateMany"
+_MOST_ENVELOPE_FIELDS: Final = 8
+"""A message of `GenerateMany` has at most 6 fields."""
+_RESUME_AND_LEAVE: Final = (3 << 3 | 2, 4 << 3 | 2)
+"""The tags of the two fields of `GenerateManyRequest`."""
 _GENERATING: Final = frozenset(
     (
         "/quire.v1.InferenceService/Generate",
         _GENERATE_MANY,
         "/quire.v1.InferenceService/GenerateOnce",
         "/quire.v1.InferenceService/Embed",
+        "/openengine.v1.Inference/Generate",
         "/vllm.grpc.engine.VllmEngine/Generate",
         "/vllm.grpc.engine.VllmEngine/Embed",
         "/inference.GRPCInferenceService/ModelInfer",
@@ -73,18 +79,20 @@ class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def _bounded(self, method: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
         def check(data: bytes) -> None:
             self._check_size(method, len(data))
-            if method in _GENERATING:
+            if method in _GENERATING and not (method == _GENERATE_MANY and _begins_nothing(data)):
                 self._cells.check_quota(len(data))
             check_num_fields(data, _request_type(method))
 
         def bounded(data: bytes) -> Any:
             try:
                 check(data)
-            except QuireError as error:
+                return parse(data)
+            except (QuireError, DecodeError) as error:
                 if method == _GENERATE_MANY and (number := _first_number(data)) is not None:
+                    if isinstance(error, DecodeError):
+                        error = invalid_message(error)
                     return RefusedRequest(number, error.with_traceback(None))
                 raise
-            return parse(data)
 
         return bounded
 
@@ -107,6 +115,29 @@ def _first_number(data: bytes) -> int | None:
         return _varint(data, 1)[0]
     except IndexError:
         return None
+
+
+def _begins_nothing(data: bytes) -> bool:
+    """Whether a message of `GenerateMany` resumes or leaves a request: no quota may stop that."""
+    at = 0
+    try:
+        for _ in range(_MOST_ENVELOPE_FIELDS):
+            tag, at = _varint(data, at)
+            if tag in _RESUME_AND_LEAVE:
+                return True
+            match tag & 7:
+                case 0:
+                    _, at = _varint(data, at)
+                case 1:
+                    at += 8
+                case 2:
+                    size, at = _varint(data, at)
+                    at += size
+                case 5:
+                    at += 4
+    except IndexError:
+        pass
+    return False
 
 
 def _request_type(method: str) -> Descriptor:

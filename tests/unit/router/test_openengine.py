@@ -11,6 +11,7 @@ from contract.sampling import SamplingParams
 from quire.openengine import openengine_pb2 as pb
 from quire.openengine import openengine_pb2_grpc
 from quire.v1 import common_pb2, kv_pb2
+from router.grpc.bounds import MAX_SMALL_BYTES
 from router.settings import RouterSettings
 
 PROMPT = pb.TokenIds(ids=[5, 6, 7])
@@ -142,6 +143,12 @@ async def test_what_is_not_honoured_is_refused_by_name(generate, fields, code, p
         await generate(pb.GenerateRequest(**{"token_ids": PROMPT} | fields)).read()
     assert caught.value.code().name == code
     assert problem in caught.value.details()
+
+
+async def test_a_prompt_may_have_as_many_bytes_as_by_other_apis(generate):
+    prompt = pb.GenerateRequest(prompt="x" * 2 * MAX_SMALL_BYTES)
+    with pytest.raises(grpc.aio.AioRpcError, match="prompt has 131072 bytes; at most 1216 can fit"):
+        await generate(prompt).read()
 
 
 async def test_a_rank_that_the_cell_has_not_is_refused(generate):

@@ -120,6 +120,15 @@ async def test_a_refused_request_does_not_end_the_others(router, stub):
     call.cancel()
 
 
+async def test_a_message_that_cannot_be_parsed_is_refused_alone(router):
+    method = "/quire.v1.InferenceService/GenerateMany"
+    parse = inference_pb2.GenerateManyRequest.FromString
+    data = generate(300, text="ab").SerializeToString().replace(b"ab", b"\xff\xfe")
+    refused = RequestBounds(router.cells, 1 << 20)._bounded(method, parse)(data)
+    assert (refused.number, type(refused.error)) == (300, InvalidArgumentError)
+    assert "UTF-8" in str(refused.error)
+
+
 async def test_what_stands_beside_a_request_reaches_the_scheduler(router, stub):
     call = stub.GenerateMany()
     await call.write(generate(1, priority=-4, timeout_s=60, tenant="t"))

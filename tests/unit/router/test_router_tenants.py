@@ -20,6 +20,8 @@ from quire.v1 import inference_pb2
 
 pytestmark = pytest.mark.timeout(120)
 
+CANCELLED, RESOURCE_EXHAUSTED, ABORTED = 1, 8, 10
+
 
 @pytest.fixture
 def settings(model_dir, tmp_path):
@@ -55,6 +57,31 @@ async def test_the_requests_of_one_call_belong_to_the_tenant_of_its_key(router):
     call.cancel()
     unknown = router.stub.GenerateMany()
     assert await unknown.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_used_up_quota_stops_neither_resume_nor_leave(router):
+    call = router.stub.GenerateMany(metadata=bearer(BOB))
+
+    async def send(number, **action):
+        await call.write(inference_pb2.GenerateManyRequest(number=number, **action))
+
+    async def next_error():
+        (event,) = (await call.read()).events
+        return event.number, event.error.code
+
+    generate = inference_pb2.GenerateRequest(
+        text="hello", request_id="r", resumable=True, sampling={"max_tokens": 4}
+    )
+    await send(1, generate=generate)
+    await router.scheduler.submits.get()
+    await send(2, generate=generate)  # bob may have one request
+    assert await next_error() == (2, RESOURCE_EXHAUSTED)
+    await send(3, resume=inference_pb2.ResumeRequest(request_id="r"))
+    assert await next_error() == (1, ABORTED)
+    await router.scheduler.resumes.get()
+    await send(3, leave=inference_pb2.LeaveRequest())
+    assert await next_error() == (3, CANCELLED)
+    call.cancel()
 
 
 async def test_tenants_kv_is_for_operators_to_see(router):
