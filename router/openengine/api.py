@@ -15,7 +15,7 @@ from contract.request import MAX_N
 from contract.sampling import MAX_LOGPROBS
 from quire.openengine import openengine_pb2, openengine_pb2_grpc
 from quire.openengine import openengine_pb2 as pb
-from router.access.tenancy import with_precedence
+from router.access.tenancy import TENANT_KEY, with_precedence
 from router.grpc.call import CallContext, deadline_of, metadata_of
 from router.openengine.wire import (
     error_to_proto,
@@ -168,17 +168,17 @@ class ControlServicer(openengine_pb2_grpc.ControlServicer):
         return pb.HealthResponse(state=state, checks=[check])
 
     async def Abort(  # noqa: N802
-        self, request: pb.AbortRequest, _: CallContext
+        self, request: pb.AbortRequest, context: CallContext
     ) -> pb.AbortResponse:
-        tenant = self._cells.entry.tenant_of("")
+        tenant = self._cells.entry.tenant_of(metadata_of(context).get(TENANT_KEY, ""))
         known = {each.request_id for each in self._cells.admitted if each.tenant == tenant}
         match request.WhichOneof("target"):
             case "request_id":
                 if request.request_id not in known:
                     raise NotFoundError(f"no live request {request.request_id[:128]!r} is here")
-                self._cells.abort([request.request_id])
+                self._cells.abort([request.request_id], tenant)
             case "all_requests":
-                self._cells.abort(known)
+                self._cells.abort(known, tenant)
             case "kv_session":
                 raise UnimplementedError("kv_session is set; it is not supported")
             case _:
@@ -258,7 +258,9 @@ class _Answer:
                 if held is not None and held[0] != event.stop_token_id:
                     tokens = tokens_to_proto([held[0]], [held[1]])
                     yield self._response(token=pb.TokenOutput(output_index=index, tokens=tokens))
-                end = finished_to_proto(event, self._stop_token_ids)
+                output = self._live.outputs[index]
+                end_token_id = output.token_ids[-1] if output.has_end_token else None
+                end = finished_to_proto(event, end_token_id)
                 self._end = self._response(finished=end)
 
     def _delta(self, delta: OutputDelta) -> pb.TokenOutput | None:

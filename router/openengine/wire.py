@@ -1,6 +1,6 @@
 """Converts messages of `openengine.v1` to values and back."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import grpc
@@ -48,7 +48,7 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
         UnimplementedError: It has a field that Quire does not honour.
     """
     _refuse(message, "media", "lora_name")
-    _refuse(message.kv, "session")
+    _refuse(message.kv, "session", prefix="kv.")
     if message.kv.bypass_prefix_cache:
         raise UnimplementedError("kv.bypass_prefix_cache is true; it is not supported")
     match message.WhichOneof("input"):
@@ -59,6 +59,11 @@ def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
         case _:
             raise InvalidArgumentError("input", "is not set; prompt or token_ids must be")
     sampling, conditions = message.sampling, message.stopping.conditions
+    for i, condition in enumerate(conditions):
+        if condition.WhichOneof("condition") is None:
+            raise InvalidArgumentError(
+                f"stopping.conditions[{i}]", "is not set; stop_text or stop_token_id must be"
+            )
     n = sampling.num_sequences if sampling.HasField("num_sequences") else 1
     return GenerateRequest(
         prompt=prompt,
@@ -158,10 +163,8 @@ def tokens_to_proto(
         yield pb.TokenInfo(token_id=token_id, logprob=scores.logprob, candidates=candidates)
 
 
-def finished_to_proto(
-    finished: OutputFinished, stop_token_ids: Iterable[int]
-) -> pb.GenerationFinished:
-    """Describe the end of an output that has not failed."""
+def finished_to_proto(finished: OutputFinished, end_token_id: int | None) -> pb.GenerationFinished:
+    """Describe the end of an output that has not failed, by `end_token_id` if by a token."""
     message = pb.GenerationFinished(output_index=finished.output_index)
     if finished.finish_reason is FinishReason.LENGTH:
         message.reason = pb.FINISH_REASON_LENGTH
@@ -169,11 +172,10 @@ def finished_to_proto(
     message.reason = pb.FINISH_REASON_STOP
     if finished.stop_string is not None:
         message.stop_match.stop_text = finished.stop_string
-    elif (token_id := finished.stop_token_id) is not None:
-        if token_id in stop_token_ids:
-            message.stop_match.stop_token_id = token_id
-        else:
-            message.stop_match.eos_token_id = token_id
+    elif finished.stop_token_id is not None:
+        message.stop_match.stop_token_id = finished.stop_token_id
+    elif end_token_id is not None:
+        message.stop_match.eos_token_id = end_token_id
     return message
 
 

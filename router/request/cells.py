@@ -185,12 +185,12 @@ class Cells:
                     refusals.append(error)
             raise next((e for e in refusals if isinstance(e, UnavailableError)), refusals[0])
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    def abort(self, request_ids: Iterable[str], tenant: str = "") -> None:
         """End live requests of the caller's tenant at this router; ignore unknown ids.
 
-        Their calls end with ABORTED.
+        Their calls end with ABORTED. `tenant` is what the call claims.
         """
-        tenant, wanted = self.entry.tenant_of(""), {*request_ids}
+        tenant, wanted = self.entry.tenant_of(tenant), {*request_ids}
         for each in self.admitted:
             if each.tenant == tenant and each.request_id in wanted:
                 each.end(AbortedError(f"request {each.request_id!r} was aborted"))

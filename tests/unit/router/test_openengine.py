@@ -3,7 +3,7 @@
 import grpc
 import pytest
 from keyed_router import running
-from router_fake_scheduler import ERROR, LENGTH, STOP, FakeKvEvents
+from router_fake_scheduler import EOS, ERROR, LENGTH, STOP, FakeKvEvents
 
 from contract.codec.packing import pack_int32, unpack_int32
 from contract.codec.sampling import sampling_from_proto
@@ -102,13 +102,27 @@ async def test_a_stop_token_is_part_of_the_output_if_wanted(router, generate, in
     assert end.finished.stop_match.stop_token_id == 9
 
 
+async def test_an_end_token_of_the_model_is_named(router, generate):
+    call = generate(pb.GenerateRequest(token_ids=PROMPT))
+    key = (await router.scheduler.submits.get()).first_seq_key
+    step = router.scheduler.step
+    await step({key: [70, EOS]}, admitted={key: 0}, finished={key: STOP}, stop_token_id=EOS)
+    *_, end = await read(call)
+    assert end.finished.stop_match == pb.StopMatch(eos_token_id=EOS)
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "problem"),
     [
         ({"token_ids": None}, "INVALID_ARGUMENT", "input is not set"),
+        (
+            {"stopping": pb.StoppingOptions(conditions=[pb.StopCondition()])},
+            "INVALID_ARGUMENT",
+            "stopping.conditions[0] is not set",
+        ),
         ({"media": [pb.MediaItem()]}, "UNIMPLEMENTED", "media is set"),
         ({"lora_name": "a"}, "UNIMPLEMENTED", "lora_name is set"),
-        ({"kv": pb.KvOptions(session=pb.KvSessionRef())}, "UNIMPLEMENTED", "session is set"),
+        ({"kv": pb.KvOptions(session=pb.KvSessionRef())}, "UNIMPLEMENTED", "kv.session is set"),
         ({"kv": pb.KvOptions(bypass_prefix_cache=True)}, "UNIMPLEMENTED", "bypass_prefix_cache"),
         (
             {"guided": pb.GuidedDecoding(structural_tag="{}")},
@@ -173,12 +187,13 @@ async def test_requests_are_aborted_one_by_one_or_all(router, generate, control)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await control.Abort(pb.AbortRequest(request_id="unknown"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    metadata = (("x-quire-tenant", "t"),)
     for target in ({"request_id": "a"}, {"all_requests": pb.AllRequests()}):
-        call = generate(pb.GenerateRequest(request_id="a", token_ids=PROMPT))
+        call = generate(pb.GenerateRequest(request_id="a", token_ids=PROMPT), metadata=metadata)
         key = (await router.scheduler.submits.get()).first_seq_key
         await router.scheduler.step({key: [70]}, admitted={key: 0})
         await call.read()
-        answer = await control.Abort(pb.AbortRequest(**target))
+        answer = await control.Abort(pb.AbortRequest(**target), metadata=metadata)
         assert answer.status == pb.ABORT_STATUS_ABORTED
         assert await router.scheduler.cancels.get() == [key]
         (last,) = await read(call)
