@@ -88,7 +88,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 "stream_interval",
                 f"is {domain_request.stream_interval}; GenerateOnce does not stream",
             )
-        domain_request = replace(domain_request, stream_interval=MAX_STREAM_INTERVAL)
+        if not domain_request.resumable:  # else `Resume` may stream it
+            domain_request = replace(domain_request, stream_interval=MAX_STREAM_INTERVAL)
         response = inference_pb2.GenerateOnceResponse()
         async with await self._cells.generate(domain_request) as live:
             response.request_id = live.request_id

@@ -106,7 +106,7 @@ async def answer(http: web.Request, inference: Inference, call: Call) -> web.Str
 
 async def _open(inference: Inference, call: Call, request: GenerateRequest) -> LiveRequest:
     """Start a request, or resume it after what its client has received."""
-    if not call.stream:  # nothing is sent before the end
+    if not call.stream and not request.resumable:  # nothing is sent before the end
         request = replace(request, stream_interval=MAX_STREAM_INTERVAL)
     if call.received is None:
         return await inference.generate(request)

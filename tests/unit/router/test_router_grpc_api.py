@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_fake_scheduler import ERROR, LENGTH, MAX_MODEL_LEN, VOCAB_SIZE, FakeScheduler
 
+from contract.codec.request import stop_options_from_bytes
 from quire.v1 import common_pb2, inference_pb2, inference_pb2_grpc, kv_pb2
 from router.app import run_router
 from router.settings import RouterSettings
@@ -132,6 +133,14 @@ async def test_generate_once_collects_outputs_by_index(process):
     assert response.outputs[0].logprobs[0].logprob == -1.5
     assert response.outputs[0].finished.finish_reason == LENGTH
     assert response.usage.completion_tokens == 1 + len(hello)
+
+
+async def test_a_request_that_may_be_resumed_keeps_its_interval(process):
+    resumable = inference_pb2.GenerateOnceRequest(request=request(request_id="r", resumable=True))
+    call = process.stub.GenerateOnce(resumable)
+    record = (await process.scheduler.submits.get()).resume_record
+    assert stop_options_from_bytes(record).stream_interval == 1
+    call.cancel()
 
 
 async def test_generate_once_fails_if_an_output_does(process):
