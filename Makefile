@@ -31,7 +31,7 @@ $(TOOLS)/.installed: requirements/tools.txt
 	$(TOOLS)/bin/pip $(LOCKED) requirements/tools.txt
 	touch $@
 
-# Writes requirements/ anew from pyproject.toml, for Python 3.11 and later. UPGRADE=--upgrade takes newer
+# Writes requirements/ from pyproject.toml, for Python 3.11 and later. UPGRADE=--upgrade takes newer
 # versions than those in the files.
 LOCK = $(TOOLS)/bin/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--no-emit-package torch --custom-compile-command 'make lock' $(UPGRADE) pyproject.toml

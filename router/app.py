@@ -221,6 +221,7 @@ async def _cell(
         entry,
         tokenizer_threads=settings.tokenizer_threads,
         chats=settings.chats,
+        stream_interval=settings.stream_interval,
     )
     return inference, directory
 

@@ -9,6 +9,7 @@ from typing import Annotated, Final, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from contract.request import MAX_STREAM_INTERVAL
 from model_files.errors import ModelError
 from model_files.locate import DEFAULT_CACHE_DIR, ModelPlace, name_of, place_of
 from router.access.api_keys import ApiKeys, read_keys_file
@@ -125,6 +126,9 @@ class RouterSettings(ProcessSettings):
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of requests to trace (--otlp-traces-endpoint), among those without a traceparent from
     their client."""
+    stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
+    """New tokens of an output that go out together, where a request has no stream_interval: fewer
+    and larger events cost less. The first token and the last ones do not wait."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of threads that tokenize prompts."""
 
