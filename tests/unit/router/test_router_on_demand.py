@@ -177,6 +177,32 @@ async def test_a_model_stays_for_a_time_however_much_another_is_wanted(model_dir
         await (await waiting).aclose()
 
 
+async def looked(service, times=3):
+    """Waits until the router has looked for what to load."""
+    on_demand = service.cells.on_demand
+    seen, look = [], on_demand._look
+    on_demand._look = lambda: seen.append(1) or look()
+    await until(lambda: len(seen) > times)
+    on_demand._look = look
+
+
+async def test_a_busy_model_makes_no_room_for_lines_of_batches_alone(model_dir, tmp_path):
+    async with serving(model_dir, tmp_path, "abc") as service:
+        running = service.ask("a")
+        submit = await service.schedulers["a"].submits.get()
+        line = asyncio.create_task(service.cells.use("b", is_patient=True))
+        await looked(service)
+        assert service.device.history == ["a"]
+        assert await service.answered("c")  # which is not patient, and came later
+        await until(lambda: service.device.loaded == {"a"})  # its request goes before the line
+        await looked(service)
+        await service.finish("a", submit)
+        async with await running as live:
+            assert [event async for event in live]
+        assert (await line).name == "b"
+        assert service.device.history == [*"acab"]
+
+
 async def test_what_cannot_be_loaded_is_told_and_others_go_on(model_dir, tmp_path):
     async with serving(model_dir, tmp_path, "ab") as service:
         service.device.broken.add("b")

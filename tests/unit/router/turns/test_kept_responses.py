@@ -445,6 +445,17 @@ async def test_a_response_that_is_deleted_is_unpinned(router, new_store):
         assert router.scheduler.unpins.empty()
 
 
+async def test_a_response_that_another_router_deletes_while_it_runs_is_unpinned(router, new_store):
+    """Its pins may come after that router has dropped them, so the one that ran it does so."""
+    async with serving(router, new_store()) as client, serving(router, new_store()) as other:
+        response = await client.responses.create(**ASK, prompt_cache_key="k", background=True)
+        submit = await router.scheduler.submits.get()
+        await other.responses.delete(response.id)
+        assert await router.scheduler.unpins.get() == ("", response.id)
+        await router.scheduler.step(admitted={submit.first_seq_key: 2})
+        assert await router.scheduler.unpins.get() == ("", response.id)
+
+
 async def usage_of(store, *by):
     rows = await read_usage(store.database, 0.0, None, by)
     return [(*row.group.values(), row.used) for row in rows]
