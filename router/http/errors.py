@@ -47,15 +47,20 @@ _STATUS_TO_CODE = {
 }
 """OpenAI's codes are words, or absent; strict clients parse them."""
 
+
+class MissingModelError(NotFoundError):
+    """The model of a request is not served, or not any more."""
+
+
 _KIND_TO_CODE: Mapping[type[QuireError], str] = {
     ContextLengthError: "context_length_exceeded",  # a shorter conversation may help
     ModelNotFoundError: "model_not_found",
+    MissingModelError: "model_not_found",
 }
 """More precise codes of some errors."""
 
 _FAILURES: tuple[type[QuireError], ...] = (
     DeadlineExceededError,
-    NotFoundError,
     PermissionDeniedError,
     TooBusyError,
     UnauthenticatedError,
@@ -174,5 +179,7 @@ def error_from_finished(finished: OutputFinished) -> QuireError | None:
         case FinishReason.ERROR:
             if finished.error is None:
                 return QuireError("the request failed")
+            if finished.error.code == NotFoundError.code.value[0]:  # only a model can be missing
+                return MissingModelError(finished.error.message)
             failure = _CODE_TO_FAILURE.get(finished.error.code, QuireError)
             return failure(finished.error.message)
