@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 
+import aiohttp
 import grpc
 import openai
 import pytest
@@ -17,6 +18,7 @@ from contract.errors import TooBusyError, UnavailableError
 from contract.request import GenerateRequest
 from contract.sampling import SamplingParams
 from quire.v1 import loading_pb2, loading_pb2_grpc
+from router.http.answers import sse, streaming
 from router.http.api import routes
 from router.http.batches.lines import KIND, BatchLines, turn_of_line
 from router.http.batches.store import Batch
@@ -288,6 +290,50 @@ async def keeping(service, folder):
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await turns.close()
+
+
+STREAMS = {
+    "/completions": {"prompt": "Say", "max_tokens": 1},
+    "/chat/completions": {"messages": [{"role": "user", "content": "Say"}], "max_tokens": 1},
+    "/responses": {"input": "Say", "max_output_tokens": 1},
+    "/messages": {"messages": [{"role": "user", "content": "Say"}], "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+@pytest.mark.parametrize("is_broken", [False, True])
+async def test_a_stream_has_heartbeats_while_its_model_is_loaded(
+    model_dir, tmp_path, monkeypatch, path, is_broken
+):
+    monkeypatch.setattr(streaming, "STATUS_WITHIN_S", 0.0)
+    monkeypatch.setattr(sse, "_HEARTBEAT_S", 0.01)
+    body = {"model": "b", "stream": True} | STREAMS[path]
+    async with serving(model_dir, tmp_path, "ab", min_loaded_s=3600) as service:
+        await service.answered("a")
+        if is_broken:
+            service.device.broken.add("b")
+        async with (
+            keeping(service, tmp_path) as (_, client),
+            aiohttp.ClientSession() as http,
+            http.post(f"{client.base_url}{path[1:]}", json=body) as stream,
+        ):
+            assert stream.status == 200
+            assert await stream.content.readline() == b":\n"
+            service.cells.on_demand._min_loaded_s = 0
+            if not is_broken:
+                await service.finish("b", await service.schedulers["b"].submits.get())
+            lines = (await stream.text()).splitlines()
+    told = [line for line in lines if line.strip(": ")]
+    if is_broken:
+        assert told[0] == "event: error"
+        error = json.loads(told[1].removeprefix("data: "))["error"]
+        assert "its files are broken" in error["message"]
+        assert len(told) == 2
+    else:
+        ends = {"/messages": "message_stop", "/responses": "response.incomplete"}
+        assert ends.get(path, "[DONE]") in told[-1]
+        begins = {"/messages": "message_start", "/responses": "response.created"}
+        assert begins.get(path, "data: ") in told[0]
 
 
 async def test_a_line_of_a_batch_loads_its_model(model_dir, tmp_path):
