@@ -24,7 +24,7 @@ from harness.case import Results, Table, arguments, main
 from harness.turns import turns
 from safetensors.torch import save_file
 
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.lora.adapter import Adapter, adapted_maps
 from gpu_worker.lora.adapter_files import load_adapter

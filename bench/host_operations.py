@@ -107,7 +107,7 @@ def _through_launcher(twin: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _prepare_launcher(name: str) -> Callable[..., Any]:
-    """Has attention launch its kernels, and give zeros."""
+    """Replace attention: launch its kernels and return zeros."""
     launcher = getattr(importlib.import_module(f"kernels.triton.{name.split('_')[1]}"), name)
 
     def prepare(*args: Any, out: torch.Tensor, **kwargs: Any) -> Callable[[Any], None]:
@@ -140,9 +140,9 @@ for name in ("prepare_decode", "prepare_prefill"):
     setattr(ops, name, _prepare_launcher(name))
 
 # After the replacements, because modules import these functions by name.
-from contract.limits import Limits  # noqa: E402
 from contract.sampling import SamplingParams  # noqa: E402
 from contract.step import NewSequence, Plan, StepId  # noqa: E402
+from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
 from gpu_worker.models.llama import build_llama  # noqa: E402
 from gpu_worker.models.llama_config import LlamaConfig  # noqa: E402

@@ -21,11 +21,11 @@ from harness.case import Results, Table, arguments, main
 from harness.device import Clock, SimulatedWorker
 
 from contract.step import Plan, Result
-from scheduler_svc.core.bounds.pacing import Pace, StepPacer
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
+from scheduler_svc.core.limits.step_pacing import Pace, StepPacer
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 
 _STEP_S, _DECODE_S, _TOKEN_S = 8e-3, 0.8e-3, 0.55e-3
 _SPARE_ROWS, _SPARE_TOKEN_S = 12, 0.1e-3

@@ -20,9 +20,9 @@ from harness.device import Clock, SimulatedWorker
 from contract.hashing import BlockHash, extend_chain, root_hash
 from contract.info import Role
 from contract.step import Result
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.workers.placement import PlacementMethod, Placer, WorkerLoad
 from sim_worker.time_model import TimeModel
 

@@ -32,9 +32,9 @@ from harness.turns import turns
 from contract.arrays import Int32Array, ints
 from contract.hashing import BlockHash, extend_chain, root_hash
 from contract.step import NewSequence, Plan, Result
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from sim_worker.time_model import TimeModel
 
 BLOCK_SIZE = 16

@@ -23,9 +23,9 @@ from harness.case import ROOT, SHIPPED_MODEL, Results, Table, arguments, main
 from quantize import FORMS, write
 from tokenizers import Tokenizer
 
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.loading.worker_model import load
 from gpu_worker.loop import StepLoop
 from gpu_worker.settings import WorkerSettings

@@ -14,7 +14,7 @@ _MAX_SHOWN: Final = 128
 
 
 class QuireError(Exception):
-    """Base of all errors that a client may see. People read the message."""
+    """Base of all errors that a client may see. The message is for people."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     http_status: ClassVar[int] = 500

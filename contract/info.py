@@ -4,9 +4,9 @@ import secrets
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from contract.limits import Limits
 from contract.lora import LoraAdapter
 from contract.pooling import ONLY_GENERATES, Abilities
+from contract.worker_limits import Limits
 
 
 class MemoryLevel(Enum):
@@ -20,13 +20,16 @@ class MemoryLevel(Enum):
 
 
 class Role(StrEnum):
-    """Which part of a request a worker is given, if others take the rest. It can compute all."""
+    """The part of a request that the scheduler gives to a worker.
+
+    A worker can compute all parts.
+    """
 
     BOTH = "both"
     PREFILL = "prefill"
-    """Prompts. When its prompt is computed, a request moves to a worker that decodes."""
+    """Computes prompts. Once its prompt is computed, a request moves to a worker that decodes."""
     DECODE = "decode"
-    """Decoding of requests whose prompts other workers have computed."""
+    """Decodes requests whose prompts other workers have computed."""
 
     @property
     def prefills(self) -> bool:
@@ -57,7 +60,7 @@ class ModelInfo:
     abilities: Abilities = ONLY_GENERATES
 
     def __str__(self) -> str:
-        """Show the fields in which the models of two workers may differ."""
+        """Show the fields that may differ between the models of two workers."""
         details = f"vocab_size {self.vocab_size}"
         if self.directory:
             details += f", from {self.directory}"

@@ -1,4 +1,4 @@
-"""How a prompt becomes a vector, and what a model can do with a prompt."""
+"""Pooling: how a prompt becomes a vector; and the tasks that a model can do."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,16 +17,16 @@ class Task(StrEnum):
 
 
 class PoolingKind(StrEnum):
-    """Which of the hidden states become the vector."""
+    """Which hidden states are made into the vector."""
 
     LAST = "last"
-    """That of the last token."""
+    """The last token's."""
     MEAN = "mean"
-    """The mean of all tokens'."""
+    """The mean over all tokens."""
     CLS = "cls"
-    """That of the first token."""
+    """The first token's."""
     SCORE = "score"
-    """The score that the model's classification head computes of the first token's."""
+    """The score that the model's classification head computes from the first token's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Pooling:
     normalize: bool = False
     """Whether to scale the vector to length 1."""
     dimensions: int | None = None
-    """How many numbers to keep, before it is normalized; None: all."""
+    """How many numbers of the vector to keep, before normalization; None: all."""
     num_first_tokens: int = 0
     """If the prompt is a pair of texts: how many tokens the first has, with its special tokens."""
 
@@ -51,9 +51,9 @@ class Abilities:
 
     tasks: tuple[Task, ...] = (Task.GENERATE,)
     embedding_size: int = 0
-    """How many numbers its vectors have; 0: it makes none."""
+    """How many numbers a vector of this model has; 0: it makes no vectors."""
     pooling: Pooling | None = None
-    """How it makes a vector by default; None: it makes none."""
+    """How the model makes a vector by default; None: it makes no vectors."""
 
     @property
     def generates(self) -> bool:
@@ -61,11 +61,13 @@ class Abilities:
         return Task.GENERATE in self.tasks
 
     def check(self, pooling: Pooling | None, model_id: str) -> None:
-        """Check that the model can do what a request asks for: a vector, or tokens if None.
+        """Check that the model can pool as a request asks.
+
+        If `pooling` is None, that it can generate.
 
         Raises:
             UnimplementedError: It cannot.
-            InvalidArgumentError: Its vectors have fewer dimensions.
+            InvalidArgumentError: The model's vectors have fewer dimensions.
         """
         task = Task.GENERATE
         if pooling is not None:

@@ -1,4 +1,4 @@
-"""Requests of clients: to generate, or to resume a stream; and the models that they may name."""
+"""Client requests: to generate, or to resume a stream; and the models that they may name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ MAX_STOP_STRINGS: Final = 16
 MAX_STOP_STRING_CHARS: Final = 1024
 MAX_N: Final = 64
 """Most outputs of one request."""
+MAX_STREAM_INTERVAL: Final = 1024
 MAX_MESSAGES: Final = 4096
 """Most messages of a chat."""
 
@@ -41,7 +42,7 @@ class Model:
 
     @property
     def max_prompt_len(self) -> int:
-        """Most tokens of a prompt: one less, if an output needs room for one."""
+        """Most tokens of a prompt: `max_model_len`, less one if the model generates."""
         return self.max_model_len - self.abilities.generates
 
 
@@ -61,13 +62,13 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     add_special_tokens: bool = True
-    """Whether the tokenizer adds special tokens to a text prompt; False after a chat template,
-    which has written them."""
+    """Whether the tokenizer adds special tokens to a text prompt. False for the text of a chat
+    template, which contains them already."""
     skip_special_tokens: bool = True
     """Whether the text of outputs leaves out special tokens."""
     n: int = 1
     beam: BeamSearch | None = None
-    """Set: search for the outputs instead of drawing them."""
+    """If set, the outputs come from a beam search instead of sampling."""
     cache_salt: str = ""
     """Only requests with the same salt share cached prefixes."""
     cache_pin_s: float | None = None
@@ -78,24 +79,27 @@ class GenerateRequest:
     """Requests with a higher priority go first, if the scheduler's policy uses priorities."""
     tenant: str = ""
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`. For a
-    vector, keep them at the prompt's beginning; in a pair of texts, cut the second one."""
+    """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`. A
+    request for a vector keeps the first tokens instead; with a pair of texts, the second text is
+    cut."""
     cuts_max_tokens: bool = False
-    """Whether a `max_tokens` for which the context has no room is lowered to what fits."""
+    """Whether `max_tokens` is lowered if it does not fit the context."""
     bad_words: tuple[str, ...] = ()
     """Texts that outputs must not contain."""
     before_form: str = ""
-    """Grammar rules in Lark's syntax, one of them named `before`: what an output has before its
-    structured part, such as thinking. Empty: nothing."""
+    """Grammar rules, in Lark's syntax, for the part of an output before its structured part, such
+    as thinking. One rule is named `before`. Empty: there is no such part."""
     thinking: "ThinkingMarkers | None" = None
-    """How thinking is told from the rest, to count it; None: there is none."""
+    """The markers by which the tokens of thinking are counted; None: the model does not think."""
     resumable: bool = False
     """Whether the request continues when its stream breaks, so that the client may resume it."""
+    stream_interval: int | None = None
+    """New tokens of an output that go out together; None: as the router is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingMarkers:
-    """What begins and ends thinking in an output's text."""
+    """The texts that begin and end thinking in an output."""
 
     begin: str
     ends: tuple[str, ...]
@@ -103,20 +107,22 @@ class ThinkingMarkers:
     has_begun: bool = False
     """Whether the prompt ends within thinking."""
     recurs: bool = False
-    """Whether it may begin anywhere, and again; else only at the output's start."""
+    """Whether thinking may begin anywhere and several times; otherwise only at the output's
+    start."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopOptions:
-    """How the outputs' text ends, is written and counted.
+    """How outputs become text and are streamed: stop strings, special tokens, thinking.
 
-    It travels in the record of a resumable request, so that another router can finish the text.
+    The record of a resumable request contains it, so another router can continue the text.
     """
 
     stop: tuple[str, ...]
     include_stop_str_in_output: bool
     skip_special_tokens: bool
     thinking: ThinkingMarkers | None = None
+    stream_interval: int = 1
 
 
 @dataclass(frozen=True, slots=True)

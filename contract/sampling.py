@@ -1,4 +1,4 @@
-"""Parameters of how tokens are drawn and when an output ends, with their limits.
+"""Sampling parameters: how tokens are drawn and when an output ends; with the limits of each.
 
 The Python client, the router and the worker share these classes. `quire.v1.SamplingParams`,
 `StructuredOutput` and `BeamSearch` have the same fields; the protos document each.
@@ -31,12 +31,12 @@ MIN_BEAM_WIDTH: Final = 2
 MAX_BEAM_WIDTH: Final = 10
 MAX_LENGTH_PENALTY: Final = 5
 MAX_GRAMMAR_BYTES: Final = 2**19
-"""Of a form as a grammar, which may have six characters for one of the form's 64 KiB."""
+"""Most bytes of a grammar. A form of 64 KiB may take up to six characters per byte as a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """The form that an output must have; exactly one field is set."""
+    """The form that an output must follow; exactly one field is set."""
 
     json_schema: str | Mapping[str, object] | None = None
     """A JSON schema, as text or as an object."""
@@ -64,7 +64,7 @@ class StructuredOutput:
         return given[0]
 
     def check_grammar(self, field: str) -> None:
-        """Check that the form is a grammar, as a worker follows it; raises InvalidArgumentError."""
+        """Check that the form is a grammar, as workers need; raises InvalidArgumentError."""
         if not self.grammar:
             raise InvalidArgumentError(f"{field}.grammar", "is not set")
         if (num_bytes := len(self.grammar.encode())) > MAX_GRAMMAR_BYTES:
@@ -102,7 +102,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens that may be drawn; none: all."""
+    """The only tokens that may be drawn; empty: all."""
     logprobs: int | None = None
     """How many of the likeliest tokens to report with each token; None: no log-probabilities."""
     prompt_logprobs: int | None = None
@@ -110,7 +110,8 @@ class SamplingParams:
     adapter: LoraAdapter | None = None
     """Set by the router from the request's model, never by a client."""
     pooling: Pooling | None = None
-    """Draw nothing, but make a vector of the prompt. Set by the router, never by a client."""
+    """If set, the worker makes a vector of the prompt and draws no tokens. Set by the router, never
+    by a client."""
 
     @property
     def grammar(self) -> str | None:
@@ -143,7 +144,7 @@ class SamplingParams:
             ("logprobs", self.logprobs or 0, 0, max_logprobs),
             ("prompt_logprobs", self.prompt_logprobs or 0, 0, max_logprobs),
         ):
-            if not least <= value <= most:  # NaN is not; a name is put together only for an error
+            if not least <= value <= most:  # false for NaN; the name is built for errors only
                 check_range(f"{field}.{name}", value, least, most)
         for name, value, most in (
             ("top_p", self.top_p, 1),

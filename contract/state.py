@@ -1,4 +1,4 @@
-"""What a worker still holds from an earlier scheduler, as it reports this to the next one.
+"""What a worker still holds from an earlier scheduler; the worker reports it to the next one.
 
 A *label* is the hash of a block's content, as the scheduler computed it.
 """
@@ -11,8 +11,8 @@ from contract.hashing import BlockHash
 from contract.step import SearchState, StepLogprob
 
 Pins: TypeAlias = tuple[tuple[BlockHash, float], ...]
-"""Pinned blocks: the hash of each, and for how many seconds more it stays in the prefix cache.
-Blocks of one prompt come in their order."""
+"""Pinned blocks: each block's hash, and for how many more seconds it stays in the prefix cache.
+Blocks of one prompt are in the prompt's order."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class HeldRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldBlocks:
-    """The labelled blocks of one tier, the oldest label first."""
+    """The labelled blocks of one tier, from the oldest label to the newest."""
 
     block_ids: Int32Array = field(default_factory=no_ints)
     labels: Labels = field(default_factory=no_labels)
@@ -67,6 +67,6 @@ class Holdings:
 
     @property
     def is_anything(self) -> bool:
-        """Whether it has a sequence or a labelled block."""
+        """Whether there is a sequence or a labelled block."""
         tiers = (self.device, self.host, self.disk)
         return bool(self.rows) or any(tier.block_ids.size for tier in tiers)

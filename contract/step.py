@@ -1,7 +1,7 @@
 """One step: the scheduler's plan for a worker, and the worker's result.
 
 A *row* is the slot of a live sequence in the worker, in [0, max_num_seqs); the scheduler assigns
-the numbers. A plan names only what changes. When a row has computed all its known tokens, it
+the numbers. A plan names only what changes. When all known tokens of a row are computed, the row
 samples a new one. From then on the row *decodes*: every step computes the last token and samples
 the next, until the sequence stops or reaches its length. Later plans name the row only to append a
 block or to release it. Arrays are int32; arrays named in one docstring are parallel.
@@ -29,7 +29,7 @@ class OutputState:
     num_shared_tokens: int
     """Length of the common prefix with the best beam, in tokens, the prompt included."""
     token_ids: Int32Array
-    """The tokens after the shared ones. They are few, since beams branched off recently."""
+    """The tokens after the shared ones. There are few, because beams branch off late."""
     logprob: np.float32
     """The sum of the log-probabilities of the output's tokens."""
 
@@ -57,8 +57,8 @@ class NewSequence:
     """How many of `token_ids` have valid KV in the blocks; fewer than all."""
     block_ids: Int32Array
     """The block table, with room for all known tokens. For every `block_size` tokens it has one
-    entry per KV group, in the order of `Limits.kv_windows`. An entry is 0 if no token to be
-    computed sees its tokens, or if `placements` will set it."""
+    entry per KV group, in the order of `Limits.kv_windows`. An entry is 0 if later tokens do not
+    see its tokens, or if `placements` will set it."""
     sampling: bytes | SamplingParams
     """At the scheduler: a serialized `quire.v1.SamplingParams`, which the scheduler does not parse.
     At the worker: the parsed parameters."""
@@ -68,7 +68,8 @@ class NewSequence:
     """The index of the output in its request; the worker adds it to the seed."""
     traceparent: str = ""
     identity: bytes = b""
-    """Identifies the sequence to a later scheduler. Empty: the worker does not report it to one."""
+    """Identifies the sequence to a later scheduler. Empty: the worker does not report the sequence
+    to a later scheduler."""
     search: SearchState | None = None
     """If the sequence is the best beam of a search: the state of that search, sent as `note`. Set
     only at the scheduler."""
@@ -88,7 +89,7 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """What changes before a step, and what the step computes besides the rows that decode.
+    """The changes before a step, and the prompt chunks that it computes besides the decoding rows.
 
     The worker applies a plan in this order: it releases, adds and extends rows; renames blocks in
     their tables; records labels; starts disk moves; swaps out, swaps in, copies blocks; computes.
@@ -98,20 +99,20 @@ class Plan:
     num_decodes: int
     """How many rows decode. Each computes one token, and its draft tokens if it has any."""
     released_rows: Int32Array = field(default_factory=no_ints)
-    """Rows whose sequence is gone; they are freed first."""
+    """Rows whose sequence has ended or left; they are freed first."""
     new_sequences: tuple[NewSequence, ...] = ()
     appended_rows: Int32Array = field(default_factory=no_ints)
     """Rows whose block table gets one more block of each KV group at its end, given in
     `appended_block_ids`."""
     appended_block_ids: Int32Array = field(default_factory=no_ints)
     placements: Int32Array = field(default_factory=no_ints)
-    """Blocks that block tables get for the next chunk, as a flat list of triples: row, entry,
-    block. Only for KV groups with a window, whose blocks a prompt takes chunk by chunk."""
+    """Entries to set in block tables, as a flat list of triples: row, entry, block. Used only for
+    KV groups with a window, whose blocks a prompt takes chunk by chunk."""
     copy_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Device blocks copied to `copy_dst_block_ids` before the step computes."""
     copy_dst_block_ids: Int32Array = field(default_factory=no_ints)
     chunk_rows: Int32Array = field(default_factory=no_ints)
-    """Rows that compute known tokens: each the number in `chunk_lens`."""
+    """Rows that compute known tokens; `chunk_lens` has the number of tokens of each."""
     chunk_lens: Int32Array = field(default_factory=no_ints)
     swap_out_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Device blocks to copy to host blocks `swap_out_dst_block_ids`, before swap-ins and copies."""
@@ -136,15 +137,15 @@ class Plan:
     """Device blocks whose content before this step has the hashes `labels`."""
     labels: Labels = field(default_factory=no_labels)
     pins: tuple[tuple[BlockHash, float], ...] = ()
-    """Newly pinned blocks: the hash of each, and for how many seconds from now on it stays in the
-    prefix cache. Blocks of one prompt come in their order. The worker keeps the pins only to report
+    """Newly pinned blocks: each block's hash, and for how many seconds it stays in the prefix
+    cache. Blocks of one prompt are in the prompt's order. The worker keeps the pins only to report
     them to a later scheduler."""
     turns: tuple[Any, ...] = ()
     """The `Started` and `Preempted` events of traced sequences since the previous plan, in order.
-    For the scheduler's spans; not sent."""
+    The scheduler makes spans from them; they are not sent."""
     serialize: Callable[[], bytes] | None = None
-    """Returns the bytes of the message in which the plan arrived, to pass it on to the other ranks
-    of a group. Set only at the worker; None: the plan did not arrive in a message."""
+    """Returns the bytes of the message in which the plan arrived, for the other ranks of a group.
+    Set only at the worker; None: there was no message."""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -203,8 +204,8 @@ class Result:
     """Device blocks whose swap-in brought corrupt content; a subset of the plan's
     `swap_in_dst_block_ids`."""
     stored_disk_block_ids: Int32Array = field(default_factory=no_ints)
-    """Disk blocks whose store has succeeded since the last result; this or an earlier step began
-    the store."""
+    """Disk blocks whose store has succeeded since the last result. The store began with this step
+    or an earlier one."""
     failed_disk_block_ids: Int32Array = field(default_factory=no_ints)
     """Disk blocks whose store has failed; their content is invalid."""
     loaded_host_block_ids: Int32Array = field(default_factory=no_ints)
@@ -218,14 +219,15 @@ class Result:
     # Set only at the worker; the scheduler forwards vectors and log-probabilities without parsing
     # them.
     pooled: tuple[PooledRow, ...] = ()
-    """The vectors of rows that pool. Each such row is in `sampled_rows`, with a token that means
-    nothing: to the scheduler it is a sequence that draws one token."""
+    """The vectors of rows that pool. Each such row is in `sampled_rows` with a meaningless token:
+    the scheduler treats it as a sequence that draws one token."""
     logprobs: tuple[StepLogprob, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     num_computed_tokens: int = 0
     """Tokens that went through the model; not sent."""
     head_start_s: float = 0.0
-    """Seconds for which the worker pauses after the step, so that the result gets out; not sent."""
+    """Seconds for which the worker pauses after the step, to let the result be sent first; not
+    sent."""
 
     # Set only at the scheduler, which reads them from the log-probabilities of beams.
     candidate_rows: Int32Array = field(default_factory=no_ints)

@@ -19,8 +19,8 @@ class Sequences:
     """int32[S + 1]; None: one token each."""
     max_query_len: int = 1
     scratch: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
-    """By shape: room for partial results, which one launch after another uses. For a graph it must
-    be allocated within the capture, so that the graph keeps it."""
+    """Scratch memory for partial results, by shape; launches use it one after another. For a graph
+    it must be allocated within the capture, so that the graph keeps it."""
 
     def room(self, *shape: int) -> torch.Tensor:
         """Return float32 of this shape; the next call returns the same memory."""

@@ -17,7 +17,7 @@ _VERSION_KEYS: Final = (
     *("ETag", "etag", "md5Hash", "content_md5", "checksum"),
     *("mtime", "LastModified", "last_modified", "updated", "created"),
 )
-"""What storages call a file's checksum, and the time of its last change."""
+"""The names that storages give to a file's checksum, or to the time of its last change."""
 _CHUNK: Final = 2**24
 
 
@@ -28,10 +28,10 @@ def download_from_bucket(
     *,
     with_weights: bool,
 ) -> Path:
-    """The local copy of a directory or of a GGUF file; unchanged files are not read again.
+    """Return the local copy of a directory or GGUF file; unchanged files are not downloaded again.
 
     Raises:
-        ModelError: It cannot be read, or a package that the URL's scheme needs is missing.
+        ModelError: The URL cannot be read, or the package for its scheme is missing.
     """
     try:
         import fsspec  # noqa: PLC0415 - only URLs need it
@@ -56,21 +56,21 @@ def download_from_bucket(
                 for num_bytes in _copy(system, source, target):
                     report(f"downloading {url}", (done + num_bytes) / max(1, total))
             done += source.size
-    except Exception as error:  # each storage has its own errors
+    except Exception as error:  # every storage raises different errors
         raise ModelError(f"model is {url!r}; it cannot be downloaded: {error}") from error
     return directory / Path(root).name if root.endswith(".gguf") else directory
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A file to take."""
+    """A file to download."""
 
     path: str
     name: str
     """Its path in the model's directory."""
     size: int
     version: str
-    """Its checksum, or else when it was changed, as far as the storage tells; or empty."""
+    """Its checksum, or else the time of its last change; empty if the storage tells neither."""
 
     def is_at(self, target: Path) -> bool:
         """Whether `target` is a complete copy of this version."""
@@ -91,7 +91,7 @@ def _version_file(target: Path) -> Path:
 
 
 def _sources(system: Any, root: str, *, with_weights: bool) -> Sequence[_Source]:
-    """The files to take."""
+    """Return the files to download."""
     if root.endswith(".gguf"):
         return [_source(system.info(root))]
     ends = _SMALL_FILES + (_WEIGHTS if with_weights else ())
@@ -111,9 +111,9 @@ def _sources(system: Any, root: str, *, with_weights: bool) -> Sequence[_Source]
 
 
 def _copy(system: Any, source: _Source, target: Path) -> Iterator[int]:
-    """Copy a file; yields the bytes copied so far. It gets its name when it is complete."""
+    """Copy a file under a temporary name, then rename it; yield the bytes copied so far."""
     num_bytes = 0
-    # A name of its own: several processes may fetch the model at once.
+    # A unique name, because several processes may download the model at once.
     partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")
     try:
         with partial.open("xb") as writer, system.open(source.path, "rb") as reader:

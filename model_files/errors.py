@@ -1,4 +1,4 @@
-"""The error that says why a model cannot be served."""
+"""The errors that explain why a model cannot be served."""
 
 
 class ModelError(Exception):
@@ -6,4 +6,4 @@ class ModelError(Exception):
 
 
 class UnsupportedError(ModelError):
-    """Our own implementation of the architecture lacks something that the model asks for."""
+    """Quire's implementation of the architecture lacks something that the model needs."""

@@ -1,4 +1,4 @@
-"""Turns a GGUF file's metadata into the fields of config.json and generation_config.json."""
+"""Converts a GGUF file's metadata to the fields of config.json and generation_config.json."""
 
 import struct
 from typing import Any, Final
@@ -14,11 +14,11 @@ _ARCHITECTURES: Final = {
 _END_TOKENS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 QUANT_METHOD: Final = "gguf"
-"""In `quantization_config`, if some tensors are quantized."""
+"""`quant_method` in `quantization_config` of files with quantized tensors."""
 
 
 def to_config(header: GgufHeader) -> dict[str, Any]:
-    """The fields of config.json.
+    """Return the fields of config.json.
 
     Raises:
         ModelError: The architecture is not supported, or a field is missing.
@@ -73,13 +73,13 @@ def to_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def end_tokens(header: GgufHeader) -> list[int]:
-    """Ids of the tokens that end an answer."""
+    """Return the ids of the tokens that end an answer."""
     found = (header.metadata.get(f"tokenizer.ggml.{name}") for name in _END_TOKENS)
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
 class _Fields:
-    """The metadata of one architecture, by names without it."""
+    """The metadata of one architecture, by names without its prefix."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
@@ -87,7 +87,7 @@ class _Fields:
 
     def get(self, name: str, default: Any = None) -> Any:
         value = self._header.metadata.get(f"{self.architecture}.{name}", default)
-        if isinstance(value, list):  # by layer
+        if isinstance(value, list):  # one value per layer
             if len(set(value)) != 1:
                 raise self.error(name, f"differs between layers: {value}")
             return value[0]
@@ -103,7 +103,7 @@ class _Fields:
         return ModelError(f"{self._header.path}: {self.architecture}.{name} {problem}")
 
     def rope_factors(self, name: str) -> list[float] | None:
-        """Divisors of the rotary frequencies, which are a tensor of the file."""
+        """Return the divisors of the rotary frequencies, which the file stores as a tensor."""
         tensor = self._header.tensors.get(f"{name}.weight")
         if tensor is None:
             return None
@@ -121,7 +121,7 @@ def _embedding_rows(header: GgufHeader) -> int:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """The number format to compute in: that of the file's matrices, bfloat16 if quantized."""
+    """Return the number format to compute in: the matrices' format, or bfloat16 if quantized."""
     types = {tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
     if types <= {"F32"}:
         return "float32"

@@ -1,7 +1,7 @@
-"""Lays a GGUF file out as a Hugging Face directory, which is what every process reads.
+"""Makes a Hugging Face directory, which every process reads, for a GGUF file.
 
-The directory has the JSON files that the metadata stands for, and links to the file, from which
-the worker reads the tensors.
+The directory has JSON files made from the metadata, and a link to the GGUF file, from which the
+worker reads the tensors.
 """
 
 import hashlib
@@ -18,20 +18,20 @@ from model_files.gguf_header import GgufHeader, read_header
 from model_files.gguf_tokenizer import to_tokenizer, to_tokenizer_config
 
 _FORM: Final = "1"
-"""Changes when the files made here change."""
+"""Version of the files made here; changed whenever they change."""
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def lay_out(path: Path, cache_dir: Path) -> Path:
-    """The directory of a GGUF file, made in `cache_dir` unless it is there already.
+    """Return the directory of a GGUF file; make it in `cache_dir` if it is missing.
 
     Args:
-        path: The file; of a model in several files, any.
-        cache_dir: Is made if need be.
+        path: The file, or any file of a model in several files.
+        cache_dir: Created if it is missing.
 
     Raises:
-        ModelError: The file cannot be read, or asks for something unsupported; or the cache cannot
-            be written.
+        ModelError: The file cannot be read or needs something unsupported, or the cache cannot be
+        written.
     """
     parts = parts_of(path)
     known = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
@@ -62,7 +62,7 @@ def lay_out(path: Path, cache_dir: Path) -> Path:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """All files of the model that one of its files belongs to."""
+    """Return all files of the model that `path` belongs to."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path.resolve()]
@@ -88,7 +88,7 @@ def _files(header: GgufHeader) -> dict[str, str]:
 
 
 def _move(made: Path, directory: Path) -> None:
-    """Put it in place at once; another process may have been faster."""
+    """Rename a directory atomically; another process may have been faster."""
     try:
         made.rename(directory)
     except OSError:

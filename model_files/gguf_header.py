@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file: its metadata, and where each tensor lies.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` reads it,
-too, but takes four seconds for a vocabulary of 49,152 tokens.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` reads it
+as well, but takes four seconds for a vocabulary of 49,152 tokens.
 """
 
 import math
@@ -16,7 +16,8 @@ from model_files.errors import ModelError
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _MAX_ITEMS: Final = 2**24
-"""Of metadata, of tensors, or of an array: a damaged file must not make us loop for hours."""
+"""Most entries of the metadata, the tensors or an array: a damaged file must not cause a loop of
+hours."""
 
 _NUMBERS: Final = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING: Final = 8
@@ -25,11 +26,11 @@ _ARRAY: Final = 9
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """How the numbers of a tensor are stored."""
+    """The number format of a tensor."""
 
     name: str
     block_size: int
-    """Numbers of a block; 1: they are plain."""
+    """Numbers per block; 1: not quantized."""
     block_bytes: int
 
     @property
@@ -50,18 +51,18 @@ TENSOR_TYPES: Final = {
     14: TensorType("Q6_K", 256, 210),
     30: TensorType("BF16", 1, 2),
 }
-"""Supported ones, by their number in the file."""
+"""Maps a type's number in the file to the supported type."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies in its file."""
+    """The place of a tensor in its file."""
 
     type: TensorType
     shape: tuple[int, ...]
     """Outermost dimension first, as in torch."""
     start: int
-    """Of its bytes, from the beginning of the file."""
+    """Offset of its bytes from the beginning of the file."""
 
     @property
     def row_bytes(self) -> int:
@@ -83,11 +84,11 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read it without the tensors' contents.
+    """Read the header, without the tensors' contents.
 
     Raises:
-        ModelError: The file is no GGUF file, is damaged or cut off, or has a tensor of a type that
-            is not supported.
+        ModelError: The file is not GGUF, is damaged or cut off, or has a tensor of an unsupported
+        type.
     """
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

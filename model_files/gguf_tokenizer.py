@@ -1,4 +1,4 @@
-"""Turns a GGUF file's metadata into tokenizer.json and tokenizer_config.json."""
+"""Converts a GGUF file's metadata to tokenizer.json and tokenizer_config.json."""
 
 from enum import IntEnum
 from typing import Any, Final
@@ -43,16 +43,16 @@ _PRE_TOKENIZERS: Final = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), r"\p{N}"),
     "tekken": _TEKKEN,
 }
-"""The pattern that cuts a text into words, by `tokenizer.ggml.pre`. If it is None, or only
-separates digits, GPT-2's pattern is applied after it."""
+"""Maps `tokenizer.ggml.pre` to the pattern that splits a text into words. If the pattern is None or
+only separates digits, GPT-2's pattern is applied after it."""
 _WITH_GPT2: Final = (None, r"\p{N}")
 _IGNORING_MERGES: Final = (_LLAMA3, _TEKKEN)
-"""With these patterns, a word that is itself a token stays one token, whatever the merges say.
-Texts begin with bos unless the file says otherwise."""
+"""With these patterns, a word that is a token is not split by merges, and texts begin with bos
+unless the file says otherwise."""
 
 
 class _Kind(IntEnum):
-    """Of tokens."""
+    """The kinds of tokens in a GGUF file."""
 
     UNKNOWN = 2
     CONTROL = 3
@@ -60,10 +60,10 @@ class _Kind(IntEnum):
 
 
 def to_tokenizer(header: GgufHeader) -> Tokenizer:
-    """The tokenizer that tokenizer.json describes.
+    """Return the tokenizer for tokenizer.json.
 
     Raises:
-        ModelError: It is of a kind that is not supported.
+        ModelError: The kind of tokenizer is not supported.
     """
     metadata = _Metadata(header)
     match metadata.get("model"):
@@ -98,7 +98,7 @@ def to_tokenizer(header: GgufHeader) -> Tokenizer:
 
 
 def to_tokenizer_config(header: GgufHeader) -> dict[str, Any]:
-    """The fields of tokenizer_config.json: the special tokens and the chat template."""
+    """Return the fields of tokenizer_config.json: the special tokens and the chat template."""
     metadata = _Metadata(header)
     config = {
         name: metadata.special(name)
@@ -118,7 +118,7 @@ class _Metadata:
         return self._header.metadata.get(f"tokenizer.ggml.{name}", default)
 
     def special(self, name: str) -> str:
-        """The text of a special token such as "bos_token"."""
+        """Return the text of a special token such as "bos_token"."""
         number = self.get(_SPECIAL_TOKENS[name])
         if number is None or not 0 <= number < len(self.tokens):
             raise self.error(
@@ -131,7 +131,7 @@ class _Metadata:
 
 
 def _byte_level(metadata: _Metadata) -> tuple[Tokenizer, bool]:
-    """As GPT-2's; and whether texts begin with bos if the file does not say."""
+    """Return a tokenizer like GPT-2's, and whether texts begin with bos by default."""
     name = metadata.get("pre", "default")
     if name not in _PRE_TOKENIZERS:
         raise metadata.error("pre", f"is {name!r}; supported are {', '.join(_PRE_TOKENIZERS)}")
@@ -163,7 +163,7 @@ def _merge(text: str) -> tuple[str, str]:
 
 
 def _sentence_piece(metadata: _Metadata) -> Tokenizer:
-    """As Llama 2's."""
+    """Return a tokenizer like Llama 2's."""
     number_of = {token: number for number, token in enumerate(metadata.tokens)}
     tokenizer = Tokenizer(
         models.BPE(
@@ -185,7 +185,7 @@ def _sentence_piece(metadata: _Metadata) -> Tokenizer:
 
 
 def _merges_by_score(number_of: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token, the best-scored token's first."""
+    """Return all pairs of tokens that merge to a token, the token with the best score first."""
     merges = []
     for token, number in number_of.items():
         for at in range(1, len(token)):

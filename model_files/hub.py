@@ -1,6 +1,7 @@
 """Downloads a model from the Hugging Face hub into the hub's own cache.
 
-Its package reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE from the environment.
+The package `huggingface_hub` reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE from the
+environment.
 """
 
 import io
@@ -15,9 +16,9 @@ _SMALL_FILES: Final = ("*.json", "*.jinja")
 _SAFETENSORS: Final = "model*.safetensors"
 _PICKLES: Final = "pytorch_model*.bin"
 POOLING: Final = "1_Pooling/config.json"
-"""How a model of sentence-transformers makes vectors, if it has a file `modules.json`."""
+"""Files that describe the pooling of a sentence-transformers model; it has a `modules.json`."""
 _IN_FOLDERS: Final = "*/*"
-"""Other formats, and training states."""
+"""Folders to skip: other formats, and training states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +26,18 @@ class HubName:
     """A model on the hub."""
 
     given: str
-    """As the person wrote it, for errors."""
+    """The name as the user wrote it, for errors."""
     repository: str
     revision: str | None
     """A branch, tag or commit; None: the main branch."""
     gguf: str | None = None
-    """Pattern of GGUF files, to take those alone."""
+    """Pattern of the GGUF files to download, instead of all files."""
 
 
 def download_from_hub(
     name: HubName, report: Callable[[str, float | None], None], *, with_weights: bool
 ) -> Path:
-    """The directory of the model's files in the cache; `report` gets status and progress.
+    """Return the directory of the model's files in the cache; `report` gets status and progress.
 
     Raises:
         ModelError: The hub has no such model, or cannot be reached while the cache lacks it.
@@ -63,7 +64,7 @@ def download_from_hub(
 
 
 def _download(name: HubName, report: Callable[[str, float | None], None], *patterns: str) -> Path:
-    # Imported here: it takes a second, and most models are directories.
+    # Imported here, because it takes a second and most models are directories.
     from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
     try:
@@ -102,7 +103,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _reporting_bar(status: str, report: Callable[[str, float | None], None]) -> Any:
-    """A progress bar that shows nothing and reports the bytes' share."""
+    """Make a class of progress bars that show nothing and report the share of bytes."""
     from tqdm import tqdm  # noqa: PLC0415 - a requirement of huggingface_hub
 
     class Bar(tqdm):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Turns what a person names as the model into a directory of its files."""
+"""Finds the directory of a model's files by the name that the user gives."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from model_files.gguf_directory import lay_out
 from model_files.hub import HubName, download_from_hub
 
 Report: TypeAlias = Callable[[str, float | None], None]
-"""Takes a status and the progress in [0, 1]; an error that it raises ends the search."""
+"""Receives a status and the progress in [0, 1]; an error that it raises ends the search."""
 
 DEFAULT_CACHE_DIR: Final = Path("~/.cache/quire")
 
@@ -30,9 +30,9 @@ class ModelPlace(Enum):
 
 
 def place_of(model: str) -> ModelPlace:
-    """Where a model is, by the way it is named; raises ModelError if it cannot be anywhere.
+    """Return the place that a model's name means; raises ModelError if it means none.
 
-    An existing directory or file comes before a name on the hub.
+    An existing directory or file takes precedence over a name on the hub.
     """
     path = Path(model)
     if path.is_dir():
@@ -52,10 +52,10 @@ def place_of(model: str) -> ModelPlace:
 
 
 def name_of(model: str) -> str:
-    """What requests call a model by default: its directory's, file's or hub's name."""
+    """Return the model's default name in requests: the name of its directory, file or hub entry."""
     try:
         place = place_of(model)
-    except ModelError:  # whoever reads it will say so
+    except ModelError:  # reading it will fail with a clear error
         return Path(model).name
     path = Path(model).resolve()
     if place is ModelPlace.HUB:
@@ -78,11 +78,11 @@ def find_model(
     Args:
         model: A directory; a GGUF file; ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf on the
             hub; or a URL such as s3://BUCKET/DIRECTORY.
-        cache_dir: Gets what is downloaded from URLs or derived from GGUF files. The hub has a cache
-            of its own.
+        cache_dir: For files downloaded from URLs or made from GGUF files. The hub has a separate
+        cache.
         report: Called with the progress of a download.
-        with_weights: Whether the caller reads weights; if not, only small files are downloaded,
-            except that a GGUF file is whole.
+        with_weights: Whether the caller reads weights. If not, only small files are downloaded; a
+        GGUF file is always downloaded whole.
 
     Raises:
         ModelError: There is no such model, or it cannot be downloaded. The message says what to do.
@@ -105,7 +105,7 @@ def find_model(
 
 
 def _parsed(model: str) -> tuple[str, str | None, str | None]:
-    """Repository, GGUF file and revision of a name on the hub."""
+    """Return repository, GGUF file and revision of a name on the hub."""
     match = _HUB_NAME.fullmatch(model)
     assert match is not None, "it is a name on the hub"
     repository, file, revision = match.groups()

@@ -44,7 +44,7 @@ MAX_REQUESTS: Final = 512
 """Most concurrent requests: more than the service runs at once, but fewer than it refuses."""
 
 _INPUTS_OF_A_CALL: Final = 512
-"""Inputs of one call of `Embed`, which runs some of them at a time."""
+"""Inputs per call of `Embed`."""
 
 _RESERVED: Final = frozenset({"attached", "demo", "detach", "grpc_port", "host", "uds", "verbose"})
 """Flags of `quire up` that `LLM` sets itself."""
@@ -182,7 +182,7 @@ async def _generate(
     options: GenerateOptions,
     on_done: Callable[[Completion], None],
 ) -> list[Completion]:
-    """Run up to MAX_REQUESTS at a time; the first failure cancels the others and is raised."""
+    """Run up to MAX_REQUESTS at a time; the first error cancels the others and is raised."""
     completions: list[Completion | None] = [None] * len(prompts)
     left = iter(range(len(prompts)))
 
@@ -215,14 +215,14 @@ async def _generate_one(
     while True:
         try:
             return await client.generate_once(prompt, sampling, **options)
-        except TooBusyError as error:  # possible, since with `n` a request has several sequences
+        except TooBusyError as error:  # possible because a request has `n` sequences
             await asyncio.sleep(error.retry_after_s)
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"prompts[{index}].{error.field}", error.problem) from None
 
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in a new thread, since the caller may have an event loop, as in notebooks.
+    """Run a coroutine in a new thread, because the caller may run an event loop, as in notebooks.
 
     If the wait is interrupted, for example by Ctrl-C, the coroutine is cancelled.
     """

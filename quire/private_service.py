@@ -30,8 +30,8 @@ class PrivateService(Closes):
     """Router, scheduler and workers behind a private Unix socket.
 
     The child lives as long as the pipe to its standard input is open. `close` closes the pipe; when
-    this process is killed, the kernel closes it. The child has a session of its own, so Ctrl-C in
-    the terminal reaches only this process, which then drains the service.
+    this process is killed, the kernel closes it. The child has a separate session, so Ctrl-C in the
+    terminal reaches only this process, which then drains the service.
     """
 
     def __init__(self, flags: Mapping[str, object], api_key: str = "") -> None:
@@ -87,7 +87,7 @@ class PrivateService(Closes):
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines() or ["quire up has ended"]
         if self._process.returncode == _USAGE_ERROR:
-            return lines[-1]  # the lines before list all flags
+            return lines[-1]  # the earlier lines list all flags
         return "\n".join(lines[-_LOG_LINES:])
 
 

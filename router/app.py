@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from aiohttp import web
@@ -27,9 +27,9 @@ from router.operators.live_requests import LiveRequests
 from router.operators.usage import UsageReports
 from router.request.audit import AuditLog
 from router.request.cells import Cells, join_health
-from router.request.entry import Entry
 from router.request.inference import Inference
 from router.request.on_demand import OnDemand
+from router.request.shared_admission import Entry
 from router.request.usage import UsageCounts
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
@@ -61,8 +61,8 @@ async def run_router(
     if the model cannot be found, FileNotFoundError or ValueError if its tokenizer cannot be read,
     and any error that ends the scheduler client, which is a bug.
     """
-    # Several threads read, parse and tokenize a large body. Each one's arena would keep what the
-    # largest body took, even when it is trimmed (bench/worst_bodies.py).
+    # Several threads read, parse and tokenize large bodies. With an arena per thread, each arena
+    # would keep the memory of the largest body, even after a trim (bench/worst_bodies.py).
     set_malloc(M_ARENA_MAX, 1)
     stop = asyncio.Event() if stop is None else stop
     health = Health()
@@ -130,14 +130,13 @@ async def run_router(
     if keeper is not None:
         keeper.add_done_callback(lambda _: stop.set())
     if writer is not None:
-        writer.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
+        writer.add_done_callback(lambda _: stop.set())  # this task ends by itself only after a bug
     services = [
         inference_service(cells),
         kserve_service(cells, lambda: health.ready),
         *operator_services(operations, LiveRequests(cells, obeyed), reports, cells, obeyed),
     ]
-    if settings.vllm_engine:
-        services.append(_vllm_engine(cells, health, settings, made[0][1]))
+    services += _engine_contracts(cells, health, settings, made[0][1])
     clients = [
         asyncio.create_task(cell.schedulers.run(), name=f"schedulers of {cell.name}")
         for cell in cells.all
@@ -145,7 +144,7 @@ async def run_router(
     if on_demand is not None:
         clients.append(asyncio.create_task(on_demand.run(), name="models on demand"))
     for client in clients:
-        client.add_done_callback(lambda _: stop.set())  # it ends by itself only after a bug
+        client.add_done_callback(lambda _: stop.set())  # this task ends by itself only after a bug
     trimming = asyncio.create_task(keep_trimmed(), name="malloc")
     REGISTRY.register(gateway_metrics)
 
@@ -164,7 +163,7 @@ async def run_router(
                 *([] if api_keys is None else [KeyInterceptor(api_keys)]),
                 RequestBounds(cells, settings.max_body_mb * _MIB),
             ],
-            # Higher than the limits of methods, whose errors name the limit.
+            # Higher than the limits of single methods, whose errors name the limit.
             max_received_mb=min(settings.max_message_mb, 4 * settings.max_body_mb),
             on_started=on_started,
             on_drain=drain,
@@ -197,7 +196,7 @@ async def run_router(
 async def _cell(
     settings: RouterSettings, cell: CellSettings, entry: Entry, own: Health, router: Health
 ) -> tuple[Inference, Path]:
-    """Make the parts that one model has of its own; return its directory, too."""
+    """Make the parts that each model has separately; also return the model's directory."""
     directory = await asyncio.to_thread(
         find_model, cell.model, settings.cache_dir, router.set_starting, with_weights=False
     )
@@ -221,6 +220,7 @@ async def _cell(
         entry,
         tokenizer_threads=settings.tokenizer_threads,
         chats=settings.chats,
+        stream_interval=settings.stream_interval,
     )
     return inference, directory
 
@@ -236,10 +236,9 @@ def _turns(settings: RouterSettings, cells: Cells, usage: UsageCounts) -> Turns:
     )
 
 
-def _vllm_engine(cells: Cells, health: Health, settings: RouterSettings, of_flags: Path) -> Service:
-    # Only what is used is loaded.
-    from router.vllm_engine.api import vllm_engine_service  # noqa: PLC0415
-
+def _engine_contracts(
+    cells: Cells, health: Health, settings: RouterSettings, of_flags: Path
+) -> Iterator[Service]:
     async def find_directory(directory: str) -> Path:
         if not directory:
             return of_flags
@@ -247,7 +246,15 @@ def _vllm_engine(cells: Cells, health: Health, settings: RouterSettings, of_flag
             find_model, directory, settings.cache_dir, with_weights=False
         )
 
-    return vllm_engine_service(cells, health, find_directory)
+    # Imported here, so that a router without these APIs does not load them.
+    if settings.vllm_engine:
+        from router.vllm_engine.api import vllm_engine_service  # noqa: PLC0415
+
+        yield vllm_engine_service(cells, health, find_directory)
+    if settings.openengine:
+        from router.openengine.api import openengine_services  # noqa: PLC0415
+
+        yield from openengine_services(cells, health, find_directory)
 
 
 def _page_middleware(settings: RouterSettings) -> Middleware:
@@ -255,5 +262,5 @@ def _page_middleware(settings: RouterSettings) -> Middleware:
     guard = PageGuard(
         None if settings.server_tls is not None else own, frozenset(settings.allowed_origins)
     )
-    # If the router does not listen on loopback only, web pages may call all but its operations.
+    # If the router listens beyond loopback, web pages may call everything except operators' routes.
     return guard.middleware(None if is_loopback(settings.host) else openai_api.OPERATOR_PATHS)

@@ -1,7 +1,7 @@
 """Gauges of the whole cell on the router's own port, for gateways that choose among cells.
 
-They are what the Gateway API Inference Extension's model server protocol asks for, each under two
-names: Quire's and vLLM's, so that an endpoint picker that knows vLLM needs no configuration.
+The model server protocol of the Gateway API Inference Extension asks for these gauges. Each has two
+names, Quire's and vLLM's, so an endpoint picker that knows vLLM needs no configuration.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from router.request.cells import Cells
 from router.request.inference import Inference
 
 _FRESH_S: Final = 0.05
-"""How long a load is used: gateways scrape up to 20 times per second, each on its own."""
+"""How long a load stays fresh. Gateways scrape up to 20 times per second, independently."""
 _TIMEOUT_S: Final = 1.0
-"""Longest wait of a scrape for the schedulers; then there are no gauges of the cell."""
+"""How long a scrape waits for the schedulers; after that it returns no gauges of the cell."""
 
 _NAMES: Final = ("quire_cell_{}", "vllm:{}")
 
@@ -68,11 +68,14 @@ class GatewayMetrics(Collector):
             self._read_at = clock()
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that the registry does not read the names before the start."""
+        """Return nothing.
+
+        Otherwise the registry would call `collect` before the start, for the names.
+        """
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return the gauges; those of a model without a scheduler have no samples."""
+        """Return the gauges; a model without a scheduler has no samples."""
         name_to_load = [
             (cell.model.name, load)
             for cell, load in zip(self._cells.all, self._loads, strict=True)

@@ -13,12 +13,12 @@ _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 
 _SLOW_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 _MODEL: Final = ("model_name",)
-"""The label of a model's metrics."""
+"""The label with the model's name."""
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6)
 
 
 class BatchedHistogram(Histogram):
-    """A histogram that counts many values at once, for a value per token."""
+    """A histogram that can count many values at once, for values per token."""
 
     _MOST = 4096
 
@@ -108,7 +108,7 @@ SCHEDULER_CONNECTED = Gauge(
 
 @dataclass(frozen=True, slots=True)
 class ModelMetrics:
-    """The metrics of one model, looked up once: some count every token."""
+    """The metrics of one model, looked up once because some count every token."""
 
     model_name: str
     num_requests_live: Gauge

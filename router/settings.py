@@ -9,6 +9,7 @@ from typing import Annotated, Final, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from contract.request import MAX_STREAM_INTERVAL
 from model_files.errors import ModelError
 from model_files.locate import DEFAULT_CACHE_DIR, ModelPlace, name_of, place_of
 from router.access.api_keys import ApiKeys, read_keys_file
@@ -40,8 +41,8 @@ class RouterSettings(ProcessSettings):
     Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md);
     the router reads its tokenizer and chat template."""
     cache_dir: Path = DEFAULT_CACHE_DIR
-    """Directory for what is derived from GGUF files or downloaded from URLs. Names on the hub have
-    the hub's own cache (HF_HOME)."""
+    """Directory for files that are made from GGUF files or downloaded from URLs. Models from the
+    hub are in the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
     """The name that requests use; empty: the directory's name."""
     scheduler: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50052",)
@@ -50,17 +51,18 @@ class RouterSettings(ProcessSettings):
     router runs. Several schedulers share the requests, each with its own workers; a standby takes
     over the requests of the scheduler that it replaces."""
     cell: Annotated[tuple[str, ...], NoDecode] = ()
-    """A further model behind the same ports, as NAME=MODEL@SCHEDULER[,SCHEDULER...]: the name that
-    requests use, and what --model and --scheduler say of the first one. May be repeated. A request
-    without a name is for the first model (docs/operations.md)."""
+    """A further model behind the same ports, as NAME=MODEL@SCHEDULER[,SCHEDULER...]. NAME is the
+    name that requests use; MODEL and SCHEDULER are as for --model and --scheduler. May be repeated.
+    A request that names no model is for the model of --model (docs/operations.md)."""
     on_demand: PositiveInt | None = None
-    """Most models that are loaded at once: one that a request wants is loaded in place of the one
-    that was used least recently, whose requests wait. Start their workers with --unloaded, and
-    only one router. Unset: models are loaded by operators only."""
+    """Most models that are loaded at once. The model of a request is loaded in place of the least
+    recently used one, whose requests then wait. Start the workers with --unloaded, and only one
+    router. Unset: only operators load models."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
-    """With --on-demand, how long a model stays loaded at least, however much another is wanted."""
+    """With --on-demand, the shortest time for which a model stays loaded, even if others are
+    wanted."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
-    """How often dns: names are looked up, in seconds."""
+    """How often dns: names are resolved, in seconds."""
     http_port: Port = 8000
     """Port of HTTP, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
@@ -68,9 +70,12 @@ class RouterSettings(ProcessSettings):
     vllm_engine: bool = False
     """Whether gRPC has `vllm.grpc.engine.VllmEngine`, the engine contract of the Shepherd Model
     Gateway (docs/fleet.md)."""
+    openengine: bool = False
+    """Whether gRPC has `openengine.v1`, the experimental contract of the OpenEngine project, as of
+    its release v0.1.0 (docs/fleet.md)."""
     shared_http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """A further port of HTTP, which several routers of one machine share, as they then share
-    --grpc-port: each gets some of the connections. Each has an --http-port of its own."""
+    """A further HTTP port that several routers of one machine share; they then share --grpc-port,
+    too. Each router gets some of the connections. Each needs a separate --http-port."""
     scheduler_tls_cert: Path | None = None
     """File of the certificate (PEM) for connections to schedulers, if it differs from --tls-cert,
     which may be a public certificate."""
@@ -84,47 +89,49 @@ class RouterSettings(ProcessSettings):
     accept_compressed: bool = False
     """Whether HTTP bodies may be compressed (Content-Encoding gzip or deflate)."""
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
-    """Names, separated by commas, by which clients call a router that listens on loopback without
-    API keys, such as the name of a proxy in front of it; localhost, loopback addresses and --host
-    are always allowed."""
+    """Host names, separated by commas, that clients may use for a router that listens on loopback
+    without API keys, such as the name of a proxy in front of it. localhost, loopback addresses and
+    --host are always allowed."""
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = ()
     """Origins, separated by commas, such as https://example.com, of web pages that may call such a
     router, besides its own page."""
     tool_parser: str = ""
-    """How the model writes calls of tools: a family (docs/clients.md), none, or a class of yours as
-    package.module:Class; empty: as its chat template shows."""
+    """The syntax of the model's tool calls: a family (docs/clients.md), none, or your class as
+    package.module:Class; empty: detected from its chat template."""
     reasoning_parser: str = ""
-    """How it writes its thinking: a family, none, or a `Thinking` of yours as package.module:NAME;
-    empty: as its chat template shows."""
+    """The syntax of the model's thinking: a family, none, or your `Thinking` as
+    package.module:NAME; empty: detected from its chat template."""
     trust_request_chat_template: bool = False
-    """Whether chats may bring a chat_template of their own. It runs in a sandbox, but may compute
-    without end."""
+    """Whether chats may set chat_template. It runs in a sandbox, but without a time limit."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
-    """Keys, separated by commas; each call must have one: authorization: Bearer KEY. These are the
-    operator's keys: they have no tenant and may make every call. Set them in the environment, since
-    other users can see a command line."""
+    """API keys, separated by commas; each call must have one: authorization: Bearer KEY. These are
+    the operator's keys: they have no tenant and allow every call. Set them in the environment,
+    because other users can see the command line."""
     api_keys_file: Path | None = None
     """TOML file of keys with their tenants, and of the tenants' quotas (docs/security.md)."""
     ui: bool = True
     """Whether to serve a web page at /ui: what the service is doing, and a playground."""
     turn_store: str = ""
-    """Where responses are kept (docs/failure.md): a file for SQLite, or postgresql://… for several
-    routers (quire[postgres]); empty: nothing is kept. Put a password in PGPASSWORD or ~/.pgpass,
-    since other users can see a command line."""
+    """Where responses are stored (docs/failure.md): a file for SQLite, or postgresql://… for
+    several routers (quire[postgres]); empty: nothing is stored. Put a password in PGPASSWORD or
+    ~/.pgpass, because other users can see the command line."""
     turn_retention_days: Annotated[float, Field(gt=0, le=36500)] = 30.0
-    """How long what is kept stays after its end."""
+    """How many days stored responses, files and batches are kept after their end."""
     usage_retention_days: Annotated[float, Field(gt=0, le=36500)] = 400.0
     """How long usage (`quire usage`) is kept; it is kept only with --turn-store."""
     audit_log: Path | None = None
-    """A file for the prompt and the outputs of every request, one JSON object a line; default: none
-    are written anywhere. Each router needs a file of its own."""
+    """A file for the prompt and the outputs of every request, one JSON object per line; by default
+    they are not written anywhere. Each router needs a separate file."""
     audit_log_max_mb: Annotated[int, Field(ge=1, le=1_000_000)] = 100
     """Size in MiB at which --audit-log becomes FILE.1, FILE.1 becomes FILE.2, and so on."""
     audit_log_files: Annotated[int, Field(ge=2, le=10_000)] = 10
-    """Most files of --audit-log, with the present one; beyond, the oldest is deleted."""
+    """Most files of --audit-log, including the current one; the oldest beyond that is deleted."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     """Share of requests to trace (--otlp-traces-endpoint), among those without a traceparent from
     their client."""
+    stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
+    """New tokens of an output that go out together, where a request has no stream_interval: fewer
+    and larger events cost less. The first token and the last ones do not wait."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of threads that tokenize prompts."""
 
@@ -137,7 +144,7 @@ class RouterSettings(ProcessSettings):
     @field_validator("cell", mode="before")
     @classmethod
     def _split_cells(cls, value: object) -> object:
-        """Split at commas, except within the schedulers of one cell."""
+        """Split at commas, except between the schedulers of one cell."""
         parts = split_at_commas(value)
         if not isinstance(parts, tuple):
             return value
@@ -166,13 +173,15 @@ class RouterSettings(ProcessSettings):
             raise ValueError(f"--cell: {twice[0]}: two models have this name")
         if self.on_demand is not None and not self.cell:
             raise ValueError(f"--on-demand: {self.on_demand}: needs several models (--cell)")
-        if self.cell and self.vllm_engine:
-            raise ValueError("--vllm-engine: its calls name no model; it cannot be with --cell")
+        for flag in ("vllm_engine", "openengine"):
+            if self.cell and getattr(self, flag):
+                name = flag.replace("_", "-")
+                raise ValueError(f"--{name}: it describes one model; it cannot be with --cell")
         return self
 
     @property
     def cells(self) -> Sequence[CellSettings]:
-        """All models: that of --model first."""
+        """All models; the one of --model comes first."""
         cells = [CellSettings(self.model_name, self.model, self.scheduler)]
         for found in filter(None, map(_CELL.fullmatch, self.cell)):
             schedulers = tuple(found["schedulers"].split(","))

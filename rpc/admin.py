@@ -1,4 +1,4 @@
-"""`AdminService`, with which operators drain a process, as SIGTERM does."""
+"""`AdminService`: operators drain a process with it, as SIGTERM does."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -65,5 +65,5 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 continue
 
     def close(self) -> None:
-        """End the calls, because the process has drained."""
+        """End all calls, because the process has drained."""
         self._closed.set()

@@ -22,7 +22,7 @@ from rpc.transport import server_options
 
 
 class CannotListenError(Exception):
-    """An address is in use, or not one of this machine."""
+    """An address is in use, or does not belong to this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class Service:
 def service_of(messages: ModuleType, stubs: ModuleType, name: str, servicer: object) -> Service:
     """Make the `Service` of a servicer.
 
-    `name` is the service's in the proto file that `messages` (`_pb2`) and `stubs` (`_pb2_grpc`)
-    were generated from.
+    `name` is the service's name in the proto file; `messages` (`_pb2`) and `stubs` (`_pb2_grpc`)
+    were generated from that file.
     """
     descriptor = messages.DESCRIPTOR.services_by_name[name]
     add_to_server = getattr(stubs, f"add_{name}Servicer_to_server")
@@ -55,8 +55,8 @@ def make_grpc_server(
     """Make a server that does not listen yet.
 
     `interceptors` run inside those for trace context and errors, so they may raise a QuireError.
-    Requests have at most `max_received_mb`, if that is given, instead of `settings.max_message_mb`.
-    With `shares_port`, other processes may listen on its port, too.
+    `max_received_mb`, if given, limits requests instead of `settings.max_message_mb`. With
+    `shares_port`, other processes may listen on the same port.
     """
     server = grpc.aio.server(
         options=server_options(
@@ -115,7 +115,7 @@ async def start_grpc_server(server: grpc.aio.Server, settings: ProcessSettings) 
 
 
 def join(host: str, port: int) -> str:
-    """Write an address as gRPC and URLs want it."""
+    """Join host and port as gRPC and URLs require."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -43,7 +43,10 @@ class Health:
     _details: dict[str, Callable[[], object]] = field(default_factory=dict)
 
     def set_starting(self, status: str, progress: float | None = None) -> None:
-        """Declare a step of the start, such as "loading weights"; `progress` is in [0, 1]."""
+        """Declare the current step of the start, such as "loading weights".
+
+        `progress` is in [0, 1].
+        """
         self._set(_State(ready=False, status=status, progress=progress))
 
     def set_ready(self, but: str | None = None) -> None:
@@ -68,12 +71,12 @@ class Health:
         self._callbacks.append(callback)
 
     def add_details(self, name: str, read: Callable[[], object]) -> None:
-        """Add what `read` returns, a value of JSON, to the answer of `/ready`."""
+        """Add the JSON value that `read` returns to the answer of `/ready`."""
         self._details[name] = read
 
     @property
     def details(self) -> dict[str, object]:
-        """What `/ready` shows besides the status."""
+        """The details that `/ready` shows besides the status."""
         return {name: read() for name, read in self._details.items()}
 
     def before_scrape(self, refresh: Callable[[], Awaitable[None]]) -> None:
@@ -81,7 +84,7 @@ class Health:
         self._before_scrape.append(refresh)
 
     async def refresh_metrics(self) -> None:
-        """Await what `before_scrape` was given."""
+        """Await the functions registered with `before_scrape`."""
         for refresh in self._before_scrape:
             await refresh()
 
@@ -166,7 +169,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             self._watchers.discard(changed)
 
     def close(self) -> None:
-        """End all watches, since they would delay the server's stop."""
+        """End all watches, which would delay the server's stop."""
         self._closed = True
         self._wake()
 

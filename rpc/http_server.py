@@ -111,7 +111,7 @@ class Site(web.BaseSite):
 
 
 class _Connection(web.RequestHandler):
-    """A client's connection. Bodies stay compressed, so that their reader can limit their size."""
+    """A client's connection. Bodies stay compressed, so their reader can limit their size."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Settings of glibc's malloc; another C library's stays as it is."""
+"""Settings of glibc's malloc; no effect with another C library."""
 
 import asyncio
 import contextlib
@@ -30,28 +30,29 @@ def trim_malloc() -> None:
 
 
 async def keep_trimmed() -> None:
-    """Trim malloc while the process is larger than it was; until cancelled.
+    """Trim malloc whenever the process has grown, until cancelled.
 
-    Objects in cycles are freed first: a few of them may hold large requests, long before there are
-    so many that Python collects them (`rpc.server`).
+    A garbage collection comes first: a few objects in cycles may hold large requests, long before
+    there are enough of them to start a collection (`rpc.server`).
     """
     least, wait_s = _resident_bytes(), _FIRST_WAIT_S
     while True:
         await asyncio.sleep(wait_s)
         before = _resident_bytes()
         if before > _GROWTH * least:
-            # Without the oldest objects, of which there are many when many requests are live:
-            # 50,000 objects take 2 ms.
+            # Without the oldest generation, which is large when many requests are live: 50,000
+            # objects take 2 ms.
             gc.collect(1)
             await asyncio.to_thread(trim_malloc)
         after = _resident_bytes()
-        # What is freed later does not show in the resident memory, so try again, but less often.
+        # Memory that is freed later does not change the resident size, so try again, but less
+        # often.
         wait_s = _FIRST_WAIT_S if _GROWTH * after < before else min(2 * wait_s, _LAST_WAIT_S)
         least = min(least, after)
 
 
 def _resident_bytes() -> int:
-    """Return 0 where the system does not tell."""
+    """Return the resident size; 0 if the system does not tell it."""
     try:
         num_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

@@ -30,10 +30,10 @@ from rpc.security.operators import operators
 from rpc.settings import ProcessSettings
 
 _FLUSH_S = 2.0
-"""Time that calls have after `on_drain`, for their last bytes."""
+"""Time for calls to send their last bytes after `on_drain`."""
 
 _NEW_OBJECTS = 50_000
-"""How many more objects were made than freed before the garbage collector looks at the new ones."""
+"""Threshold of the youngest generation: allocations minus deallocations before a collection."""
 
 log = structlog.get_logger()
 
@@ -76,13 +76,12 @@ async def serve(
     Without `on_drain`, calls have `settings.drain_s` to end. A second signal of the same kind ends
     the process at once.
 
-    `AdminService` drains, too: `num_live` counts the requests that are still live, and
-    `check_operator` raises unless the present call is an operator's; for its default see
-    `rpc.security.operators`, for `drain_worker` see `rpc.admin`, for `max_received_mb` see
-    `make_grpc_server`.
+    `AdminService` also drains: `num_live` counts the live requests, and `check_operator` raises
+    unless the current call is an operator's. For its default see `rpc.security.operators`; for
+    `drain_worker` see `rpc.admin`; for `max_received_mb` see `make_grpc_server`.
 
-    With `shared_http_port`, HTTP listens there, too, and other processes may have this port and the
-    port of gRPC as well. A drain then begins by leaving both ports to the others.
+    With `shared_http_port`, HTTP listens on that port as well, and other processes may share it and
+    the port of gRPC. A drain then begins by closing both ports here.
 
     Raises CannotListenError if an address is not available, and what `on_started` raises.
     """
@@ -127,7 +126,7 @@ async def serve(
                 health.set_draining()
                 if shared_site is not None:
                     await shared_site.stop()
-                    # Clients are told to connect again; calls that are live go on.
+                    # Clients are told to reconnect; live calls continue.
                     leaving.append(asyncio.ensure_future(server.stop(settings.drain_s + _FLUSH_S)))
                 if on_drain is not None:
                     await _drain(on_drain, settings.drain_s)
@@ -152,8 +151,8 @@ def observe(process: str, settings: ProcessSettings, *, new_trace_ratio: float =
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a process: what each `__main__` calls. Exits with 1 if an address is not available."""
-    # How long a thread that computes beside the event loop keeps the GIL. At the default of 5 ms a
+    """Run a process; each `__main__` calls this. Exits with 1 if an address is not available."""
+    # How long a computing thread may keep the GIL from the event loop. At the default of 5 ms a
     # round trip takes 5.5 ms; at 0.1 ms it takes 0.5 ms.
     sys.setswitchinterval(1e-4)
     raise_file_limit()
@@ -182,7 +181,7 @@ def _add_health_and_reflection(
 
 
 async def _unless(stopping: asyncio.Event, starting: Awaitable[None]) -> None:
-    """Await `starting`, but cancel it when the process is to stop."""
+    """Await `starting`, but cancel it if the process must stop."""
     start = asyncio.ensure_future(starting)
     wait = asyncio.ensure_future(stopping.wait())
     try:
@@ -209,10 +208,10 @@ async def _drain(on_drain: Callable[[], Awaitable[None]], drain_s: float) -> Non
 def _heap_frozen() -> Iterator[None]:
     """Exempt the objects that exist after the start from garbage collection.
 
-    They stay anyway, such as the pieces of a vocabulary, and a full collection that visits them
-    would block the event loop for 0.2 s and more. Collections of new objects become rarer, too:
-    hundreds of streams make thousands of objects each step, few of them garbage, and with Python's
-    default a router spent a third of its time on visiting them.
+    They live as long as the process, such as the pieces of a vocabulary; a full collection that
+    visits them would block the event loop for at least 0.2 s. Collections of new objects become
+    rarer, too: hundreds of streams make thousands of objects per step, few of them garbage. With
+    Python's default, a router spent a third of its time visiting them.
     """
     gc.freeze()
     thresholds = gc.get_threshold()
@@ -235,8 +234,8 @@ def _signals_set(stopping: asyncio.Event) -> Iterator[None]:
     def handle(number: signal.Signals) -> None:
         stopping.set()
         loop.remove_signal_handler(number)
-        # From now on the kernel's own reaction, which works even if the event loop is stuck. For
-        # this signal only: a supervisor may send SIGTERM after a terminal's SIGINT.
+        # Restore the default reaction, which works even if the event loop is stuck. For this signal
+        # only: a supervisor may send SIGTERM after a terminal's SIGINT.
         signal.signal(number, signal.SIG_DFL)
 
     numbers = (signal.SIGTERM, signal.SIGINT)

@@ -41,7 +41,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 ModelName = Annotated[
     str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, Path) else value)
 ]
-"""What `model_files.locate.find_model` takes; a path, too."""
+"""A name or path of a model, as for `model_files.locate.find_model`."""
 
 _MAX_UDS_PATH_BYTES = 107
 """The kernel's limit for a socket address."""
@@ -135,11 +135,11 @@ class ProcessSettings(LinkSettings):
     reflection: bool = True
     """Whether gRPC reflection lists the process's services and messages."""
     drain_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """Time that live requests have to finish after SIGTERM, in seconds."""
+    """How long live requests may take to finish after SIGTERM, in seconds."""
     local_drain: bool = False
     """Whether operators' calls (`quire drain`, LoRA adapters) are allowed by TCP from this machine,
     and not only on a Unix socket, if callers need neither key nor certificate. A proxy on this
-    machine may forward calls of others."""
+    machine may forward calls of other users."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity of log lines to write."""
     log_format: Literal["auto", "json", "console"] = "auto"
@@ -147,7 +147,7 @@ class ProcessSettings(LinkSettings):
     otlp_traces_endpoint: str = ""
     """Endpoint for traces, by OTLP over gRPC, such as http://localhost:4317; empty: no traces."""
     loop_stall_s: Annotated[float, Field(ge=0, le=60)] = 0.25
-    """Report the event loop if it does not run for so many seconds, with the stack of what holds it
+    """Report when the event loop does not run for this many seconds, with the stack that blocks it
     (docs/observability.md); 0: do not watch it."""
     timeline_dir: Path | None = None
     """Directory for a timeline of this process, for Perfetto, written when the process ends; unset:
@@ -190,7 +190,7 @@ S = TypeVar("S", bound=BaseSettings)
 
 
 def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -> S:
-    """Parse `argv`, by default that of the process, and the environment.
+    """Parse `argv`, by default the process's, and the environment.
 
     Invalid values end the process with exit code 2, after a line on standard error for each, with
     the flag or variable, the value and the limit. --help ends it with 0.
@@ -242,7 +242,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def _tidy(action: argparse.Action) -> None:
     if isinstance(action.metavar, str):
         action.metavar = re.sub(r"tuple\[(\w+),\.\.\.\]", r"\1", action.metavar)
-    if action.help is not None:  # docstrings describe computed defaults themselves
+    if action.help is not None:  # docstrings describe computed defaults
         action.help = re.sub(r" \(default factory: [^)]*\)", "", action.help)
 
 
@@ -257,7 +257,7 @@ def _describe(
     loc: tuple[int | str, ...], value: object, problem: str, arguments: Sequence[str]
 ) -> str:
     problem = problem.removeprefix("Value error, ")
-    if not loc:  # the message of a validator of several fields names them itself
+    if not loc:  # a validator of several fields names them in its message
         return problem
     name = str(loc[0])
     flag = "--" + name.replace("_", "-")

@@ -53,7 +53,7 @@ _HANDLER_KINDS: Final = {
     (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
     (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
 }
-"""A handler's attribute and constructor, by whether requests and responses are streams."""
+"""Maps whether requests and responses are streams to a handler's attribute and constructor."""
 
 _END: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 
@@ -101,7 +101,7 @@ def calling() -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        # Blocking calls raise a private class, which has the same methods.
+        # Blocking calls raise a private class with the same methods.
         raise status_to_error(cast("grpc.aio.AioRpcError", error)) from error
     except asyncio.CancelledError:
         task = asyncio.current_task()
@@ -174,7 +174,7 @@ def rewrapped(
 
 
 def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Return an error for an invalid message; gRPC would answer UNKNOWN if this raised it."""
+    """Return an error for an invalid message; if this raised, gRPC would answer UNKNOWN."""
     if deserialize is None:
         return None
 
@@ -183,8 +183,8 @@ def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], A
             return deserialize(data)
         except DecodeError as error:
             return _no_message(error)
-        except errors.QuireError as error:  # of an interceptor that looks at the bytes
-            return error.with_traceback(None)  # its frames hold the bytes
+        except errors.QuireError as error:  # raised by an interceptor that reads the bytes
+            return error.with_traceback(None)  # the error's frames refer to the bytes
 
     return parse
 
@@ -200,14 +200,15 @@ def _check(request: Any) -> None:
         try:
             raise request
         finally:
-            del request  # the error has this frame; they must not hold each other
+            del request  # the error refers to this frame; break the reference cycle
 
 
 async def _abort(context: Any, status: tuple[grpc.StatusCode, str, TrailingMetadata]) -> None:
-    """End a call; the caller must not hold `context` or the request any more.
+    """End a call; the caller must have dropped its references to `context` and the request.
 
-    gRPC's context keeps the error that this raises. If one of the error's frames held the context,
-    both would stay until a garbage collection, with all that the frames hold.
+    gRPC's context keeps the error that this raises. If a frame of the error referred to the
+    context, both would stay in memory until a garbage collection, with everything that the frames
+    refer to.
     """
     aborting = context.abort(*status)
     del context
@@ -218,7 +219,10 @@ async def _abort(context: Any, status: tuple[grpc.StatusCode, str, TrailingMetad
 
 
 async def _received(context: Any) -> AsyncIterator[Any]:
-    """Yield a call's requests; gRPC's own iterator holds itself, and so the last of them."""
+    """Yield a call's requests.
+
+    GRPC's own iterator refers to itself, and so keeps the last request.
+    """
     while (request := await context.read()) is not _END:
         yield request
 
@@ -295,11 +299,13 @@ def _parse_details(
 ) -> tuple[error_details_pb2.BadRequest | None, error_details_pb2.RetryInfo | None]:
     bad_request: error_details_pb2.BadRequest | None = None
     retry_info: error_details_pb2.RetryInfo | None = None
-    metadata: Any = error.trailing_metadata() or ()  # the stubs lack that it iterates over pairs
+    metadata: Any = (
+        error.trailing_metadata() or ()
+    )  # the stubs do not know that it iterates over pairs
     for key, value in metadata:
         if key != DETAILS_KEY or not isinstance(value, bytes):
             continue
-        # Other implementations may send malformed details; code and message still count.
+        # Other implementations may send malformed details; code and message are still valid.
         with contextlib.suppress(DecodeError):
             for detail in status_pb2.Status.FromString(value).details:
                 bad_request = _unpack(detail, error_details_pb2.BadRequest) or bad_request

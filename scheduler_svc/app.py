@@ -15,10 +15,10 @@ from rpc.grpc_server import Service
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, Resolver
 from rpc.server import Addresses, serve
-from scheduler_svc.core.bounds.pacing import Pace
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.limits.step_pacing import Pace
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.space.eviction import Eviction
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.observers.collectors import LoadCollector, QueueCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
@@ -140,7 +140,12 @@ async def _run_scheduler(
             attach=partial(attach, config),
             open_core=open_core,
             make_session=partial(
-                Session, streams=streams, spans=spans, metrics=metrics.of(target), pace=pace
+                Session,
+                streams=streams,
+                spans=spans,
+                metrics=metrics.of(target),
+                pace=pace,
+                on_admitted=far.on_admitted,
             ),
             owner=fleet,
         )
@@ -171,7 +176,8 @@ async def _run_scheduler(
         services.append(kv_event_service)
 
     async def start(addresses: Addresses) -> None:
-        # Start only after the ports are bound: attaching takes the workers from another scheduler.
+        # Start only after the ports are bound, because attaching takes the workers from another
+        # scheduler.
         side_tasks.run(fleet.run(workers, make_engine, metrics.forget), "engines")
         side_tasks.run(servicer.expire_resumable(), "resumable requests")
         side_tasks.run(fleet.watch(), "hanging workers")
@@ -213,7 +219,10 @@ async def _run_scheduler(
 
 
 class _SideTasks:
-    """Tasks beside the server, until the `async with` ends. A task that ends early sets `stop`."""
+    """Tasks that run beside the server until the `async with` ends.
+
+    A task that ends early sets `stop`.
+    """
 
     def __init__(self, stop: asyncio.Event) -> None:
         self._stop = stop

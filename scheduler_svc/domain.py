@@ -1,4 +1,4 @@
-"""Values that the packages of the scheduler exchange, besides those of its core."""
+"""Values that the packages of the scheduler exchange, such as commands to a core."""
 
 from asyncio import Future
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from contract.lora import DIGEST_BYTES, LoraAdapter
 from scheduler_svc.core.compact.defragment import DefragmentationReport
-from scheduler_svc.core.values.events import Finished
-from scheduler_svc.core.values.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.interface.events import Finished
+from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey, SourceId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,7 +19,7 @@ class SubmitRequest:
     was_accepted: bool = False
     """Whether it was accepted before; then it can no longer be refused."""
     num_crashes: int = 0
-    """How many workers in a row were lost while they ran it and before it gained a token there."""
+    """How many workers in a row were lost while they ran the request, before it gained a token."""
 
 
 @dataclass(frozen=True, slots=True)

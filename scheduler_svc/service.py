@@ -75,8 +75,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._streams.publish_unloaded(is_unloaded=self._fleet.roster.is_unloaded)
             self._streams.send_heartbeats()
 
-    # This writes instead of yielding. A generator that waits at a `yield` when the router goes is
-    # closed only when it is garbage-collected, and its sequences would run until then.
+    # This method writes instead of yielding. If the router leaves while a generator waits at a
+    # `yield`, the generator is closed only when it is garbage-collected; its sequences would run
+    # until then.
     async def Connect(  # noqa: N802
         self,
         requests: AsyncIterator[scheduler_pb2.ConnectRequest],
@@ -213,7 +214,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Handle the router's messages until they end; then end its stream."""
         try:
             async for message in requests:
-                if stream.has_ended:  # later messages may be about a former model
+                if stream.has_ended:  # later messages may refer to a former model
                     return
                 stream.on_message()
                 self._handle(message, stream, model)

@@ -29,16 +29,16 @@ class SchedulerSettings(ProcessSettings):
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """How often dns: names are looked up, in seconds."""
     state_file: Path | None = None
-    """A file for the LoRA adapters that operators load, the sizes that they give pools and the
-    accounts of the policy, with which the next start goes on; schedulers that stand by for each
-    other share it. Default: none."""
+    """A file from which the next start restores the LoRA adapters that operators loaded, the sizes
+    to which they resized pools, and the accounts of the policy. A scheduler and its standbys share
+    it. Default: none."""
     scheduler_id: Annotated[str, Field(min_length=1, max_length=128)] = "scheduler"
     """Name of this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
     """This scheduler's epoch: workers obey only the newest. Default: the wall clock at the start,
     in nanoseconds, or one more than the workers have seen if that is more, plus a random number
-    below 65,536. So a scheduler that starts later takes over, and of several that start at the same
-    time, one."""
+    below 65,536. So a scheduler that starts later takes over; if several start at the same time,
+    one of them does."""
     standby: bool = False
     """Whether to wait, with no port open, until no worker has a scheduler, and then to take over.
     Among several schedulers with this flag one serves. When it dies, another takes its place; a
@@ -46,8 +46,8 @@ class SchedulerSettings(ProcessSettings):
     they have a gRPC target with several addresses, such as
     ipv4:10.0.0.1:50052,10.0.0.2:50052."""
     standby_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
-    """How long the workers must have had no scheduler before a standby takes over, in seconds; a
-    scheduler that only lost its connections is back sooner."""
+    """How long the workers must have had no scheduler before a standby takes over, in seconds. A
+    scheduler that only lost its connections returns sooner."""
     standby_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
     """How long a scheduler that keeps its connections must have been silent to all workers before a
     standby takes over, in seconds. A healthy scheduler sends a message four times per second. If
@@ -61,14 +61,14 @@ class SchedulerSettings(ProcessSettings):
     enable_prefix_caching: bool = True
     """Whether prompts reuse cached blocks of KV that hold the same tokens."""
     kv_events: bool = False
-    """Whether to keep what streams of KV events need: which blocks the prefix caches have, with
-    their tokens (docs/fleet.md). It takes about 500 bytes of memory per block."""
+    """Whether to offer streams of KV events, which report the blocks in the prefix caches with
+    their tokens (docs/fleet.md). Takes about 500 bytes of memory per block."""
     kv_events_zmq: str = ""
-    """Endpoint at which KV events are published over ZeroMQ as vLLM publishes them, such as
-    tcp://*:5557; empty: they are not. Needs --kv-events and the extra kv-events."""
+    """Endpoint that publishes KV events over ZeroMQ in vLLM's format, such as tcp://*:5557; empty:
+    none. Needs --kv-events and the extra kv-events."""
     kv_events_replay: str = ""
-    """Endpoint at which subscribers ask for events that they have missed, such as tcp://*:5558;
-    empty: they cannot. Needs --kv-events-zmq."""
+    """Endpoint that replays missed events to subscribers, such as tcp://*:5558; empty: none. Needs
+    --kv-events-zmq."""
     kv_events_topic: str = "kv-events"
     """Topic of the events; llm-d expects kv@POD@MODEL. Needs --kv-events-zmq."""
     watermark: Annotated[float, Field(ge=0, lt=1)] = 0.01
@@ -81,8 +81,8 @@ class SchedulerSettings(ProcessSettings):
     """Share of a worker's device blocks that requests of all tenants together may pin in the prefix
     cache (cache_pin_s). If a prompt does not fit, only its beginning is pinned."""
     max_tenant_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.125
-    """Likewise, the share for one tenant's requests; those without a tenant have no bound of their
-    own."""
+    """The share for the requests of one tenant; requests without a tenant have no separate
+    limit."""
     defragment_interval_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """How often a busy worker's free blocks are inspected, for a warning if they are scattered, and
     for --defragment-threshold, in seconds; 0: never."""
@@ -103,16 +103,15 @@ class SchedulerSettings(ProcessSettings):
     max_long_prefills: PositiveInt = 1
     """Most long prompts that are computed at the same time."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] = 1.4
-    """How much longer a step may take, as a factor, because it has a chunk of a long prompt beside
-    streams. Chunks are cut to fit, but not below four tokens, and not so far that prompts queue up.
-    A higher value brings the first token of long prompts sooner, and makes gaps in streams longer;
-    inf: no bound."""
+    """The factor by which a chunk of a long prompt may lengthen a step with streams. Chunks are cut
+    to fit, but not below four tokens, and not so short that prompts queue up. A higher value brings
+    the first token of long prompts sooner, but makes gaps in streams longer; inf: no limit."""
     max_prompt_step_s: Annotated[float, Field(gt=0)] = 2.0
-    """How long a step may take for prompts, in seconds. During a step nothing else starts, nothing
+    """How long a step with prompts may take, in seconds. During a step nothing else starts, nothing
     streams, and no cancellation takes effect. The scheduler learns the number of tokens for this
     time mostly from the fastest steps; far into a long context a step takes longer. A step may
     always have 128 tokens, because reading the weights takes as long as computing about 16, which
-    would dominate smaller steps. inf: no bound."""
+    would dominate smaller steps. inf: no limit."""
     policy: str = "fcfs"
     """Which request is served first: fcfs, priority, fair (between tenants), deadline, a
     combination such as priority+fair+deadline, or the dotted path of a class (docs/policies.md)."""
@@ -122,9 +121,11 @@ class SchedulerSettings(ProcessSettings):
     """What happens to the KV of a preempted sequence: swap moves it to the worker's host memory
     while there is room, recompute drops it, cost chooses the faster of the two."""
     max_swap_blocks: PositiveInt = 256
-    """Most blocks that a step swaps in from host memory, and most cached ones it saves there."""
+    """Most blocks that a step swaps in from host memory, and most cached blocks that it saves
+    there."""
     max_disk_moves: PositiveInt = 256
-    """Most concurrent loads of blocks from the worker's disk, and most of cached ones to it."""
+    """Most concurrent loads of blocks from the worker's disk, and most concurrent stores of cached
+    blocks."""
     placement: Literal["prefix", "least-loaded", "round-robin"] = "prefix"
     """Which worker a request goes to: prefix weighs how much of the prompt a worker has cached
     against how busy it is, least-loaded chooses the worker with the fewest sequences, round-robin

@@ -10,7 +10,7 @@ import structlog
 from pydantic import TypeAdapter
 
 from contract.info import WorkerInfo, new_instance_id
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker.service.api import WorkerService
 from gpu_worker.weights.json_fields import ModelError, read_json
 from model_files.locate import find_model
@@ -61,7 +61,9 @@ async def run_sim_workers(
     async def start(addresses: Addresses) -> None:
         for each in others:
             server = await _listen(each, workers[each.worker_id])
-            servers.append(server)  # at once, so that it is stopped if the next one fails
+            servers.append(
+                server
+            )  # registered at once, so that it is stopped if the next one fails
         health.set_ready()
         if on_started is not None:
             await on_started(addresses)

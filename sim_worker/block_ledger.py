@@ -1,6 +1,6 @@
-"""Tracks which row may write which device block and what each slot holds, to find wrong blocks.
+"""Tracks owners and contents of device blocks, to detect wrong block numbers.
 
-With a wrong block number a real worker would read another sequence's KV and produce nonsense; this
+With a wrong block number, a real worker would read another sequence's KV and produce nonsense; this
 one raises an error. A slot holds a digest of all tokens of its sequence up to its own token. So a
 block that is shared by mistake, freed too early or copied too late holds unexpected digests.
 
@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from contract.arrays import Int32Array, Int64Array
 from contract.errors import InconsistentPlanError
-from contract.limits import Limits
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.step.rows import Rows, ScheduledRows
 from sim_worker.tier_ledger import TierLedger
 
@@ -39,7 +39,8 @@ class BlockLedger:
         self._arriving_slots = np.zeros((0, limits.block_size), np.uint64)
         self._digests = np.zeros(limits.max_num_seqs, np.uint64)
         """The digest of each row's computed tokens."""
-        # Digests are wrapping sums with these weights, so one cumulative sum gives all of a prefix.
+        # Digests are wrapping sums with these weights, so one cumulative sum gives all digests of a
+        # prefix.
         self._weights = np.random.default_rng(0).integers(
             1, 2**64, limits.max_model_len, np.uint64, endpoint=False
         )
@@ -182,7 +183,7 @@ class BlockLedger:
             )
 
     def _prefix(self, new: NewSequence) -> npt.NDArray[np.uint64]:
-        """uint64[num_computed_tokens]: what the slots of its computed tokens must hold."""
+        """uint64[num_computed_tokens]: the digests that its computed tokens' slots must hold."""
         positions = np.arange(new.num_computed_tokens)
         terms = self._terms(new.token_ids[: new.num_computed_tokens], positions)
         return np.cumsum(terms, dtype=np.uint64)

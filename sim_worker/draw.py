@@ -51,18 +51,22 @@ class TokenSource:
 
 
 class Script:
-    """Plays given outputs token by token: number N for a prompt with N end tokens.
+    """Plays given outputs token by token; a prompt with N end tokens gets output N.
 
-    So a chat template with an end token after each result of a tool plays an agent's model.
+    With a chat template that writes an end token after each tool result, this plays an agent's
+    model.
     """
 
     def __init__(self, outputs: Sequence[Sequence[int]], eos_token_ids: Sequence[int]) -> None:
-        """After its last token an output has the first of `eos_token_ids`."""
+        """Each output ends with the first of `eos_token_ids`."""
         self._outputs = outputs
         self._eos_token_ids = eos_token_ids
 
     def token(self, prompt: npt.NDArray[np.int32], num_outputs: int) -> int:
-        """Return the token after `num_outputs` others; after the last output the first follows."""
+        """Return the token with index `num_outputs`.
+
+        After the last output, the first one comes again.
+        """
         number = np.isin(prompt, self._eos_token_ids).sum() % len(self._outputs)
         output = self._outputs[number]
         return output[num_outputs] if num_outputs < len(output) else self._eos_token_ids[0]

@@ -35,13 +35,13 @@ class SimWorkerSettings(ProcessSettings):
     count: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of workers in this process."""
     worker_id: str = Field(default_factory=socket.gethostname)
-    """Names this worker, in logs and to the scheduler; with --count above 1, -I is added."""
+    """The worker's name in logs and at the scheduler; with --count above 1, -I is added."""
     model: ModelName | None = None
     """A model, named as for a worker, whose config.json gives the vocabulary, the end tokens and
     the length; no weights are read. Unset: the flags below give them."""
     cache_dir: Path = DEFAULT_CACHE_DIR
-    """Directory for what is derived from GGUF files or downloaded from URLs. Names on the hub have
-    the hub's own cache (HF_HOME)."""
+    """Directory for files that are made from GGUF files or downloaded from URLs. Models from the
+    hub are in the hub's own cache (HF_HOME)."""
     served_model_name: str = ""
     """Name of the model in requests; empty: the directory's name, or "simulated"."""
     vocab_size: PositiveInt | None = None
@@ -51,7 +51,7 @@ class SimWorkerSettings(ProcessSettings):
     max_model_len: PositiveInt | None = None
     """Most tokens of a sequence, prompt and output; unset: as in the model, or 8192."""
     structured_output: bool = False
-    """Whether requests may ask for structured output; the tokens are random all the same."""
+    """Whether requests may ask for structured output; the tokens are random nevertheless."""
     max_num_seqs: PositiveInt = 256
     """Most sequences that run at once."""
     max_num_batched_tokens: PositiveInt = 2048
@@ -61,8 +61,8 @@ class SimWorkerSettings(ProcessSettings):
     num_blocks: PositiveInt = 26_000
     """Blocks of KV memory."""
     max_num_blocks: PositiveInt | None = None
-    """Most blocks to which the KV memory can grow while it is used (quire resize), at least
-    num-blocks; unset: num-blocks."""
+    """Most blocks to which `quire resize` can grow the KV memory; at least num-blocks; unset:
+    num-blocks."""
     params_b: PositiveFloat = 8.0
     """Parameters of the model, in billions, of two bytes each."""
     bandwidth_gb_s: PositiveFloat = 3350.0
@@ -73,7 +73,7 @@ class SimWorkerSettings(ProcessSettings):
     kv_bytes_per_token: PositiveInt = 131_072
     """Size of one token's KV, in bytes."""
     host_kv_memory_gb: NonNegativeFloat = 0.0
-    """Host memory in GiB for KV that the device has no room for; 0: none."""
+    """Host memory in GiB for KV that does not fit on the device; 0: none."""
     swap_gb_s: PositiveFloat = 50.0
     """How fast KV moves between device and host in each direction, in GB/s."""
     disk_kv_memory_gb: NonNegativeFloat = 0.0
@@ -87,8 +87,8 @@ class SimWorkerSettings(ProcessSettings):
     maximum length."""
 
     script: Path | None = None
-    """A JSON file with lists of token ids, which requests get instead of random tokens: those of
-    list N if the prompt has N end tokens, and then an end token."""
+    """A JSON file with lists of token ids that replace the random tokens: a request whose prompt
+    has N end tokens gets list N, and then an end token."""
 
     @field_validator("eos_token_ids", mode="before")
     @classmethod
@@ -120,7 +120,7 @@ class SimWorkerSettings(ProcessSettings):
 
     @property
     def model_id(self) -> str:
-        """What requests call the model."""
+        """The name that requests use for the model."""
         name = name_of(self.model) if self.model is not None else "simulated"
         return self.served_model_name or name
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from contract.arrays import BoolArray, Int32Array, Int64Array
 from contract.errors import FailedPreconditionError, UnavailableError, UnimplementedError
-from contract.limits import Limits
 from contract.state import Holdings
 from contract.step import Plan, PromptLogprobs, Result, StepId, StepLogprob
+from contract.worker_limits import Limits
 from gpu_worker import metrics
 from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.step.block_labels import BlockLabels
@@ -149,7 +149,7 @@ class SimulatedSteps:
     def _finish(self, pending: "_Pending") -> None:
         """Set a step's result, unless it waits for the disk."""
         output, now_s = pending.output, time.monotonic()
-        if pending.result.done():  # finished before, or its stream has ended
+        if pending.result.done():  # it has a result already, or its stream has ended
             return
         if pending.attachment == self._attachment:
             end_s = self._disk.next_end_s(output.step_id)

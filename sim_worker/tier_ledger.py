@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from contract.arrays import Int32Array
 from contract.errors import InconsistentPlanError
-from contract.limits import Limits
+from contract.worker_limits import Limits
 
 Slots = npt.NDArray[np.uint64]
 """uint64[N, P]: the digests in the slots of N blocks."""

@@ -21,9 +21,9 @@ from harness.turns import turns
 from kv.memcpy import swap_over_memcpy
 from make_model import SHAPES, write_shape
 
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.host_pool import HostPool
 from gpu_worker.models.registry import open_model

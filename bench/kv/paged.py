@@ -9,9 +9,9 @@ from kv.replay import MAX_BATCHED_TOKENS, Job, Step, share_outside
 
 from contract.arrays import Int32Array
 from contract.step import NewSequence, Plan
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 
 BLOCK_SIZE = 16
 

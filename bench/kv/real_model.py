@@ -10,9 +10,9 @@ import torch
 from tokenizers import Tokenizer
 
 from contract.arrays import Int32Array
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.attention import AttentionMetadata, Decoder
 from gpu_worker.models.config import ModelConfig

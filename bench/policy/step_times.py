@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from contract.step import Plan
-from scheduler_svc.core.values.config import SchedulerConfig
+from scheduler_svc.core.interface.config import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,13 @@ from policy.step_times import StepTimes, StepTimeSamples
 from policy.worker import Draw, SimulatedRow, SimulatedWorker
 
 from contract.step import Plan, Result
-from scheduler_svc.core.bounds.pacing import least_tokens
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import RequestRefusedError
+from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.limits.step_pacing import least_tokens
 from scheduler_svc.core.reports.load import read_prompts
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import RequestRefusedError
-from scheduler_svc.core.values.events import Finished, StepEvents
-from scheduler_svc.core.values.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.journal.entries import (
     CutOff,
     Entry,

@@ -9,9 +9,9 @@ from contract.codec.message_checks import check_number
 from contract.codec.sampling import pooling_from_proto, pooling_to_proto
 from contract.errors import InvalidArgumentError
 from contract.info import MemoryLevel, ModelInfo, Role, WorkerInfo
-from contract.limits import Chunk, KvWindow, Limits
 from contract.lora import DIGEST_BYTES, LoraAdapter
 from contract.pooling import Abilities, Task
+from contract.worker_limits import Chunk, KvWindow, Limits
 from quire.v1 import common_pb2, worker_pb2
 
 _LIMITS: Final = (
@@ -62,7 +62,7 @@ _LEVEL_FROM_PROTO: Final = {number: level for level, number in _LEVEL_TO_PROTO.i
 _MAX_NUM_SEQS: Final = 2**16
 _MAX_BLOCKS: Final = 2**24
 _MAX_BLOCK_SIZE: Final = 2**16
-_MAX_KV_GROUPS: Final = 2**8  # a hash names the group in one byte
+_MAX_KV_GROUPS: Final = 2**8  # a block's hash has one byte for the KV group
 MAX_EMBEDDING_SIZE: Final = 2**20
 _MAX_TOKENS: Final = 2**32
 # The scheduler allocates arrays of these sizes; a wrong report must not exhaust its memory.

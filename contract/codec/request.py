@@ -88,7 +88,7 @@ def embed_requests_from_proto(message: inference_pb2.EmbedRequest) -> list[Gener
 
 
 def embedding_kind_from_proto(number: common_pb2.PoolingKind) -> PoolingKind | None:
-    """Convert what an `EmbedRequest` asks for; None: the model's own."""
+    """Convert the kind of vector that an `EmbedRequest` asks for; None: the model's default."""
     if number == common_pb2.POOLING_KIND_UNSPECIFIED:
         return None
     kind = pooling_kind_from_proto(number, "pooling")
@@ -112,6 +112,7 @@ def stop_options_to_bytes(request: GenerateRequest) -> bytes:
             has_begun=thinking.has_begun,
             recurs=thinking.recurs,
         ),
+        stream_interval=request.stream_interval,
     ).SerializeToString()
 
 
@@ -129,13 +130,14 @@ def stop_options_from_bytes(record: bytes) -> StopOptions:
         message.include_stop_str_in_output,
         message.skip_special_tokens,
         thinking,
+        message.stream_interval or 1,
     )
 
 
 def resume_request_from_proto(
     message: inference_pb2.ResumeRequest, tenant: str, deadline: float | None
 ) -> ResumeRequest:
-    """Convert a request to resume; raises InvalidArgumentError if its request id is empty."""
+    """Convert a resume request; raises InvalidArgumentError if its request id is empty."""
     if not message.request_id:
         raise InvalidArgumentError("request_id", "is empty; it must name the request to resume")
     return ResumeRequest(

@@ -26,9 +26,9 @@ from contract.codec.packing import pack_int32, unpack_int32
 from contract.codec.search import search_to_note
 from contract.errors import InvalidArgumentError
 from contract.hashing import BlockHash
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan, PromptLogprobs, Result, StepId, StepLogprob
+from contract.worker_limits import Limits
 from quire.v1 import common_pb2, worker_pb2
 
 _BATCH_ARRAYS: Final = {
@@ -314,7 +314,7 @@ def _check_together(arrays: Mapping[str, Int32Array], num_groups: int) -> None:
 
 
 def _pins_from_proto(batch: worker_pb2.StepBatch) -> tuple[tuple[BlockHash, float], ...]:
-    if not (batch.pinned_labels or batch.pinned_s):  # as in almost every batch
+    if not (batch.pinned_labels or batch.pinned_s):  # true for almost every batch
         return ()
     labels = unpack_labels(batch.pinned_labels, "pinned_labels", "pinned_s", len(batch.pinned_s))
     for seconds in batch.pinned_s:

@@ -1,6 +1,7 @@
 """Epochs: numbers of schedulers. A worker obeys only the newest that it has seen.
 
-An epoch is the wall clock in nanoseconds, or a little more than what the workers have seen.
+An epoch is the wall clock's time in nanoseconds, or slightly above the newest epoch that the
+workers have seen.
 """
 
 import secrets
@@ -10,10 +11,11 @@ from typing import Final
 from contract.errors import InvalidArgumentError
 
 MAX_LEAD_NS: Final = 366 * 24 * 3600 * 10**9
-"""How far an epoch may be ahead of a worker's clock. Clocks need not agree well; but if a stranger
-or a bug makes a worker obey a wrong epoch, a newer one must still be possible."""
+"""How far an epoch may be ahead of a worker's clock. The limit is generous to inaccurate clocks. It
+ensures that a newer epoch is still possible after a bug or an attacker makes a worker obey a wrong
+one."""
 _SPREAD_NS: Final = 2**16
-"""Schedulers that start at the same time draw from this many epochs, so that one is the newest."""
+"""Schedulers that start at the same time draw from this many epochs, to get different ones."""
 
 
 def clock_epoch() -> int:

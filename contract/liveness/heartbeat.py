@@ -10,21 +10,21 @@ BEAT_S = 0.25
 TICK_S = 0.1
 """How often a listener checks."""
 SILENT_AFTER_S = 1.0
-"""A peer that is silent for this long hangs."""
+"""A peer that is silent for this long counts as hanging."""
 LOST_AFTER_S = 5.0
-"""A peer that is silent for this long is given up, if no setting says otherwise: its requests
+"""A peer that is silent for this long counts as lost, unless a setting says otherwise: its requests
 continue elsewhere."""
 
 
 class Heartbeat:
     """Measures how long one peer has been silent, in ticks of the listener, not in clock time.
 
-    A listener that was itself stopped makes no ticks, and the messages that arrived in that time
-    are still unread. So that time does not count as the peer's silence.
+    While the listener itself is stopped, it makes no ticks, and messages from the peer stay unread.
+    So that time does not count as silence.
     """
 
     def __init__(self, lost_after_s: float | None = None) -> None:
-        """`lost_after_s`: how long a silence makes it lost; None: `LOST_AFTER_S`."""
+        """`lost_after_s`: the silence after which the peer is lost; None: `LOST_AFTER_S`."""
         self._lost_after_s = LOST_AFTER_S if lost_after_s is None else lost_after_s
         self._num_ticks = 0
 
@@ -48,5 +48,5 @@ class Heartbeat:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the peer is given up."""
+        """Whether the peer counts as lost."""
         return self.silent_s >= self._lost_after_s

@@ -14,7 +14,7 @@ NOTICE = "<!-- Written by `make docs` from the code; change it there. -->\n"
 
 
 def pages() -> dict[str, str]:
-    """Return each written file's text, by its path below the root."""
+    """Return the text of each generated file, by its path below the root."""
     reference = {
         "docs/reference/flags.md": flags.page(),
         "docs/reference/metrics.md": metrics.page(),

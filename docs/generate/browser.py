@@ -1,6 +1,6 @@
-"""Opens the web page in this machine's Chromium, without a window.
+"""Opens the web page in a headless Chromium of this machine.
 
-As a program it only prints the Chromium's path, and fails if there is none.
+Run as a program, it prints the path of Chromium, and fails if there is none.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 _NAMES: Final = ("chromium", "chromium-browser", "google-chrome")
 
-# In containers it has no user namespaces and little /dev/shm. It opens only our own page.
+# Containers have no user namespaces and little /dev/shm. The browser opens only our own page.
 _ARGUMENTS: Final = ("--no-sandbox", "--disable-dev-shm-usage")
 
 

@@ -1,4 +1,4 @@
-"""The flags of every process and command, from their settings."""
+"""Generates the page of flags, from the settings of every process and command."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""The Helm chart as plain manifests, for those who deploy without Helm."""
+"""Renders the Helm chart to plain manifests, for deployments without Helm."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "quire"
 EXAMPLES = {path.stem: path for path in sorted((CHART.parent / "examples").glob("*.yaml"))}
 HELM = shutil.which("helm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-"""Of the package helm-binary, or the machine's."""
+"""The executable from the package helm-binary, or else the machine's."""
 _NOTICE = "# Written by `make docs` from deploy/helm/examples/{}.yaml; change the chart.\n"
 
 
@@ -27,5 +27,5 @@ def render(values: Path, *more: str) -> str:
 
 
 def page(example: str) -> str:
-    """Return an example's file, with where it comes from."""
+    """Return an example's manifests, under a comment that names their source."""
     return _NOTICE.format(example) + render(EXAMPLES[example])

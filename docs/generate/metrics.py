@@ -1,4 +1,4 @@
-"""The metrics of every process, with the names of a scrape."""
+"""Generates the page of metrics, from the collectors of every process."""
 
 from collections import Counter
 from collections.abc import Iterator

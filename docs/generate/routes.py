@@ -1,4 +1,4 @@
-"""The HTTP routes: those of every process, and the router's."""
+"""Generates the page of HTTP routes, of every process and of the router."""
 
 import ast
 import inspect

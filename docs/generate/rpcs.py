@@ -1,4 +1,4 @@
-"""The RPCs and their messages, from the comments of the protos."""
+"""Generates the page of RPCs, from the comments of the protos."""
 
 import tempfile
 from collections.abc import Mapping

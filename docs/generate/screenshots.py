@@ -43,11 +43,11 @@ _PROMPT: Final = 'def is_prime(n):\n    """Return whether n is a prime number.""
 _SHOWN_CHARS: Final = 250
 _NUMBERS: Final = itertools.count()
 _FONT: Final = re.compile(r"@font-face \{.*?\}", re.DOTALL)
-"""Fonts are removed, because a picture must not fetch anything."""
+"""Matches fonts, which are removed because a picture must not download anything."""
 
 
 def main() -> int:
-    """Take them all; return the exit code."""
+    """Take all pictures; return the exit code."""
     path = find_browser()
     if path is None:
         print("no Chromium is here: docs/screenshots stays as it is")

@@ -11,7 +11,7 @@ import torch
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, UnimplementedError
 from contract.info import WorkerInfo, new_instance_id
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker import metrics
 from gpu_worker.kv.far_store import FarStore, open_far_store
 from gpu_worker.kv.nixl_engine import NixlEngine, load_agent
@@ -26,7 +26,7 @@ from gpu_worker.parallel.collectives import Ranks, find_store, open_store
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.leading_executor import LeadingExecutor
 from gpu_worker.parallel.member import Member
-from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.shards import Place
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.step.executor import Executor
 from gpu_worker.weights.json_fields import ModelError
@@ -147,7 +147,7 @@ def _load_adapter(
 def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
     limits, measured = loaded.limits, loaded.rates
     host_pool, num_ranks = loaded.tiers.host_pool, settings.num_ranks
-    name = device_name(loaded.device)
+    name = device_name(loaded.device) + (" with AMX" if loaded.uses_amx else "")
     return WorkerInfo(
         worker_id=settings.worker_id,
         device=name if num_ranks == 1 else f"{num_ranks} x {name}",

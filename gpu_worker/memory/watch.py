@@ -1,4 +1,4 @@
-"""Watches the memory of the worker's device on a thread, and reports when it gets short.
+"""Watches the memory of the worker's device on a thread, and reports shortages.
 
 A GPU's numbers come from its driver and torch's allocator; a CPU's from the machine and the
 process's control group.
@@ -14,7 +14,7 @@ import torch
 from contract.info import MemoryLevel
 from gpu_worker import metrics
 from gpu_worker.memory.available import device_available_bytes, device_total_bytes
-from gpu_worker.memory.level import LevelMeter, choose_thresholds
+from gpu_worker.memory.pressure_level import LevelMeter, choose_thresholds
 
 _INTERVAL_S = 1.0
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from gpu_worker.models.config import ModelConfig, read_architecture, read_model_config
 from gpu_worker.models.rope import RopeConfig, rope_from_fields
-from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.shards import Place
 from gpu_worker.weights.json_fields import JsonFields
 
 
@@ -16,7 +16,7 @@ class LlamaConfig(ModelConfig):
     num_heads: int
     """A multiple of `num_kv_heads`."""
     intermediate_size: int
-    """Of each expert, if there are experts."""
+    """MLP size; of each expert, if there are experts."""
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from gpu_worker.models.config import ModelConfig, read_model_config
 from gpu_worker.models.rope import RopeConfig, rope_from_fields
-from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.shards import Place
 from gpu_worker.weights.json_fields import JsonFields
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]

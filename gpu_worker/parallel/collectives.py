@@ -16,7 +16,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
 from contract.arrays import BoolArray
-from gpu_worker.parallel.place import Place
+from gpu_worker.parallel.shards import Place
 from gpu_worker.weights.linear import Linear
 
 

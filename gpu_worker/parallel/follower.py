@@ -19,7 +19,7 @@ from gpu_worker.service.step_wire import plan_of
 from quire.v1 import worker_pb2
 
 if TYPE_CHECKING:
-    from contract.limits import Limits
+    from contract.worker_limits import Limits
     from gpu_worker.step.executor import Executor, LaunchedStep
 import signal
 
@@ -92,7 +92,7 @@ class Follower:
             except OSError as error:
                 _end(f"rank 0 is lost: {error}")
             if frame.kind is Kind.CLOSE:
-                os._exit(0)  # no cleanup is needed, and a collective may hang
+                os._exit(0)  # exit without cleanup, because a collective may hang
             self._frames.put(frame)
 
 

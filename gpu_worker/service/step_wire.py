@@ -6,15 +6,15 @@ from contract.codec.packing import unpack_int32
 from contract.codec.step import plan_from_proto
 from contract.errors import InvalidArgumentError
 from contract.hashing import HASH_BYTES, BlockHash, split_hashes
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import Plan
+from contract.worker_limits import Limits
 from gpu_worker.service.sampling_wire import adapter_from_proto, sampling_params_from_proto
 from quire.v1 import worker_pb2
 
 
 def plan_of(batch: worker_pb2.StepBatch, limits: Limits) -> Plan:
-    """Parse a batch, the sampling parameters of its new sequences included.
+    """Parse a batch, including the sampling parameters of its new sequences.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range.

@@ -1,4 +1,4 @@
-"""Guesses with a smaller model of the same vocabulary, which has KV memory of its own.
+"""Guesses with a smaller model of the same vocabulary, which has separate KV memory.
 
 Its pool has as many blocks as the model's, and a row uses the same block numbers in both, so the
 scheduler allocates nothing for it. This module tracks which of its KV is valid:
@@ -23,8 +23,8 @@ import torch
 from tokenizers import Tokenizer
 
 from contract.arrays import BoolArray, Int64Array
-from contract.limits import Chunk, Limits
 from contract.step import Plan
+from contract.worker_limits import Chunk, Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layout import KvDtypes, block_bytes, kv_dtypes
 from gpu_worker.memory.transfer import upload

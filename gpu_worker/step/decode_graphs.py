@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker.memory.transfer import packed_bytes, upload_into
 from gpu_worker.models.attention import AttentionMetadata
 from gpu_worker.step.cuda_graphs import Between, Forward, GraphBackend
@@ -30,7 +30,7 @@ _STEP = 8
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """The batch sizes that get a graph, ascending; the last is `max_num_seqs`.
 
-    They double up to 8, then grow by 8, and from 128 on by an eighth. This keeps both the padding
+    They double up to 8, then grow by 8, and from 128 on by an eighth, which keeps both the padding
     and the number of captures low.
     """
     sizes, size = [], 1
@@ -132,7 +132,7 @@ class DecodeGraphs:
         tables = [of_group[:size] for of_group in self._block_tables]
 
         def compute(_: Between) -> None:
-            # Made within the capture, and so is the room that its kernels share.
+            # Made within the capture, like the work space that its kernels share.
             metadata = AttentionMetadata(
                 slot_mapping=slots[0],
                 block_tables=tables[0],

@@ -15,9 +15,9 @@ import torch
 
 from contract.arrays import BoolArray, Int32Array
 from contract.errors import FailedPreconditionError
-from contract.limits import Limits
 from contract.state import Holdings
 from contract.step import Plan, PooledRow, Result, StepId, StepLogprob
+from contract.worker_limits import Limits
 from gpu_worker import metrics
 from gpu_worker.kv.disk_pool import DiskPool
 from gpu_worker.kv.host_pool import HostPool
@@ -28,7 +28,7 @@ from gpu_worker.models.attention import Decoder
 from gpu_worker.parallel.collectives import Ranks
 from gpu_worker.parallel.shared_sampling import Sampling, share_sampling
 from gpu_worker.sampling.grammars import StructuredOutput
-from gpu_worker.sampling.sampled import NOTHING_SAMPLED, Readback, merged
+from gpu_worker.sampling.sampled_tokens import NOTHING_SAMPLED, Readback, merged
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.speculative.drafter import Drafter
 from gpu_worker.speculative.verify import Speculation
@@ -352,7 +352,7 @@ class Executor:
 def _of_sampled(
     logprobs: tuple[StepLogprob, ...], has_sampled: BoolArray
 ) -> tuple[StepLogprob, ...]:
-    """Keep the log-probabilities of rows that did sample, with indexes among these rows."""
+    """Keep the log-probabilities of rows that sampled, with indexes among these rows."""
     if not logprobs:
         return ()
     places = np.cumsum(has_sampled) - 1

@@ -8,22 +8,22 @@ import structlog
 import torch
 
 from contract.arrays import Int64Array
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker import metrics
 from gpu_worker.lora.adapter import Adapter
 from gpu_worker.lora.step_adapters import NO_ADAPTERS
 from gpu_worker.models.attention import AttentionMetadata, Decoder
 from gpu_worker.parallel.shared_sampling import Sampling
-from gpu_worker.sampling.sampled import Sampled
+from gpu_worker.sampling.sampled_tokens import Sampled
 from gpu_worker.sampling.sampler import sample_others
 from gpu_worker.step.cuda_graphs import GraphBackend
 from gpu_worker.step.decode_graphs import DecodeGraphs
 from gpu_worker.step.input_batch import InputBatch, build_input_batch
-from gpu_worker.step.oom_split import TokenLimit, halves
 from gpu_worker.step.piecewise_graphs import PiecewiseGraphs
 from gpu_worker.step.pooling import Pooler, sample_or_pool
 from gpu_worker.step.prompt_logprobs import PromptScores, score_prompts
 from gpu_worker.step.rows import Rows, ScheduledRows
+from gpu_worker.step.step_halving import TokenLimit, halves
 from gpu_worker.weights.json_fields import ModelError
 from rpc.observe import timeline
 

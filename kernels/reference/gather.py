@@ -9,7 +9,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from kernels.reference.quantize import dequantize
+from kernels.reference.quantized_kv import dequantize
 
 _SAME_SIZE_INT = {
     1: torch.int8,

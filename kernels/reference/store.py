@@ -5,7 +5,7 @@ Symbols: `T` tokens, `HKV` kv heads, `D` head dim, `B` blocks, `P` block size.
 
 import torch
 
-from kernels.reference.quantize import quantize
+from kernels.reference.quantized_kv import quantize
 
 
 def store_kv(

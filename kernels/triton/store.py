@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.checks import check_caches, check_float, check_tensor, check_values
 from kernels.kv_formats import LARGEST
-from kernels.triton.quantized import as_bits, largest_of, quantize, scale_of
+from kernels.triton.quantized_kv import as_bits, largest_of, quantize, scale_of
 from kernels.triton.tile import scale_strides
 
 

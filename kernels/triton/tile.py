@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.quantized import as_bits, plain_numbers, unit_of
+from kernels.triton.quantized_kv import as_bits, plain_numbers, unit_of
 from kernels.tuning.configs import DecodeConfig, PrefillConfig
 
 LOG2_E: Final = 1.4426950408889634  # scores are scaled by it, so that exp2 is the exponential

@@ -17,7 +17,7 @@ GROUPS: Final = {
     "observe": {
         "status": "show the processes, health and load of a service",
         "top": "watch queues, sequences, KV and rates",
-        "logs": "show what the processes have logged, of one request if wished",
+        "logs": "show the logs of the processes, or those about one request",
         "bench": "measure a service, and show where its time goes",
         "usage": "show what requests have used, by tenant, key, model and time",
         "replay": "replay a scheduler's recording, and explain its preemptions",
@@ -43,7 +43,7 @@ GROUPS: Final = {
         "batch": "answer a file of requests",
     },
 }
-"""What each command does, by the folder of `quire/cli/commands` that its module is in."""
+"""Maps each folder of `quire/cli/commands` to its commands, with one line about each."""
 
 COMMANDS: Final = {
     name: f"quire.cli.commands.{group}.{name}" for group, names in GROUPS.items() for name in names
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = command.main(arguments[1:])
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader of standard output has closed it
+    except BrokenPipeError:  # the reader of standard output is gone
         sys.stderr.close()
         return 1
     except _known_errors() as error:

@@ -1,4 +1,4 @@
-"""Finds out how the user starts this program, for commands in messages."""
+"""Determines the command that starts this program, for messages that suggest commands."""
 
 import os
 import shlex
@@ -19,7 +19,7 @@ def invocation() -> str:
 
 
 def _from_here(program: str) -> str:
-    """Return the shorter path. Links are not resolved, since virtual environments have links."""
+    """Return the shorter path. Links are not resolved, because virtual environments use links."""
     path, here = Path(program).absolute(), Path.cwd()
     if path.parent == here:
         return f"./{path.name}"

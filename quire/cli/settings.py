@@ -22,7 +22,7 @@ class RouterClientSettings(LinkSettings):
 
 
 class RouterTargetSettings(RouterClientSettings):
-    """And which router it is."""
+    """The flags that select a router."""
 
     target: str = ""
     """The router's gRPC address: host:port, or unix:/path; empty: the only service on this machine,
@@ -58,11 +58,11 @@ class EmbedSettings(RouterTargetSettings):
     served_model_name: str = ""
     """The model's name; empty: the only served model."""
     pooling: Literal["last", "mean", "cls"] | None = None
-    """Which hidden states become the vector; default: as the model has it."""
+    """Which hidden states become the vector; default: the model's choice."""
     normalize: bool | None = None
-    """Whether vectors have length 1; default: as the model has it."""
+    """Whether to scale vectors to length 1; default: the model's choice."""
     dimensions: PositiveInt | None = None
-    """Keep only so many numbers of each vector; default: all."""
+    """Keep only this many numbers of each vector; default: all."""
 
 
 class GenerateSettings(ClientSettings):
@@ -104,17 +104,18 @@ class ChatSettings(ClientSettings):
 class BatchSettings(RouterClientSettings):
     """Answer a file of requests: one JSON object a line, with custom_id, url and body.
 
-    Answers are written as they come, so that the same command goes on where it was interrupted:
-    lines that the output answers are skipped. The requests have the lowest priority. Without
-    --url, a service is started for --model, or else the only one of this machine is used.
+    Answers are written as they arrive. Run the same command again to continue after an
+    interruption: lines that are already answered are skipped. The requests have the lowest
+    priority. Without --url, the command starts a service for --model, or else uses the only service
+    of this machine.
     """
 
     model_config = SettingsConfigDict(cli_shortcuts={"output": "o"})
 
     file: CliPositionalArg[Path]
-    """The file, in the form of OpenAI's batches."""
+    """The file, in the format of OpenAI's batches."""
     output: Path
-    """Where to write the answers, in the same form."""
+    """Where to write the answers, in the same format."""
     url: str = ""
     """A running service, such as http://10.0.0.1:8000."""
     http_port: ServicePort | None = None
@@ -209,19 +210,19 @@ class _ChosenRequests(RouterTargetSettings):
     tenant: str | None = None
     """Only requests of this tenant."""
     older_than_s: Seconds | None = None
-    """Only requests that came at least so many seconds ago."""
+    """Only requests that arrived at least this many seconds ago."""
 
 
 class UsageSettings(RouterTargetSettings):
-    """Show what requests have used, from the store of turns (--turn-store)."""
+    """Show the usage of requests, from the router's store (--turn-store)."""
 
     since: str = "24h"
-    """The first hour: how long ago, such as 90m, 24h or 30d, or a time such as 2026-11-01 or
-    2026-11-01T08:00+01:00; UTC unless it says otherwise."""
+    """The first hour: an age such as 90m, 24h or 30d, or a time such as 2026-11-01 or
+    2026-11-01T08:00+01:00; UTC by default."""
     until: str = ""
-    """The end, likewise; empty: now."""
+    """The end, in the same format; empty: now."""
     by: Annotated[tuple[str, ...], NoDecode] = ("tenant", "model")
-    """What each row sums up, separated by commas: hour, day, tenant, key, model, adapter."""
+    """The groups of the sums, separated by commas: hour, day, tenant, key, model, adapter."""
     json_: Annotated[bool, Field(alias="json")] = False
     """Print one JSON object for each row."""
 
@@ -232,9 +233,10 @@ class UsageSettings(RouterTargetSettings):
 
 
 class RequestsSettings(_ChosenRequests):
-    """List the live requests of a router: who asked, how long ago, how far they are.
+    """List the live requests of a router, with tenant, age and progress.
 
-    For operators. A router knows its own requests; what their sequences hold, `quire kv` shows.
+    For operators. Each router lists its own requests; `quire kv` shows the blocks of their
+    sequences.
     """
 
     json_: Annotated[bool, Field(alias="json")] = False
@@ -244,7 +246,7 @@ class RequestsSettings(_ChosenRequests):
 class CancelSettings(_ChosenRequests):
     """End live requests of a router: by id, by tenant, by age, or all.
 
-    For operators. The clients get an error that says so, and should not send the request again.
+    For operators. The clients get an error and should not send the request again.
     """
 
     request_ids: CliPositionalArg[tuple[str, ...]] = ()
@@ -268,7 +270,7 @@ class SchedulerClientSettings(LinkSettings):
     http_port: ServicePort | None = None
     """Which service of this machine, by its router's HTTP port; default: the only one."""
     served_model: str = ""
-    """Which of the service's models, by its name; needed if there are several."""
+    """The name of the model; required if the service has several."""
 
 
 class DefragmentSettings(SchedulerClientSettings):
@@ -401,7 +403,7 @@ class ProbeSettings(_CommandSettings):
 class QuantizeSettings(_CommandSettings):
     """Write a model as a GPTQ checkpoint of 4- or 8-bit integers, which `quire up --model` serves.
 
-    With a text, the integers are fitted to what the model computes of it (GPTQ). Runs on the CPU,
+    With --calibrate, the integers are fitted to the activations of a text (GPTQ). Runs on the CPU,
     in float32: it needs 4 bytes of memory per weight, and 135 million weights take minutes.
     """
 
@@ -415,11 +417,11 @@ class QuantizeSettings(_CommandSettings):
     bits: Literal["4", "8"] = "4"
     """Bits of a weight."""
     group_size: Literal["32", "64", "128"] = "32"
-    """Input features that share a scale: fewer keep more quality, in more memory."""
+    """Input features per scale; fewer keep more quality but take more memory."""
     num_samples: PositiveInt = 128
-    """Places of --calibrate's text that are used, spread evenly over it."""
+    """Number of samples, spread evenly over the text of --calibrate."""
     sample_length: PositiveInt = 512
-    """Tokens of each place."""
+    """Tokens per sample."""
     cache_dir: Path = DEFAULT_CACHE_DIR
     """Where models are downloaded to."""
 
@@ -447,18 +449,18 @@ class DownSettings(_CommandSettings):
 
 
 class LogsSettings(_CommandSettings):
-    """Show what the processes of a service have logged, in order of time.
+    """Show the logs of a service's processes, in order of time.
 
-    Without a service that is up, the logs of the last one that was; five are kept.
+    If no service is up, shows the logs of the last one; five are kept.
     """
 
     process: CliPositionalArg[str] = ""
     """One process, by its name in `quire status`, or `up` for the supervisor; default: all."""
     request: str = ""
-    """Only what concerns this request, by its id. What each process does with it is logged with
-    `quire up --log-level debug`."""
+    """Only lines about the request with this id. `quire up --log-level debug` logs every step of a
+    request."""
     follow: bool = False
-    """Go on as lines are added, until Ctrl-C."""
+    """Keep printing new lines, until Ctrl-C."""
     http_port: ServicePort | None = None
     """Which service of this machine, by its router's HTTP port; default: the only one."""
 

@@ -1,4 +1,4 @@
-"""Finds the process that a command calls, and explains errors if it cannot be reached."""
+"""Finds the process that a command calls, and explains why it cannot be reached."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,13 +22,13 @@ from rpc.status import calling
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
 _CONNECTED_BUT: Final = "--tls-"
-"""Occurs in messages to which `rpc.security.tls.explain` has added a hint."""
+"""A part of messages to which `rpc.security.tls.explain` has added a hint."""
 _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
-"""Beginnings of gRPC's own messages; a running router that is not ready sends others."""
+"""Beginnings of gRPC's messages when no connection is possible."""
 
 
 def services_at(http_port: int | None) -> list[ServiceInfo]:
-    """Return the services of this machine; with `http_port`, the one whose router has it."""
+    """Return the services of this machine, or the one whose router has `http_port`."""
     return [service for service in running_services() if service.is_at(http_port)]
 
 
@@ -57,7 +57,7 @@ def find_target(settings: RouterTargetSettings) -> str:
 
 
 def find_operator_targets(settings: RouterTargetSettings) -> tuple[str, ...]:
-    """Return where that router obeys operators, and the other routers of its service."""
+    """Return the operator addresses of the chosen router and the service's other routers."""
     service = None if settings.target else _find_service_if_any(settings.http_port)
     if service is None or not service.operator_target:
         return (find_target(settings),)

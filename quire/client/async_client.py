@@ -35,7 +35,7 @@ from rpc.transport import DEFAULT_MAX_MESSAGE_MB
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How a client makes calls, and how it waits between two calls."""
+    """The transport of a client: makes channels, and waits between two calls."""
 
     open_channel: Callable[..., Any]
     sleep: Callable[[float], Awaitable[None]]
@@ -45,7 +45,7 @@ ASYNCIO: Final = Transport(open_channel, asyncio.sleep)
 
 
 class AsyncClient:
-    """The client for asyncio, with the methods of `Client`; use it in the event loop of its making.
+    """The client for asyncio, with the methods of `Client`; use it in the event loop that made it.
 
     Its methods await only calls on the transport's channels and the transport's `sleep`; `Client`
     relies on that.

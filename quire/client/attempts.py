@@ -62,7 +62,7 @@ class Attempts:
 
     @property
     def must_be_cancelled(self) -> bool:
-        """Whether the service goes on with the request when no call reads it."""
+        """Whether the service continues the request even if no call reads it."""
         return self._continuation.is_resumable and not self.is_complete
 
     def stream(self) -> Any:
@@ -105,7 +105,7 @@ class Attempts:
         Raises `error` if another call cannot help, or there is no time for it.
         """
         now_s = time.monotonic()
-        self._routers.failed(self._router, error)  # so that further requests use another router
+        self._routers.failed(self._router, error)  # further requests use another router
         delay_s = self._continuation.failed(error, now_s, now_s - self._started_s)
         self._time_limit.check(delay_s, error)
         return delay_s

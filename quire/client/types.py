@@ -58,6 +58,7 @@ class GenerateOptions(TypedDict, total=False):
     cache_pin_s: float | None
     request_id: str
     resumable: bool
+    stream_interval: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +87,14 @@ class Completion:
 
 
 class EmbedOptions(TypedDict, total=False):
-    """The keyword arguments of `embed`; what is not given is as the model has it."""
+    """The keyword arguments of `embed`; the defaults are the model's."""
 
     model: str
     pooling: PoolingKind | Literal["last", "mean", "cls"] | None
     normalize: bool | None
     dimensions: int | None
     truncate_prompt_tokens: int | None
-    """Cut an input after so many tokens; -1: as many as the model takes."""
+    """Cut an input after this many tokens; -1: as many as the model takes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""API keys: whose each is, and the check of a caller's key."""
+"""API keys: the owner of each key, and the check of a caller's key."""
 
 import hashlib
 import hmac
@@ -32,9 +32,10 @@ class Caller:
 
     tenant: str
     is_operator: bool = False
-    """Whether it may make operators' calls, such as who holds which KV blocks."""
+    """Whether the caller may make operators' calls, such as listing the holders of KV blocks."""
     key_name: str = ""
-    """What names the key where usage is told: by the file of keys, or the hash's beginning."""
+    """The key's name in reports of usage: its name in the file of keys, or its hash's first
+    digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def key_of_call() -> str:
 
 
 def enter_as(tenant: str, key_name: str = "") -> None:
-    """Make a tenant the `current_caller` of this task, which goes on with what its key began."""
+    """Make a tenant the `current_caller` of this task, which continues a call made with its key."""
     _caller.set(Caller(tenant, key_name=key_name))
 
 
@@ -84,8 +85,8 @@ class ApiKeys:
         """`keys` are the operator's, in plain text."""
         file = file or KeysFile({}, {})
         self.tenant_to_quota = file.tenant_to_quota
-        # The time of a lookup depends on the hash. A secret keeps callers from choosing hashes, so
-        # that timing reveals nothing.
+        # The time of a lookup depends on the hash. Callers cannot choose hashes, because a secret
+        # is part of them; so timing reveals nothing.
         self._secret = secrets.token_bytes(32)
         self._hash_to_caller = {
             self._hash(sha256): caller
@@ -131,7 +132,7 @@ def read_keys_file(path: Path) -> KeysFile:
     except tomllib.TOMLDecodeError as error:
         raise ApiKeysError(f"{path}: it is not TOML: {error}") from None
     except ValidationError as error:
-        # Without the input: it may be a key.
+        # The message leaves out the input, which may be a key.
         problems = [
             f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg'].removeprefix('Value error, ')}"
             for e in error.errors(include_input=False, include_url=False, include_context=False)

@@ -1,8 +1,9 @@
-"""Quotas of tenants: requests and tokens per minute, requests and tokens at once.
+"""Quotas of tenants: requests and tokens per minute, and requests and tokens in flight.
 
-Each router counts on its own. When a request begins, it is charged for its prompt and the most that
-it may produce; what it did not produce is refunded when it ends. A resumable request without a
-reader counts as in flight for as long as it may run.
+Each router counts on its own. When a request begins, its tenant is charged for the prompt and for
+the most tokens that it may produce. When it ends, the tokens that it did not produce are refunded.
+The tokens of a resumable request without a reader count as in flight for as long as the request may
+run.
 """
 
 from collections.abc import Mapping
@@ -23,11 +24,11 @@ class Quota:
     """Prompts and outputs together."""
     max_concurrent_requests: int | None = None
     max_tokens_in_flight: int | None = None
-    """Prompts of live requests and the most that they may produce: their KV at most."""
+    """Tokens of live requests: prompts, and the most tokens that they may produce."""
 
 
 class TokenBucket:
-    """A rate with one minute's burst: starts full, refills steadily, may go into debt."""
+    """A token bucket with one minute's capacity: starts full, refills steadily, may be in debt."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.capacity = float(per_minute)
@@ -35,7 +36,7 @@ class TokenBucket:
         self._at = now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount`, or the capacity if less, is available."""
+        """Return the seconds until `amount` is available, or the capacity if that is less."""
         self._refill(now)
         lacking = min(amount, self.capacity) - self._level
         return max(0.0, lacking) * _MINUTE_S / self.capacity
@@ -57,7 +58,7 @@ class TokenBucket:
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """What one tenant uses, against its quota. Times are on one clock, in seconds."""
+    """Counts one tenant's use against its quota. All times are seconds of one clock."""
 
     tenant: str
     quota: Quota
@@ -65,9 +66,9 @@ class Meter:
     """The time of creation."""
     num_live: int = 0
     num_tokens_in_flight: int = 0
-    """Tokens of live requests, and of requests that were left."""
+    """Tokens of live requests, and of requests whose reader has left."""
     _left: dict[str, tuple[float, int]] = field(init=False, default_factory=dict)
-    """Requests that were left, by id: until when each may run, and its tokens."""
+    """Requests whose reader has left, by id: until when each may run, and its tokens."""
     _requests: TokenBucket | None = field(init=False, default=None)
     _tokens: TokenBucket | None = field(init=False, default=None)
 
@@ -78,7 +79,7 @@ class Meter:
             self._tokens = TokenBucket(self.quota.tokens_per_minute, self.now)
 
     def begin(self, now: float, *, is_free: bool = False) -> "Lease":
-        """Count a request until its lease ends; a free one costs nothing and is always allowed.
+        """Count a request until its lease ends. A free request costs nothing and is always allowed.
 
         Raises:
             QuotaError: The quota is used up; nothing is counted.
@@ -158,11 +159,11 @@ class Meter:
             self.num_tokens_in_flight -= num_in_flight
             return
         self._forget_left(now)
-        self.take_up(request_id)  # an older one with this id
+        self.take_up(request_id)  # an older request with this id
         self._left[request_id] = until, num_in_flight
 
     def take_up(self, request_id: str, num_tokens: int = 0) -> None:
-        """Count the tokens of a request that was left as a live request's again."""
+        """Count a left request's tokens as those of a live request again."""
         _, num_left = self._left.pop(request_id, (0.0, 0))
         self.num_tokens_in_flight += num_tokens - num_left
 
@@ -180,11 +181,11 @@ class Lease:
         self._num_charged = 0
 
     def reserve(self, num_tokens: int, now: float) -> None:
-        """Charge the prompt and the most that may be produced; called once.
+        """Charge for the prompt and the most tokens that may be produced; called once.
 
         Raises:
-            InvalidArgumentError: The quota is always smaller.
-            QuotaError: Too little is left now.
+            InvalidArgumentError: The request exceeds the quota even when nothing is used.
+            QuotaError: Too little of the quota is left now.
         """
         self._meter.reserve(num_tokens, now)
         self._num_in_flight = self._num_charged = num_tokens
@@ -199,7 +200,7 @@ class Lease:
         self._meter.end(self._num_in_flight, max(0, self._num_charged - num_tokens))
 
     def leave(self, request_id: str, now: float, until: float) -> None:
-        """Refund nothing: the request continues, at most until then; instead of `end`."""
+        """Refund nothing: the request continues, at most until `until`. Called instead of `end`."""
         self._meter.leave(request_id, self._num_in_flight, now, until)
 
 

@@ -1,4 +1,4 @@
-"""Whose a request is and how urgent, from the caller's API key, metadata or HTTP headers."""
+"""The tenant and priority of a request, from the caller's API key, metadata or HTTP headers."""
 
 import hashlib
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from router.access.api_keys import current_caller
 def claim(request: GenerateRequest) -> GenerateRequest:
     """Return the request with the tenant of its caller's API key.
 
-    The cache salt is hashed with the tenant's name. No tenant can make another's salt, so none
-    finds another's prefixes in the cache, or sees from timing that they are there.
+    The cache salt is hashed with the tenant's name, so tenants cannot make each other's salts. A
+    tenant can neither find another's prefixes in the cache nor detect them by timing.
 
     Raises:
-        UnauthenticatedError: There is no caller.
-        PermissionDeniedError: It claims another tenant.
+        UnauthenticatedError: The call has no API key.
+        PermissionDeniedError: The request claims another tenant.
     """
     tenant = tenant_of_caller(request.tenant)
     return replace(request, tenant=tenant, cache_salt=_salt(tenant, request.cache_salt))
@@ -29,7 +29,7 @@ def tenant_of_caller(claimed: str) -> str:
     """Return the tenant of the call's API key; `claimed` is the call's own claim, or empty.
 
     Raises:
-        UnauthenticatedError: There is no caller.
+        UnauthenticatedError: The call has no API key.
         PermissionDeniedError: The call claims another tenant.
     """
     tenant = current_caller().tenant
@@ -51,8 +51,8 @@ def check_operator() -> None:
     """Check that the caller is an operator.
 
     Raises:
-        UnauthenticatedError: There is no caller.
-        PermissionDeniedError: It has a tenant's key.
+        UnauthenticatedError: The call has no API key.
+        PermissionDeniedError: The key is a tenant's.
     """
     caller = current_caller()
     if not caller.is_operator:

@@ -1,6 +1,7 @@
 """The gRPC API: `quire.v1.InferenceService`."""
 
 import uuid
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 from contract.codec.outputs import (
@@ -20,10 +21,12 @@ from contract.codec.request import (
 )
 from contract.errors import InvalidArgumentError, QuireError
 from contract.outputs import FinishReason, OutputDelta, OutputFinished, PromptScores, Usage
-from contract.request import GenerateRequest
+from contract.request import MAX_STREAM_INTERVAL, GenerateRequest
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from router.access.tenancy import TENANT_KEY, with_precedence
+from router.grpc.bounds import RefusedRequest
 from router.grpc.call import CallContext, deadline_of, metadata_of
+from router.grpc.many import ManyCall
 from router.request.cells import Cells
 from router.request.live import LiveRequest
 from router.request.vectors import check_inputs, make_vectors, pooling_of
@@ -32,7 +35,7 @@ from rpc.grpc_server import Service, service_of
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """The server's interceptor turns what is raised into a status."""
+    """Its methods raise errors, which the server's interceptor turns into a status."""
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
@@ -44,10 +47,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Stream the events; a slow reader gets fewer and larger deltas.
 
-        It writes to the context instead of being a generator: if the call ends while a write waits
-        for the reader, this frame unwinds at once, and the request with it.
+        It writes to the context instead of yielding. So if the call ends while a write waits for
+        the reader, this method is cancelled at once, and the request ends with it.
         """
         await _stream(await self._cells.generate(_request(request, context)), context)
+
+    async def GenerateMany(  # noqa: N802
+        self,
+        requests: AsyncIterator[inference_pb2.GenerateManyRequest | RefusedRequest],
+        context: CallContext,
+    ) -> None:
+        """Serve many requests; a write takes longer than all else about a token."""
+        await ManyCall(self._cells, context).serve(requests)
 
     async def Resume(  # noqa: N802
         self, request: inference_pb2.ResumeRequest, context: CallContext
@@ -72,6 +83,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GenerateOnceResponse:
         """Collect the events; if an output fails, the call does."""
         domain_request = _request(request.request, context)
+        if domain_request.stream_interval is not None:
+            raise InvalidArgumentError(
+                "stream_interval",
+                f"is {domain_request.stream_interval}; GenerateOnce does not stream",
+            )
+        domain_request = replace(domain_request, stream_interval=MAX_STREAM_INTERVAL)
         response = inference_pb2.GenerateOnceResponse()
         async with await self._cells.generate(domain_request) as live:
             response.request_id = live.request_id
@@ -208,11 +225,12 @@ async def _stream(live: LiveRequest, context: CallContext) -> None:
     async with live:
         async for event in live:
             if isinstance(event, OutputDelta):  # nearly all events: use the same message again
-                write_delta(event, response)
+                response.delta.Clear()
+                write_delta(event, response.delta)
                 await context.write(response)
                 continue
             if isinstance(event, OutputFinished) and event.finish_reason is FinishReason.DEADLINE:
                 expired = failure_of(event)
             await context.write(event_to_proto(live.request_id, event))
-    if expired is not None:  # the client's own clock would raise the same a moment later
+    if expired is not None:  # the client's own clock would raise this error a moment later
         raise expired

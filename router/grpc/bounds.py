@@ -1,6 +1,7 @@
-"""Bounds gRPC requests of clients before they are parsed: bytes, quota, and number of fields."""
+"""Limits clients' gRPC requests before they are parsed: bytes, quota, and number of fields."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -8,19 +9,21 @@ import grpc.aio
 from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import Descriptor
 
-from contract.errors import InvalidArgumentError
+from contract.errors import InvalidArgumentError, QuireError
 from router.request.cells import Cells
 from rpc.status import rewrapped
 
 MAX_FIELDS: Final = 16_384
-"""Most fields of one message, those of its submessages included. A packed list is one field."""
+"""Most fields of one message, including its submessages. A packed list is one field."""
 MAX_SMALL_BYTES: Final = 64 * 1024
-"""Largest message of a method that takes no prompt, text or tokens."""
+"""Largest message of a method whose requests have no prompt, text or tokens."""
 _MAX_VARINT_BYTES: Final = 10
 
+_GENERATE_MANY: Final = "/quire.v1.InferenceService/GenerateMany"
 _GENERATING: Final = frozenset(
     (
         "/quire.v1.InferenceService/Generate",
+        _GENERATE_MANY,
         "/quire.v1.InferenceService/GenerateOnce",
         "/quire.v1.InferenceService/Embed",
         "/vllm.grpc.engine.VllmEngine/Generate",
@@ -35,11 +38,19 @@ _LARGE: Final = _GENERATING | {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedRequest:
+    """Stands for a request of `GenerateMany` that was not parsed: the call's others go on."""
+
+    number: int
+    error: QuireError
+
+
 class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Checks requests as bytes; it runs inside `KeyInterceptor`, which finds the caller."""
+    """Checks requests as bytes. It runs after `KeyInterceptor`, which finds the caller."""
 
     def __init__(self, cells: Cells, max_bytes: int) -> None:
-        """`max_bytes` of a message with a prompt, text or tokens: `--max-body-mb`."""
+        """`max_bytes`: largest message with a prompt, text or tokens (`--max-body-mb`)."""
         self._cells = cells
         self._max_bytes = max_bytes
 
@@ -60,11 +71,19 @@ class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         )
 
     def _bounded(self, method: str, parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        def bounded(data: bytes) -> Any:
+        def check(data: bytes) -> None:
             self._check_size(method, len(data))
             if method in _GENERATING:
                 self._cells.check_quota(len(data))
             check_num_fields(data, _request_type(method))
+
+        def bounded(data: bytes) -> Any:
+            try:
+                check(data)
+            except QuireError as error:
+                if method == _GENERATE_MANY and (number := _first_number(data)) is not None:
+                    return RefusedRequest(number, error.with_traceback(None))
+                raise
             return parse(data)
 
         return bounded
@@ -80,6 +99,16 @@ class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             )
 
 
+def _first_number(data: bytes) -> int | None:
+    """Return the value of a message's field 1, a varint, if the message begins with it."""
+    if data[:1] != b"\x08":
+        return None
+    try:
+        return _varint(data, 1)[0]
+    except IndexError:
+        return None
+
+
 def _request_type(method: str) -> Descriptor:
     name = method.removeprefix("/").replace("/", ".")
     found = descriptor_pool.Default().FindMethodByName(name)
@@ -88,19 +117,20 @@ def _request_type(method: str) -> Descriptor:
 
 
 def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> None:
-    """Count a message's fields on the wire; the count ends at the limit.
+    """Check the number of a message's fields, as serialized; counting stops at the limit.
 
-    Bytes that are no message are left to the parser.
+    Malformed bytes are left to the parser to refuse.
 
     Raises:
-        InvalidArgumentError: It has more than `most`.
+        InvalidArgumentError: The message has more than `most` fields.
     """
     if len(data) <= 2 * most:  # a field has two bytes
         return
     num_fields = 0
     at, end, message = 0, len(data), kind
     outer: list[tuple[int, int, Descriptor]] = []
-    """Where to go on after the message: few at a time, so that no garbage collection begins."""
+    """Where to continue after each open submessage. It stays short, to avoid garbage
+    collections."""
     while True:
         if at >= end:
             if not outer:
@@ -116,7 +146,7 @@ def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> N
             )
         try:
             tag, at = _varint(data, at)
-            match tag & 7:  # the wire type; a group's begin and end have nothing more
+            match tag & 7:  # the wire type; the begin and end of a group have no value
                 case 0:  # varint
                     _, at = _varint(data, at)
                 case 1:  # 64 bits
@@ -132,11 +162,11 @@ def check_num_fields(data: bytes, kind: Descriptor, most: int = MAX_FIELDS) -> N
                 case 5:  # 32 bits
                     at += 4
         except IndexError:
-            at = end  # the parser will refuse it, after it has parsed what comes before
+            at = end  # the parser will refuse it, after parsing the fields before it
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the number at a place, and the place after it; raises IndexError if there is none."""
+    """Return the varint at an index, and the index after it; raises IndexError at the end."""
     value = 0
     for i in range(_MAX_VARINT_BYTES):
         byte = data[at + i]

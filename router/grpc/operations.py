@@ -25,7 +25,7 @@ from rpc.worker_fields import refuse_epoch
 
 
 class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
-    """The server's interceptor turns what is raised into a status."""
+    """Its methods raise errors, which the server's interceptor turns into a status."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations

@@ -32,8 +32,8 @@ from router.request.inference import Inference
 from router.turns.turns import Turns
 
 OPERATOR_PATHS = frozenset(("/v1/load_lora_adapter", "/v1/unload_lora_adapter", USAGE, FILES))
-"""Routes that other web pages may never call: those for operators, and the upload of files, which a
-browser sends to any site without asking it first."""
+"""Routes that other web pages may never call: operators' routes, and the upload of files, which a
+browser sends to any site without a preflight request."""
 
 
 def routes(
@@ -46,9 +46,9 @@ def routes(
     batches: Batches | None = None,
     usage: UsageReports | None = None,
 ) -> list[web.AbstractRouteDef]:
-    """Return the routes below /v1, and those that vLLM has beside them.
+    """Return the routes below /v1, and vLLM's routes outside /v1.
 
-    Without `turns` nothing is kept.
+    Without `turns`, responses and batches are not stored.
 
     The runner needs `handler_cancellation=True`, so that a client that disconnects cancels its
     handler and its requests, even while it waits for a whole answer.
@@ -57,7 +57,7 @@ def routes(
     bodies = BodyReader(cells, max_body_bytes, may_be_compressed)
 
     def begins(request: web.Request) -> bool:
-        return LAST_EVENT_ID_HEADER not in request.headers  # else it resumes
+        return LAST_EVENT_ID_HEADER not in request.headers  # otherwise the call resumes a stream
 
     async def used(
         request: web.Request, call_id: CallId, body: CompletionBody | ChatBody
@@ -98,22 +98,25 @@ def routes(
         raise ModelNotFoundError(model_id, [model.id for model in models])
 
     async def create_tokens(request: web.Request, _: CallId) -> web.Response:
-        """Turn a text or a chat into the token ids for the model, as vLLM does."""
+        """Convert a text or a chat to token ids, as vLLM does."""
         body = await bodies.read(request, TokenizeBody)
         return json_response(await tokenize(await cells.known(body.model), body))
 
     async def create_text(request: web.Request, _: CallId) -> web.Response:
-        """Turn token ids into text, with special tokens, as vLLM does."""
+        """Convert token ids to text, with special tokens, as vLLM does."""
         body = await bodies.read(request, DetokenizeBody)
         return json_response(await detokenize(await cells.known(body.model), body))
 
     async def load_lora_adapter(request: web.Request, _: CallId) -> web.Response:
-        """Load a LoRA adapter from a directory on the workers' machines; for operators, as vLLM."""
+        """Load a LoRA adapter from a directory on the workers' machines, as vLLM does.
+
+        For operators.
+        """
         body = await bodies.read(request, LoadAdapterBody)
         return web.Response(text=await load_adapter(operations, body, request.remote))
 
     async def unload_lora_adapter(request: web.Request, _: CallId) -> web.Response:
-        """Unload an adapter when its requests have ended; for operators, as vLLM."""
+        """Unload an adapter once its requests have ended, as vLLM does; for operators."""
         body = await bodies.read(request, UnloadAdapterBody)
         return web.Response(text=await unload_adapter(operations, body, request.remote))
 
@@ -122,7 +125,10 @@ def routes(
         return json_response({"version": version("quire")})
 
     async def get_load(request: web.Request, __: CallId) -> web.Response:
-        """Return how many sequences are live (`server_load`), and the load; `?model=` of one."""
+        """Return the number of live sequences (`server_load`) and the load.
+
+        `?model=` selects one model.
+        """
         load = await cells.load(request.query.get("model", ""))
         num_live = load.num_requests_running + load.num_requests_waiting + load.num_requests_swapped
         fields = {field.name: getattr(load, field.name) for field in load.DESCRIPTOR.fields}
@@ -161,7 +167,7 @@ def routes(
 
 
 def _with_headers(call: Call, http: web.Request) -> Call:
-    """Add what the headers say: priority, tenant, resumable, and where to resume."""
+    """Add the values of the headers: priority, tenant, resumable, and the event to resume after."""
     resumable = is_resumable(http)
     call = replace(
         call,

@@ -27,7 +27,7 @@ S = TypeVar("S", bound=Schema)
 MAX_PARSED_AT_ONCE_BYTES: Final = 16 * 1024
 """Larger bodies are parsed in a thread, since they may take longer than a millisecond."""
 MAX_PENDING: Final = 1024
-"""Most bodies that may be in the thread or wait for it."""
+"""Most bodies that are parsed in the thread or wait for it."""
 
 _JSON: Final = "application/json"
 _CODING_TO_WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -51,7 +51,7 @@ class BodyReader:
     async def read(self, request: web.Request, schema: type[S], *, generates: bool = False) -> S:
         """Read and parse a call's body; raises QuireError.
 
-        With `generates` the tenant's quota must have room for a request of the body's size.
+        With `generates`, the tenant's quota must have room for a request of this size.
         """
         if request.content_type != _JSON:
             raise UnsupportedMediaTypeError(

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, as OpenAI has it; /rerank, as Cohere and Jina, and /score, as vLLM."""
+"""POST /v1/embeddings (OpenAI's API), /rerank (Cohere's and Jina's) and /score (vLLM's)."""
 
 import base64
 import time
@@ -43,7 +43,7 @@ def embedding_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
         return await _embeddings_response(inference, body, call_id.value, request.headers)
 
     async def create_ranking(request: web.Request, call_id: CallId) -> web.Response:
-        """Order documents by how well they answer a query, as Cohere and Jina do."""
+        """Rank documents by how well they answer a query, as Cohere and Jina do."""
         body = await bodies.read(request, RerankBody, generates=True)
         call_id.value = body.request_id or call_id.value
         inference = await cells.use(body.model)
@@ -70,7 +70,7 @@ class _Body(Schema):
     model: str = ""
     request_id: RequestId | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """vLLM's: cut an input after so many tokens; -1: as many as the model takes."""
+    """From vLLM: cut an input after this many tokens; -1: as many as the model takes."""
     user: str = ""
 
     def requests(
@@ -112,7 +112,7 @@ async def _embeddings_response(
 ) -> web.Response:
     requests = body.requests(body.input, request_id, headers, special=body.add_special_tokens)
     answer = await embed(inference, body, requests)
-    # In a thread, since a million numbers take longer than other calls should wait.
+    # In a thread: writing a million numbers would delay other calls.
     content = await inference.text.run(lambda: json_bytes(answer()))
     return web.Response(body=content, content_type="application/json")
 
@@ -125,7 +125,9 @@ async def embed(
     max_at_once: int = MAX_AT_ONCE,
     max_numbers: int = MAX_NUMBERS,
 ) -> Callable[[], Json]:
-    """Compute the vectors of `body.requests`; the result makes the answer, in any thread.
+    """Compute the vectors of `body.requests`.
+
+    Return a function that makes the answer in any thread.
 
     Raises QuireError.
     """
@@ -155,7 +157,7 @@ async def embed(
 
 
 def _name(field: str, inputs: Sequence[object]) -> Callable[[int], str]:
-    """Return what names one of a field's inputs, of which there may be one, by its index."""
+    """Return the name of an input for errors: the field, with the index if there are several."""
     return (field if len(inputs) == 1 else field + "[{}]").format
 
 

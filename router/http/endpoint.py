@@ -1,4 +1,4 @@
-"""What all routes share: the call's id, trace context, errors in its API's shape."""
+"""Wraps the handlers of all routes: the call's id, trace context, errors in the API's shape."""
 
 import functools
 import re
@@ -24,7 +24,7 @@ RESUMABLE_HEADER: Final = "X-Quire-Resumable"
 
 @dataclass(slots=True)
 class CallId:
-    """A call's id: generated, unless the header or the body gives one."""
+    """A call's id: generated unless a header or the body sets it."""
 
     value: str
 
@@ -51,7 +51,7 @@ def endpoint(handler: CallHandler) -> HttpHandler:
                 response = await _fail(waiting, error, request, call_id)
             elif STARTED not in request:
                 response = failure_response(error, path=request.path, request_id=call_id.value)
-            else:  # a second head would be read as a part of the body: cut the body off instead
+            else:  # a second head would be read as part of the body: close the connection instead
                 log.exception("stream_failed", path=request.path, request_id=call_id.value)
                 if request.transport is not None:
                     request.transport.close()
@@ -87,7 +87,7 @@ def is_resumable(request: web.Request) -> bool:
 
 
 def check_not_resumable(request: web.Request) -> None:
-    """Raise UnimplementedError if a call wants to be resumable at a route that cannot resume."""
+    """Raise UnimplementedError for a resumable call to a route that cannot resume."""
     if is_resumable(request):
         raise UnimplementedError(
             f"{RESUMABLE_HEADER} is true; {request.path} has no streams that Last-Event-ID resumes"
@@ -99,7 +99,7 @@ def json_response(value: object, headers: Mapping[str, str] | None = None) -> we
 
 
 def peer_of(remote: str | None) -> str:
-    """Return an address in gRPC's form."""
+    """Return the caller's address in gRPC's form."""
     if remote is None:
         return "unknown"
     return f"ipv6:[{remote}]" if ":" in remote else f"ipv4:{remote}"

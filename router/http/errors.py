@@ -1,4 +1,4 @@
-"""Errors over HTTP: OpenAI's shape, or that of the called API; status and headers."""
+"""Errors over HTTP: the JSON in the called API's shape, the status, and headers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ _STATUS_TO_CODE = {
     413: "body_too_large",
     429: "rate_limit_exceeded",
 }
-"""OpenAI's codes are words, or absent; strict clients parse them."""
+"""Maps a status to OpenAI's code, which is a word or absent; strict clients parse it."""
 
 
 class MissingModelError(NotFoundError):
@@ -88,7 +88,7 @@ class MethodNotAllowedError(QuireError):
 
 
 def error_json(error: QuireError) -> dict[str, object]:
-    """Return the JSON of an error: a response's body, or an event of a stream that breaks."""
+    """Return the JSON of an error, for a response's body or an event."""
     status = error.http_status
     is_clients_fault = status < HTTPStatus.INTERNAL_SERVER_ERROR
     default_type = "invalid_request_error" if is_clients_fault else "server_error"
@@ -103,7 +103,7 @@ def error_json(error: QuireError) -> dict[str, object]:
 
 
 def error_response(error: QuireError, *, path: str = "", request_id: str = "") -> web.Response:
-    """Return the response for an error of a call of `path`, whose API determines the shape."""
+    """Return the response for an error; `path` determines the API and so the shape."""
     is_anthropic = path == anthropic.ROOT or path.startswith(f"{anthropic.ROOT}/")
     body = anthropic.error_json(error, request_id) if is_anthropic else error_json(error)
     response = web.Response(
@@ -114,12 +114,14 @@ def error_response(error: QuireError, *, path: str = "", request_id: str = "") -
     if is_anthropic:
         response.headers[anthropic.REQUEST_ID_HEADER] = request_id
     if isinstance(error, TooBusyError):
-        response.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))  # whole
+        response.headers["Retry-After"] = str(
+            max(1, math.ceil(error.retry_after_s))
+        )  # whole seconds
     return response
 
 
 def failure_response(error: Exception, *, path: str, request_id: str = "") -> web.Response:
-    """Return the response for what a handler raised; a bug is logged, its details hidden."""
+    """Return the response for an exception of a handler; a bug is logged and its details hidden."""
     if not isinstance(error, QuireError):
         log.error("request_failed", exc_info=error, path=path, request_id=request_id)
         error = QuireError("internal error")
@@ -127,7 +129,7 @@ def failure_response(error: Exception, *, path: str, request_id: str = "") -> we
 
 
 def error_from_validation(error: ValidationError) -> InvalidArgumentError:
-    """Return the first problem of a body: field, value, and what it must be."""
+    """Return an error for the first invalid field of a body, with its value and the limit."""
     detail = error.errors(include_url=False, include_context=False)[0]
     field = _field_path(detail["loc"]) or "body"
     return InvalidArgumentError(field, _problem(detail))
@@ -136,7 +138,7 @@ def error_from_validation(error: ValidationError) -> InvalidArgumentError:
 def error_with_json_names(
     field_to_json: Mapping[str, str], error: InvalidArgumentError
 ) -> InvalidArgumentError:
-    """Return the error with its field named as in the client's JSON.
+    """Return the error with the field's name in the client's JSON.
 
     Checks name `sampling.max_tokens` and `prompt`, which a chat's client never sent.
     """
@@ -168,7 +170,7 @@ def _field_path(location: Sequence[str | int]) -> str:
 
 
 def error_from_finished(finished: OutputFinished) -> QuireError | None:
-    """Return the error of an output that did not end well; None if it did."""
+    """Return the error of an output that failed; None if it succeeded."""
     match finished.finish_reason:
         case FinishReason.STOP | FinishReason.LENGTH:
             return None

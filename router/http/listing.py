@@ -1,4 +1,4 @@
-"""Pages of lists, as OpenAI lists what is kept."""
+"""Pages of lists, as in OpenAI's API."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ _MAX_NUMBER_DIGITS = 9
 
 
 def page(items: Sequence[Json], query: Mapping[str, str], *, most: int) -> dict[str, Any]:
-    """Return the page that `limit`, `after` and `order` ask for; `items` are newest first."""
+    """Return the page of `items`, newest first, for the query's `limit`, `after` and `order`."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidArgumentError("order", f"is {excerpt(order)}; it must be asc or desc")
@@ -34,7 +34,7 @@ def page(items: Sequence[Json], query: Mapping[str, str], *, most: int) -> dict[
 
 
 def integer(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
-    """Return a number of the query; raises InvalidArgumentError."""
+    """Return an integer parameter of the query; raises InvalidArgumentError."""
     if (text := query.get(name)) is None:
         return default
     digits = text.removeprefix("-")

@@ -19,7 +19,7 @@ class LoadAdapterBody(Schema):
     lora_name: str
     lora_path: str
     base_model_name: str = ""
-    """The model that it changes; needed if there are several."""
+    """The adapter's base model; required if there are several."""
 
 
 class UnloadAdapterBody(Schema):
@@ -31,7 +31,7 @@ class UnloadAdapterBody(Schema):
 
 
 async def load_adapter(operations: Operations, body: LoadAdapterBody, remote: str | None) -> str:
-    """Load an adapter for a caller at `remote`; return the same text as vLLM. Raises QuireError."""
+    """Load an adapter for a caller at `remote`; return vLLM's text. Raises QuireError."""
     try:
         loaded = await operations.load_adapter(
             body.lora_name, body.lora_path, peer_of(remote), body.base_model_name
@@ -45,6 +45,6 @@ async def load_adapter(operations: Operations, body: LoadAdapterBody, remote: st
 async def unload_adapter(
     operations: Operations, body: UnloadAdapterBody, remote: str | None
 ) -> str:
-    """Unload an adapter; return the same text as vLLM. Raises QuireError."""
+    """Unload an adapter; return vLLM's text. Raises QuireError."""
     await operations.unload_adapter(body.lora_name, peer_of(remote))
     return f"Success: LoRA adapter {body.lora_name!r} removed successfully."

@@ -16,7 +16,7 @@ def usage_route(reports: UsageReports) -> web.RouteDef:
     """Return the route."""
 
     async def get_usage(request: web.Request, _: CallId) -> web.Response:
-        """Sum up what requests have used, by hour, day, tenant, key, model or adapter."""
+        """Sum up the usage of requests by hour, day, tenant, key, model or adapter."""
         query = request.query
         if unknown := query.keys() - {"since", "until", "by"}:
             raise InvalidArgumentError(min(unknown), "is not known; since, until and by are")

@@ -1,8 +1,8 @@
 """Prevents web pages from using a service that trusts calls from its own machine.
 
-A browser on that machine makes any call that a page requests. It sends the page's `Origin`. If the
-page's host name resolves to this machine, the name is in `Host`. Before the browser sends a JSON
-body to another origin, it asks for permission, which no route gives.
+A browser on that machine makes any call that a page requests, and sends the page's `Origin`. If the
+page's host name resolves to this machine, `Host` has that name. Before a browser sends a JSON body
+to another origin, it asks for permission (CORS), which no route gives.
 """
 
 import ipaddress
@@ -20,10 +20,10 @@ from router.http.strict_json import excerpt
 
 @dataclass(frozen=True, slots=True)
 class PageGuard:
-    """Refuses calls of web pages other than the service's own, for routers without API keys."""
+    """Refuses calls from other web pages than the service's own, for routers without API keys."""
 
     hosts: frozenset[str] | None
-    """Names that `Host` may have besides loopback names; None: any, because TLS proves it."""
+    """Names that `Host` may have besides loopback names; None: any, because TLS proves the name."""
     origins: frozenset[str] = frozenset()
     """Origins of other pages that may call, such as "https://example.com"."""
 
@@ -31,7 +31,7 @@ class PageGuard:
         """Check the headers `Host` and `Origin` of a call.
 
         Raises:
-            PermissionDeniedError: Another web page may have made the call.
+            PermissionDeniedError: The call may come from another web page.
         """
         host, origin = headers.get("Host", ""), headers.get("Origin")
         if self.hosts is not None and not _is_own(host, self.hosts):

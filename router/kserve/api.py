@@ -181,9 +181,9 @@ async def _complete(call: InferCall, live: LiveRequest) -> Answer:
 async def _answers(call: InferCall, live: LiveRequest) -> AsyncIterator[tuple[Answer, bool]]:
     """Yield the answers of a stream, and whether each is the last.
 
-    For each delta there is an answer in which the other outputs have no text. The end of the
-    request is an answer without text, so that no delta has to wait until it is known to be the
-    last.
+    Each delta becomes an answer in which the other outputs have no text. The request ends with an
+    answer without text; otherwise each delta would have to wait until the router knows whether it
+    is the last.
     """
     if not call.stream:
         yield await _complete(call, live), True

@@ -27,10 +27,11 @@ _DATATYPE_TO_FORM: Final[dict[str, tuple[str, str | None]]] = {
     "FP64": ("d", "fp64_contents"),
     "BYTES": ("", "bytes_contents"),
 }
-"""The `struct` code of an element, and the field for typed contents, if there is one."""
+"""Maps a datatype to the `struct` code of an element and to the field for typed contents, if
+any."""
 
 MAX_ELEMENTS: Final = 1024
-"""Most elements of an input; the longest is a list of choices."""
+"""Most elements of an input; the longest kind of input is a list of choices."""
 MAX_DIMENSIONS: Final = 8
 
 _LENGTH: Final = struct.Struct("<I")

@@ -47,10 +47,10 @@ async def _ask_each(
 class Operations:
     """The operators' calls. Every method first checks that `peer` is an operator.
 
-    All raise the schedulers' errors, and `UnavailableError` without a scheduler. A change of
-    adapters does not start while a scheduler is not connected, and continues if the caller leaves.
-    Models are loaded through separate channels, because the links to a scheduler close when its
-    model changes.
+    All methods raise the schedulers' errors, and `UnavailableError` without a scheduler. A change
+    of adapters does not start while a scheduler is disconnected; once started, it continues even if
+    the caller leaves. Models are loaded through separate channels, because the links to a scheduler
+    close when its model changes.
     """
 
     def __init__(self, cells: Cells, operators: Operators, tls: ClientTls | None = None) -> None:
@@ -66,8 +66,8 @@ class Operations:
     ) -> adapters_pb2.LoadAdapterResponse:
         """Load an adapter at every scheduler of a model; from then on requests may name it.
 
-        If one refuses, the others unload it, unless they had it before. Raises
-        `InvalidArgumentError` for the name of a model, or of an adapter of another model.
+        If one refuses, those schedulers that did not have the adapter before unload it again.
+        Raises `InvalidArgumentError` for the name of a model, or of an adapter of another model.
         """
         self._operators.check(peer, "loads LoRA adapters")
         log.info("an operator loads an adapter", name=name, directory=directory, peer=peer)
@@ -108,7 +108,7 @@ class Operations:
     async def unload_adapter(
         self, name: str, peer: str, digest: bytes = b"", model: str = ""
     ) -> None:
-        """Unload an adapter at every scheduler; return when no request has it any more.
+        """Unload an adapter at every scheduler; return once no request uses it.
 
         An empty `model` means the one that has the adapter.
 
@@ -129,7 +129,7 @@ class Operations:
     async def list_adapters(
         self, peer: str, model: str = ""
     ) -> Sequence[adapters_pb2.LoadedAdapter]:
-        """Return the adapters of a model, or of all whose schedulers are connected, in order."""
+        """Return the adapters of a model, or of all models with a connected scheduler, in order."""
         self._operators.check(peer, "lists LoRA adapters")
         cells = self._cells.some(model)
         schedulers = [calls for cell in cells for calls in cell.schedulers.target_to_calls.values()]
@@ -157,7 +157,7 @@ class Operations:
     def _targets(self, worker: str, model: str) -> Mapping[str, bool]:
         """Return all known schedulers of a model, and whether each is connected.
 
-        Without a model those of all models, if a worker is named: one of them has it.
+        Without a model, all models' schedulers if a worker is named: one of them has the worker.
         """
         cells = self._cells.all if worker and not model else [self._cells.only(model)]
         targets = {

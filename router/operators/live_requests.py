@@ -1,4 +1,4 @@
-"""What operators ask about the live requests of this router: which there are, and their end."""
+"""Operators' calls that list and cancel the live requests of this router."""
 
 import asyncio
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class LiveRequests:
     async def cancel(
         self, asked: requests_pb2.RequestFilter, peer: str
     ) -> Sequence[requests_pb2.LiveRequest]:
-        """End the requests that pass the filter; return those that were still live, as they were.
+        """Cancel the requests that pass the filter; return those that were live.
 
         Raises `InvalidArgumentError` for an empty filter, `NotFoundError` for an id that is not
         live.
@@ -50,7 +50,7 @@ class LiveRequests:
             )
         found = self._find(asked)
         ended = [_to_proto(each) for each in found if each.end(PermissionDeniedError(_MESSAGE))]
-        # A resumable request that no call reads is known to a scheduler alone, and so is its age.
+        # Only a scheduler knows a resumable request that no call reads, and the request's age.
         if asked.request_id and not found and not asked.HasField("min_age_s"):
             try:
                 await self._cells.cancel_of(asked.tenant, asked.request_id)

@@ -1,4 +1,4 @@
-"""What operators ask about usage: sums by tenant, key, model, adapter and time."""
+"""Operators' calls about usage: sums by tenant, key, model, adapter and time."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class UsageReports:
     """Every method first checks that `peer` is an operator, see `Operators.check`."""
 
     def __init__(self, turns: Turns | None, operators: Operators) -> None:
-        """Without `turns` nothing is kept."""
+        """Without `turns`, usage is not stored."""
         self._turns = turns
         self._operators = operators
 

@@ -1,4 +1,4 @@
-"""Which parsers read a model's outputs: those of its chat template, or those of the settings."""
+"""Chooses the parsers of a model's outputs, by its chat template or by the settings."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
 from contract.request import ThinkingMarkers
+from router.parsers.call_grammar import TokenId
 from router.parsers.families import THINKING_FAMILIES, TOOL_FAMILIES, ToolFamily
-from router.parsers.grammar import TokenId
 from router.parsers.harmony import THOUGHT_MESSAGES
 from router.parsers.pieces import Pieces, Reader
 from router.parsers.reader import OutputReader, Part, plain_text, read_by
@@ -20,7 +20,7 @@ BY_TEMPLATE = ""
 NONE = "none"
 
 ReaderClass: TypeAlias = Callable[[Tools], Reader]
-"""A class of one's own: made for each output, with the offered functions' schemas."""
+"""A user's class; instantiated for each output with the offered functions' schemas."""
 
 T = TypeVar("T")
 
@@ -31,23 +31,23 @@ class ParserError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class OutputParsers:
-    """How a model writes thinking and calls, and how both are read."""
+    """The parsers for a model's thinking and tool calls."""
 
     tools: ToolFamily | ReaderClass | None
-    """None: calls are not known."""
+    """None: the syntax of calls is unknown."""
     thinking: Thinking | None
     token_id: TokenId
     is_special: Callable[[str], bool]
-    """Whether a text is a token that outputs' text does not show."""
+    """Whether a text is a special token, which the text of outputs leaves out."""
 
     @property
     def family(self) -> ToolFamily | None:
-        """The family whose syntax a grammar can demand; None: there is none."""
+        """The family whose syntax a grammar can enforce; None: there is none."""
         return self.tools if isinstance(self.tools, ToolFamily) else None
 
     @property
     def reads_messages(self) -> bool:
-        """Whether an output is not text but messages, with or without calls."""
+        """Whether outputs consist of harmony's messages instead of plain text."""
         return self.family is not None and self.family.is_harmony
 
     def new_reader(self, tools: Tools | None, *, has_begun: bool) -> OutputReader:
@@ -82,7 +82,7 @@ class OutputParsers:
         return THOUGHT_MESSAGES if self.reads_messages else None
 
     def hides_markers(self) -> bool:
-        """Whether the text of an output must show special tokens to be read."""
+        """Whether the text of outputs must contain special tokens for the parsers."""
         markers: Sequence[str] = ()
         if self.thinking is not None:
             markers = (self.thinking.begin, self.thinking.end)
@@ -94,10 +94,10 @@ class OutputParsers:
 def choose_parsers(
     template: str, tool_parser: str, reasoning_parser: str
 ) -> tuple[ToolFamily | ReaderClass | None, Thinking | None]:
-    """Return what reads calls and thinking: by the settings, or by a template's markers.
+    """Choose the parsers by the settings, or by the markers in a chat template.
 
     Raises:
-        ParserError: A setting is no family's name and no class's path.
+        ParserError: A setting is neither a family's name nor the path of a class.
     """
     tools: ToolFamily | ReaderClass | None
     if tool_parser == BY_TEMPLATE:
@@ -107,7 +107,7 @@ def choose_parsers(
     if reasoning_parser != BY_TEMPLATE:
         return tools, _named(reasoning_parser, THINKING_FAMILIES, "reasoning_parser", (Thinking,))
     if isinstance(tools, ToolFamily) and tools.is_harmony:
-        return tools, None  # its messages say what is thinking
+        return tools, None  # its messages mark thinking
     return tools, _thinking_of(template)
 
 

@@ -1,4 +1,4 @@
-"""The families of models that are known: how each writes thinking and calls."""
+"""The known model families, with each one's syntax of thinking and tool calls."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,39 +19,40 @@ from router.parsers.tool_calls import (
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How a call is written, for a grammar that forces one; see `grammar.py`.
+    """The syntax of a call, for a grammar that forces one; see `call_grammar.py`.
 
-    NAME, ARGUMENTS, KEY and VALUE stand for what they say, INDEX for a number.
+    NAME, ARGUMENTS, KEY and VALUE are placeholders; INDEX is the call's number.
     """
 
     call: str
     first: str = ""
-    """Stands before the first call."""
+    """The text before the first call."""
     between: str = ""
     last: str = ""
     parameter: str = ""
-    """What ARGUMENTS is, for each parameter; empty: a JSON object."""
+    """The syntax of one parameter of ARGUMENTS; empty: ARGUMENTS is a JSON object."""
     is_alone: bool = False
-    """Whether an output ends with its call."""
+    """Whether an output ends after its first call."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFamily:
-    """How some models write calls, and how to tell by a chat template."""
+    """The syntax of calls of some models, and how to recognize it in a chat template."""
 
     syntax: Syntax | HarmonySyntax
     marks: tuple[str, ...]
-    """A template that has them all is this family's, unless an earlier family's marks are there."""
+    """A template with all of these texts belongs to this family, unless an earlier family
+    matches."""
     without: str = ""
-    """A mark that such a template does not have."""
+    """A text that such a template must not contain."""
     written: Written | None = None
-    """None: a forced call is plain JSON."""
+    """None: forced calls are plain JSON."""
     stop: str = ""
-    """Ends an output that may have one call only; empty: such an output cannot be ended."""
+    """The stop string for outputs with only one call; empty: there is no such string."""
 
     @property
     def is_harmony(self) -> bool:
-        """Whether all of an output is messages, thinking too."""
+        """Whether a whole output, including thinking, consists of harmony's messages."""
         return isinstance(self.syntax, HarmonySyntax)
 
 
@@ -191,7 +192,7 @@ TOOL_FAMILIES: Final[Mapping[str, ToolFamily]] = MappingProxyType(
         ),
     }
 )
-"""In the order in which a template is compared with their marks."""
+"""A template belongs to the first family that matches."""
 
 THINKING_FAMILIES: Final[Mapping[str, Thinking]] = MappingProxyType(
     {
@@ -202,4 +203,4 @@ THINKING_FAMILIES: Final[Mapping[str, Thinking]] = MappingProxyType(
         "think": Thinking("<think>", "</think>"),
     }
 )
-"""Likewise; harmony's thinking is read with its calls."""
+"""As `TOOL_FAMILIES`. Harmony is missing: its thinking is read together with its calls."""

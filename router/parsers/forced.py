@@ -1,4 +1,4 @@
-"""Reads calls that are plain JSON, as a form demands of models whose syntax is not known."""
+"""Reads forced calls in plain JSON, for models whose syntax of calls is unknown."""
 
 from typing import Final
 
@@ -17,14 +17,14 @@ class ForcedCall:
         self._has_begun = False
 
     def push(self, text: str) -> list[Piece]:
-        """Return the arguments as they come."""
+        """Return the arguments as they arrive."""
         if self._has_begun:
             return [CallPiece(0, text)] if text else []
         self._has_begun = True
         return [CallPiece(0, text, new_call_id(), self._name)]
 
     def flush(self) -> list[Piece]:
-        """Nothing is held back."""
+        """Return nothing: no text is held back."""
         return _NO_PIECES
 
 
@@ -40,7 +40,7 @@ class ChosenCall:
         return _NO_PIECES
 
     def flush(self) -> list[Piece]:
-        """Read the object; one that was cut short is text."""
+        """Read the object; an object that was cut short is text."""
         try:
             call = from_json(self._text)
         except ValueError:

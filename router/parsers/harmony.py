@@ -22,7 +22,7 @@ THOUGHT_MESSAGES: Final = ThinkingMarkers(
 
 
 def message_has_begun(prompt: str) -> bool:
-    """Whether a prompt ends within a message, behind its header."""
+    """Whether a prompt ends within a message, after its header."""
     return prompt.rfind("<|message|>") > prompt.rfind("<|start|>")
 
 

@@ -1,8 +1,8 @@
-"""A JSON or Python literal that arrives in pieces, as JSON without white space.
+"""Converts a JSON or Python literal that arrives in pieces to JSON without white space.
 
-What is shown of it is at each moment the beginning of some JSON text: where a character does not
-fit, the literal breaks before it. Characters whose JSON depends on later ones, such as a Python
-escape, are held until it is known.
+The output is always the beginning of some valid JSON text: the literal breaks before the first
+character that does not fit. Characters whose JSON depends on later ones, such as a Python escape,
+are held back until it is known.
 """
 
 import json
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import Final
 
 MAX_DEPTH: Final = 100
-"""Deepest nesting; a parser of the client's may have a limit of about this."""
+"""Deepest nesting; parsers of clients may have similar limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How literals are written."""
+    """The syntax of literals."""
 
     quotes: str
     words: Mapping[str, str]
-    """Words that are values, and their JSON."""
+    """Maps words that are values to JSON."""
     escapes: Mapping[str, str]
-    """The character after a backslash, and the JSON of both."""
+    """Maps the character after a backslash to the JSON of both."""
     has_byte_escapes: bool
     """Whether \\x41 is an escape, and an unknown escape stands for itself."""
 
@@ -58,7 +58,7 @@ _CLASS: Final = {**dict.fromkeys("123456789", "d"), "E": "e"}
 
 
 class LiteralText:
-    """One literal; push text until it is done or broken."""
+    """One literal; push text until it is complete or broken."""
 
     def __init__(self, dialect: Dialect = JSON) -> None:
         self.is_done = False
@@ -66,20 +66,21 @@ class LiteralText:
         self._dialect = dialect
         self._closers: list[str] = []
         self._wants = "value"
-        """Outside scalars: value, value or end, key, key or end, colon, comma."""
+        """What may come next outside scalars: value, value or end, key, key or end, colon,
+        comma."""
         self._within = ""
-        """Within a scalar: its quote, "number" or "word"."""
+        """The current scalar: its quote, "number" or "word"."""
         self._number = ""
         self._held = ""
         """An escape or a word that has begun."""
 
     @property
     def num_held(self) -> int:
-        """How many of the characters read last were not shown."""
+        """How many characters at the end have been read but not shown."""
         return len(self._held)
 
     def push(self, text: str, at: int) -> tuple[str, int]:
-        """Read `text` from `at` on; return what to show, and where reading stopped."""
+        """Read `text` from `at` on; return the JSON to show, and where reading stopped."""
         shown: list[str] = []
         while at < len(text) and not self.is_done and not self.is_broken:
             if self._within == "number":
@@ -93,7 +94,10 @@ class LiteralText:
         return "".join(shown), at
 
     def end(self) -> bool:
-        """Say that nothing follows; return whether the literal is complete, as a number may be."""
+        """Signal the end of the text.
+
+        Return whether the literal is complete, as a number may be.
+        """
         if self._within == "number" and self._number in _NUMBER_ENDS:
             self._end_value()
         return self.is_done
@@ -145,7 +149,7 @@ class LiteralText:
         elif character == self._within:
             shown.append('"')
             self._end_value()
-        else:  # models write line ends and tabs as they are
+        else:  # models write line ends and tabs without escapes
             shown.append(json.dumps(character)[1:-1])
         return at + 1
 
@@ -202,7 +206,7 @@ class LiteralText:
         return at + 1
 
     def _end_value(self) -> None:
-        """Note that a key, a scalar or what a bracket began has ended."""
+        """Update the state after a key, a scalar, an object or a list."""
         is_key = self._within != "" and self._wants.startswith("key")
         self._within = ""
         if is_key:

@@ -1,4 +1,4 @@
-"""What is read in an output's text: pieces of text, of thinking and of calls, in order."""
+"""The result of parsing an output: pieces of text, thinking and tool calls, in order."""
 
 import uuid
 from collections.abc import Sequence
@@ -15,19 +15,19 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """Text that the model wrote to think."""
+    """A part of the model's thinking."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """A piece of a call; its first has an id and a name."""
+    """A part of a tool call; the first part has an id and a name."""
 
     position: int
-    """Which of the output's calls, from 0."""
+    """The index of the call in the output."""
     arguments: str
-    """The next part of the JSON object's text."""
+    """The next part of the arguments' JSON."""
     call_id: str | None = None
     name: str | None = None
 
@@ -36,21 +36,21 @@ Piece: TypeAlias = Text | Thought | CallPiece
 
 
 class Reader(Protocol):
-    """Reads one output, however it is cut in pieces. A class of one's own has these methods."""
+    """Parses one output that arrives in pieces. A user's parser has these methods, too."""
 
     def push(self, text: str) -> Sequence[Piece]:
-        """Read more text; hold back only what is not decided yet."""
+        """Read more text; hold back only text that is ambiguous so far."""
 
     def flush(self) -> Sequence[Piece]:
-        """Read what was held back, at the output's end."""
+        """Read the text that was held back, at the output's end."""
 
 
 class Pieces:
-    """Collects what one push reads; neighbours of a kind become one piece."""
+    """Collects the pieces of one push; adjacent pieces of one kind are merged."""
 
     def __init__(self) -> None:
         self.num_calls = 0
-        """Calls begun since the output's start."""
+        """Number of calls that have begun since the output's start."""
         self._pieces: list[Piece] = []
 
     def text(self, text: str) -> None:
@@ -65,7 +65,7 @@ class Pieces:
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Add to the arguments of the call begun last."""
+        """Append to the arguments of the latest call."""
         if not text:
             return
         position, last = self.num_calls - 1, self._pieces[-1] if self._pieces else None
@@ -75,7 +75,7 @@ class Pieces:
             self._pieces.append(CallPiece(position, text))
 
     def extend(self, pieces: Sequence[Piece]) -> None:
-        """Add what another reader has read."""
+        """Add the pieces of another reader."""
         self._pieces += pieces
 
     def take(self) -> list[Piece]:

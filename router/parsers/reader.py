@@ -1,4 +1,4 @@
-"""Reads one output: thinking first, then text and calls."""
+"""Parses one output: first thinking, then text and calls."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -7,10 +7,10 @@ from router.parsers.pieces import Piece, Pieces, Reader
 from router.parsers.source import Reading, Source
 
 Part: TypeAlias = Callable[[Source, Pieces], Reading[None]]
-"""Reads a part of an output; the last part reads to its end."""
+"""Parses a part of an output; the last part reads to the output's end."""
 
 _SLICE_CHARS = 1024
-"""How much text is searched for markers at a time."""
+"""How many characters are searched for markers at a time."""
 
 
 class OutputReader:
@@ -21,15 +21,15 @@ class OutputReader:
         self._reading = self._read(parts)
 
     def push(self, text: str) -> list[Piece]:
-        """Read more text; hold back only what is not decided yet."""
-        # In slices, since a search for the next marker looks at all the text that is not read yet.
+        """Read more text; hold back only text that is ambiguous so far."""
+        # In slices, because a search for the next marker scans all unread text.
         for start in range(0, len(text), _SLICE_CHARS):
             self._source.add(text[start : start + _SLICE_CHARS])
             next(self._reading, None)
         return self._pieces.take()
 
     def flush(self) -> list[Piece]:
-        """Read what was held back, at the output's end."""
+        """Read the text that was held back, at the output's end."""
         self._source.end()
         next(self._reading, None)
         return self._pieces.take()
@@ -40,7 +40,7 @@ class OutputReader:
 
 
 def plain_text(source: Source, pieces: Pieces) -> Reading[None]:
-    """Read text in which nothing is looked for."""
+    """Read text without looking for markers."""
     while True:
         pieces.text(source.take_arrived())
         if not (yield from source.wait()):
@@ -48,7 +48,7 @@ def plain_text(source: Source, pieces: Pieces) -> Reading[None]:
 
 
 def read_by(reader: Reader) -> Part:
-    """Return a part that a reader of another class reads."""
+    """Return a part that is read by a reader of another class."""
 
     def part(source: Source, pieces: Pieces) -> Reading[None]:
         while True:

@@ -1,8 +1,9 @@
-"""Text that arrives in pieces, for readers written as if all of it were there.
+"""Text that arrives in pieces, behind an interface that hides the pieces from parsers.
 
-A reader is a generator: where it needs more text to decide, it yields. Each method that may wait is
-a generator too (`yield from`), and gives the same however the text is cut; so the reader does.
-What was read since `mark` is kept, so that text which turns out to be no call can be shown.
+A parser is a generator that yields whenever it needs more text. Methods that may wait are
+generators, too (`yield from`). Their results do not depend on how the text is cut into pieces, so
+neither do the parser's. The text read since `mark` is kept: if it turns out not to be a call, it
+can be shown.
 """
 
 import re
@@ -13,21 +14,21 @@ from router.parsers.literals import LiteralText
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
-"""Yields where more text is needed."""
+"""Yields whenever more text is needed."""
 
 _SPACE = re.compile(r"\s*")
 
 
 class MalformedError(Exception):
-    """The text does not follow the syntax; what was read since the mark is text."""
+    """The text breaks the syntax; everything read since the mark is plain text."""
 
 
 class Source:
-    """The text of one output: what was read since the mark, and what has arrived."""
+    """The text of one output, from the mark to the last character that has arrived."""
 
     def __init__(self) -> None:
         self._text = ""
-        """Begins at the mark."""
+        """The text from the mark on."""
         self._at = 0
         self._has_ended = False
 
@@ -35,7 +36,7 @@ class Source:
         self._text += text
 
     def end(self) -> None:
-        """Say that nothing follows: no method waits any more."""
+        """Signal the end of the text; from now on no method waits."""
         self._has_ended = True
 
     def mark(self) -> None:
@@ -44,11 +45,11 @@ class Source:
 
     @property
     def is_over(self) -> bool:
-        """Whether all was read, and nothing follows."""
+        """Whether the text has ended and all of it was read."""
         return self._has_ended and self._at == len(self._text)
 
     def take_back(self) -> str:
-        """Return what was read since the mark, and mark."""
+        """Return the text read since the mark, and set the mark here."""
         read = self._text[: self._at]
         self.mark()
         return read
@@ -58,12 +59,12 @@ class Source:
         self._at = 0
 
     def take_arrived(self) -> str:
-        """Read all that has arrived, and mark."""
+        """Read all text that has arrived, and set the mark after it."""
         self._at = len(self._text)
         return self.take_back()
 
     def wait(self) -> Reading[bool]:
-        """Wait for more text; False if nothing follows."""
+        """Wait for more text; return False at the end."""
         if self._has_ended:
             return False
         yield
@@ -77,7 +78,7 @@ class Source:
         return self._text[self._at]
 
     def has(self, literal: str) -> Reading[bool]:
-        """Read `literal` if it comes next."""
+        """Read `literal` if it comes next; return whether it did."""
         while not self._text.startswith(literal, self._at):
             if not literal.startswith(self._text[self._at : self._at + len(literal)]):
                 return False
@@ -94,7 +95,7 @@ class Source:
         return False
 
     def expect(self, literal: str) -> Reading[None]:
-        """Read `literal`, or what there is of it at the text's end; raise MalformedError else."""
+        """Read `literal`, or its beginning if the text ends there; else raise MalformedError."""
         if (yield from self.has(literal)):
             return
         rest = self._text[self._at :]
@@ -111,10 +112,10 @@ class Source:
                 return
 
     def word(self, pattern: re.Pattern[str], max_chars: int) -> Reading[str]:
-        """Read one or more characters; `pattern` is one character's, repeated.
+        """Read one or more characters that match `pattern`, a repeated character class.
 
         Raises:
-            MalformedError: None matches, or more than `max_chars`.
+            MalformedError: No character matches, or more than `max_chars` do.
         """
         while True:
             found = pattern.match(self._text, self._at)
@@ -132,10 +133,11 @@ class Source:
     def until(
         self, literals: Sequence[str], show: Callable[[str], None], *, trims: bool = False
     ) -> Reading[str]:
-        """Read up to the first of `literals`, and it; show the text before it as it comes.
+        """Read up to and including the first of `literals`; show the text before it as it arrives.
 
-        With `trims`, white space before the literal is not shown. What was read and not shown is
-        behind the mark. Returns "" at the end: then that may be the beginning of a literal.
+        With `trims`, white space before the literal is not shown. Text that was read but not shown
+        stays after the mark. Returns "" at the end of the text; the unshown text may then be the
+        beginning of a literal.
         """
         self.mark()
         while True:
@@ -154,10 +156,10 @@ class Source:
                 return ""
 
     def literal(self, value: LiteralText, show: Callable[[str], None]) -> Reading[None]:
-        """Read a literal, shown as it comes: what was shown is before the mark.
+        """Read a literal and show it as it arrives; the mark follows the shown text.
 
         Raises:
-            MalformedError: It breaks, or the text ends within it.
+            MalformedError: The literal is malformed, or the text ends within it.
         """
         while True:
             text, self._at = value.push(self._text, self._at)
@@ -170,12 +172,12 @@ class Source:
                 return
             if not (yield from self.wait()):
                 if not value.end():
-                    show(self.take_back())  # as cut short as the rest
+                    show(self.take_back())  # cut short, like the rest
                     raise MalformedError
                 return
 
     def held_literal(self, value: LiteralText) -> Reading[str]:
-        """Read a literal as `literal`, and keep it behind the mark; return its JSON."""
+        """Read a literal without showing it or moving the mark; return its JSON."""
         shown = []
         while not value.is_done:
             text, self._at = value.push(self._text, self._at)

@@ -1,4 +1,4 @@
-"""Reads what a model thinks before it answers."""
+"""Parses the thinking before an answer."""
 
 from dataclasses import dataclass
 
@@ -13,23 +13,23 @@ class Thinking:
     begin: str
     end: str
     other_ends: tuple[str, ...] = ()
-    """Markers of calls that end it, too; they are not part of it."""
+    """Markers of calls, which also end thinking without being part of it."""
 
     def has_begun(self, prompt: str, continued: str = "") -> bool:
         """Whether a prompt ends within thinking.
 
-        Its template has written the first marker, or `continued`, the assistant's message at its
-        end, has.
+        The first marker comes from the template, or from `continued`, the assistant's message at
+        the prompt's end.
         """
         if continued:
             return continued.rfind(self.begin) > continued.rfind(self.end)
         return prompt.rstrip().endswith(self.begin)
 
     def read(self, source: Source, pieces: Pieces, *, has_begun: bool) -> Reading[None]:
-        """Read thinking, if there is any; white space around it belongs to the syntax."""
+        """Read thinking, if there is any; white space around it is part of the syntax."""
         source.mark()
         yield from source.skip_space()
-        # A model may write the marker although the prompt has it.
+        # A model may repeat a marker that the prompt already has.
         if not (yield from source.has(self.begin)) and not has_begun:
             source.rewind()
             return

@@ -1,8 +1,8 @@
-"""Reads tool calls out of an output's text as it arrives, by the markers of a family's syntax.
+"""Parses tool calls in an output as it arrives, by the markers of a model family's syntax.
 
-A call begins when its name is known and its arguments have begun; from there on the arguments are
-passed on as they arrive. If the text breaks the syntax earlier, all of it is plain text. If it
-breaks the syntax later, the call ends there, and the rest is plain text.
+A call begins once its name is known and its arguments have begun; then the arguments are passed on
+as they arrive. If the text breaks the syntax before that, all of it is plain text. If it does so
+later, the call ends there and the rest is plain text.
 """
 
 import json
@@ -31,41 +31,41 @@ _MISTRAL_ID: Final = string.ascii_letters + string.digits
 
 
 def new_mistral_id() -> str:
-    """Return an id as Mistral's templates demand it: nine letters and digits."""
+    """Return an id of nine letters and digits, as Mistral's templates require."""
     return "".join(secrets.choice(_MISTRAL_ID) for _ in range(9))
 
 
 class Calls:
-    """The calls of one output, while they are read."""
+    """The calls of one output while it is parsed."""
 
     def __init__(self, source: Source, pieces: Pieces, tools: Tools | None) -> None:
-        """`tools`: None if calls are text."""
+        """`tools`: None if calls are plain text."""
         self.source = source
         self.pieces = pieces
         self.tools: Tools = tools or {}
         self.are_wanted = tools is not None
         self.only_offered = False
-        """Whether a call of a function that was not offered is shown as text."""
+        """Whether calls of functions that were not offered are plain text."""
         self.new_id = new_call_id
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """Begin a call: what was read of it is not text any more."""
+        """Begin a call; the text read for it so far is dropped."""
         if not name or (self.only_offered and name not in self.tools):
             raise MalformedError
         self.pieces.call(name, call_id or self.new_id())
         self.source.mark()
 
     def object(self) -> Reading[None]:
-        """Read an object as the arguments of the call that has begun."""
+        """Read an object as the arguments of the current call."""
         yield from self.source.literal(LiteralText(), self.pieces.arguments)
         self.source.mark()
 
 
 class Body(Protocol):
-    """What stands between a call's markers."""
+    """The syntax between a call's markers."""
 
     def read(self, calls: Calls) -> Reading[None]:
-        """Read one call; raise MalformedError where it breaks."""
+        """Read one call; raises MalformedError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class ObjectBody:
             elif key == "id" and not call_id:
                 call_id = yield from _read_string(source)
                 if has_begun and not (call_id.isascii() and call_id.isalnum()):
-                    raise MalformedError  # too late for an id, and perhaps something else
+                    raise MalformedError  # too late for an id; it may be another field
             elif key != "type" or (yield from _read_string(source)) != "function":
                 raise MalformedError
             if has_begun:
@@ -109,11 +109,11 @@ class ObjectBody:
             calls.begin(name, call_id)
             calls.pieces.arguments(held or "{}")
         else:
-            yield from source.has("}")  # models forget it
+            yield from source.has("}")  # models forget the name
         source.mark()
 
     def _arguments(self, calls: Calls, name: str, call_id: str) -> Reading[str]:
-        """Read the arguments; return them if the name is not known yet."""
+        """Read the arguments; return them if the name is still unknown."""
         source = calls.source
         if (yield from source.has("null")):
             return "{}"
@@ -131,12 +131,12 @@ class NamedBody:
     """A name, a separator, and the arguments as an object."""
 
     separators: tuple[str, ...]
-    """One of them follows the name."""
+    """One of these follows the name."""
     prefix: str = ""
     fence: tuple[str, str] = ("", "")
-    """Stands around the object."""
+    """The text around the object."""
     has_ids: bool = False
-    """Whether what stands for the name is an id: functions.NAME:INDEX."""
+    """Whether there is an id instead of the name: functions.NAME:INDEX."""
 
     def read(self, calls: Calls) -> Reading[None]:
         source = calls.source
@@ -163,7 +163,7 @@ class NamedBody:
 
 @dataclass(frozen=True, slots=True)
 class MistralBody:
-    """A list of objects, as older models write, or a name and an object."""
+    """A list of objects, as older models write it, or a name and an object."""
 
     listed: ObjectBody
     named: NamedBody
@@ -193,7 +193,7 @@ class TaggedBody:
     key: tuple[str, str]
     value: tuple[str, str]
     trims_line_ends: bool = False
-    """Whether a value stands on lines of its own."""
+    """Whether each value is on separate lines."""
 
     def read(self, calls: Calls) -> Reading[None]:
         source, pieces = calls.source, calls.pieces
@@ -210,7 +210,7 @@ class TaggedBody:
         try:
             yield from self._read_parameters(calls, calls.tools.get(name, {}))
         except MalformedError:
-            if not source.is_over:  # what is cut short should look so
+            if not source.is_over:  # a value that was cut short must look incomplete
                 pieces.arguments("}")
             raise
         pieces.arguments("}")
@@ -325,24 +325,24 @@ class PythonicBody:
 
 @dataclass(frozen=True, slots=True)
 class Syntax:
-    """How models of a family write calls."""
+    """The syntax of calls in a model family."""
 
     body: Body
     call: tuple[str, str] = ("", "")
-    """Stands around each call."""
+    """The markers around each call."""
     section: tuple[str, str] | None = None
-    """Stands around all calls."""
+    """The markers around all calls."""
     separator: str = ""
-    """Stands between calls without markers."""
+    """The text between calls without markers."""
     at_start: bool = False
-    """Whether an output may begin with a call without a marker; then it must name an offered
-    function, for other text may look the same."""
+    """Whether an output may begin with a call without a marker. Such a call must name an offered
+    function, because other text may look the same."""
     is_section_optional: bool = False
     has_short_ids: bool = False
 
     @property
     def openers(self) -> tuple[str, ...]:
-        """The markers that may begin a call within text."""
+        """The markers that may begin a call in the middle of text."""
         openers = [] if self.section is None else [self.section[0]]
         if self.call[0] and (self.section is None or self.is_section_optional):
             openers.append(self.call[0])
@@ -366,7 +366,7 @@ class Syntax:
         pieces.text(rest.rstrip() if pieces.num_calls else rest)
 
     def _try(self, calls: Calls, opener: str) -> Reading[None]:
-        """Read calls; what breaks the syntax is text."""
+        """Read calls; if the text breaks the syntax, it is plain text."""
         try:
             if self.section is not None and opener == self.section[0]:
                 yield from self._read_section(calls, self.section[1])
@@ -422,7 +422,7 @@ def _json(text: str) -> str:
 
 
 def _types(schema: Any) -> Sequence[str]:
-    """Return the types that a schema names; none: any."""
+    """Return the types that a schema allows; empty: any."""
     if not isinstance(schema, Mapping):
         return ()
     said = schema.get("type")
@@ -441,7 +441,7 @@ def _types(schema: Any) -> Sequence[str]:
 
 
 def _is_text(schema: Any) -> bool:
-    """Whether a value is text, whatever it looks like: it has no schema, or one for strings."""
+    """Whether a value is always text, because it has no schema or a schema for strings only."""
     return schema is None or list(_types(schema)) == ["string"]
 
 
@@ -458,7 +458,7 @@ _TYPE_OF: Final = {
 
 
 def _typed(text: str, schema: Any) -> str:
-    """Return the JSON of a value by its schema: text that is no such value is a string."""
+    """Return the JSON of a value by its schema; text of no allowed type becomes a string."""
     types, stripped = _types(schema), text.strip()
     try:
         value = (
@@ -471,5 +471,5 @@ def _typed(text: str, schema: Any) -> str:
     if types and not any(name in types for name in _TYPE_OF[type(value)]):
         return _json(text)
     if isinstance(value, float) and not math.isfinite(value):
-        return stripped  # such as 1e999: JSON, though no float
+        return stripped  # such as 1e999, which is valid JSON but not a float
     return to_json(value).decode()

@@ -1,8 +1,8 @@
-"""Decides which requests the router admits: each id once, up to a limit, none while it drains.
+"""Decides which requests the router admits: each id once, up to a limit, and none in a drain.
 
 Three places refuse requests under overload. This module limits the live requests of this router, to
 bound its memory. `router/schedulers/pool.py` refuses early when all schedulers have reported full
-queues. The scheduler decides with exact numbers (`scheduler_svc/core/bounds/limits.py`).
+queues. The scheduler decides with exact numbers (`scheduler_svc/core/limits/acceptance.py`).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from rpc.observe import telemetry
 log = structlog.get_logger()
 
 _LAST_BYTES_S = 0.2
-"""Time for clients to read the last bytes, which closing a socket may discard."""
+"""Time for clients to read the last bytes; closing a socket may discard unread bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,17 +36,17 @@ class Admitted:
     tenant: str
     request_id: str
     model: str
-    """The model's name in the router's flags; for an adapter that of its base model."""
+    """The model's name in the router's flags; for an adapter, its base model's."""
     span: Span
     admitted_at: float
     """On the event loop's clock."""
     live: LiveRequest | None = None
     """None until it is submitted."""
     ended_by: QuireError | None = None
-    """Why it is not to be submitted any more."""
+    """The error that ended the request before it was submitted."""
 
     def end(self, error: QuireError) -> bool:
-        """End it with `error`; returns whether it was still live."""
+        """End the request with `error`; return whether it was still live."""
         if self.live is not None:
             return self.live.end(error)
         self.ended_by = error
@@ -70,7 +70,7 @@ class Admission:
 
     @property
     def admitted(self) -> tuple[Admitted, ...]:
-        """The requests, oldest first."""
+        """The admitted requests, oldest first."""
         return tuple(self._admitted.values())
 
     def find(self, tenant: str, request_id: str) -> Admitted | None:
@@ -87,7 +87,7 @@ class Admission:
             )
 
     def admit(self, tenant: str, request_id: str, model: str) -> Admitted:
-        """Admit a request for a model of the flags; its span lasts until it is released.
+        """Admit a request for a model of the flags, and begin its span, which `release` ends.
 
         Raises `UnavailableError` in a drain; `AlreadyExistsError` if a request with this tenant and
         id is live; `TooBusyError` beyond `max_live_requests`.
@@ -111,7 +111,7 @@ class Admission:
         self._admitted[live.record.tenant, live.request_id].live = live
 
     def close(self, live: LiveRequest) -> None:
-        """Release a request that has been read to the end, or left; complete its span."""
+        """Release a request that has been read to the end or left; complete its span."""
         tenant = live.record.tenant
         admitted = self._admitted[tenant, live.request_id]
         span = admitted.span
@@ -136,7 +136,7 @@ class Admission:
         self.release(tenant, live.request_id)
 
     def release(self, tenant: str, request_id: str) -> None:
-        """Forget an admitted request."""
+        """Remove an admitted request."""
         admitted = self._admitted.pop((tenant, request_id))
         admitted.span.end()
         of_model(admitted.model).num_requests_live.dec()

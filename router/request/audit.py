@@ -1,6 +1,6 @@
-"""The audit log: the prompt and outputs of each request, if an operator turns it on.
+"""The audit log, which an operator can turn on: prompt and outputs of each request.
 
-A thread of its own makes the text and writes it, a line of JSON for each request.
+A separate thread decodes the text and writes a line of JSON for each request.
 """
 
 import json
@@ -22,7 +22,8 @@ from router.request.live import LiveRequest
 log = structlog.get_logger()
 
 _MAX_WAITING: Final = 4096
-"""Most requests that wait to be written; beyond, requests are lost to the log, not to clients."""
+"""Most requests that wait to be written. Further ones are missing in the log; clients are not
+affected."""
 
 
 class AuditLogError(Exception):
@@ -30,13 +31,13 @@ class AuditLogError(Exception):
 
 
 class AuditLog:
-    """Writes one file, which no other process writes."""
+    """Writes one file; no other process may write it."""
 
     def __init__(self, path: Path, max_bytes: int, num_files: int) -> None:
         """Open the file; raises AuditLogError.
 
-        When a line would make it longer than `max_bytes`, it becomes PATH.1, PATH.1 becomes PATH.2,
-        and so on; the oldest of `num_files` is deleted.
+        Before a line would make the file longer than `max_bytes`, the file is renamed to PATH.1,
+        PATH.1 to PATH.2, and so on; the oldest of `num_files` files is deleted.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +53,7 @@ class AuditLog:
         self._listener.start()
 
     def add(self, live: LiveRequest, decode: Callable[[Sequence[int]], str]) -> None:
-        """Write a request that has ended or was left; never waits. `decode` makes its text."""
+        """Queue a request that has ended or was left, without waiting; `decode` makes its text."""
         record = logging.makeLogRecord(
             {"live": live, "decode": decode, "at": time.time(), "levelno": logging.INFO}
         )
@@ -62,7 +63,7 @@ class AuditLog:
             self._lose("too many wait for the disk")
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write all waiting requests, and close the file."""
         self._listener.stop()
         self._handler.close()
 
@@ -78,7 +79,7 @@ class AuditLog:
 
 
 class _PrivateFile(RotatingFileHandler):
-    """A file that only its owner reads."""
+    """A log file that only its owner can read."""
 
     def _open(self) -> IO[Any]:  # type: ignore[override] # it is a text file
         def opener(path: str, flags: int) -> int:
@@ -91,7 +92,7 @@ class _PrivateFile(RotatingFileHandler):
 
 class _Line(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        if not record.msg:  # a handler that rotates asks twice
+        if not record.msg:  # a rotating handler calls this twice
             record.msg = self._text(record)
         return str(record.msg)
 

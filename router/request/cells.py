@@ -20,10 +20,10 @@ from contract.request import GenerateRequest, Model, ResumeRequest
 from quire.v1.common_pb2 import ActivityQuery, Load, WorkerActivity
 from quire.v1.kv_pb2 import KvQuery, WatchKvResponse, WorkerKv
 from router.request.admission import Admitted
-from router.request.entry import Entry
 from router.request.inference import Inference, refusals_counted
 from router.request.live import LiveRequest
 from router.request.on_demand import OnDemand, is_patient
+from router.request.shared_admission import Entry
 from router.schedulers.calls import sum_loads
 from router.schedulers.kv_watch import watch_kv
 from rpc.health import Health
@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 
 class Cells:
-    """The models and what the APIs ask about all of them together."""
+    """The cells of all models, and the calls that concern several of them."""
 
     def __init__(
         self, cells: Sequence[Inference], entry: Entry, on_demand: OnDemand | None = None
     ) -> None:
-        """`cells` are at least one, with different names, that share `entry`.
+        """`cells` has at least one cell; their names differ, and they share `entry`.
 
-        The first is the one of requests that name no model.
+        Requests that name no model go to the first cell.
         """
         self.all = tuple(cells)
         self.entry = entry
@@ -53,10 +53,10 @@ class Cells:
         return tuple(cell.model.name for cell in self.all)
 
     def of(self, model: str) -> Inference:
-        """Return the cell that serves a model or an adapter; for an empty name, the first.
+        """Return the cell that serves a model or an adapter; the first cell for an empty name.
 
-        With several cells an unknown name raises `NotFoundError`. A single cell is returned for any
-        name, which it checks itself.
+        With several cells, an unknown name raises `NotFoundError`. A single cell is returned for
+        every name and checks the name itself.
         """
         if len(self.all) == 1 or not model:
             return self.all[0]
@@ -69,14 +69,14 @@ class Cells:
         raise ModelNotFoundError(model, [name for cell in self.all for name in cell.model.names()])
 
     def served_by(self, model: str) -> str:
-        """Return the name of the cell that serves `model`, or `model` if none does."""
+        """Return the name of the cell that serves `model`; `model` itself if there is none."""
         try:
             return self.of(model).name
         except NotFoundError:
             return model
 
     def only(self, model: str) -> Inference:
-        """Return the cell of a model that an operator must name, unless there is only one.
+        """Return the cell of a model; the name may be empty only if there is one cell.
 
         Raises `InvalidArgumentError` without a name, `NotFoundError` for an unknown one.
         """
@@ -91,15 +91,15 @@ class Cells:
         return [self.of(model)] if model else self.all
 
     def infos(self) -> tuple[Model, ...]:
-        """Return the models that are known, each followed by its adapters.
+        """Return the known models, each followed by its adapters.
 
-        A model on demand is listed before its first load, too, without limits. Of two models with
-        the same name, only the one that `of` finds is listed.
+        A model on demand is listed even before its first load, then without limits. If two models
+        have the same name, only the one that `of` returns is listed.
         """
         found: dict[str, Model] = {}
         for cell in self.all:
             models = cell.model.infos()
-            if not models and self.on_demand is not None:  # a request loads it
+            if not models and self.on_demand is not None:  # the first request loads it
                 models = (Model(cell.model.name, 0, 0, ()),)
             for model in models:
                 if self.of(model.id) is cell:
@@ -109,7 +109,7 @@ class Cells:
     # --- requests -------------------------------------------------------------------------------
 
     def check_quota(self, num_bytes: int) -> None:
-        """Raise `TooBusyError` if the quota of the caller's tenant is too small for a body."""
+        """Raise `TooBusyError` if the tenant's quota has no room for a body of this size."""
         most = max(cell.text.max_token_bytes for cell in self.all)
         with refusals_counted():
             self.entry.check_quota(num_bytes, most)
@@ -128,7 +128,7 @@ class Cells:
             return cell
 
     async def known(self, model: str) -> Inference:
-        """Return the cell of a model with its limits, which are unknown until its first load."""
+        """Return a model's cell once its limits are known, which takes its first load."""
         cell = self.of(model)
         return cell if cell.model.infos() else await self.use(model)
 
@@ -138,7 +138,7 @@ class Cells:
         return await cell.generate(request, is_kept=is_kept)
 
     async def resume(self, request: ResumeRequest, model: str = "") -> LiveRequest:
-        """Continue a request, of any model without a name; see `Inference.resume`."""
+        """Continue a request; an empty model name searches all cells. See `Inference.resume`."""
         request = replace(request, tenant=self.entry.tenant_of(request.tenant))
         return await self._where(
             request.tenant,
@@ -148,13 +148,13 @@ class Cells:
         )
 
     async def cancel(self, request_id: str, tenant: str, model: str = "") -> None:
-        """Cancel a resumable request that any call may be reading; raises as `resume`."""
+        """Cancel a resumable request, even if another call reads it; raises as `resume`."""
         await self.cancel_of(self.entry.tenant_of(tenant), request_id, model)
 
     async def cancel_of(self, tenant: str, request_id: str, model: str = "") -> None:
-        """Cancel a tenant's resumable request; whether the caller may do so was checked before.
+        """Cancel a tenant's resumable request. The caller must have checked the permission.
 
-        This is not charged to the tenant's quota.
+        The call is not charged to the tenant's quota.
         """
         await self._where(
             tenant, request_id, model, lambda cell, _: cell.cancel_of(tenant, request_id)
@@ -167,14 +167,15 @@ class Cells:
         model: str,
         ask: Callable[[Inference, bool], Awaitable[T]],
     ) -> T:
-        """Ask the cell that has a resumable request; `ask` gets whether another has charged for it.
+        """Call `ask` for the cell that has a resumable request, trying one cell after another.
 
-        `NotFoundError` is final, so it is raised only if every cell could look.
+        `ask` gets whether an earlier attempt has been charged. `NotFoundError` is final for
+        clients, so it is raised only if every cell could be searched.
         """
         with refusals_counted():
             try:
                 cells = self.some(model)
-            except ModelNotFoundError:  # an adapter that was unloaded since
+            except ModelNotFoundError:  # the name of an adapter that has been unloaded
                 cells = self.all
             if (admitted := self.entry.admission.find(tenant, request_id)) is not None:
                 cells = [cell for cell in self.all if cell.name == admitted.model]
@@ -210,7 +211,7 @@ class Cells:
     # --- what the schedulers report -------------------------------------------------------------
 
     async def load(self, model: str = "") -> Load:
-        """Return the load of a model's schedulers, or of all that are connected.
+        """Return the load of a model's schedulers, or of all connected schedulers.
 
         Raises `NotFoundError`; `UnavailableError` if none is connected.
         """
@@ -221,7 +222,7 @@ class Cells:
             return await cell.schedulers.load()
         except UnavailableError:
             if self.on_demand is not None and (load := await self.on_demand.load_of(cell)):
-                return load  # its model was never loaded
+                return load  # the cell's model was never loaded
             raise
 
     async def describe_kv(self, query: KvQuery) -> Sequence[WorkerKv]:
@@ -248,7 +249,7 @@ class Cells:
         return watch_kv(self.only(model).schedulers, worker)
 
     async def _known(self, model: str, ask: Callable[[Inference], Awaitable[T]]) -> list[T]:
-        """Ask cells at the same time; raise an error only if none answers."""
+        """Ask cells concurrently; raise an error only if none answers."""
 
         async def one(cell: Inference) -> T | QuireError:
             try:
@@ -267,8 +268,8 @@ class Cells:
     async def drain(self) -> None:
         """Admit no more requests; return when the live ones have been read to the end.
 
-        If this call is cancelled before, resumable requests continue at their scheduler, and an
-        error asks their clients to resume them at another router.
+        If this call is cancelled, resumable requests continue at their schedulers, and their
+        clients get an error that asks them to resume at another router.
         """
         if self.on_demand is not None:
             self.on_demand.drain()
@@ -288,7 +289,10 @@ class Cells:
 
 
 def join_health(cells: Sequence[tuple[str, Health]], router: Health) -> None:
-    """Declare the router ready while one of several cells is; its status names the others."""
+    """Declare the router ready while at least one cell is ready.
+
+    The status names the other cells.
+    """
 
     def update() -> None:
         waiting = [f"{name}: {health.status}" for name, health in cells if not health.ready]

@@ -29,9 +29,9 @@ from router.access.quotas import Lease
 from router.access.tenancy import claim
 from router.request import span as request_span
 from router.request.admission import Admitted
-from router.request.entry import Entry
 from router.request.live import LiveRequest, ReplayRecord
 from router.request.output import LiveOutput
+from router.request.shared_admission import Entry
 from router.request.stop_strings import StopMatcher
 from router.request.usage import UsageKey
 from router.request.validation import check_request, complete_sampling
@@ -44,7 +44,7 @@ from router.text.tokenizer import Tokenizers
 from rpc.observe import telemetry
 
 _SEED_BITS = 63
-"""Limits drawn seeds, so that they fit a signed 64-bit integer in every language."""
+"""Bits of drawn seeds, chosen to fit a signed 64-bit integer in every language."""
 
 
 class Inference:
@@ -59,11 +59,16 @@ class Inference:
         *,
         tokenizer_threads: int,
         chats: ChatSettings = ChatSettings(),  # noqa: B008 - it never changes
+        stream_interval: int = 1,
     ) -> None:
-        """Serve one model; `model_name` is the name of the flags' model."""
+        """Serve one model; `model_name` is its name in the router's flags.
+
+        `stream_interval` is that of requests that have none.
+        """
         self.name = model_name
         self._metrics = metrics.of_model(model_name)
         self.entry = entry
+        self._stream_interval = stream_interval
         self.schedulers = schedulers
         self._admission, self._quotas = entry.admission, entry.quotas
         self.model = ServedModel(model_name, schedulers)
@@ -87,7 +92,7 @@ class Inference:
     async def check_capacity(self, num_requests: int, n: int) -> None:
         """Check that all requests of one call, with `n` outputs each, could be live at once.
 
-        Raises `InvalidArgumentError` if they could not, so that a retry is useless.
+        Raises `InvalidArgumentError` if they could not; then a retry is useless.
         """
         with refusals_counted(self.name):
             self._admission.check_capacity(num_requests)
@@ -96,7 +101,7 @@ class Inference:
     async def generate(self, request: GenerateRequest, *, is_kept: bool = False) -> LiveRequest:
         """Submit a request; the caller reads the result under `async with`.
 
-        If it `is_kept`, its usage is kept with it, and not counted here.
+        With `is_kept`, the usage is stored with the turn and not counted here.
 
         Raises `InvalidArgumentError` naming field, value and limit; `NotFoundError` for an unknown
         model; `AlreadyExistsError` if a request with this id is live; `TooBusyError` beyond
@@ -114,6 +119,8 @@ class Inference:
         self.schedulers.check_room(request.n)
         if self.entry.has_api_keys:
             request = claim(request)
+        stream_interval = request.stream_interval or self._stream_interval
+        request = replace(request, stream_interval=stream_interval)
         request_id = request.request_id or uuid.uuid4().hex
         admitted = self._admission.admit(request.tenant, request_id, self.name)
         lease: Lease | None = None
@@ -146,7 +153,7 @@ class Inference:
         prepared = await self.text.prepare(request)
         if admitted.ended_by is not None:
             raise admitted.ended_by
-        if self.model.directory != directory:  # the tokens belong to the previous model
+        if self.model.directory != directory:  # the token ids belong to the previous model
             raise UnavailableError("the service now has another model")
         prompt = prepared.prompt_token_ids
         context = trace.set_span_in_context(span)
@@ -190,6 +197,7 @@ class Inference:
             request.include_stop_str_in_output,
             request.skip_special_tokens,
             request.thinking,
+            request.stream_interval or 1,
         )
         live = self._start(record, request.n, stop_options, model, lease, is_kept=is_kept)
         if span.is_recording():
@@ -220,6 +228,7 @@ class Inference:
                 ),
                 end_token_ids,
                 stop_options.thinking,
+                stop_options.stream_interval,
             )
             for index in range(n)
         ]
@@ -240,13 +249,13 @@ class Inference:
     async def resume(self, request: ResumeRequest, *, is_free: bool = False) -> LiveRequest:
         """Continue a request after the part that its client has; read it as after `generate`.
 
-        If it `is_free`, it is not charged to the tenant's quota.
+        With `is_free`, the call is not charged to the tenant's quota.
 
-        The caller has checked whose it is (`Cells.resume`). If another call, at any router, is
-        reading the request, that call ends with `AbortedError`. Raises `NotFoundError` if this
-        tenant has no such resumable request; `InvalidArgumentError` if the client claims more than
-        was produced; `FailedPreconditionError` for lost log-probabilities; `TooBusyError` and
-        `UnavailableError` as `generate`.
+        The caller must have checked that the tenant owns the request (`Cells.resume`). If another
+        call, at any router, is reading the request, that call ends with `AbortedError`. Raises
+        `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError` if the
+        client claims more than was produced; `FailedPreconditionError` for lost log-probabilities;
+        `TooBusyError` and `UnavailableError` as `generate`.
         """
         live = await self._take_over(
             request.request_id, request.tenant, request.deadline, is_free=is_free
@@ -259,9 +268,9 @@ class Inference:
         return live
 
     def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
-        """Submit a request again that another process had accepted, with its events so far.
+        """Submit a request again, with its events so far, after another process had accepted it.
 
-        It reads from its first token on. Raises the errors of `generate`.
+        The caller reads it from its first token on. Raises the errors of `generate`.
         """
         record = found.record
         adapter = record.sampling.adapter
@@ -290,14 +299,14 @@ class Inference:
             live.cancel()
             raise
         if live.live_seq_keys:
-            live.num_submits = 1  # it was accepted once
+            live.num_submits = 1  # the request was accepted before
             self.schedulers.submit(live)
         return live
 
     async def cancel_of(self, tenant: str, request_id: str) -> None:
-        """Cancel a tenant's resumable request; whether the caller may do so was checked before.
+        """Cancel a tenant's resumable request. The caller must have checked the permission.
 
-        This is not charged to the tenant's quota.
+        The call is not charged to the tenant's quota.
         """
         (await self._take_over(request_id, tenant, None, is_free=True)).cancel()
 
@@ -312,7 +321,9 @@ class Inference:
         try:
             now = asyncio.get_running_loop().time()
             new_lease = lease = self._quotas.begin(tenant, now, is_free=is_free)
-            caller = copy_context()  # the stream's task starts the request, for this call's key
+            caller = (
+                copy_context()
+            )  # the stream's task starts the request; it needs this call's API key
             return await self.schedulers.resume(
                 request_id,
                 tenant,
@@ -360,7 +371,7 @@ class Inference:
             raise NotFoundError(
                 f"request {request_id!r} cannot be resumed: it was not submitted as resumable"
             )
-        # Without a scheduler, this router would have the only copy.
+        # Without a scheduler, this router has the only copy.
         if live.live_seq_keys and not self.schedulers.is_kept(live):
             raise self.schedulers.unavailable()
         # Do not cancel it: if the other call is refused, the request can still be resumed.
@@ -373,7 +384,9 @@ class Inference:
         if self.entry.audit is not None:
             self.entry.audit.add(live, self.text.decoder())
         if live.goes_on:
-            now = asyncio.get_running_loop().time()  # this router will not see the request's end
+            now = (
+                asyncio.get_running_loop().time()
+            )  # this router does not learn how the request ends
             lease.leave(live.request_id, now, now + self.schedulers.resume_grace_s)
         elif live.num_cached_tokens is None:
             lease.end(0)  # the scheduler never admitted it
@@ -382,7 +395,10 @@ class Inference:
         self._admission.close(live)
 
     def hand_over(self) -> None:
-        """Leave resumable requests to their scheduler; their clients resume at another router."""
+        """Leave resumable requests to their schedulers.
+
+        Clients can resume them at another router.
+        """
         for each in self._admission.admitted:
             live = each.live
             if each.model == self.name and live and live.record.resume_record is not None:
@@ -402,14 +418,14 @@ class Inference:
 def _most_tokens(
     num_prompt_tokens: int, n: int, beam: BeamSearch | None, sampling: SamplingParams
 ) -> int:
-    """Return the most tokens that a request can have, prompt and outputs together."""
+    """Return the largest number of tokens of a request, prompt and outputs together."""
     assert sampling.max_tokens is not None, "complete_sampling sets it"
     return num_prompt_tokens + (n if beam is None else beam.width) * sampling.max_tokens
 
 
 @contextmanager
 def refusals_counted(model: str = "") -> Iterator[None]:
-    """Count an error that the block raises as a refused request, of a model if it is known."""
+    """Count an error of the block as a refused request, for its model if the name is known."""
     try:
         yield
     except QuireError as error:

@@ -29,10 +29,10 @@ from router.request.usage import UsageKey, Used, used_of
 
 @dataclass(frozen=True, slots=True)
 class ReplayRecord:
-    """The data to submit a request to a scheduler, and to submit it again to the next one.
+    """The data that submits a request to a scheduler, as often as needed.
 
-    `sampling.seed` and `sampling.max_tokens` are set. So a request that is submitted again with the
-    tokens that it has produced draws the same tokens as without the interruption.
+    `sampling.seed` and `sampling.max_tokens` are set. So a request that is submitted again, with
+    the tokens so far, draws the same tokens as without the interruption.
     """
 
     request_id: str
@@ -50,16 +50,16 @@ class ReplayRecord:
     """On the event loop's clock; None: never."""
     beam: BeamSearch | None = None
     resume_record: bytes | None = None
-    """Further data that another router needs to resume the request; None: not resumable."""
+    """Additional data that another router needs to resume the request; None: not resumable."""
 
 
 class Room(Protocol):
-    """Says whether a client can take more."""
+    """Tells whether a client can take more events."""
 
     def has_room(self) -> bool: ...
 
     async def wait_for_room(self) -> None:
-        """Wait until there is room; raises if there will be none."""
+        """Wait until there is room; raises if the client is gone."""
 
 
 class LiveRequest:
@@ -88,18 +88,18 @@ class LiveRequest:
         leave: Callable[["LiveRequest"], None],
         on_closed: Callable[["LiveRequest"], None],
     ) -> None:
-        """Make a live request of the running event loop.
+        """Make a live request, which belongs to the running event loop.
 
-        `cancel` ends sequences at the scheduler, which sends no more events for them. `leave` is
-        called instead if the reader of a resumable request leaves. `on_closed` is called once, when
-        the reader has read everything or has left.
+        `cancel` ends sequences at the scheduler, which then sends no more events for them. If the
+        reader of a resumable request leaves, `leave` is called instead. `on_closed` is called once,
+        when the reader has read everything or has left.
         """
         self.record = record
         self.model = model
         self._metrics = metrics
         self.usage_key = usage_key
         self.is_resumed = False
-        """Whether another call began it."""
+        """Whether another call has started the request."""
         self.created = int(time.time())
         self.outputs = tuple(outputs)
         self.num_cached_tokens: int | None = None
@@ -109,9 +109,10 @@ class LiveRequest:
         self.goes_on = False
         """Whether the request continues at the scheduler without this reader."""
         self.num_submits = 0
-        """How often it was submitted; counted by the scheduler client."""
+        """How often the request was submitted; the scheduler client counts."""
         self.refused_by: set[str] = set()
-        """Schedulers whose queues were full; set by the scheduler client."""
+        """Schedulers that refused the request because of full queues; set by the scheduler
+        client."""
         self._refusal: QuireError | None = None
         loop = asyncio.get_running_loop()
         self._submitted_at = loop.time()
@@ -120,7 +121,7 @@ class LiveRequest:
         self._on_closed = on_closed
         self._has_events = asyncio.Event()
         self._prompt_logprobs: list[TokenLogprob] | None = None
-        """Received log-probabilities of the prompt; None: not requested, or read already."""
+        """Log-probabilities of the prompt so far; None: not requested, or already read."""
         if record.sampling.prompt_logprobs is not None:
             self._prompt_logprobs = []
         self._outputs_with_events: dict[int, None] = {}  # an ordered set: outputs take turns
@@ -128,10 +129,10 @@ class LiveRequest:
         self._accepted = False  # the reader has an event, so the request cannot be refused
         self._closed = False
         self._put: Callable[[Event], None] | None = None
-        """Takes the events at once, while `send_to` runs."""
+        """While `send_to` runs, the function that takes events immediately."""
         self._room: Room | None = None
         self._failure: Exception | None = None
-        """What `_put` has raised."""
+        """The error that `_put` has raised."""
         self._taken_away: QuireError | None = None
         self._timer = (
             None if record.deadline is None else loop.call_at(record.deadline, self._expire)
@@ -153,18 +154,23 @@ class LiveRequest:
         return [first + output.index for output in self.outputs if output.finished is None]
 
     @property
+    def has_events(self) -> bool:
+        """Whether an event of an output is due that the reader has not taken."""
+        return bool(self._outputs_with_events)
+
+    @property
     def num_completion_tokens(self) -> int:
         """Number of tokens of all outputs so far."""
         return sum(len(output.token_ids) for output in self.outputs)
 
     @property
     def usage(self) -> Usage:
-        """What it has used so far."""
+        """The usage so far."""
         num_prompt_tokens = len(self.record.prompt_token_ids)
         return Usage(
             prompt_tokens=num_prompt_tokens,
             completion_tokens=self.num_completion_tokens,
-            # A request that was submitted again may find blocks of its own outputs, too.
+            # A request that was submitted again may also find cached blocks of its own outputs.
             cached_tokens=min(num_prompt_tokens, self.num_cached_tokens or 0),
             pinned_tokens=self.num_pinned_tokens,
             reasoning_tokens=sum(output.num_thinking_tokens for output in self.outputs),
@@ -172,21 +178,21 @@ class LiveRequest:
 
     @property
     def used(self) -> Used:
-        """The usage to count, once the request has ended or its reader has left.
+        """The usage to record, once the request has ended or its reader has left.
 
-        For a resumed request it is what the reader lacked: the earlier call has counted the rest.
+        A resumed request counts only what its reader lacked; the earlier call has counted the rest.
         """
         if self.is_resumed:
             given = [output for output in self.outputs if output.num_skipped is not None]
             return Used(
                 generated_tokens=sum(len(o.token_ids) - (o.num_skipped or 0) for o in given),
-                # Thinking comes first.
+                # Skipped tokens are thinking first.
                 reasoning_tokens=sum(
                     max(0, o.num_thinking_tokens - (o.num_skipped or 0)) for o in given
                 ),
             )
         if self.num_cached_tokens is None and not self.goes_on:
-            return Used()  # no worker began it; of one that goes on, only its reader is gone
+            return Used()  # no worker has started it; if it continues, only its reader has left
         return used_of(self.usage)
 
     @property
@@ -209,11 +215,11 @@ class LiveRequest:
         *,
         is_new: bool = True,
     ) -> bool:
-        """Add a token to an unfinished output; return whether it completes a stop string.
+        """Append a token to an unfinished output; return whether it completes a stop string.
 
-        If it does, the caller cancels the sequence. The caller calls `flush` when all tokens of a
-        step are added. `now` is on the event loop's clock. Metrics do not count a token that is not
-        new: it comes from before the request was resumed.
+        If so, the caller cancels the sequence. The caller calls `flush` after the last token of a
+        step. `now` is on the event loop's clock. `is_new` is False for tokens from before a
+        resumption, which metrics do not count.
         """
         output = self.outputs[seq_key - self.record.first_seq_key]
         if not is_new:
@@ -222,20 +228,23 @@ class LiveRequest:
             output.first_token_at = now
             if output.index == 0:
                 self._metrics.time_to_first_token.observe(now - self._submitted_at)
-        elif self.record.beam is None:  # all tokens of a search arrive at once
+        elif self.record.beam is None:  # all tokens of a beam search arrive at once
             self._metrics.inter_token_latency.observe(now - output.last_token_at)
         output.last_token_at = now
         output.push(token_id, logprob)
-        self._outputs_with_events[output.index] = None
-        if output.finished is None:
-            return False
-        self._observe_end(output)
-        return True
+        if output.finished is not None:
+            self._outputs_with_events[output.index] = None
+            self._observe_end(output)
+            return True
+        if len(output.token_ids) >= output.num_tokens_due:
+            self._outputs_with_events[output.index] = None
+        return False
 
     def replay(self, events: Iterable[Event]) -> None:
-        """Take over what another process has computed of this request.
+        """Add the tokens and ends that another process has computed for this request.
 
-        An output that a token or its length ends has ended, even if that process did not say so.
+        An output ends if its last token or its length ends it, even if that process did not record
+        the end.
         """
         first, now = self.record.first_seq_key, asyncio.get_running_loop().time()
         for event in events:
@@ -256,12 +265,15 @@ class LiveRequest:
                 self.finish(seq_key, FinishReason.LENGTH)
 
     def score_prompt(self, position: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Add log-probabilities of the prompt from `position` on; some may be known already."""
+        """Add log-probabilities of the prompt from `position` on.
+
+        They may overlap the known ones.
+        """
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += logprobs[len(self._prompt_logprobs) + 1 - position :]
 
     def set_vector(self, seq_key: int, vector: bytes) -> None:
-        """End the only output of a request that pools with its vector."""
+        """Set the vector of a request that pools, which ends its only output."""
         self.vector = vector
         self.finish(seq_key, FinishReason.STOP)
 
@@ -296,7 +308,7 @@ class LiveRequest:
     ) -> None:
         output = self.outputs[seq_key - self.record.first_seq_key]
         if stop_token_id not in self.record.sampling.stop_token_ids:
-            stop_token_id = None  # the model's own end token
+            stop_token_id = None  # an end token of the model
         output.finish(
             OutputFinished(
                 output.index,
@@ -328,8 +340,8 @@ class LiveRequest:
     def refuse(self, error: QuireError) -> None:
         """End the request because a scheduler has refused it.
 
-        If the reader has read nothing yet, it gets the error raised; otherwise each output ends
-        with the error.
+        If the reader has no event yet, the error is raised to it; otherwise each output ends with
+        the error.
         """
         if not self._accepted and not any(output.token_ids for output in self.outputs):
             self._refusal = error
@@ -341,7 +353,7 @@ class LiveRequest:
         self.flush()
 
     def skip(self, received: Mapping[int, OutputReceived], *, has_prompt_scores: bool) -> None:
-        """Skip the part of the events that the reader has; call this before reading.
+        """Skip the events that the reader has already; called before reading.
 
         Raises `InvalidArgumentError` if the reader claims more than was produced, and
         `FailedPreconditionError` if it needs lost log-probabilities. Then the caller closes the
@@ -362,7 +374,7 @@ class LiveRequest:
         self._accepted = True
 
     def cancel(self) -> None:
-        """Cancel the live outputs, even of a resumable request, and end the iteration."""
+        """Cancel the live outputs, even if the request is resumable, and end the iteration."""
         if seq_keys := self.live_seq_keys:
             self._cancel(seq_keys)
             for seq_key in seq_keys:
@@ -370,7 +382,7 @@ class LiveRequest:
         self._close()
 
     def end(self, error: QuireError) -> bool:
-        """End what is still live, even if it is resumable; returns whether anything was.
+        """End all live outputs, even if the request is resumable; return whether there were any.
 
         The reader gets `error`, as if the scheduler had refused the request.
         """
@@ -405,10 +417,10 @@ class LiveRequest:
         self.flush()
 
     async def send_to(self, put: Callable[[Event], None], room: Room | None = None) -> None:
-        """Call `put` with each event as soon as it comes and there is room, until the last one.
+        """Call `put` with each event as soon as it arrives and there is room, until the last one.
 
-        `put` is called by the task that reads from the scheduler, and must not wait. What it raises
-        ends the stream and is raised here.
+        `put` is called by the task that reads from the scheduler, and must not wait. An error of
+        `put` ends the stream and is raised here.
         """
         self._put, self._room = put, room
         try:
@@ -442,7 +454,7 @@ class LiveRequest:
         return event
 
     def _take(self) -> Event | None:
-        """Return the next event; None: there is none now, or no more. Raises the refusal."""
+        """Return the next event, or None if there is none now. Raises the refusal."""
         if self._closed:
             return None
         if self._refusal is not None:
@@ -455,14 +467,15 @@ class LiveRequest:
     def _next_event(self) -> Event | None:
         if self._prompt_logprobs is not None and self._outputs_with_events:
             scores, self._prompt_logprobs = PromptScores(tuple(self._prompt_logprobs)), None
-            # All scores come before the first token. If some lack, the request ended without one.
+            # All scores come before the first token. If some are missing, the request ended before
+            # it.
             if len(scores.logprobs) == len(self.record.prompt_token_ids) - 1:
                 return scores
         while self._outputs_with_events:
             index = next(iter(self._outputs_with_events))
             output = self.outputs[index]
             event = output.take()
-            if event is None or output.finished is None:  # else its end is still to be taken
+            if event is None or output.finished is None:  # otherwise its end is still unread
                 del self._outputs_with_events[index]
             if event is None:
                 continue

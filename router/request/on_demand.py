@@ -1,4 +1,4 @@
-"""Loads the model that a request wants, in place of the one that was used least recently.
+"""Loads the model of a request, in place of the model that was used least recently.
 
 Unloading a model loses no request: its scheduler keeps its requests with their tokens, and they
 continue after the next load. Until then they count as demand for it. So models that are all busy
@@ -25,9 +25,9 @@ TICK_S: Final = 0.1
 _CONNECT_S: Final = 10.0
 """How long the router may take to connect to a scheduler whose model is loaded."""
 _RETRY_S: Final = 5.0
-"""Pause before the next attempt to load a model, after one that failed."""
+"""Pause after a failed attempt to load a model."""
 _AWAY_RETRY_S: Final = 0.5
-"""The same if a process could not be reached, such as one that is starting."""
+"""Pause if a process could not be reached, for example because it is starting."""
 
 log = structlog.get_logger()
 
@@ -59,14 +59,15 @@ class OnDemand:
         self._tick_s = tick_s
         self._is_draining = False
         self._has_begun = False
-        """Whether any model was loaded or asked for yet; until then the first one is wanted."""
+        """Whether any model has been loaded or requested; until then the first model is wanted."""
 
     async def wait_until_loaded(self, cell: Inference, *, is_patient: bool = False) -> None:
         """Return when requests can be submitted.
 
         Raises:
-            TooBusyError: Too many calls wait.
-            UnavailableError: The model cannot be loaded, with the reason, or the router drains.
+            TooBusyError: Too many calls are waiting.
+            UnavailableError: The model cannot be loaded (the message says why), or the router is
+            draining.
         """
         self._has_begun = True
         demand = self._cells[cell]
@@ -90,13 +91,13 @@ class OnDemand:
         return await self._loading.sum_of_loads(cell.schedulers.target_to_is_connected)
 
     def drain(self) -> None:
-        """Refuse the calls that wait; what was accepted still gets its model."""
+        """Refuse the waiting calls; accepted requests still get their models."""
         self._is_draining = True
         for demand in self._cells.values():
             demand.fail(_draining())
 
     async def run(self) -> None:
-        """Load what is wanted, until cancelled."""
+        """Load the models that requests need, until cancelled."""
         while True:
             await asyncio.sleep(self._tick_s)
             wanted = self._look()
@@ -113,7 +114,10 @@ class OnDemand:
                     demand.fail(UnavailableError(f"model {wanted.name!r}: {error}"))
 
     def _look(self) -> Inference | None:
-        """Note what is loaded and used; return the model that has been wanted for the longest."""
+        """Update which models are loaded and in use.
+
+        Return the one that was wanted first, if any.
+        """
         now = asyncio.get_running_loop().time()
         for cell, demand in self._cells.items():
             has_live = cell.schedulers.num_live_seqs > 0
@@ -150,10 +154,10 @@ class OnDemand:
         )
 
     async def _make_room_and_load(self, wanted: Inference) -> None:
-        """Load a model, or leave it to a later turn if no other may be unloaded yet.
+        """Load a model, unless no other model may be unloaded yet.
 
         Raises:
-            QuireError: It cannot be loaded, or another cannot be unloaded.
+            QuireError: The model cannot be loaded, or the other one cannot be unloaded.
         """
         loads = dict(
             zip(
@@ -166,7 +170,7 @@ class OnDemand:
         now = asyncio.get_running_loop().time()
         if load is None or not (load.num_workers or load.num_unloaded_workers):
             raise wanted.schedulers.unavailable()
-        if load.num_workers:  # the router will notice
+        if load.num_workers:  # `_look` will notice
             if demand.wanted_at is not None and now > demand.wanted_at + _CONNECT_S:
                 raise wanted.schedulers.unavailable()
             return
@@ -202,7 +206,7 @@ class OnDemand:
                 pass
 
     def _least_recently_used(self, loaded: Sequence[Inference], now: float) -> Inference | None:
-        """Return the model to unload; None: all have to stay for now."""
+        """Return the model to unload; None: all must stay loaded for now."""
         free = [
             cell
             for cell in loaded
@@ -211,12 +215,13 @@ class OnDemand:
         return min(free, key=self._last_use, default=None)
 
     def _last_use(self, cell: Inference) -> tuple[float, float]:
+        """Among busy models, the one that was loaded first comes first."""
         demand = self._cells[cell]
-        return demand.used_at, demand.stays_since or 0.0  # of busy ones, the longest loaded
+        return demand.used_at, demand.stays_since or 0.0
 
 
 class _Demand:
-    """The calls that wait for a model, and its state; times are on the event loop's clock."""
+    """The state of a model, and the calls that wait for it; times are on the event loop's clock."""
 
     def __init__(self) -> None:
         self.waiters: dict[asyncio.Future[None], bool] = {}
@@ -224,10 +229,10 @@ class _Demand:
         self.used_at = 0.0
         self.wanted_at: float | None = None
         self.loaded_at: float | None = None
-        """None: no connected scheduler has a worker with it."""
+        """None: no connected scheduler has a worker with the model."""
         self.seen_at: float | None = None
-        """When its schedulers first said that they have such a worker, connected or not; None: they
-        said last that they have none."""
+        """Since when its schedulers, connected or not, have reported a worker with the model; None:
+        they report none."""
         self.retry_at = 0.0
 
     @property

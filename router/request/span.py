@@ -1,6 +1,6 @@
 """Attributes of the `request` span, named as in OpenTelemetry's conventions and vLLM's latencies.
 
-They have only sizes and parameters, never text.
+They contain sizes and parameters, never text.
 """
 
 from opentelemetry.util.types import AttributeValue
@@ -9,7 +9,7 @@ from router.request.live import LiveRequest
 
 
 def submitted(live: LiveRequest) -> dict[str, AttributeValue]:
-    """Return the attributes of the request, without parameters at their defaults."""
+    """Return the request's attributes, except parameters at their defaults."""
     record, sampling = live.record, live.record.sampling
     attributes: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": "text_completion",

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 class StopMatcher:
     """Watches the text of one output for the first complete stop string.
 
-    The string that ends first wins; of two that end together, the longer one wins. So the result
-    does not depend on how the text is cut into pieces.
+    The string that ends first wins; if two end together, the longer one wins. So the result does
+    not depend on how the text is cut into pieces.
 
     For each stop string it remembers how many characters at the end of the text match the string's
     beginning, and searches from there. So the cost is linear in the length of the text.

@@ -1,4 +1,4 @@
-"""Counts what requests have used, for tenants, keys and models, until the store has kept it."""
+"""Sums up the usage of requests by tenant, key and model, until it is stored."""
 
 import time
 from collections.abc import Mapping
@@ -13,38 +13,38 @@ log = structlog.get_logger()
 
 HOUR_S: Final = 3600
 _MAX_ROWS: Final = 100_000
-"""Most sums that wait for a store that fails."""
+"""Most sums that are kept while the store fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageKey:
-    """Whose usage it is, and of which model: there is a sum for each of these and each hour."""
+    """The key of a sum: who used which model. There is a sum for each key and hour."""
 
     tenant: str
     key: str
-    """The name of the API key; empty: calls have none."""
+    """The name of the API key; empty: calls have no keys."""
     model: str
     adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What requests have used."""
+    """The usage of requests."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompts."""
+    """Cached tokens of the prompts."""
     generated_tokens: int = 0
     reasoning_tokens: int = 0
-    """Of the generated ones."""
+    """Generated tokens that are thinking."""
 
     def __add__(self, other: "Used") -> "Used":
         return Used(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 def used_of(usage: Usage) -> Used:
-    """Return what one request has used."""
+    """Return the usage of one request."""
     return Used(
         1,
         usage.prompt_tokens,
@@ -55,11 +55,11 @@ def used_of(usage: Usage) -> Used:
 
 
 UsageRows: TypeAlias = Mapping[tuple[int, UsageKey], Used]
-"""By the Unix time of the hour's beginning, and the key."""
+"""Maps an hour, as the Unix time of its beginning, and a key to the sum."""
 
 
 class UsageCounts:
-    """Sums up usage, and gives the store one part after another, each under a number of its own."""
+    """Sums up usage, and passes it to the store in numbered parts."""
 
     def __init__(self) -> None:
         self._new: dict[tuple[int, UsageKey], Used] = {}
@@ -79,7 +79,7 @@ class UsageCounts:
         self._new[place] = self._new.get(place, Used()) + used
 
     def take(self) -> tuple[int, UsageRows]:
-        """Return the part to keep, and its number; the same part until `kept` is called."""
+        """Return the next part to store, and its number; the same part until `kept` is called."""
         if not self._taken and self._new:
             self._taken, self._new = self._new, {}
             self._number += 1
@@ -91,5 +91,5 @@ class UsageCounts:
 
 
 def hour_of(at: float) -> int:
-    """Return when the hour of a Unix time began."""
+    """Return the Unix time at which the hour of `at` began."""
     return int(at // HOUR_S) * HOUR_S

@@ -17,6 +17,7 @@ from contract.request import (
     MAX_REQUEST_ID_CHARS,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
+    MAX_STREAM_INTERVAL,
     GenerateRequest,
     Model,
 )
@@ -52,6 +53,8 @@ def check_request(request: GenerateRequest, model: Model, max_prompt_bytes: int)
     check_tenant(request.tenant)
     check_range("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     check_range("n", request.n, 1, MAX_N)
+    if request.stream_interval is not None:
+        check_range("stream_interval", request.stream_interval, 1, MAX_STREAM_INTERVAL)
     _check_stop(request.stop)
     request.sampling.check(
         "sampling", vocab_size=model.vocab_size, max_model_len=model.max_model_len
@@ -98,7 +101,7 @@ def _check_stop(stop: Sequence[str]) -> None:
 
 
 def _check_bad_words(request: GenerateRequest) -> None:
-    """Check what stands beside words that outputs must not contain: they are a form, too."""
+    """Check the parameters with `bad_words`, which workers enforce as structured output."""
     if request.sampling.structured is not None:
         raise InvalidArgumentError("bad_words", "is set; with structured it must not be")
     if request.beam is not None:
@@ -106,7 +109,7 @@ def _check_bad_words(request: GenerateRequest) -> None:
 
 
 def _check_structured(sampling: SamplingParams, model: Model) -> None:
-    """Check the parameters beside a form; the form is checked when it becomes a grammar."""
+    """Check the parameters with structured output; the form itself is checked with its grammar."""
     if not model.structured_output:
         raise UnimplementedError("sampling.structured: this model has no structured output")
     # An end-of-sequence token ends the form.

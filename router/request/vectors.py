@@ -1,4 +1,4 @@
-"""Turns many inputs into vectors, or pairs of texts into scores; every API calls this."""
+"""Computes vectors of many inputs, or scores of pairs of texts; every API calls this."""
 
 import asyncio
 import math
@@ -20,11 +20,11 @@ from router.schedulers.wire import failure_of
 T = TypeVar("T")
 
 MAX_INPUTS: Final = 2048
-"""Most inputs of one call, as OpenAI has it."""
+"""Most inputs of one call, as at OpenAI."""
 MAX_NUMBERS: Final = 2**22
 """Most numbers of one call's vectors."""
 MAX_AT_ONCE: Final = 64
-"""Most inputs of one call that are live at a time, so that others are not kept waiting."""
+"""Most inputs of one call that are live at a time, to leave room for other calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Vector:
 
     values: Float32Array
     num_tokens: int
-    """Of the input, with special tokens."""
+    """Tokens of the input, including special tokens."""
 
 
 def pooling_of(
@@ -43,7 +43,7 @@ def pooling_of(
     normalize: bool | None = None,
     dimensions: int | None = None,
 ) -> Pooling:
-    """Return how `model` makes vectors, with what a request changes; the rest is the default."""
+    """Return the pooling for a request: the model's defaults, except for given values."""
     default = model.abilities.pooling or Pooling(PoolingKind.LAST, normalize=True)
     return Pooling(
         default.kind if kind is None else kind,
@@ -59,7 +59,7 @@ def check_inputs(
     dimensions: int | None,
     max_numbers: int = MAX_NUMBERS,
 ) -> None:
-    """Check how many inputs a call has; raises InvalidArgumentError."""
+    """Check the number of inputs of a call; raises InvalidArgumentError."""
     size = dimensions or model.abilities.embedding_size or 1
     most = min(MAX_INPUTS, max(1, max_numbers // size))
     if not 1 <= num_inputs <= most:
@@ -77,11 +77,12 @@ async def make_vectors(
     *,
     max_at_once: int = MAX_AT_ONCE,
 ) -> list[Vector]:
-    """Compute the vectors of some requests, whose `sampling` is not read.
+    """Compute the vectors of some requests; their `sampling` is ignored.
 
-    Some are live at a time. If the service is busy, the first refusal is the call's, as for a
-    single request; once an input is accepted, the others wait. If one fails, the others are
-    cancelled. `name` and `pair_name` name an input and its pair, by the index, in errors.
+    At most `max_at_once` are live at a time. If the service refuses the first input because it is
+    busy, the call fails; once an input is accepted, refused ones are retried. If one fails, the
+    others are cancelled. `name` and `pair_name` return the names, for errors, of the input and pair
+    with an index.
     """
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, pooling=pooling)
     vectors: list[Vector | None] = [None] * len(requests)
@@ -134,7 +135,7 @@ async def make_vectors(
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How well texts go together, pair by pair."""
+    """The scores of pairs of texts."""
 
     values: list[float]
     num_tokens: int
@@ -147,12 +148,12 @@ async def score_pairs(
     first_name: Callable[[int], str],
     second_name: Callable[[int], str],
 ) -> Scores:
-    """Score each of `firsts`, or the only one, with the same place in `seconds`.
+    """Score the text of `firsts` and of `seconds` at each index; `firsts` may have only one text.
 
     `first_name` and `second_name` name them in errors.
 
-    A model with a classification head scores pairs: in (0, 1), by the logistic function. Of any
-    other model the score is the cosine of the two vectors, in [-1, 1].
+    A model with a classification head scores pairs: in (0, 1), by the logistic function. For other
+    models the score is the cosine of the two vectors, in [-1, 1].
     """
     model = inference.model.info(seconds[0].model)
     num_firsts = len(firsts)
@@ -196,6 +197,6 @@ def _num_tokens(vectors: Sequence[Vector]) -> int:
 
 
 def _logistic(value: float) -> float:
-    if value < 0:  # so that `exp` does not overflow
+    if value < 0:  # avoids overflow of `exp`
         return math.exp(value) / (1 + math.exp(value))
     return 1 / (1 + math.exp(-value))

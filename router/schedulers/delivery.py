@@ -11,18 +11,19 @@ from router.request.live import LiveRequest
 _MOST_BUSY: Final = 0.7
 """Share of a processor that the event loop's thread may take before tokens are merged."""
 _LONGEST_S: Final = 0.05
-"""Between two waves, however busy the router is."""
+"""Longest time between two waves, even if the router is busy."""
 _FEW: Final = 32
-"""So few streams go out at once: to merge their tokens would save little."""
+"""Up to this many streams are written at once, because merging their tokens would save little."""
 _SCHEDSTAT: Final = Path("/proc/thread-self/schedstat")
 
 
 class Delivery:
-    """Lets requests pass on their events, in waves.
+    """Tells requests when to pass on their events, in waves.
 
-    To write a token to its client takes ten times as long as to take it from the scheduler. So when
-    writing would fill the processor, the next wave waits, and a stream's tokens since the last one
-    go out together. A router that has time passes each step on at once.
+    Writing a token to its client takes ten times as long as receiving it from the scheduler. So
+    when writing would fill the processor, the next wave waits, and the tokens that a stream has
+    gained since the last wave are written together. A router with spare time passes each step on at
+    once.
     """
 
     def __init__(
@@ -37,10 +38,10 @@ class Delivery:
         self._waiting: dict[LiveRequest, None] = {}  # an ordered set
         self._timer: asyncio.TimerHandle | None = None
         self._last_at, self._last_busy_s = now(), self._busy_s()
-        """When the last wave began, on both clocks."""
+        """When the last wave began, on the event loop's clock and on that of `busy_s`."""
 
     def add(self, changed: Iterable[LiveRequest]) -> None:
-        """Flush requests now or with the next wave."""
+        """Flush requests, now or in the next wave."""
         self._waiting.update(dict.fromkeys(changed))
         if self._timer is not None:
             return
@@ -63,7 +64,7 @@ class Delivery:
 
 
 def wanted_s() -> float:
-    """Return how long this thread has run or, where Linux tells it, waited for a processor."""
+    """Return how long this thread has run; on Linux, plus its wait for a processor."""
     try:
         ran_ns, waited_ns, _ = _SCHEDSTAT.read_bytes().split()
     except OSError:

@@ -1,4 +1,4 @@
-"""The streams of KV events of all schedulers, as one."""
+"""Merges the streams of KV events of all schedulers."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -10,17 +10,17 @@ from quire.v1 import kv_pb2
 from router.schedulers.pool import Schedulers
 
 _LOOK_S: Final = 0.25
-"""How often to look for schedulers that are not watched."""
+"""How often to look for schedulers that are not watched yet."""
 _MAX_UNREAD: Final = 16
-"""Most messages that wait here; further ones wait at their schedulers, which bound them."""
+"""Most unread messages here; further ones wait at the schedulers, which limit them."""
 
 
 async def watch_kv(
     schedulers: Schedulers, worker: str = ""
 ) -> AsyncGenerator[kv_pb2.WatchKvResponse]:
-    """Yield the events of one worker, or of all, whichever scheduler has it, for ever.
+    """Yield the events of one worker, or of all workers, across changes of schedulers.
 
-    A worker whose scheduler is lost is cleared until a scheduler has it again.
+    When a scheduler is lost, its workers' blocks are cleared until a scheduler has them again.
 
     Raises:
         UnimplementedError: A scheduler was started without --kv-events.
@@ -54,10 +54,10 @@ class _Watches:
         self._unread = unread
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._epochs: dict[str, int] = {}
-        """The newest epoch by worker: an older scheduler's events are void."""
+        """The newest epoch of each worker; events of older schedulers are dropped."""
 
     async def keep(self) -> None:
-        """Watch each scheduler while it is connected, until cancelled."""
+        """Watch all connected schedulers, until cancelled."""
         try:
             if not self._schedulers.target_to_calls:
                 await self._unread.put(self._schedulers.unavailable())
@@ -92,7 +92,7 @@ class _Watches:
 
 
 def _cleared(last: kv_pb2.WatchKvResponse) -> kv_pb2.WatchKvResponse:
-    """Return the message that a worker, whose last message is given, has no known blocks."""
+    """Return a message that clears the blocks of a worker, given its last message."""
     return kv_pb2.WatchKvResponse(
         worker=last.worker,
         epoch=last.epoch,

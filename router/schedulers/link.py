@@ -1,7 +1,7 @@
 """The router's stream to one scheduler: submits and cancels requests, and delivers their events.
 
-If the stream breaks or the scheduler is replaced, live requests wait. The router submits each to
-the next scheduler again, from its replay record and with the tokens so far, and it continues there.
+If the stream breaks or the scheduler is replaced, live requests wait. The router then submits each
+one to the next scheduler, from its replay record and with the tokens so far.
 """
 
 import asyncio
@@ -33,7 +33,8 @@ from rpc.security.tls import ClientTls, explain
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 _HURRIED_BACKOFF_S = 0.2
-"""The longest for `_HURRY_S` while another scheduler is missing, which a standby may replace."""
+"""The longest backoff for `_HURRY_S` after another scheduler was lost, which this one may
+replace."""
 _HURRY_S = 10.0
 _POLL_TIMEOUT_S = 5.0
 
@@ -55,11 +56,11 @@ class LinkConfig:
     tls: ClientTls | None = None
     """None: no TLS."""
     model_name: str = ""
-    """The model in metrics, by the router's flags."""
+    """The model's name in metrics, from the router's flags."""
 
 
 class LinkOwner(Protocol):
-    """Callbacks, which a link calls from its task; only `prepare` may wait."""
+    """Callbacks of a link, called from its task; only `prepare` may wait."""
 
     async def prepare(self, model: ModelInfo) -> None:
         """Read the model's tokenizer; raises MisfitError."""
@@ -68,7 +69,7 @@ class LinkOwner(Protocol):
         """Check a scheduler's model before it is used; raises MisfitError."""
 
     def connected(self, link: "SchedulerLink") -> None:
-        """Called when the link has a scheduler and has submitted its live requests to it."""
+        """Called when the link is connected and has submitted its live requests."""
 
     def changed(self, link: "SchedulerLink") -> None:
         """Called when the link has lost its scheduler, or its `status` or `hang` has changed."""
@@ -96,7 +97,7 @@ class SchedulerLink:
         self.max_waiting: int | None = None
         """Most sequences that may wait at one of its workers; None: unknown."""
         self.status = f"waiting for the scheduler at {target}"
-        """While no scheduler is connected: the reason."""
+        """Why no scheduler is connected, while that is so."""
         self.is_starting = True
         """Whether `status` is normal during a start."""
         self.hang: str | None = None
@@ -106,13 +107,13 @@ class SchedulerLink:
         self.superseded_epochs: frozenset[int] = frozenset()
         """Epochs of the schedulers whose workers the latest scheduler has taken over."""
         self.away_since: float | None = asyncio.get_running_loop().time()
-        """When the connection was lost, on the loop's clock; None: it is connected."""
+        """When the connection was lost, on the event loop's clock; None: it is connected."""
         self.table = LiveTable(of_model(config.model_name))
         """The live sequences at the scheduler, or for the next scheduler."""
         self.room: int | None = None
-        """Last known room in its queues, in sequences; None: no limit reported."""
+        """Last known room in the scheduler's queues, in sequences; None: no limit reported."""
         self.is_unloaded = False
-        """Whether its requests wait until a model is loaded."""
+        """Whether its requests wait for a model to be loaded."""
         self._config = config
         self._owner = owner
         self._misfit: MisfitError | None = None
@@ -127,7 +128,7 @@ class SchedulerLink:
         self._backoff_s = _MIN_BACKOFF_S
         self._is_urgent = asyncio.Event()
         self._hurries_until = 0.0
-        """On the loop's clock."""
+        """Until when to retry often, on the event loop's clock."""
 
     @property
     def is_connected(self) -> bool:
@@ -157,9 +158,9 @@ class SchedulerLink:
             self._outbox.submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
-        """Cancel live sequences of one request; no more events of them are delivered."""
+        """Cancel live sequences of one request; no more of their events are delivered."""
         key_to_live = self.table.take(seq_keys)
-        # Without a scheduler, it is enough to remove the sequences from the table.
+        # Without a scheduler, removing the sequences from the table is enough.
         if not key_to_live or self._outbox is None:
             return
         live = next(iter(key_to_live.values()))
@@ -194,7 +195,7 @@ class SchedulerLink:
         self._expire(f"the scheduler with epoch {epoch} has taken over its workers")
 
     def hurry(self) -> None:
-        """Retry the connection now, and often for a while, since a scheduler is missing."""
+        """Retry the connection now, and often for a while, because another scheduler is missing."""
         self._backoff_s = _MIN_BACKOFF_S
         self._hurries_until = asyncio.get_running_loop().time() + _HURRY_S
         self._is_urgent.set()
@@ -267,11 +268,11 @@ class SchedulerLink:
                     return
                 if not isinstance(welcome, Welcome):
                     raise QuireError("the first message is not a welcome")
-                outbox = await self._meet(welcome)  # may take longer than the limit on silence
+                outbox = await self._meet(welcome)  # may take longer than the allowed silence
                 poll.cancel()  # from now on the stream carries heartbeats
                 heartbeat.on_message()
                 tasks.append(asyncio.create_task(_write(call, outbox)))
-                self._knows_unpin = welcome.hears_beats  # both came with one version
+                self._knows_unpin = welcome.hears_beats  # one version introduced both
                 if welcome.hears_beats:
                     tasks.append(asyncio.create_task(_beat(outbox)))
                 while (message := await _read(call)) is not None:
@@ -306,7 +307,7 @@ class SchedulerLink:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def _meet(self, welcome: Welcome) -> Outbox:
-        """Adopt the scheduler's model and submit every live request to it."""
+        """Adopt the scheduler's model, and submit every live request to the scheduler."""
         try:
             await self._owner.prepare(welcome.model)
             self._misfit = None
@@ -396,7 +397,7 @@ class SchedulerLink:
         if live is None:
             return
         if live.num_submits > 1 and isinstance(refusal.error, TooBusyError | UnavailableError):
-            # A request that was accepted once is retried: a new scheduler may be full because all
+            # A request that was accepted before is retried: a new scheduler may be full because all
             # routers submit to it at once, and a draining scheduler will be replaced.
             asyncio.get_running_loop().call_later(
                 refusal.retry_after_s, self._submit_again, live, self._outbox
@@ -409,7 +410,9 @@ class SchedulerLink:
 
     def _submit_again(self, live: LiveRequest, outbox: Outbox | None) -> None:
         is_live = any(seq_key in self.table for seq_key in live.live_seq_keys)
-        if is_live and self._outbox is outbox:  # otherwise a newer scheduler has it already
+        if (
+            is_live and self._outbox is outbox
+        ):  # otherwise a newer scheduler already has the request
             self.submit(live)
 
 
@@ -424,7 +427,7 @@ async def _read(call: Any) -> SchedulerMessage | None:
 
 
 async def _poll(stub: scheduler_pb2_grpc.SchedulerServiceStub, heartbeat: Heartbeat) -> None:
-    """Poll a scheduler that waits for its model, which sends no heartbeats before its welcome."""
+    """Poll a scheduler that waits for its model: before the welcome it sends no heartbeats."""
     while True:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await stub.GetSchedulerLoad(
@@ -435,7 +438,7 @@ async def _poll(stub: scheduler_pb2_grpc.SchedulerServiceStub, heartbeat: Heartb
 
 
 async def _beat(outbox: Outbox) -> None:
-    """Show the scheduler that this router is well, until cancelled."""
+    """Send heartbeats to the scheduler, until cancelled."""
     while True:
         outbox.beat()
         await asyncio.sleep(BEAT_S)

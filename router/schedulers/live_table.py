@@ -25,7 +25,7 @@ class LiveTable:
 
     @property
     def lives(self) -> list[LiveRequest]:
-        """The requests, each once, oldest first."""
+        """The distinct requests, oldest first."""
         return list(dict.fromkeys(self._seq_key_to_live.values()))
 
     def add(self, live: LiveRequest) -> None:
@@ -49,13 +49,13 @@ class LiveTable:
     def deliver(self, events: StepEvents, *, is_new: bool = True) -> Sequence[int]:
         """Deliver the events of a step; return the sequences that ended by a stop string.
 
-        The caller cancels these at the scheduler. `is_new` is False for the past events of a
-        resumed request, which another router has counted.
+        The caller cancels them at the scheduler. `is_new` is False for the past events of a resumed
+        request, which another router has counted.
         """
-        # A sequence that is missing in the table was cancelled after its events were sent.
+        # If a sequence is missing, it was cancelled after the scheduler sent these events.
         now = asyncio.get_running_loop().time()
         table = self._seq_key_to_live
-        for pin in events.pins:  # before the tokens, which may end the request
+        for pin in events.pins:  # first, because the tokens may end the request
             if (live := table.get(pin.seq_key)) is not None:
                 live.pin(pin.num_pinned_tokens)
         for admission in events.admissions:
@@ -78,11 +78,12 @@ class LiveTable:
             if live is None:
                 continue
             num_tokens += 1
-            changed[live] = None
             logprob = logprobs.get(i) if logprobs else None
             if live.push_token(seq_key, token_id, logprob, now, is_new=is_new):
                 del table[seq_key]
                 stopped.append(seq_key)
+            if live.has_events:
+                changed[live] = None
         if is_new:
             self._metrics.generation_tokens.inc(num_tokens)
         for ending in events.endings:

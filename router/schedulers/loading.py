@@ -1,7 +1,7 @@
 """Calls to schedulers that load and unload their models, or ask what is loaded.
 
-They have channels of their own, because the link to a scheduler closes when its model changes, and
-is not connected before the scheduler's workers have had a model.
+They use separate channels: the link to a scheduler closes when its model changes, and connects only
+after the scheduler's workers have had a model.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class LoadingCalls:
     """Calls to schedulers; `targets` maps the address of each to whether it is connected.
 
     `NotFoundError` means that no scheduler has such a worker. A scheduler that is not connected may
-    be a standby, so it may be unreachable if another answers. All raise the schedulers' errors.
+    be a standby; its failure is ignored if another one answers. All raise the schedulers' errors.
     """
 
     def __init__(self, tls: ClientTls | None = None) -> None:
@@ -63,7 +63,7 @@ class LoadingCalls:
     ) -> AsyncGenerator[loading_pb2.LoadResponse]:
         """Load a model at a worker, or at all if `worker` is empty; yield the progress.
 
-        An empty `directory` is the model that the worker had.
+        An empty `directory` means the model that the worker had.
         """
         request = loading_pb2.LoadRequest(worker=worker, directory=directory)
         tolerated: list[QuireError] = []
@@ -91,13 +91,13 @@ class LoadingCalls:
                 stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
                 async with aclosing(responses(stub.Load(request))) as loading:
                     async for progress in loading:
-                        may_be_standby = False  # it answers, so its next error counts
+                        may_be_standby = False  # it has answered, so its next error is raised
                         yield progress
         except QuireError as error:
             _tolerate(target, error, tolerated, may_be_standby=may_be_standby)
 
     async def sum_of_loads(self, targets: Mapping[str, bool]) -> Load | None:
-        """Return what the schedulers that answer have to do; None: none answers."""
+        """Return the sum of the loads of the schedulers that answer; None: none answers."""
 
         async def one(target: str) -> Load | None:
             async with open_channel(target, tls=self._tls) as channel:

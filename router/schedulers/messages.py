@@ -1,4 +1,4 @@
-"""Messages of a scheduler on its stream to a router."""
+"""The messages that a scheduler sends to a router."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from router.request.live import ReplayRecord
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The first message, when the scheduler knows its model and accepts requests."""
+    """The first message, sent once the scheduler knows its model and accepts requests."""
 
     epoch: int
     model: ModelInfo
@@ -25,7 +25,7 @@ class Welcome:
     max_waiting: int | None
     """Most sequences that may wait at one worker; None: unknown."""
     hears_beats: bool
-    """Whether the scheduler wants to hear whether this router is well."""
+    """Whether the scheduler expects heartbeats from this router."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class QueueRoom:
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """The events of one step for this router's sequences. A field that is None has no change."""
+    """The events of one step for this router's sequences. None in a field: no change."""
 
     seq_keys: list[int]
     token_ids: list[int]
@@ -97,8 +97,8 @@ class StepEvents:
     admissions: tuple[Admitted, ...]
     pins: tuple[Pin, ...]
     vectors: Mapping[int, bytes]
-    """By key: the vectors of sequences that have made one, float32, little-endian. Their other
-    events mean nothing."""
+    """Maps a key to the vector of a sequence that pools: float32, little-endian. Other events of
+    such a sequence are meaningless."""
     endings: tuple[Ending, ...]
     room: QueueRoom | None = None
     max_model_len: int | None = None
@@ -106,7 +106,7 @@ class StepEvents:
     adapters: tuple[LoraAdapter, ...] | None = None
     """The adapters that requests may name from now on."""
     is_unloaded: bool | None = None
-    """Whether the model is unloaded at all workers, so that requests wait."""
+    """Whether all workers have unloaded the model; requests wait then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Resumption:
     """A resumed request, which this router owns from now on."""
 
     record: ReplayRecord
-    """The request as submitted, with keys that this router reserved, without deadline."""
+    """The request as submitted, with this router's keys and without the deadline."""
     stop_options: StopOptions
     n: int
     so_far: StepEvents

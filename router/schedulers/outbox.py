@@ -15,8 +15,9 @@ _BEAT: Final = scheduler_pb2.ConnectRequest(beat=scheduler_pb2.RouterBeat())
 class Outbox:
     """Requests to submit, in order, and sequences to cancel; only `next` waits.
 
-    A request is serialized when it is sent, and dropped if it ends before. So a scheduler that does
-    not read costs only a few bytes per sequence to cancel and per call that waits to resume.
+    A request is serialized when it is sent, and dropped if it ends before. So while a scheduler
+    does not read, memory grows only by a few bytes per cancelled sequence and per call that waits
+    to resume.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class Outbox:
         self._filled.set()
 
     def beat(self) -> None:
-        """Give a sign of life; no more than one is pending."""
+        """Queue a heartbeat, unless one is pending."""
         if _BEAT not in self._messages:
             self._messages.append(_BEAT)
             self._filled.set()

@@ -1,12 +1,12 @@
-"""Chooses a scheduler for a request by the prefix of its prompt, unless that scheduler is too busy.
+"""Chooses a scheduler for a request by its prompt's prefix and the schedulers' loads.
 
 This is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018). Each
 prompt ranks the schedulers by a hash of its first tokens and their names, which is the same in
-every router. It goes to the first scheduler that stays below 1.25 times its share of all sequences.
-So prompts with the same beginning go to the same scheduler, which has the beginning in its prefix
-cache. If that scheduler is too busy, all these prompts go to the same next one. When a scheduler is
-added or removed, only its own share of the prompts moves. A scheduler that has reported a full
-queue is left out while another has room.
+every router. The prompt goes to the first of these that stays below 1.25 times its share of all
+sequences. So prompts with the same beginning go to the same scheduler, which has the beginning in
+its prefix cache. If that scheduler is too busy, all these prompts go to the same next one. When a
+scheduler is added or removed, only its own share of the prompts moves. A scheduler with a full
+queue is skipped while another one has room.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ PREFIX_TOKENS: Final = 64
 """How many tokens of a prompt are hashed; a few KV blocks."""
 _SLACK: Final = 1.25
 _MIN_SEQS: Final = 4
-"""Up to this many sequences per worker count as no load, so that prompts stay together."""
+"""Up to this many sequences per worker count as no load, to keep similar prompts together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A scheduler that may be chosen."""
+    """A scheduler to choose from."""
 
     name: str
     num_seqs: int
@@ -41,7 +41,7 @@ class Candidate:
 
 
 def has_room(room: int | None, n: int) -> bool:
-    """Whether a queue with this room, None: no limit, accepts `n` more sequences."""
+    """Whether a queue with this room accepts `n` more sequences; None: no limit."""
     return room is None or room >= n
 
 
@@ -73,7 +73,7 @@ def _score(text: str) -> bytes:
 
 
 _REFRESH_S = 1.0
-"""How often to poll the loads of several schedulers, since other routers add to these."""
+"""How often to poll the loads of several schedulers, which other routers use as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,9 @@ class SchedulerPlacement:
     def choose(self, live: LiveRequest, links: Sequence[SchedulerLink]) -> SchedulerLink:
         """Return one of `links`, at least one, for a request."""
         adapter = live.record.sampling.adapter
-        if adapter is not None:  # if no scheduler has it, any one will refuse the request
+        if (
+            adapter is not None
+        ):  # if no scheduler has the adapter, any of them will refuse the request
             able = [each for each in links if each.model and adapter in each.model.adapters]
             links = able or links
         links = [each for each in links if not each.is_unloaded] or links

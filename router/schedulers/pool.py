@@ -39,8 +39,8 @@ _RETURN_S = 2.0
 """How long to wait for a lost scheduler before its requests move to others, which compute them
 again."""
 _AWAY_S = 10.0
-"""For this long a lost scheduler may return with its old state, so the router refuses changes that
-must reach all schedulers."""
+"""For this long a lost scheduler may return with its old state. Until then the router refuses
+changes that must reach all schedulers."""
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Schedulers:
     def __init__(
         self, discovery: Discovery, config: LinkConfig, *, tokenizers: Tokenizers, health: Health
     ) -> None:
-        """Prepare; `run` connects. Sets `health` to whether a scheduler is connected.
+        """`run` connects. `health` is set to whether a scheduler is connected.
 
         Selects the model's tokenizer in `tokenizers`. A model whose vocabulary is smaller than its
         tokenizer's cannot be served.
@@ -69,7 +69,7 @@ class Schedulers:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether a connected scheduler has a worker with its model, as far as is known."""
+        """Whether a connected scheduler has a worker with the model, as far as known."""
         return any(not link.is_unloaded for link in self._connected)
 
     @property
@@ -79,7 +79,7 @@ class Schedulers:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a scheduler is connected that does not hang."""
+        """Whether a connected scheduler does not hang."""
         return any(link.hang is None for link in self._connected)
 
     # --- for requests ---------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Schedulers:
             )
 
     async def check_capacity(self, num_seqs: int) -> None:
-        """Check that `num_seqs` sequences could be live at once if there were no others.
+        """Check that `num_seqs` sequences could be live at once without any other load.
 
         Raises InvalidArgumentError if they could not, UnavailableError without a scheduler.
         """
@@ -144,7 +144,9 @@ class Schedulers:
             )
 
     def reserve_seq_keys(self, n: int) -> int:
-        """Return the first of `n` new consecutive keys; the caller submits without any await.
+        """Return the first of `n` new consecutive keys.
+
+        The caller must submit without awaiting before.
 
         Raises UnavailableError without a scheduler.
         """
@@ -155,7 +157,7 @@ class Schedulers:
         return first
 
     def submit(self, live: LiveRequest) -> None:
-        """Submit a request; no await may lie between reserving its keys and this call."""
+        """Submit a request; there must be no await between reserving its keys and this call."""
         self._placement.choose(live, self._connected).submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
@@ -169,7 +171,7 @@ class Schedulers:
             link.leave(live)
 
     def unpin(self, request_id: str, tenant: str) -> None:
-        """Drop the pins of a request's prompt wherever they are."""
+        """Drop the pins of a request's prompt at all schedulers."""
         for link in self._links:
             link.unpin(request_id, tenant)
 
@@ -272,7 +274,7 @@ class Schedulers:
     async def run(self) -> None:
         """Keep a stream to each scheduler until cancelled.
 
-        Only bugs raise an error; before that, all live requests fail.
+        Raises only after a bug, when all live requests have failed.
         """
         self._update_health()
         watch = asyncio.create_task(
@@ -311,7 +313,9 @@ class Schedulers:
         """Read the model's tokenizer."""
         try:
             await self._tokenizers.read(model.directory)
-        except Exception as error:  # libraries raise many kinds for bad JSON and templates
+        except (
+            Exception
+        ) as error:  # libraries raise many kinds of errors for bad JSON and templates
             raise MisfitError(
                 f"{model} has no tokenizer that this router can read: {error}"
             ) from error
@@ -392,10 +396,10 @@ class Schedulers:
     def _move_all(
         self, link: SchedulerLink, targets: Sequence[SchedulerLink] | None = None
     ) -> None:
-        """Move the live requests of a lost scheduler to connected ones, if any."""
+        """Move the live requests of a lost scheduler to connected schedulers, if there are any."""
         targets = self._connected if targets is None else targets
         if link.is_connected or not targets:
-            return  # the scheduler has returned, or no other is connected
+            return  # the scheduler has returned, or no other one is connected
         for live in link.table.lives:
             link.table.discard(live)
             self._placement.choose(live, targets).submit(live)

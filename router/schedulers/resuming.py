@@ -1,4 +1,4 @@
-"""Calls that wait until the scheduler sends the request that they resume."""
+"""Calls that wait for the scheduler to send the request that they resume."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,7 +13,7 @@ StartResumed: TypeAlias = Callable[[Resumption], LiveRequest]
 
 
 class ResumingCalls:
-    """The waiting calls, by the first sequence key that each request will have."""
+    """The waiting calls, by the first sequence key of each request."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[StartResumed, asyncio.Future[LiveRequest]]] = {}
@@ -25,7 +25,7 @@ class ResumingCalls:
         try:
             return await answer
         except asyncio.CancelledError:
-            # The answer came at the same moment; close the request, because it has no reader.
+            # The answer arrived at the same moment; close the request, which has no reader.
             if answer.done() and not answer.cancelled() and answer.exception() is None:
                 await answer.result().aclose()
             raise

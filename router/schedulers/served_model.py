@@ -1,6 +1,6 @@
 """The served model and its LoRA adapters, with their names and limits.
 
-For clients each adapter is a model of its own, with the limits of its base model.
+Clients see each adapter as a separate model with the limits of its base model.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ class ServedModel:
     """The served model. Methods with a `name` accept "" for the model without an adapter."""
 
     def __init__(self, name: str, schedulers: Schedulers) -> None:
-        """`name` is the name in requests of the model from the flags."""
+        """`name` is the name that requests use for the model of the flags."""
         self._name = name
         self._schedulers = schedulers
 
     @property
     def name(self) -> str:
-        """The model's name in requests; for a model that was loaded later, the workers' name."""
+        """The name that requests use; for a model that an operator loaded, the workers' name."""
         model = self._schedulers.model
         return self._name if model is None or not model.directory else model.id
 
@@ -53,7 +53,7 @@ class ServedModel:
         if model is None:
             raise self._schedulers.unavailable()
         adapter = None if name in ("", self.name) else self._adapters()[name]
-        # A model that only makes vectors counts a place for a token there, too.
+        # For a model that only makes vectors, this limit includes one token that it does not need.
         num_unused = not model.abilities.generates
         return Model(
             self.name if adapter is None else adapter.name,
@@ -73,7 +73,7 @@ class ServedModel:
         return tuple(map(self.info, self.names()))
 
     def names(self) -> tuple[str, ...]:
-        """Return what requests may name: the model, then its adapters."""
+        """Return the names that requests may use: the model's, then its adapters'."""
         return (self.name, *self._adapters())
 
     def has_adapter(self, name: str) -> bool:
@@ -85,7 +85,7 @@ class ServedModel:
         return self._adapters().get(name) == LoraAdapter(name, digest)
 
     def _adapters(self) -> Mapping[str, LoraAdapter]:
-        """Return the adapters by name, without one that has the model's name."""
+        """Return the adapters by name, except an adapter with the model's name."""
         model = self._schedulers.model
         if model is None:
             return _NO_ADAPTERS

@@ -102,7 +102,7 @@ def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectReque
 
 
 def record_to_bytes(live: LiveRequest, request: GenerateRequest) -> bytes:
-    """Serialize a request without its outputs, to be submitted again in another process."""
+    """Serialize a request without its outputs, for another process to submit."""
     message = submit_to_proto(live, 0.0).submit
     message.ClearField("outputs")
     message.resume_record = stop_options_to_bytes(request)
@@ -262,7 +262,7 @@ def error_from_code(code: int, message: str, retry_after_s: float = 1.0) -> Quir
 
 
 def failure_of(finished: OutputFinished) -> QuireError | None:
-    """Return the error that a unary call ends with; None if the output ended well."""
+    """Return the error with which a unary call ends; None if the output succeeded."""
     match finished.finish_reason:
         case FinishReason.ERROR:
             assert finished.error is not None, "ERROR comes with an error"

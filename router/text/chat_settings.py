@@ -1,4 +1,4 @@
-"""The settings of chats: which parsers read outputs, whether requests may bring a template."""
+"""The settings of chats: the parsers of outputs, and whether requests may set a template."""
 
 import functools
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class ChatSettings:
     trust_request_chat_template: bool = False
 
     def template_of_request(self, source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        """Compile a request's template; it runs in a sandbox, but may compute without end.
+        """Compile a request's template; it runs in a sandbox, but without a time limit.
 
         Raises:
             InvalidArgumentError: The service does not trust requests' templates, or this one is

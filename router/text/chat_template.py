@@ -24,7 +24,7 @@ _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, Attribu
 
 
 _END_OF_CONTENT = "\ue000end of content\ue000"
-"""Marks where the last message's content ends in a prompt; private-use characters."""
+"""Private-use characters that mark the end of the last message's content in a prompt."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -58,13 +58,13 @@ class ChatTemplate:
         tree = environment.parse(source)
         self.source = source
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
-        """The names that it reads."""
+        """The names of the variables that the template reads."""
         self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
     @property
     def takes_tools(self) -> bool:
-        """Whether it renders the functions that a chat offers."""
+        """Whether the template renders tools."""
         return "tools" in self.variables
 
     def render(
@@ -76,7 +76,7 @@ class ChatTemplate:
     ) -> str:
         """Render the prompt, with a generation prompt unless `add_generation_prompt` is False.
 
-        With `continue_final_message` it ends with the last message's content.
+        With `continue_final_message`, the prompt ends with the last message's content.
 
         Other `kwargs`, such as `tools`, are passed to the template. Raises `InvalidArgumentError`
         if the template refuses the messages or fails on them.

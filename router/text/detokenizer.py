@@ -8,10 +8,10 @@ from router.text.token_bytes import TokenTable
 class Detokenizer:
     """Decodes one output token by token, without splitting characters.
 
-    A token adds bytes (see `TokenTable`), which are decoded incrementally as UTF-8. So each token
-    costs the same at any length of the output, and at most three bytes are held back. The pieces
-    concatenate to the same text as decoding everything at once. Bytes that are not UTF-8 become
-    U+FFFD, one for each maximal ill-formed part, as the Unicode standard recommends.
+    A token adds bytes (see `TokenTable`), which are decoded incrementally as UTF-8. So the cost of
+    a token does not depend on the output's length, and at most three bytes are held back. The
+    pieces concatenate to the same text as decoding everything at once. Bytes that are not UTF-8
+    become U+FFFD, one for each maximal ill-formed part, as the Unicode standard recommends.
     """
 
     def __init__(self, table: TokenTable, *, skip_special_tokens: bool) -> None:
@@ -22,7 +22,7 @@ class Detokenizer:
         self._is_within_character = False
 
     def push(self, token_id: int) -> str:
-        """Return the text that is complete with this token; "" within a character."""
+        """Return the text that this token completes; "" within a character."""
         if token_id >= len(self._pieces):
             return ""  # models pad their vocabulary beyond the tokenizer's
         piece = self._pieces[token_id]
@@ -39,5 +39,5 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the end of the text: U+FFFD if it ends within a character, else ""."""
+        """Return the rest of the text: U+FFFD if it ends within a character, else ""."""
         return self._utf8.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""How models are asked for what stands between two texts: markers around both."""
+"""Fill-in-the-middle prompts: markers around the texts before and after the output."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ class InfillForm:
 
     markers: tuple[str, ...]
     is_suffix_first: bool = False
-    """Then the output follows the prefix, without a marker of its own."""
+    """Whether the suffix comes first; the output then follows the prefix without a marker."""
 
     def prompt(self, prefix: str, suffix: str) -> str:
         if self.is_suffix_first:
@@ -32,7 +32,10 @@ _FORMS: Final = (
 
 
 def infill(prefix: str, suffix: str, token_id: Callable[[str], int | None]) -> str | None:
-    """Return the prompt for what stands between two texts; None: the model has no markers."""
+    """Return the prompt that asks for the text in between.
+
+    None: the model has no markers for it.
+    """
     for form in _FORMS:
         if all(token_id(marker) is not None for marker in form.markers):
             return form.prompt(prefix, suffix)

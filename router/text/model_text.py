@@ -16,25 +16,25 @@ from router.schedulers.served_model import ServedModel
 from router.text.chat_settings import ChatSettings
 from router.text.chat_template import ChatTemplate
 from router.text.detokenizer import Detokenizer
-from router.text.grammar import to_grammar, without_words
 from router.text.infill import infill
+from router.text.structured_output import to_grammar, without_words
 from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer, Tokenizers
 
 T = TypeVar("T")
 
 MAX_QUESTIONS: Final = 16
-"""Most pending calls that tokenize or detokenize without generating."""
+"""Most pending calls of /tokenize and /detokenize."""
 
 
 MAX_ANSWERED: Final = 2**17
-"""Most tokens of an answer that lists them, or as many as the model's context has: the event loop
-writes it, a million in 0.1 s."""
+"""Most tokens in an answer that lists tokens, unless the model's context is longer. The event loop
+writes the answer: a million tokens take 0.1 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request's prompt and form, as the worker needs them."""
+    """A request's prompt and structured output in the form that workers need."""
 
     prompt_token_ids: "array[int]"
     """int32; may be empty."""
@@ -45,7 +45,10 @@ class PreparedRequest:
 
 
 class ModelText:
-    """Text of the served model. Methods with a `model` raise the errors of `ServedModel.info`."""
+    """Tokenizes and detokenizes for the served model.
+
+    Methods with a `model` raise the errors of `ServedModel.info`.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,8 @@ class ModelText:
             "prompt", num_threads=num_threads, max_pending=max_pending_prompts
         )
         self._questions = TextThreads("tokenize", num_threads=1, max_pending=MAX_QUESTIONS)
-        """A separate thread, so that these calls do not delay prompts."""
+        """A separate thread for calls of /tokenize and /detokenize, which must not delay
+        prompts."""
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -80,7 +84,7 @@ class ModelText:
         return max(1, self._tokenizer.table.max_piece_bytes)
 
     def max_text_bytes(self, model: Model) -> int:
-        """Return an upper bound on the size of texts that fit the context, in bytes."""
+        """Return an upper bound on the bytes of a text that fits the context."""
         return model.max_model_len * self.max_token_bytes
 
     # --- to generate ----------------------------------------------------------------------------
@@ -132,10 +136,10 @@ class ModelText:
         return Detokenizer(self._tokenizer.table, skip_special_tokens=skip_special_tokens)
 
     def chat_template(self, model: str, source: str | None = None) -> ChatTemplate:
-        """Return the model's template, or that of `source`, which a request has brought.
+        """Return the model's template, or the template in `source`, which a request has set.
 
-        Raises `UnimplementedError` if there is none, `InvalidArgumentError` if requests' templates
-        are not trusted, or for one that is malformed.
+        Raises `UnimplementedError` if there is no template, and `InvalidArgumentError` if requests'
+        templates are not trusted or `source` is malformed.
         """
         self._model.check_name(model)
         if source is not None:
@@ -146,20 +150,20 @@ class ModelText:
         return template
 
     def parsers(self, template: ChatTemplate) -> OutputParsers:
-        """Return how the outputs of chats with a template are read."""
+        """Return the parsers for outputs of chats with a template."""
         tools, thinking = choose_parsers(
             template.source, self._chats.tool_parser, self._chats.reasoning_parser
         )
         return OutputParsers(tools, thinking, self._tokenizer.token_id, self._tokenizer.is_special)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, done in a thread; raises `TooBusyError` as `prepare`."""
+        """Run `work` in a thread and return its result; raises `TooBusyError` as `prepare`."""
         return await self._prompts.run(work)
 
     def infill(self, prefix: str, suffix: str) -> str:
-        """Return the prompt for what stands between two texts.
+        """Return the prompt that asks for the text between a prefix and a suffix.
 
-        Raises `UnimplementedError` for a model without tokens for that.
+        Raises `UnimplementedError` if the model has no tokens for that.
         """
         prompt = infill(prefix, suffix, self._tokenizer.token_id)
         if prompt is None:
@@ -210,8 +214,8 @@ class ModelText:
     ) -> list[int]:
         """Turn text into token ids, as for generation.
 
-        Raises `InvalidArgumentError` for a text that cannot fit the model's context, or of more
-        tokens than `MAX_ANSWERED` if those fit; `TooBusyError` beyond `MAX_QUESTIONS`.
+        Raises `InvalidArgumentError` for a text that cannot fit the context, or whose tokens exceed
+        both the context and `MAX_ANSWERED`; `TooBusyError` beyond `MAX_QUESTIONS`.
         """
         info = self._model.info(model)
         check_text("text", text, info, self.max_text_bytes(info))
@@ -252,14 +256,14 @@ class ModelText:
         )
 
     def decoder(self) -> Callable[[Sequence[int]], str]:
-        """Return what turns token ids of the present model into text, with special tokens.
+        """Return a function that decodes the current model's token ids, with special tokens.
 
         Any thread may call it.
         """
         return functools.partial(self._tokenizer.decode, skip_special_tokens=False)
 
-    # These take no model name: adapters share the tokenizer, and outputs of an adapter continue
-    # after it has been unloaded.
+    # These methods take no model name: adapters share the tokenizer, and outputs of an adapter
+    # continue after the adapter was unloaded.
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token; U+FFFD for parts of a character."""

@@ -1,4 +1,4 @@
-"""Threads for work on text, with a limit on pending work, shared fairly among tenants."""
+"""Threads for tokenizing and similar work, limited in number of tasks and fair among tenants."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class TextThreads:
-    """Runs one kind of work in threads of its own; tenants with API keys take turns."""
+    """Runs one kind of work in separate threads; tenants with API keys take turns."""
 
     def __init__(self, kind: str, *, num_threads: int, max_pending: int) -> None:
         """At most `max_pending` tasks wait or run; `kind` names the tasks in errors."""
@@ -34,7 +34,7 @@ class TextThreads:
         return self._num_pending
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread; it does not start if the caller is cancelled before.
+        """Run `work` in a thread, unless the caller is cancelled before it starts.
 
         Raises `TooBusyError` beyond `max_pending`.
         """
@@ -54,10 +54,10 @@ class TextThreads:
         try:
             return await asyncio.wrap_future(future)
         finally:
-            del future, tasks, work  # an error has this frame; they must not hold each other
+            del future, tasks, work  # the error refers to this frame; break the reference cycle
 
     def close(self) -> None:
-        """End the threads after their current tasks."""
+        """Stop the threads after their current tasks."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _run_next(self) -> None:

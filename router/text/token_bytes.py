@@ -123,7 +123,7 @@ def _piece(token: str, steps: list[Mapping[str, Any]]) -> bytes:
 
 def _word_piece(token: str, prefix: str, *, is_cleaned: bool) -> str:
     token = token.removeprefix(prefix) if token.startswith(prefix) else f" {token}"
-    if is_cleaned:  # as the package does it, token by token
+    if is_cleaned:  # like the `tokenizers` package, token by token
         for dirty, clean in _CLEANED.items():
             token = token.replace(dirty, clean)
     return token
@@ -132,13 +132,13 @@ def _word_piece(token: str, prefix: str, *, is_cleaned: bool) -> str:
 def _byte_level_piece(token: str) -> bytes:
     try:
         return bytes(map(_CHARACTER_TO_BYTE.__getitem__, token))
-    except KeyError:  # an added token stands for itself
+    except KeyError:  # an added token is literal text
         return token.encode()
 
 
 def _byte_alphabet() -> dict[str, int]:
-    # GPT-2's alphabet: printable Latin-1 stands for itself; the other bytes, in order, are the
-    # characters from U+0100 on.
+    # GPT-2's alphabet: printable Latin-1 characters are themselves; the other bytes, in order, are
+    # the characters from U+0100 on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

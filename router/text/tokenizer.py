@@ -29,7 +29,7 @@ _SPECIAL_TOKEN_NAMES = (
 class Tokenizer:
     """The tokenizer and chat template of a Hugging Face model directory. Thread-safe.
 
-    The `tokenizers` package releases Python's lock, so threads can tokenize beside the event loop.
+    The `tokenizers` package releases the GIL, so threads can tokenize while the event loop runs.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class Tokenizer:
         chat_template: ChatTemplate | None,
         special_tokens: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`special_tokens` are those that templates name, such as `bos_token`, and their texts."""
+        """`special_tokens` maps the names that templates use, such as `bos_token`, to texts."""
         self._tokenizer = tokenizer
         self.table = table
         self.chat_template = chat_template
         self.special_tokens = special_tokens
         self.added_ids = frozenset(tokenizer.get_added_tokens_decoder())
-        """Tokens that text is cut at before anything else, such as markers."""
+        """Added tokens, such as markers; text is split at these first."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenize a text; `add_special_tokens` adds tokens such as a leading <s>."""
-        # Not `encode`, which keeps Python's lock from a thread's second call on (0.23), and takes
-        # more memory: it also tells where in the text each token is.
+        # Not `encode`: from a thread's second call on, it holds the GIL (version 0.23), and it
+        # takes more memory because it also returns the position of each token in the text.
         (encoding,) = self._tokenizer.encode_batch_fast(
             [text], add_special_tokens=add_special_tokens
         )
@@ -65,15 +65,15 @@ class Tokenizer:
         Args:
             text: The text, or the first of the pair.
             pair: The second text; None: there is none.
-            most: Cut the text, or the second of the pair, so that there are at most so many tokens.
+            most: Most tokens of the result; the text, or the second of the pair, is cut to fit.
             add_special_tokens: Whether to add tokens such as [CLS] and [SEP].
 
         Returns:
-            The token ids, and how many belong to the first text of a pair, if the tokenizer marks
-            them by types; else 0.
+            The token ids, and how many of them belong to the first text of a pair; 0 if the
+            tokenizer does not mark token types.
 
         Raises:
-            InvalidArgumentError: The first text leaves no room for the second.
+            InvalidArgumentError: The first text leaves no room for the second one.
         """
         texts = [text] if pair is None else [text, pair]
         parts = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -93,12 +93,12 @@ class Tokenizer:
         return whole.ids, types.index(1) if 1 in types else 0
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token that is this text; None: it is not one token."""
+        """Return the id of the token with this text; None: no single token has it."""
         token_id: int | None = self._tokenizer.token_to_id(text)
         return token_id
 
     def is_special(self, text: str) -> bool:
-        """Whether a text is a token that outputs' text does not show."""
+        """Whether a text is a special token, which the text of outputs leaves out."""
         token_id = self.token_id(text)
         return token_id is not None and not self.table.text_pieces[token_id]
 
@@ -163,7 +163,7 @@ def _content(token: str | dict[str, Any]) -> str:
 
 
 _FLAGS: Final = ""
-"""The key of the model from the flags."""
+"""The key of the flags' model."""
 
 
 class Tokenizers:
@@ -174,12 +174,12 @@ class Tokenizers:
         self._cache_dir = cache_dir
         self._directory_to_tokenizer = {_FLAGS: first}
         self._directory_to_read: dict[str, asyncio.Task[Tokenizer]] = {}
-        """Reads that are running, or have ended after their caller was cancelled."""
+        """Running reads, and reads that ended after their caller was cancelled."""
         self.current = first
         """The tokenizer of the served model."""
 
     async def read(self, directory: str) -> None:
-        """Read the tokenizer of a directory, unless it is known; "" is the model from the flags.
+        """Read the tokenizer of a directory, unless it was read before; "" means the flags' model.
 
         If the caller is cancelled, the read continues for the next call. Raises ModelError,
         FileNotFoundError, or the error that prevented the read.
@@ -193,7 +193,7 @@ class Tokenizers:
         try:
             tokenizer = await asyncio.shield(read)
         except Exception:
-            self._directory_to_read.pop(directory, None)  # so that the next call tries again
+            self._directory_to_read.pop(directory, None)  # the next call tries again
             raise
         self._directory_to_read.pop(directory, None)
         # Set this here, not in the task, because `use` may have removed the task's entry.
@@ -207,7 +207,10 @@ class Tokenizers:
         return len(self._directory_to_tokenizer[directory].table.pieces)
 
     def use(self, directory: str) -> None:
-        """Make a tokenizer current that has been read; forget all but it and the flags' one."""
+        """Make a tokenizer that was read the current one.
+
+        Drop all others but the flags' model's.
+        """
         self.current = self._directory_to_tokenizer[directory]
         first = self._directory_to_tokenizer[_FLAGS]
         self._directory_to_tokenizer = {_FLAGS: first, directory: self.current}

@@ -1,1 +1,1 @@
-"""Turns that are kept: accepted once, computed to the end whatever dies."""
+"""Turns: stored calls that are completed even if all processes die in between."""

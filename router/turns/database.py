@@ -1,4 +1,4 @@
-"""The databases that keep turns: one interface, SQLite, and the versions of the schema."""
+"""The databases of turns: the interface, SQLite, and the migrations of the schema."""
 
 import asyncio
 import sqlite3
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Cursor(Protocol):
-    """What both databases' cursors do. Statements have `?` for their parameters."""
+    """The cursor of either database. Statements have `?` for parameters."""
 
     @property
     def rowcount(self) -> int: ...
@@ -34,19 +34,19 @@ class Connection(Protocol):
     """One connection; its methods run in the database's thread."""
 
     skips_locked: str
-    """What a SELECT ends with that leaves out the rows of other transactions."""
+    """The clause with which a SELECT skips rows that other transactions have locked."""
 
     def transaction(self, work: Callable[[Cursor], T]) -> T:
         """Run `work` in one transaction, durable when this returns; raises StoreError."""
 
     def now(self, cursor: Cursor) -> float:
-        """Return the Unix time, the same for all routers of one store."""
+        """Return the Unix time by a clock that all routers of one store share."""
 
     def close(self) -> None: ...
 
 
 class Database:
-    """Runs work in transactions, one after another, in a thread; connects when it is needed."""
+    """Runs transactions one after another in a thread; connects when needed."""
 
     def __init__(self, connect: Callable[[], Connection]) -> None:
         """`connect` opens the database and raises StoreError if it cannot."""
@@ -55,7 +55,7 @@ class Database:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="turns")
 
     async def run(self, work: Callable[[Cursor, Connection], T]) -> T:
-        """Return the result of `work`, which is committed.
+        """Run `work` in a transaction; return its result after the commit.
 
         Raises:
             StoreError: The database cannot be read or written. Nothing has changed, unless the
@@ -81,7 +81,7 @@ class Database:
             raise
 
     async def close(self) -> None:
-        """Close the connection after the work that was given before."""
+        """Close the connection after all earlier work."""
         connection = self._connection
         if connection is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, connection.close)
@@ -94,20 +94,20 @@ class SqliteConnection:
     skips_locked = ""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or make it; raises StoreError."""
+        """Open or create the file; raises StoreError."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(
                 path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
-            path.chmod(0o600)  # it holds prompts and outputs
+            path.chmod(0o600)  # the file contains prompts and outputs
             for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
                 self._connection.execute(f"PRAGMA {pragma}")
         except (OSError, sqlite3.Error) as error:
             raise StoreError(f"turns cannot be kept in {path}: {error}") from error
 
     def transaction(self, work: Callable[[Cursor], T]) -> T:
-        """Run `work`; a second process waits for it."""
+        """Run `work` in one transaction; other processes wait for it."""
         try:
             cursor = self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -130,14 +130,14 @@ class SqliteConnection:
 
 
 _BUSY_S: Final = 5.0
-"""How long a transaction waits for another process's."""
+"""How long a transaction waits for one of another process."""
 
 
 def migrate(connection: Connection) -> None:
-    """Bring the schema to this version; several processes may do so at once.
+    """Upgrade the schema to this version; several processes may do so at once.
 
     Raises:
-        StoreError: It is of a newer version, or cannot be written.
+        StoreError: The schema is newer than this router, or the database cannot be written.
     """
 
     def work(cursor: Cursor) -> None:
@@ -181,7 +181,7 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
             owner TEXT NOT NULL,
             lease_until DOUBLE PRECISION NOT NULL,
             UNIQUE (tenant, idempotency_key))""",
-        # What is looked for again and again: turns that nobody computes, and those that are old.
+        # For the frequent queries: turns without an owner, and old turns.
         "CREATE INDEX turns_live ON turns (status, lease_until) WHERE ended_at IS NULL",
         "CREATE INDEX turns_ended ON turns (ended_at) WHERE ended_at IS NOT NULL",
         "CREATE INDEX turns_group ON turns (group_id, position) WHERE group_id <> ''",
@@ -223,7 +223,7 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
             generated_tokens BIGINT NOT NULL,
             reasoning_tokens BIGINT NOT NULL,
             PRIMARY KEY (hour, tenant, key_name, model, adapter))""",
-        # The last part of its usage that each router has written, so that none is added twice.
+        # The number of the last part of usage that each router has written: no part is added twice.
         """CREATE TABLE usage_writers (
             writer TEXT PRIMARY KEY,
             number BIGINT NOT NULL,
@@ -231,14 +231,14 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
     ),
     ("ALTER TABLE batches ADD COLUMN key_name TEXT NOT NULL DEFAULT ''",),
 )
-"""What makes each version of the schema out of the one before; never changed once released.
+"""The statements that upgrade the schema by one version each; never changed once released.
 
-Both databases read it: SQLite takes any type, and keeps bytes as they are.
+Both databases accept these statements: SQLite takes any type name and stores bytes unchanged.
 """
 
 
 def open_database(place: str) -> Database:
-    """Return the database of `--turn-store`; it is opened when it is needed."""
+    """Return the database of `--turn-store`, which connects when needed."""
     if place.startswith(("postgresql://", "postgres://")):
         from router.turns.postgres import PostgresConnection  # noqa: PLC0415 - an extra
 

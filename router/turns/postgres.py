@@ -1,4 +1,4 @@
-"""PostgreSQL keeps the turns of several routers; `quire[postgres]` brings its driver."""
+"""Stores the turns of several routers in PostgreSQL; `quire[postgres]` installs the driver."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
@@ -11,7 +11,7 @@ T = TypeVar("T")
 _CONNECT_S: Final = 5
 _STATEMENT_MS: Final = 10_000
 _STATEMENT_MS_PER_MIB: Final = 1000
-"""More, for what a statement writes: on two busy cores, 250 were measured."""
+"""Additional timeout per MiB that a statement writes; on two busy cores, 250 ms were measured."""
 
 
 class PostgresConnection:
@@ -34,13 +34,13 @@ class PostgresConnection:
                 connect_timeout=_CONNECT_S,
                 options=f"-c statement_timeout={_STATEMENT_MS}",
                 application_name="quire-router",
-                # A server that falls silent is noticed.
+                # Detect a server that no longer answers.
                 keepalives_idle=2,
                 keepalives_interval=1,
                 keepalives_count=3,
                 tcp_user_timeout=5000,
             )
-        except psycopg.Error as error:  # its text names host and user, and no password
+        except psycopg.Error as error:  # the error's text names host and user, but not the password
             raise StoreError(f"the store of turns cannot be reached: {error}") from None
 
     def transaction(self, work: Callable[[Cursor], T]) -> T:
@@ -62,7 +62,7 @@ class PostgresConnection:
 
 
 class _Statements:
-    """A cursor that takes `?` for parameters, as SQLite's."""
+    """A cursor that takes `?` for parameters, as SQLite's does."""
 
     def __init__(self, cursor: Any) -> None:
         self._cursor = cursor
@@ -73,7 +73,7 @@ class _Statements:
         return count
 
     def execute(self, statement: str, parameters: Sequence[Any] = (), /) -> None:
-        # PostgreSQL has no NUL in texts, and refusing one would cost the connection.
+        # PostgreSQL's texts cannot contain NUL; its error would cost the connection.
         taken = [p.replace("\0", "\ufffd") if isinstance(p, str) else p for p in parameters]
         num_mib = sum(len(p) for p in taken if isinstance(p, (bytes, bytearray))) // 2**20
         if num_mib:

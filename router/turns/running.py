@@ -1,4 +1,4 @@
-"""A turn that this router computes: its output so far, for its readers and for the store."""
+"""A turn that this router computes: collects its output for readers and for the store."""
 
 import asyncio
 import contextlib
@@ -25,24 +25,24 @@ from router.turns.turn import Turn, TurnEnd, TurnStatus
 
 
 class MovedError(QuireError):
-    """Another router goes on with the turn."""
+    """Another router continues the turn."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """How much of a turn a reader has."""
+    """How much of a turn a reader has received."""
 
     tokens: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    """By output."""
+    """Number of tokens received of each output."""
     ended_at: float | None = None
-    """When the turn ended, once the reader has its end."""
+    """When the turn ended; set once the reader has received the end."""
 
     def end(self) -> float:
-        """Return when the turn ended, or now."""
+        """Return when the turn ended, or the current time."""
         return self.ended_at or time.time()
 
     def new_of(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yield what the reader lacks; from then on it has it."""
+        """Yield the events that the reader lacks, and count them as received."""
         for event in events:
             if not isinstance(event, OutputDelta):
                 yield event
@@ -79,24 +79,24 @@ class _Tokens:
 
 
 class RunningTurn:
-    """Collects a turn's events. Readers get the end only when it is kept."""
+    """Collects a turn's events. Readers get the end only after it is stored."""
 
     def __init__(self, turn: Turn, kept: Iterable[Event] = ()) -> None:
-        """`kept` are the events that the store has."""
+        """`kept` are the events that are already stored."""
         self.turn = turn
         self.record = turn.record
         self.task: asyncio.Task[None] | None = None
         self.live: LiveRequest | None = None
-        """The request that computes it, or that did so last."""
+        """The request that computes the turn, or the latest one."""
         self.answer: bytes | None = None
-        """What is kept of a turn that was computed as a whole."""
+        """The result of a turn that was computed as a whole."""
         self.is_cancelled = False
         self.num_readers = 0
         self.done = asyncio.Event()
-        """Set when the end is kept."""
+        """Set once the end is stored."""
         self._outputs: defaultdict[int, _Tokens] = defaultdict(_Tokens)
         self._last: list[Event] = []
-        """The ends and the usage."""
+        """The ends of outputs, and the usage."""
         self._end: TurnEnd | None = None
         self._is_published = False
         self._is_moved = False
@@ -110,11 +110,11 @@ class RunningTurn:
         list(self._kept.new_of(self._deltas()))
 
     def add(self, event: Event) -> None:
-        """Add the next event."""
+        """Append the next event."""
         match event:
             case OutputDelta():
                 output = self._outputs[event.output_index]
-                # A request that was submitted again begins with its first token.
+                # A request that was submitted again sends its tokens from the first one on.
                 num_known = len(output.token_ids) - event.token_offset
                 output.token_ids += event.token_ids[num_known:]
                 output.logprobs += event.logprobs[num_known:]
@@ -128,12 +128,12 @@ class RunningTurn:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether all events have arrived."""
         return any(isinstance(event, Usage) for event in self._last)
 
     @property
     def events(self) -> list[Event]:
-        """All so far."""
+        """All events so far."""
         return [*self._deltas(), *self._last]
 
     def stop(self, reason: FinishReason, error: QuireError | None = None) -> None:
@@ -151,13 +151,13 @@ class RunningTurn:
             return replace(self.live.usage, completion_tokens=self.num_tokens)
         num_prompt_tokens = 0
         if self.record is not None:
-            with contextlib.suppress(QuireError):  # another version wrote it
+            with contextlib.suppress(QuireError):  # written by another version
                 num_prompt_tokens = len(record_from_bytes(self.record).record.prompt_token_ids)
         return Usage(num_prompt_tokens, self.num_tokens, 0)
 
     @property
     def used(self) -> Used:
-        """What counts as its usage, once it has ended; nothing if no scheduler began it."""
+        """The usage to record once the turn has ended; empty if no scheduler started it."""
         live = self.live
         is_begun = live is None or live.num_cached_tokens is not None or self.num_tokens
         if self.record is None or not is_begun:
@@ -166,7 +166,7 @@ class RunningTurn:
 
     @property
     def status(self) -> TurnStatus:
-        """The status that the ends make."""
+        """The status that follows from the ends of the outputs."""
         reasons = {e.finish_reason for e in self._last if isinstance(e, OutputFinished)}
         if FinishReason.CANCELLED in reasons:
             return TurnStatus.CANCELLED
@@ -175,13 +175,13 @@ class RunningTurn:
         return TurnStatus.COMPLETED
 
     def end(self, end: TurnEnd) -> None:
-        """Set what is to be kept of the end."""
+        """Set the end to be stored."""
         self._end = end
 
     # --- for the store --------------------------------------------------------------------------
 
     def progress(self) -> tuple[Progress, Seen]:
-        """Return what the store lacks, and what it has once that is written."""
+        """Return the events that the store lacks, and the position of the store after them."""
         after = Seen(self._kept.tokens.copy(), None if self._end is None else self._end.at)
         events = list(after.new_of(self._deltas(self._kept)))
         if self._end is not None:
@@ -190,30 +190,30 @@ class RunningTurn:
         return Progress(self.turn.id, self._num_events_kept, events, record, self._end), after
 
     def kept(self, progress: Progress, seen: Seen) -> None:
-        """Note that this was written."""
+        """Record that the store has been written up to a position."""
         self._kept = seen
         self._num_events_kept += len(progress.events)
         self._is_record_kept = self._is_record_kept or progress.record is not None
 
     @property
     def needs_writing(self) -> bool:
-        """Whether its end is not kept yet."""
+        """Whether the end is not stored yet."""
         return self._end is not None and self._kept.ended_at is None
 
     # --- for readers ----------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Let readers have the end."""
+        """Release the end to readers."""
         self._is_published = True
         self._tell()
 
     def move(self) -> None:
-        """Tell readers that another router goes on with it."""
+        """Tell readers that another router continues the turn."""
         self._is_moved = True
         self._tell()
 
     async def read(self, seen: Seen) -> AsyncGenerator[Event, None]:
-        """Yield what a reader lacks, to the end; raises MovedError."""
+        """Yield the events that a reader lacks, until the end; raises MovedError."""
         self.num_readers += 1
         try:
             while True:
@@ -232,7 +232,7 @@ class RunningTurn:
             self.num_readers -= 1
 
     def _deltas(self, seen: Seen | None = None) -> list[Event]:
-        """Return one delta for each output that has tokens which `seen` lacks."""
+        """Return one delta for each output with tokens that `seen` lacks."""
         starts = {} if seen is None else seen.tokens
         return [
             output.since(index, start)

@@ -1,4 +1,4 @@
-"""Keeps turns and their events in a database. All calls raise `StoreError` while it fails."""
+"""Stores turns and their events in a database. All calls raise `StoreError` while it fails."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -17,7 +17,7 @@ from router.turns.usage import add_once, add_usage, sweep_usage
 SWEEP_LIMIT: Final = 1000
 """Most turns that one sweep deletes."""
 LEASE_S: Final = 5.0
-"""How long a turn is a router's after it last wrote; then any other may take it up."""
+"""How long a router owns a turn after its last write; then any router may take the turn over."""
 
 _FIELDS: Final = tuple(field.name for field in fields(Turn))
 _COLUMNS: Final = ", ".join("group_id" if name == "group" else name for name in _FIELDS)
@@ -26,40 +26,40 @@ _OF_TURN: Final = ", ".join(
     "NULL" if name == "record" else f"turns.{column}"
     for name, column in zip(_FIELDS, _COLUMNS.split(", "), strict=True)
 )
-"""A turn's columns without what submits it, which has its whole prompt."""
+"""A turn's columns except `record`, which contains the whole prompt."""
 MAX_CHAIN: Final = 1024
 """Most turns of one conversation."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What is new of a running turn."""
+    """The new part of a running turn."""
 
     turn_id: str
     first_number: int
-    """Of `events`: how many were kept before."""
+    """The number of the first of `events`: the count of events stored before."""
     events: Sequence[Event] = ()
     record: bytes | None = None
-    """Set when the turn was submitted for the first time since it was kept."""
+    """Set only after the turn was submitted for the first time."""
     end: TurnEnd | None = None
 
 
 @dataclass(slots=True)
 class Batch:
-    """What one transaction writes."""
+    """The changes that one transaction writes."""
 
     accepted: list[Turn] = field(default_factory=list)
-    """Turns that this router computes from now on."""
+    """New turns, which this router computes."""
     progress: list[Progress] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
-    """Turns that another router is to go on with."""
+    """Turns to leave to other routers."""
     usage: tuple[int, UsageRows] = (0, {})
-    """What requests have used that are not turns, and the number of this part."""
+    """The usage of requests that are not turns, and the number of this part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """A choice of models by name: these, or all others."""
+    """A set of models by name: these, or all others."""
 
     names: tuple[str, ...]
     are_left_out: bool = False
@@ -69,21 +69,21 @@ ALL_MODELS: Final = Models((), are_left_out=True)
 
 
 class TurnStore:
-    """The turns of all tenants. A turn belongs to one router at a time, its owner."""
+    """The turns of all tenants. At any time a turn has at most one owner, a router."""
 
     def __init__(self, database: Database, owner: str) -> None:
-        """`owner` names this router; no other process, before or after it, has the same name."""
+        """`owner` identifies this router; no other process ever has the same name."""
         self.database = database
         self._owner = owner
 
     # --- the owner's ----------------------------------------------------------------------------
 
     async def write(self, batch: Batch) -> set[str]:
-        """Write all of it or nothing; renew the leases of this router's turns.
+        """Write a batch atomically; renew the leases of this router's turns.
 
-        Returns the ids of this router's turns, those of the batch included. Nothing is written of
-        others in `batch.accepted` and `batch.progress`: their key was taken, or another router has
-        them, or they were deleted.
+        Returns the ids of all turns of this router. Other turns of `batch.accepted` and
+        `batch.progress` are not written: their key was taken, another router owns them, or they
+        were deleted.
         """
         return await self.database.run(lambda cursor, db: self._write(cursor, db, batch))
 
@@ -116,9 +116,9 @@ class TurnStore:
     async def claim(
         self, limit: int, group_limit: int = 0, models: Models = ALL_MODELS
     ) -> Sequence[Turn]:
-        """Become the owner of turns that have none, the most urgent and the oldest first.
+        """Become the owner of turns without one: higher priority first, then older ones first.
 
-        At most `limit` that are in no group, and `group_limit` that are.
+        At most `limit` turns without a group, and `group_limit` turns of groups.
         """
         chosen = ""
         if models.names:
@@ -148,9 +148,9 @@ class TurnStore:
     async def sweep(
         self, retention_s: float, usage_retention_s: float, limit: int = SWEEP_LIMIT
     ) -> int:
-        """Delete turns of no group that ended longer ago; return how many, at most `limit`.
+        """Delete old turns that have no group; return how many, at most `limit`.
 
-        Likewise older usage.
+        Old usage is deleted, too.
         """
 
         def work(cursor: Cursor, db: Connection) -> int:
@@ -171,7 +171,7 @@ class TurnStore:
         return await self._one("id = ?", tenant, turn_id)
 
     async def find_by_key(self, tenant: str, idempotency_key: str) -> Turn | None:
-        """Return the tenant's turn with this key."""
+        """Return the tenant's turn with this idempotency key."""
         return await self._one("idempotency_key = ?", tenant, idempotency_key)
 
     async def _one(self, condition: str, tenant: str, value: str) -> Turn | None:
@@ -186,9 +186,10 @@ class TurnStore:
         return await self.database.run(work)
 
     async def conversation(self, tenant: str, turn_id: str, max_bytes: int) -> Sequence[Turn]:
-        """Return a turn and those that it continues, oldest first, without their records.
+        """Return a turn and the turns that it continues, oldest first, without their records.
 
-        Empty if one is missing; raises InvalidArgumentError if they are too many or too large.
+        Returns an empty list if one is missing. Raises InvalidArgumentError if there are too many,
+        or if they are too large.
         """
         chain = (
             "WITH RECURSIVE chain (id, previous_id, depth) AS ("
@@ -224,7 +225,7 @@ class TurnStore:
         return await self.database.run(work)
 
     async def events(self, turn_id: str, first_number: int = 0) -> Sequence[Event]:
-        """Return a turn's events from a number on."""
+        """Return a turn's events from a given number on."""
 
         def work(cursor: Cursor, _: Connection) -> list[Event]:
             cursor.execute(
@@ -236,7 +237,7 @@ class TurnStore:
         return await self.database.run(work)
 
     async def end(self, tenant: str, turn_id: str, end: TurnEnd, events: Sequence[Event]) -> bool:
-        """End a live turn, whoever owns it, after the events that are kept; whether it was live."""
+        """End a live turn of any owner, after its stored events; return whether it was live."""
 
         def work(cursor: Cursor, _: Connection) -> bool:
             cursor.execute(
@@ -255,7 +256,7 @@ class TurnStore:
         return await self.database.run(work)
 
     async def delete(self, tenant: str, turn_id: str) -> bool:
-        """Delete a turn; whether there was one. Its owner notices within a second or two."""
+        """Delete a turn; return whether it existed. Its owner notices within a second or two."""
 
         def work(cursor: Cursor, _: Connection) -> bool:
             cursor.execute("DELETE FROM turns WHERE tenant = ? AND id = ?", (tenant, turn_id))
@@ -279,7 +280,7 @@ class TurnStore:
         return await self.database.run(work)
 
     async def group_bytes(self, tenant: str, group: str) -> int:
-        """Return how many bytes the results of a group have."""
+        """Return the total bytes of a group's results."""
 
         def work(cursor: Cursor, _: Connection) -> int:
             cursor.execute(
@@ -300,7 +301,7 @@ class TurnStore:
         limit: int = 1000,
         max_bytes: int = 16 * 2**20,
     ) -> Sequence[Turn]:
-        """Return turns of a group in their order; one may have more than `max_bytes`."""
+        """Return turns of a group in order, up to `max_bytes` but at least one."""
         of_group = "FROM turns WHERE tenant = ? AND group_id = ? AND position >= ?"
         in_order = "ORDER BY position LIMIT ?"
         asked = tenant, group, first_position
@@ -320,7 +321,7 @@ class TurnStore:
 
 
 def insert_turn(cursor: Cursor, turn: Turn, owner: str, lease_until: float) -> bool:
-    """Insert a turn; whether its key and its id were free."""
+    """Insert a turn; return whether its key and id were free."""
     cursor.execute(
         f"INSERT INTO turns ({_COLUMNS}, owner, lease_until) VALUES ({_PLACES})"  # noqa: S608 - constants
         " ON CONFLICT DO NOTHING",
@@ -348,7 +349,7 @@ def _write_events(cursor: Cursor, turn_id: str, first: int, events: Sequence[Eve
     for number, event in enumerate(events, first):
         cursor.execute(
             "INSERT INTO turn_events VALUES (?, ?, ?)"
-            # A write whose answer was lost is repeated, with more tokens.
+            # If the answer to a write is lost, the write is repeated, with more tokens.
             " ON CONFLICT (turn_id, number) DO UPDATE SET event = excluded.event",
             (turn_id, number, event_to_proto("", event).SerializeToString()),
         )

@@ -1,4 +1,4 @@
-"""A turn: one call of an API that is kept, with its output so far."""
+"""A turn: one stored call of an API, with its output so far."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,10 +13,10 @@ class StoreError(UnavailableError):
 
 class TurnStatus(StrEnum):
     QUEUED = "queued"
-    """Accepted, and not submitted to a scheduler yet."""
+    """Accepted, but not submitted to a scheduler yet."""
     RUNNING = "running"
     COMPLETED = "completed"
-    """Its output has ended, at a stop or at its limit."""
+    """The output has ended, by a stop or at its limit."""
     FAILED = "failed"
     CANCELLED = "cancelled"
 
@@ -32,30 +32,30 @@ class Turn:
     id: str
     tenant: str
     kind: str
-    """Which API's it is, such as "response"; see `TurnKind`."""
+    """The API of the call, such as "response"; see `TurnKind`."""
     body: bytes
     """The client's request, as JSON of that API."""
     created_at: float
-    """Unix time, as all times of a turn."""
+    """Unix time, like all times of a turn."""
     key_name: str = ""
-    """The name of the API key that it came with."""
+    """The name of the caller's API key."""
     model: str = ""
     previous_id: str | None = None
-    """The turn that it continues."""
+    """The turn that this one continues."""
     group: str = ""
-    """What it is a part of, such as a batch; empty: nothing."""
+    """The group of the turn, such as a batch; empty: none."""
     position: int = 0
-    """Its place in the group."""
+    """The turn's position in its group."""
     priority: int = 0
     idempotency_key: str | None = None
-    """The same key of the same tenant is the same turn."""
+    """Calls of one tenant with the same key get the same turn."""
     fingerprint: bytes = b""
-    """A hash of the request, to tell another one with the same key."""
+    """A hash of the request, to detect a different request with the same key."""
     status: TurnStatus = TurnStatus.QUEUED
     record: bytes | None = None
-    """What submits it to a scheduler again, as `record_to_bytes` makes it; None: it never was."""
+    """The replay record, as `record_to_bytes` writes it; None: never submitted."""
     result: bytes | None = None
-    """The answer, as JSON of its API; None until it has ended."""
+    """The answer, as JSON of the API; None until the turn has ended."""
     ended_at: float | None = None
 
 
@@ -67,4 +67,4 @@ class TurnEnd:
     result: bytes
     at: float
     usage: UsageRows = field(default_factory=dict)
-    """What it used; kept together with the end."""
+    """The turn's usage, stored together with the end."""

@@ -45,42 +45,44 @@ _USAGE_S: Final = 5.0
 _NO_USAGE: Final[tuple[int, UsageRows]] = 0, {}
 _SWEEP_S: Final = 60.0
 _POLL_S: Final = 0.5
-"""How often a turn that another router computes is looked at."""
+"""How often to poll a turn that another router computes."""
 _MAX_RUNNING: Final = 256
-"""A router takes up turns of a model that were left while it has fewer than these of it."""
+"""A router takes over ownerless turns of a model while it runs fewer turns of that model than
+this."""
 _MAX_GROUPED: Final = 32
-"""And turns of groups, such as lines of batches: few, so that clients who wait do not suffer."""
+"""The same limit for turns of groups, such as lines of batches. It is low, to favour waiting
+clients."""
 _MAX_FAILURES: Final = 3
-"""A turn that fails so often without a new token is given up."""
+"""After this many failures without a new token, a turn fails for good."""
 _MIN_BACKOFF_S: Final = 0.1
 _MAX_BACKOFF_S: Final = 5.0
 _CANCEL_S: Final = 5.0
-"""How long a call waits until a cancelled turn's end is kept."""
+"""How long a call waits for the end of a cancelled turn to be stored."""
 
 
 class TurnKind(Protocol):
-    """What one API knows of its turns."""
+    """The functions of one API for its turns."""
 
     async def answer(self, turn: Turn) -> bytes | None:
-        """Compute a turn as a whole; None: its request is submitted, and its tokens are kept.
+        """Compute a turn as a whole. None: submit its request and store its tokens instead.
 
         Raises QuireError.
         """
 
     async def request(self, turn: Turn) -> GenerateRequest:
-        """Return the request of a turn that was queued; raises QuireError if it is wrong."""
+        """Return the request of a queued turn; raises QuireError if the request is invalid."""
 
     async def result(
         self, turn: Turn, status: TurnStatus, events: Sequence[Event], at: float
     ) -> bytes:
-        """Return the answer that is kept, as JSON, of all events of a turn that ended at `at`."""
+        """Return the answer to store, as JSON, from all events of a turn that ended at `at`."""
 
     def failure(self, turn: Turn, error: QuireError) -> bytes:
-        """Return the answer that is kept, as JSON, if `result` raises; raises nothing itself."""
+        """Return the answer to store, as JSON, after `result` has raised; must not raise."""
 
 
 class Turns:
-    """The turns of one router. Each has a task that computes it, and one task writes for all."""
+    """The turns of one router. Each is computed by its own task; one task writes all of them."""
 
     def __init__(
         self,
@@ -92,9 +94,9 @@ class Turns:
         usage_retention_s: float,
         tick_s: float = TICK_S,
     ) -> None:
-        """`run` does the work. What has ended is deleted after the times of retention.
+        """`run` does the work, and deletes turns and usage after their retention times.
 
-        `usage` is what requests have used that are not turns; it is kept here, too.
+        `usage` counts the usage of requests that are not turns; it is stored here as well.
         """
         self.store = store
         self._cells = cells
@@ -111,27 +113,27 @@ class Turns:
         self._is_draining = False
         self._is_failing = False
         self._has_ended_grouped = False
-        """Whether a turn of a group has ended since the last were taken up."""
+        """Whether a turn of a group has ended since the last time turns were taken over."""
 
     def serve(self, name: str, kind: TurnKind) -> None:
-        """Compute turns of this kind."""
+        """Register a kind of turn."""
         self._kinds[name] = kind
 
     # --- for the APIs ---------------------------------------------------------------------------
 
     async def accept(self, turn: Turn, request: GenerateRequest) -> Turn:
-        """Submit a turn's request, and keep it; once this returns, it is computed to the end.
+        """Submit a turn's request, and store the turn; after that it will be completed.
 
-        Returns the turn, or the one that has its idempotency key.
+        Returns the turn, or an earlier one with the same idempotency key.
 
         Raises:
             AlreadyExistsError: Another request has the idempotency key.
-            StoreError: It cannot be kept; then it is not computed either.
+            StoreError: The turn cannot be stored, and is not computed either.
             QuireError: As `Inference.generate` raises.
         """
         if (known := await self._with_key(turn)) is not None:
             return known
-        # A client that leaves now does not undo half of it.
+        # A client that disconnects now must not interrupt this.
         accepting = asyncio.create_task(self._accept(turn, request))
         return await asyncio.shield(accepting)
 
@@ -182,7 +184,10 @@ class Turns:
         return turn
 
     async def read(self, turn: Turn, seen: Seen) -> AsyncGenerator[Event, None]:
-        """Yield what a reader lacks of a turn, to its end, whichever router computes it."""
+        """Yield the events of a turn that a reader lacks, until the end.
+
+        Any router may compute it.
+        """
         number = 0
         while True:
             if (running := self._running.get(turn.id)) is not None:
@@ -193,12 +198,12 @@ class Turns:
                 except MovedError:
                     continue
                 return
-            # The status first: if the turn has ended, the events are all there.
+            # Read the status first: if the turn has ended, all events are stored.
             first = max(0, number - 1)  # the last one may have grown
             try:
                 now = await self.store.find(turn.tenant, turn.id)
                 kept = [] if now is None else await self.store.events(turn.id, first)
-            except StoreError:  # the turn goes on, and so does its reader
+            except StoreError:  # the turn continues, and so does its reader
                 await asyncio.sleep(_POLL_S)
                 continue
             if now is None:
@@ -214,21 +219,21 @@ class Turns:
             await asyncio.sleep(_POLL_S)
 
     async def cancel(self, turn: Turn) -> Turn:
-        """Cancel a turn that has not ended; return it as it is then."""
+        """Cancel a turn that has not ended; return the turn as it is afterwards."""
         running = self._running.get(turn.id)
         if running is not None:
             await self._cancel(running)
         elif not turn.status.has_ended:
             events = [*await self.store.events(turn.id)]
             left = RunningTurn(turn, events)
-            num_before = len(left.events)  # the deltas of an output are one here
+            num_before = len(left.events)  # each output has one delta here
             left.stop(FinishReason.CANCELLED)
             end = await self._end_of(left)
             await self.store.end(turn.tenant, turn.id, end, left.events[num_before:])
         return await self.find(turn.tenant, turn.id, turn.kind)
 
     async def delete(self, turn: Turn) -> bool:
-        """Cancel, delete and unpin a turn; whether it was there."""
+        """Cancel, delete and unpin a turn; return whether it existed."""
         if (running := self._running.get(turn.id)) is not None:
             await self._cancel(running)
         was_there = await self.store.delete(turn.tenant, turn.id)
@@ -276,7 +281,7 @@ class Turns:
         finally:
             if self._running.get(running.turn.id) is running:
                 del self._running[running.turn.id]
-            running.move()  # a reader that lacks the end looks in the store
+            running.move()  # readers find the end in the store
 
     async def _read_to_the_end(self, running: RunningTurn, live: LiveRequest | None) -> None:
         self._cells.entry.act_for(running.turn.tenant, running.turn.key_name)
@@ -318,10 +323,10 @@ class Turns:
         return live
 
     async def _end_of(self, running: RunningTurn) -> TurnEnd:
-        """Make a turn's answer, or say that it cannot be made.
+        """Make a turn's answer; if that fails, an answer with the failure.
 
         Raises:
-            TooBusyError: It can be made later.
+            TooBusyError: It may succeed later.
             UnavailableError: Likewise.
         """
         turn, at, kind = running.turn, time.time(), self._kinds[running.turn.kind]
@@ -354,7 +359,7 @@ class Turns:
     # --- the store ------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Write what is new, take up what other routers have left, delete what is old."""
+        """Write new events, take over ownerless turns, and delete old ones."""
         loop = asyncio.get_running_loop()
         next_tick, next_sweep, next_usage = loop.time(), loop.time() + _SWEEP_S, loop.time()
         while True:
@@ -377,7 +382,7 @@ class Turns:
                     next_sweep = loop.time() + _SWEEP_S
                     num_swept = await self.store.sweep(self._retention_s, self._usage_retention_s)
                     if num_swept == SWEEP_LIMIT:
-                        next_sweep = loop.time()  # there are more
+                        next_sweep = loop.time()  # there may be more
                 if self._is_failing:
                     log.info("turns are kept again")
                 self._is_failing = False
@@ -411,7 +416,7 @@ class Turns:
                     kept.set_exception(error)
             for running, (progress, _) in written.items():
                 if progress.end is not None:
-                    running.publish()  # its readers need not wait for the store
+                    running.publish()  # its readers are told at once
             raise
         if usage[1]:
             self._usage.kept()
@@ -431,7 +436,7 @@ class Turns:
                 self._has_ended_grouped |= bool(running.turn.group)
 
     def _lose(self, running: RunningTurn) -> None:
-        """Leave a turn to the router that has taken it up, or that has deleted it."""
+        """Stop computing a turn that another router has taken over or deleted."""
         log.info("turn is another router's", turn=running.turn.id)
         self._running.pop(running.turn.id, None)
         running.move()
@@ -459,7 +464,7 @@ class Turns:
                 await self._take_up_for(cell)
 
     async def _take_up_for(self, cell: Inference) -> None:
-        """Take up turns of one model; those that wait for another take no room from it."""
+        """Take over turns of one model; each model has a separate limit."""
         own = [each.turn for each in self._running.values() if self._is_for(cell, each.turn)]
         num_grouped = sum(1 for turn in own if turn.group)
         room = max(0, _MAX_RUNNING - len(own) + num_grouped)
@@ -477,17 +482,22 @@ class Turns:
     def _is_for(self, cell: Inference, turn: Turn) -> bool:
         try:
             return self._cells.of(turn.model) is cell
-        except NotFoundError:  # it ends soon
+        except NotFoundError:  # the turn ends soon
             return False
 
     def _models_for(self, cell: Inference) -> Models:
-        """Return whose turns the cell computes; the first has those that name none."""
+        """Return the models whose turns a cell computes.
+
+        The first cell also has all unknown ones.
+        """
         cells = self._cells.all
         names = cell.model.names()
         if cell is not cells[0]:
             return Models(names)
         others = [other for other in cells if other is not cell]
-        if all(other.model.infos() for other in others):  # what is unknown is refused
+        if all(
+            other.model.infos() for other in others
+        ):  # unknown models are refused when the turn is submitted
             taken = {name for other in others for name in other.model.names()} - {*names}
             return Models(tuple(taken), are_left_out=True)
         return Models(("", *names))
@@ -495,12 +505,12 @@ class Turns:
     # --- the end --------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Leave the turns that no client of this router reads to other routers, at once."""
+        """Release at once all turns that no client of this router reads."""
         self._is_draining = True
         await self._release([each for each in self._running.values() if not each.num_readers])
 
     async def close(self) -> None:
-        """Leave all turns to other routers, or to the next start; after `run` has ended."""
+        """Release all turns to other routers or to the next start; called after `run` has ended."""
         self._is_draining = True
         await self._release(list(self._running.values()))
         with contextlib.suppress(StoreError):
@@ -517,14 +527,14 @@ class Turns:
         progress = [each.progress()[0] for each in leaving]
         for each in leaving:
             each.move()
-        with contextlib.suppress(StoreError):  # then their leases end
+        with contextlib.suppress(StoreError):  # otherwise their leases expire
             await self.store.write(
                 Batch(progress=progress, released=[each.turn.id for each in leaving])
             )
 
 
 async def _take(running: RunningTurn, live: LiveRequest) -> OutputError | None:
-    """Read a request to its end; returns why it is to be submitted again, if it is."""
+    """Read a request to its end; return the error if the request must be submitted again."""
     failure: OutputError | None = None
     last: list[Event] = []
 
@@ -538,7 +548,7 @@ async def _take(running: RunningTurn, live: LiveRequest) -> OutputError | None:
             case OutputFinished() | Usage():
                 last.append(event)
 
-    await live.send_to(put)  # no task wakes for a token
+    await live.send_to(put)  # no task is woken for a token
     if failure is None:
         for event in last:
             running.add(event)

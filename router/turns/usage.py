@@ -17,7 +17,7 @@ GROUPS: Final[Mapping[str, str]] = {
     "model": "model",
     "adapter": "adapter",
 }
-"""What usage can be grouped by, and its expression in SQL. Days are UTC's."""
+"""The groupings of usage, each with its SQL expression. Days are in UTC."""
 MAX_ROWS: Final = 10_000
 
 _SUMS: Final = tuple(field.name for field in fields(Used))
@@ -30,12 +30,12 @@ class UsageRow:
     """The usage of one group."""
 
     group: Mapping[str, str | int]
-    """The values of what it was grouped by; times are Unix times of a beginning."""
+    """The value of each grouping; hours and days are given by the Unix time at which they begin."""
     used: Used
 
 
 def add_usage(cursor: Cursor, rows: UsageRows) -> None:
-    """Add to the sums."""
+    """Add usage to the sums."""
     added = ", ".join(f"{name} = usage.{name} + excluded.{name}" for name in _SUMS)
     for (hour, key), used in rows.items():
         cursor.execute(
@@ -47,9 +47,9 @@ def add_usage(cursor: Cursor, rows: UsageRows) -> None:
 
 
 def add_once(cursor: Cursor, now: float, writer: str, number: int, rows: UsageRows) -> None:
-    """Add a numbered part of a router's usage, unless it was added before.
+    """Add a numbered part of a router's usage, unless that part was added before.
 
-    A router sends a part again if the connection broke while it was committed.
+    A router sends a part again if the connection broke during the commit.
     """
     cursor.execute(
         "INSERT INTO usage_writers VALUES (?, ?, ?) ON CONFLICT (writer) DO UPDATE"
@@ -62,7 +62,7 @@ def add_once(cursor: Cursor, now: float, writer: str, number: int, rows: UsageRo
 
 
 def sweep_usage(cursor: Cursor, now: float, retention_s: float) -> None:
-    """Delete what is older."""
+    """Delete usage from before a time."""
     cursor.execute("DELETE FROM usage WHERE hour < ?", (hour_of(now - retention_s),))
     cursor.execute("DELETE FROM usage_writers WHERE at < ?", (now - _WRITER_S,))
 
@@ -72,7 +72,7 @@ async def read_usage(
 ) -> Sequence[UsageRow]:
     """Return the usage of the hours that begin in [since, until), one row for each group.
 
-    `since` is taken back to the beginning of its hour.
+    `since` is rounded down to the hour.
 
     Raises:
         InvalidArgumentError: `by` has an unknown name, or there are more rows than `MAX_ROWS`.

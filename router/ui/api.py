@@ -46,7 +46,7 @@ class Ui:
         ]
 
     async def _page(self, _: web.Request) -> web.StreamResponse:
-        """Return the web page, with the state of the service and a playground."""
+        """Return the web page."""
         return _file_response(self._path_to_page[PAGE_PATH])
 
     async def _redirect(self, _: web.Request) -> web.StreamResponse:

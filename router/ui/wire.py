@@ -1,7 +1,7 @@
-"""Queries from a URL to protobuf, and messages to JSON values for the page.
+"""Converts URL queries to protobuf, and messages to JSON values for the page.
 
 Field names are the protos'. Bytes are base64; an enum's value is its name in lower case without the
-enum's prefix. Steps and sequences, which are many, come as columns.
+enum's prefix. Steps and sequences are numerous, so they are sent as columns.
 """
 
 import base64
@@ -24,7 +24,7 @@ _MAX_SHOWN: Final = 64
 
 
 def query_from_url(kind: type[Query], parameters: Mapping[str, str]) -> Query:
-    """Make a query of a URL's parameters, which have its fields' names.
+    """Make a query from a URL's parameters, which are named like the query's fields.
 
     Raises:
         InvalidArgumentError: There is no such field, or the value has another type.
@@ -38,7 +38,7 @@ def query_from_url(kind: type[Query], parameters: Mapping[str, str]) -> Query:
             )
         try:
             setattr(query, name, _parse(field.cpp_type, text))
-        except ValueError:  # protobuf's too, for what is out of range
+        except ValueError:  # also raised by protobuf for a number out of range
             expected = _CPP_TYPE_TO_WORDS[field.cpp_type]
             raise InvalidArgumentError(
                 name, f"is {text[:_MAX_SHOWN]!r}; it must be {expected}"
@@ -47,7 +47,7 @@ def query_from_url(kind: type[Query], parameters: Mapping[str, str]) -> Query:
 
 
 def message_to_json(message: Message, without: str = "") -> dict[str, Any]:
-    """Make JSON values of a message and its nested messages; all fields but `without`."""
+    """Convert a message and its nested messages to JSON values, without the fields `without`."""
     return {
         field.name: _to_json(field, getattr(message, field.name))
         for field in message.DESCRIPTOR.fields
@@ -56,12 +56,12 @@ def message_to_json(message: Message, without: str = "") -> dict[str, Any]:
 
 
 def kv_to_json(worker: WorkerKv) -> dict[str, Any]:
-    """Make JSON values of a worker's KV; `sequences` has a list for each field."""
+    """Convert a worker's KV to JSON values; `sequences` has a list for each field."""
     return _with_columns(worker, "sequences", SequenceKv)
 
 
 def activity_to_json(worker: WorkerActivity) -> dict[str, Any]:
-    """Make JSON values of a worker's activity; `steps` has a list for each field."""
+    """Convert a worker's activity to JSON values; `steps` has a list for each field."""
     return _with_columns(worker, "steps", StepRecord)
 
 
@@ -75,7 +75,7 @@ def _with_columns(message: Message, many: str, kind: type[Message]) -> dict[str,
 
 
 def _column(field: Any, values: list[Any]) -> list[Any]:
-    """Make JSON values of one field's values."""
+    """Convert the values of one field to JSON values."""
     if field.enum_type is not None:
         names = _value_names(field.enum_type)
         return [names[value] for value in values]

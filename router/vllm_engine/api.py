@@ -176,7 +176,7 @@ class _Answer:
         self._has_begun = [False] * len(live.outputs)
 
     def add(self, delta: OutputDelta) -> pb.GenerateStreamChunk | None:
-        """Return the message of a delta; None: the end of the output will have it."""
+        """Return the message of a delta; None: the message of the output's end will include it."""
         if not self._is_streamed:
             self._parts[delta.output_index].append(delta)
             return None

@@ -1,7 +1,7 @@
-"""The prefix caches of a cell as those of one engine.
+"""Presents the prefix caches of a cell as the cache of one engine.
 
-A gateway counts a cell as one engine: a block is there while some worker has it in some tier. It
-finds blocks by their tokens, so it hears of a block when its tokens are known.
+A gateway treats a cell as one engine: a block is cached while any worker has it in any tier. The
+gateway finds blocks by their tokens, so a block is reported once its tokens are known.
 """
 
 import time
@@ -17,7 +17,7 @@ from quire.vllm_engine import smg_common_pb2 as pb
 async def batches(
     messages: AsyncGenerator[WatchKvResponse],
 ) -> AsyncGenerator[pb.KvEventBatch]:
-    """Turn the workers' events into numbered batches of one engine; the first clears all."""
+    """Convert the workers' events to numbered batches of one engine; the first batch clears all."""
     cell = CellIndex()
     sequence = event_id = 0
     async with aclosing(messages):
@@ -36,18 +36,18 @@ async def batches(
 
 
 class CellIndex:
-    """Which workers have which blocks in which tiers."""
+    """Tracks which workers have which blocks in which tiers."""
 
     def __init__(self) -> None:
         self._workers: dict[str, dict[BlockHash, set[int]]] = {}
-        """The tiers of each block of each worker."""
+        """Per worker: the tiers of each block."""
         self._num_workers: Counter[BlockHash] = Counter()
-        """How many workers have a block, if any."""
+        """Number of workers that have a block."""
         self._told: set[BlockHash] = set()
-        """The blocks that the gateway has heard of."""
+        """The blocks that were reported to the gateway."""
 
     def apply(self, message: WatchKvResponse) -> Iterator[pb.KvCacheEvent]:
-        """Apply the events of one worker; yield what changes for the cell."""
+        """Apply the events of one worker; yield the changes of the cell."""
         blocks = self._workers.setdefault(message.worker, {})
         for event in message.events:
             match event.WhichOneof("event"):
@@ -107,7 +107,7 @@ class CellIndex:
 
 
 def _loses(blocks: dict[BlockHash, set[int]], block_hash: BlockHash, tier: int) -> bool:
-    """Take a block from a tier; return whether the worker has it in no other tier."""
+    """Remove a block from a tier; return whether the worker has it in no other tier."""
     tiers = blocks.get(block_hash)
     if tiers is None:
         return False

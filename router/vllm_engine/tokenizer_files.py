@@ -19,11 +19,11 @@ _NAMES: Final = (
     "chat_template.json",
     "*.jinja",
 )
-"""What tells a text's tokens, a chat's form and where outputs end."""
+"""The files that define tokens, the chat template and the end of outputs."""
 
 
 def read_tokenizer_files(directory: Path) -> bytes:
-    """Return an archive of the files that `directory` has."""
+    """Return an archive of those files that exist in `directory`."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
         for name in _NAMES:
@@ -33,7 +33,7 @@ def read_tokenizer_files(directory: Path) -> bytes:
 
 
 def chunks_to_proto(archive: bytes) -> Iterator[smg_common_pb2.GetTokenizerChunk]:
-    """Cut an archive into messages; the last has its hash."""
+    """Split an archive into messages; the last one has its hash."""
     digest = hashlib.sha256(archive).hexdigest()
     for start in range(0, len(archive), _CHUNK_BYTES):
         is_last = start + _CHUNK_BYTES >= len(archive)

@@ -19,7 +19,7 @@ _REFUSED: Final = (
 
 
 def request_from_proto(message: pb.GenerateRequest) -> GenerateRequest:
-    """Parse a request; raises InvalidArgumentError for a field that Quire does not honour."""
+    """Parse a request; raises InvalidArgumentError for a field that Quire does not support."""
     given = {field.name for field, _ in message.ListFields()}
     for name in _REFUSED:
         if name in given:
@@ -114,7 +114,7 @@ def output_logprobs_to_proto(
 def input_logprobs_to_proto(
     prompt: Sequence[int], logprobs: Sequence[TokenLogprob]
 ) -> pb.InputLogProbs:
-    """Describe the prompt's tokens; `logprobs` lacks the first."""
+    """Describe the prompt's tokens; `logprobs` has none for the first token."""
     values = [pb.InputTokenLogProb(value=each.logprob) for each in logprobs]
     return pb.InputLogProbs(
         token_logprobs=[pb.InputTokenLogProb(), *values],
@@ -138,7 +138,7 @@ def _top_to_proto(logprobs: Sequence[TokenLogprob]) -> list[pb.TopLogProbs]:
 def complete_to_proto(
     finished: OutputFinished, counts: pb.GenerateStreamChunk
 ) -> pb.GenerateComplete:
-    """Describe the end of an output that has not failed, with what `counts` has of it."""
+    """Describe the end of an output that has not failed; `counts` has its token counts."""
     complete = pb.GenerateComplete(
         output_ids=counts.token_ids,
         finish_reason="length" if finished.finish_reason is FinishReason.LENGTH else "stop",

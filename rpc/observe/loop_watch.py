@@ -1,7 +1,8 @@
-"""Notices that an event loop does not run: for how long, and what its thread did then.
+"""Detects stalls of an event loop: how long they last, and the stack of its thread.
 
-A thread beside the loop posts a callback a few times a second, and measures how late it runs. The
-lag counts from when the post was due: what holds the interpreter delays this thread as well.
+A separate thread posts a callback to the loop a few times per second and measures how late it runs.
+The lag is measured from the time at which the post was due, because whatever holds the interpreter
+also delays this thread.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from types import TracebackType
 from typing import Final, Self
 
 _STILL_S: Final = 5.0
-"""A stall that lasts so much longer than the threshold is reported before it ends, too."""
+"""A stall that exceeds the threshold by this time is reported even before it ends."""
 _MAX_FRAMES: Final = 16
 
 
@@ -25,12 +26,12 @@ class Stall:
     """A time in which the event loop did not run."""
 
     lasted_s: float
-    """So far, unless it is over."""
+    """Duration; so far, if the stall is not over."""
     cpu_s: float
-    """How long the loop's thread computed in it: about 0 if it waited, or the process was stopped,
-    or other processes had the CPU."""
+    """CPU time of the loop's thread during the stall: about 0 if the thread waited, the process was
+    suspended, or other processes had the CPU."""
     stack: str
-    """Of the loop's thread when the stall was noticed, innermost call last."""
+    """The stack of the loop's thread when the stall was noticed, innermost call last."""
     is_over: bool
 
 
@@ -39,9 +40,9 @@ def watching_loop(
     on_stall: Callable[[Stall], None],
     on_lag: Callable[[float], None] = lambda _: None,
 ) -> AbstractContextManager[object]:
-    """Watch the running event loop inside a `with` block; 0 as `stall_s` does nothing.
+    """Watch the running event loop inside a `with` block; does nothing if `stall_s` is 0.
 
-    Lags of `stall_s` and more are reported to `on_stall`, and all to `on_lag`, in a thread.
+    `on_lag` gets every lag, and `on_stall` those of `stall_s` or more; both run in the thread.
     """
     return _LoopWatch(stall_s, on_stall, on_lag) if stall_s else nullcontext()
 
@@ -71,7 +72,7 @@ class _LoopWatch:
         traceback: TracebackType | None,
     ) -> None:
         self._stopping.set()
-        self._beat()  # the posted one cannot run while we wait here
+        self._beat()  # the posted callback cannot run while we wait here
         self._thread.join()
 
     def _beat(self) -> None:

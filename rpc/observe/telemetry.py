@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # clients that only open channels do not need pydantic
 TRACEPARENT = "traceparent"
 
 STALL_SPAN = "event_loop_stall"
-"""The one span that is recorded whatever share of traces is."""
+"""The name of the only span that is recorded regardless of sampling."""
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _PROPAGATED = _PROPAGATOR.fields
@@ -46,7 +46,7 @@ def configure(
 ) -> None:
     """Export spans to `settings.otlp_traces_endpoint`, if set. Call once per process.
 
-    Without it, but with the log level debug, all requests are traced in the log alone.
+    Without an endpoint, but with the log level debug, all requests are traced in the log only.
 
     Args:
         service_name: Name of this process in its spans.
@@ -85,7 +85,7 @@ def shutdown() -> None:
     flush: Callable[[], None] | None = getattr(trace.get_tracer_provider(), "shutdown", None)
     if flush is None:
         return
-    # In a thread, because the exporter retries for longer than a process should take to end.
+    # In a thread, because the exporter may retry for too long.
     thread = threading.Thread(target=flush, name="telemetry-shutdown", daemon=True)
     thread.start()
     thread.join(_SHUTDOWN_S)

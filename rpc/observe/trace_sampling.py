@@ -1,4 +1,7 @@
-"""Decides which traces are recorded. Separate from `telemetry`, because it imports the SDK."""
+"""Decides which traces are recorded.
+
+Separate from `telemetry`, because this module imports the SDK.
+"""
 
 from collections.abc import Sequence
 
@@ -17,9 +20,9 @@ from rpc.observe.telemetry import STALL_SPAN
 
 
 def sampler(new_trace_ratio: float) -> Sampler:
-    """Make a sampler that records a span if its parent, or else a linked span, is recorded.
+    """Make a sampler: records a span if its parent, or else a linked span, is recorded.
 
-    `new_trace_ratio`, in [0, 1], is the share of spans to record that have neither.
+    `new_trace_ratio`, in [0, 1], is the share to record of spans without a parent or link.
     """
     return ParentBased(_AsLinked(TraceIdRatioBased(new_trace_ratio)))
 

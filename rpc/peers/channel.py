@@ -53,7 +53,7 @@ def _options(max_message_mb: int, tls: ClientTls | None, pings: Pings) -> list[t
         # Reconnect to a restarted peer within seconds instead of gRPC's two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
-        # Leave time for one attempt with TLS, over a distance, or to a busy peer.
+        # Enough time for an attempt with TLS, over a long distance, or to a busy peer.
         ("grpc.min_reconnect_backoff_ms", 2_000),
     ]
     if tls is not None and tls.server_name:

@@ -75,8 +75,8 @@ class Discovery:
     async def targets(self) -> tuple[str, ...]:
         """Return the current targets, each once.
 
-        If the lookup of a name fails or has no addresses, its last answer stays, because DNS may be
-        down while the processes are well.
+        If the lookup of a name fails or finds no addresses, the last answer stays valid, because
+        DNS may be down while the processes are healthy.
         """
         now = asyncio.get_running_loop().time()
         if self._resolved_at is None or now - self._resolved_at >= self.interval_s:
@@ -132,7 +132,8 @@ async def keep_members(
     Args:
         discovery: The targets.
         join: Makes the member for a new target.
-        may_leave: Returns whether a member whose target is gone may end; called until it may.
+        may_leave: Returns whether a member whose target is gone may end; called until it returns
+        True.
         left: Called with a member that has ended because its target is gone.
     """
     tasks: dict[asyncio.Task[None], M] = {}

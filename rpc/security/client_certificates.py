@@ -51,7 +51,7 @@ class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the handler in a check of the caller, who is not known before the handler runs."""
+        """Wrap the handler in a check of the caller, who is unknown before the handler runs."""
         handler = await continuation(handler_call_details)
         return None if handler is None else rewrapped(handler, self._guarded)
 
@@ -84,7 +84,7 @@ class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 def certificate_middleware(accepted: Collection[str]) -> Middleware:
     """Make the middleware that answers 401 without a certificate and 403 without an accepted name.
 
-    TLS refuses certificates of other authorities before. Probes need no certificate.
+    TLS has already refused certificates of other authorities. Probes need no certificate.
     """
 
     @web.middleware

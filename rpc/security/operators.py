@@ -1,4 +1,4 @@
-"""Decides which callers are operators, who may change a process for all its users."""
+"""Decides which callers are operators; operators may change a process for all its users."""
 
 from collections.abc import Callable
 from typing import Final
@@ -22,9 +22,9 @@ class Operators:
         """Make a check from the process's security settings.
 
         `check_operator` raises unless the call has an operator's key; None: calls have no keys.
-        Without keys and certificates, callers on the Unix socket are operators, since its file
-        permissions protect it. With `obeys_loopback`, callers on the loopback interface are
-        operators, too, which includes any proxy on this machine.
+        Without keys and certificates, callers on the Unix socket are operators, because its file
+        permissions protect it. With `obeys_loopback`, so are callers on the loopback interface,
+        including any proxy on this machine.
         """
         self._check_operator = check_operator
         self._has_client_certificates = has_client_certificates

@@ -155,7 +155,7 @@ class _Newest(Generic[T]):
         return self._value
 
     def _look(self) -> list[tuple[int, int]]:
-        # Compare inodes, too, because Kubernetes replaces a mounted secret by switching a link.
+        # Compare inodes as well: Kubernetes replaces a mounted secret by switching a link.
         stats = [file.stat() for file in self._files]
         return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]
 

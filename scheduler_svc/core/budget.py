@@ -2,26 +2,26 @@
 
 A step computes one token for each sequence that decodes. The rest of `max_num_batched_tokens` goes
 to sequences with known tokens to compute; most of these tokens are prompts. `begin_step` limits the
-prompt tokens of a step to what the pacer (`bounds/pacing.py`) and memory pressure allow. `grant`
-decides how many tokens each sequence computes.
+prompt tokens of a step to what the pacer (`limits/step_pacing.py`) and memory pressure allow.
+`grant` decides how many tokens each sequence computes.
 """
 
 from collections.abc import Iterable
 
 from contract.info import MemoryLevel
-from scheduler_svc.core.bounds.pressure import Pressure
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.values.config import SchedulerConfig
 
 _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
-"""By memory level, the divisor of a step's prompt tokens, since prompts need work space. Chosen,
-not measured: half when no sequence may start, a quarter when fewer must run."""
+"""Maps a memory level to the divisor of a step's prompt tokens, because prompts need work space.
+Chosen, not measured: half when no sequence may start, a quarter when fewer must run."""
 
 
 _BACKGROUND_SHARE = 8
-"""Beside other requests, those of the lowest priority get this fraction, 1 / 8, of the prompt
-tokens that a step may have. Derived: prompts may make a step 1.4 times as long
-(--max-decode-slowdown), batches hardly longer than 1.05 times."""
+"""Beside other requests, requests of the lowest priority get 1 / 8 of a step's prompt tokens.
+Derived: all prompts together may make a step 1.4 times as long (--max-decode-slowdown), so batches
+make it 1.05 times as long."""
 
 
 class TokenBudget:
@@ -31,7 +31,7 @@ class TokenBudget:
         self._takes_whole_prompts = config.takes_whole_prompts
         threshold = 0 if config.takes_whole_prompts else config.long_prefill_threshold
         self.long_threshold = config.busy_step_tokens // 2 if threshold is None else threshold
-        """A sequence with more known tokens left to compute counts as long; 0: none does."""
+        """A sequence with more uncomputed known tokens than this counts as long; 0: none does."""
         self.num_tokens = 0
         """Tokens of any kind left in this step."""
         self.num_prompt_tokens = 0
@@ -72,7 +72,7 @@ class TokenBudget:
         if self._pressure.level is not MemoryLevel.OK:
             share = self._max_num_batched_tokens // _PRESSED_SHARES[self._pressure.level]
             most = min(most, max(1, share))
-        if self._takes_whole_prompts:  # the longest must fit some step
+        if self._takes_whole_prompts:  # even the longest prompt must fit some step
             most = max(most, min(left, self._longest_prompt))
         self.num_tokens, self.num_prompt_tokens = left, most
         self.num_background_tokens = most

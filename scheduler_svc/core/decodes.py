@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from contract.step import StepId
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.request import SeqId
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.steps_in_flight import StepsInFlight
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.request import SeqId
 
 
 class Decodes(Protocol):

@@ -4,11 +4,11 @@ from collections import Counter
 
 import numpy as np
 
+from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 from scheduler_svc.core.space.blocks import BlockIdT, BlockPool, DiskBlockId, HostBlockId
 from scheduler_svc.core.space.kv_groups import NULL_BLOCK
-from scheduler_svc.core.values.errors import BrokenInvariantError
 
 _ON_HOST = (SeqStatus.SWAPPED, SeqStatus.MIGRATING)
 

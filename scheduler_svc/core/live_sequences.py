@@ -1,4 +1,4 @@
-"""The live sequences by source and key, and which of them share a request."""
+"""The live sequences by source and key, and the siblings of each request."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -8,10 +8,10 @@ import numpy as np
 
 from contract.arrays import Int32Array
 from scheduler_svc.core.beams.group import BeamGroup
+from scheduler_svc.core.interface.events import Admitted
+from scheduler_svc.core.interface.request import OutputSoFar, Request, SeqId, SourceId
 from scheduler_svc.core.policies.policy import Rank
 from scheduler_svc.core.sequence import SeqStatus, Sequence
-from scheduler_svc.core.values.events import Admitted
-from scheduler_svc.core.values.request import OutputSoFar, Request, SeqId, SourceId
 
 
 class LiveSequences:
@@ -29,7 +29,7 @@ class LiveSequences:
         self.num_siblings = 0
         """Sequences that wait for their leader."""
         self.num_foreground = 0
-        """Outputs of requests that have more than the lowest priority."""
+        """Number of outputs of requests above the lowest priority."""
         self._admitted: list[Admitted] = []  # not reported to the sources yet
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -78,7 +78,7 @@ class LiveSequences:
         return siblings
 
     def record_admitted(self, seq: Sequence, num_cached_tokens: int, now: float) -> None:
-        """Record for the source that a sequence left the queue, the first time that it does."""
+        """Record an event for the source when a sequence leaves the queue for the first time."""
         if not seq.was_admitted:
             seq.was_admitted = True
             seq.num_cached_tokens = num_cached_tokens
@@ -132,7 +132,7 @@ class LiveSequences:
 
     def _add_search(self, request: Request, width: int, rank: Rank, now: float) -> Sequence:
         """Create the sequences of a beam search; return the one to queue."""
-        bare = replace(request, outputs=())  # they are empty
+        bare = replace(request, outputs=())  # searches have empty outputs
         seqs = tuple(self._create(bare, index, rank, now) for index in range(width))
         group = BeamGroup(bare, seqs)
         for seq in seqs:
@@ -140,7 +140,9 @@ class LiveSequences:
             seq.max_total_tokens = len(bare.prompt_token_ids) + 1
         for seq in seqs[1:]:
             seq.set_status(SeqStatus.SPARE)
-            seq.num_charged_tokens = len(bare.prompt_token_ids)  # the leader is charged for it
+            seq.num_charged_tokens = len(
+                bare.prompt_token_ids
+            )  # the leader is charged for the prompt
         self._file(request, group.outputs)
         return group.leader
 

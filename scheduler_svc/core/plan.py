@@ -9,8 +9,8 @@ import numpy.typing as npt
 from contract.arrays import Int32Array, ints
 from contract.hashing import BlockHash
 from contract.step import NewSequence, Plan, StepId
+from scheduler_svc.core.interface.events import Preempted, Started
 from scheduler_svc.core.space.blocks import DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.values.events import Preempted, Started
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class PlanBuilder:
         self.copy_dst.append(dst)
 
     def add_chunk(self, row: int, num_tokens: int) -> None:
-        """Compute `num_tokens` known tokens of a running sequence, besides those added before."""
+        """Compute `num_tokens` more known tokens of a running sequence."""
         self.chunk_lens[row] = self.chunk_lens.get(row, 0) + num_tokens
 
     def finish(

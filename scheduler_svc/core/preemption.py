@@ -1,11 +1,11 @@
 """Preempts running sequences, and decides when, which, and how.
 
-When and which: at the start of each step, `make_room` preempts the running sequence that is last in
-order, first while more run than the worker's memory allows (`pressure.py`), then while the decoding
-sequences need more blocks than are available. If only one sequence runs, or if what is evicted goes
-to the host, pins give up blocks first, and sequences are preempted when no pins are left. A failed
-swap-in preempts the sequences that depend on it, and a move to another core preempts the sequences
-of its request.
+When and which: at the start of each step, `make_room` preempts running sequences, the last in order
+first: while more run than the worker's memory allows (`limits/memory_pressure.py`), and while the
+decoding sequences need more blocks than are available. If only one sequence runs, or if evicted
+blocks go to the host, pins give up blocks first; sequences are preempted when no pins are left. A
+failed swap-in preempts the sequences that depend on it, and a move to another core preempts the
+sequences of its request.
 
 How: a *swap* copies the sequence's computed blocks to the host and keeps them until it runs again;
 a *recompute* drops them. A swap is chosen if it takes less time and the host has, or can make, room
@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 from contract.step import StepId
 from scheduler_svc.core.beams.live_searches import BeamGroups
-from scheduler_svc.core.bounds.pressure import Pressure
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
@@ -28,7 +29,6 @@ from scheduler_svc.core.space.kv_groups import KvGroups
 from scheduler_svc.core.space.pins import Pins
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_room import HostRoom
-from scheduler_svc.core.values.config import SchedulerConfig
 
 
 class Preemption:
@@ -53,8 +53,8 @@ class Preemption:
         self.num_for_memory = 0
         """Preemptions because the worker's memory was critical."""
         self.observer: Callable[[Sequence, bool], Callable[[], None]] | None = None
-        """For replays: called before each preemption with the sequence and whether it may swap; the
-        function that it returns is called after the preemption."""
+        """For replays. It is called before each preemption, with the sequence and whether it may
+        swap; it returns a function to call after the preemption."""
         self._groups = groups
         self._is_plain = groups.is_plain  # read in every step
         self._can_swap_for_memory = not config.host_is_device_memory
@@ -87,7 +87,7 @@ class Preemption:
         while self.num_blocks_due(step) > self._pool.num_available:
             if self._steps.hold_blocks:
                 return False
-            if not self._running:  # pins or unclaimed rows hold the blocks
+            if not self._running:  # only pins or unclaimed rows hold the blocks
                 if not self._pins.give_up(1):
                     # Nothing runs, so nothing needs a block. `num_available` is negative, since the
                     # pool shrinks and unclaimed rows hold blocks beyond its new end.
@@ -129,7 +129,7 @@ class Preemption:
         self.take_out(seq, can_swap=can_swap, must_swap=must_swap)
 
     def take_out(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
-        """As `preempt`, for a sequence that leaves: it does not count as preempted."""
+        """As `preempt`, but for a sequence that moves to another core; it is not counted."""
         done = None if self.observer is None else self.observer(seq, can_swap)
         if seq.group is not None:
             self._queue.push(self._beams.preempt(seq.group))

@@ -9,14 +9,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from contract.hashing import BlockHash, extend_chain, group_hash, next_hash, root_hash
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId, HostBlockId
+from scheduler_svc.core.space.cache_watcher import CacheWatch
 from scheduler_svc.core.space.kv_groups import NULL_BLOCK, KvGroups
-from scheduler_svc.core.space.watch import CacheWatch
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class KvLookup:
     def find(self, seq: Sequence) -> FoundKv:
         """Look up the KV that a queued sequence can reuse.
 
-        At least one token stays to be computed, because its logits are needed.
+        At least one token is left to compute, because sampling needs its logits.
         """
         is_swapped = seq.status is SeqStatus.SWAPPED
         num_known = seq.num_computed_tokens if is_swapped else len(seq.token_ids) - 1
@@ -118,7 +118,7 @@ class KvLookup:
         return self._has(name) or bool(self._tier.disk.pool.find([name]))
 
     def past_device(self, seq: Sequence) -> list[BlockHash]:
-        """Return the hashes of the blocks that a waiting sequence needs and the device lacks."""
+        """Return the hashes of the blocks that a waiting sequence needs but the device lacks."""
         hashes = self._hashes(seq, len(seq.token_ids) - 1)
         if self._groups.is_plain:
             return hashes[len(self._pool.find(hashes)) :]
@@ -136,7 +136,7 @@ class KvLookup:
         return seq.block_hashes[: num_tokens // self._block_size]
 
     def find_beyond(self, seq: Sequence, shared: list[DeviceBlockId]) -> FoundKv:
-        """Look up KV beyond the full blocks `shared`, which a sequence shares in any case."""
+        """Look up KV after the full blocks `shared`, which a sequence already shares."""
         found = self.find(seq)
         if not self._groups.is_plain:
             return self._beyond_places(found, shared)
@@ -198,11 +198,10 @@ class Publisher:
         """Publish the last block of each table, which is full.
 
         Blocks of groups with a window are published when the sequence stops (`publish_windows`):
-        those that a decode leaves behind could serve only a sequence that branches off there. A
-        recurrent state is published, since a sequence can only go back to a full block. The
-        block's last token is the input of the step before the one being planned, so its value
-        is known. This call is most of the cost of a steady step, so it reads and publishes the
-        blocks of all sequences at once.
+        earlier ones could serve only a sequence that branches off exactly there. Recurrent states
+        are published, because a sequence can resume only at a full block. The block's last token is
+        the input of the step before the one being planned, so its value is known. This call is most
+        of the cost of a steady step, so it reads and publishes the blocks of all sequences at once.
 
         Args:
             seqs: Sequences that decode.
@@ -221,7 +220,8 @@ class Publisher:
                 name = next_hash(parent, tokens)
                 hashes.append(name)
                 seq.num_published_blocks = last + 1
-                self._tell(seq, last, last + 1)
+                if self.watch is not None:
+                    self._tell(seq, last, last + 1)
                 if num_groups == 1:
                     blocks.append(seq.block_ids[last])
                     names.append(name)

@@ -7,14 +7,14 @@ sequence overall is the first of some line at the first level, so finding it cos
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 
+from scheduler_svc.core.interface.request import SeqId
 from scheduler_svc.core.policies.policy import Key, Policy, SortKey, sort_key
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 from scheduler_svc.core.space.marked_heap import MarkedHeap
-from scheduler_svc.core.values.request import SeqId
 
 
 class WaitingQueue:
-    """Two lanes, so that short prompts can overtake long ones when these may not start."""
+    """Has two lanes: short prompts can overtake long prompts that may not start yet."""
 
     def __init__(self, policy: Policy, long_prefill_threshold: int) -> None:
         """A prompt of more than `long_prefill_threshold` tokens counts as long; 0: none does."""
@@ -27,7 +27,7 @@ class WaitingQueue:
         """Sequences that have KV on the host or the disk."""
         self._seq_id_to_tokens: dict[SeqId, int] = {}
         self.num_tokens = 0
-        """Uncomputed tokens, without those that the prefix cache had at the last lookup."""
+        """Uncomputed tokens, except tokens that the prefix cache had at the last lookup."""
         self.num_short_tokens = 0
         """The part of `num_tokens` that belongs to short prompts."""
         self.num_short = 0

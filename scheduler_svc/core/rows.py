@@ -24,7 +24,7 @@ class Rows:
         self._may_repeat = num_draft_tokens > 0
         self._owner: list[Sequence | None] = [None] * max_num_seqs
         self._free = list(reversed(range(max_num_seqs)))
-        # calloc: the system allocates a page only when a sequence first reaches it.
+        # zeros uses calloc: the system allocates a page at its first use.
         width = -(-max_len // block_size) * block_size
         self._tokens = np.zeros((max_num_seqs, width), "<i4")
         self._blocks = self._tokens.view(f"V{4 * block_size}")  # one item is the bytes of a block

@@ -13,6 +13,9 @@ from scheduler_svc.core.budget import TokenBudget
 from scheduler_svc.core.decodes import Decodes, DraftedDecodes, SteadyDecodes
 from scheduler_svc.core.handover.identity import identity, swap_root
 from scheduler_svc.core.handover.labels import NewLabels
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.events import Preempted, Started
+from scheduler_svc.core.interface.request import SeqId
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.prefix import FoundKv, Publisher
@@ -22,9 +25,6 @@ from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.space.kv_groups import NULL_BLOCK, KvGroups
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.events import Preempted, Started
-from scheduler_svc.core.values.request import SeqId
 
 
 class RunningSet:
@@ -62,6 +62,7 @@ class RunningSet:
             if config.num_draft_tokens
             else SteadyDecodes(config, steps)
         )
+        self._begun: list[Sequence] = []  # with states, and decoding since the last step
         self._released_rows: list[int] = []  # for the next plan
         self._turns: list[Started | Preempted] = []  # for the next plan
 
@@ -114,16 +115,19 @@ class RunningSet:
         return num_due * self._groups.num + num_missing
 
     def give_back(self, step: StepId) -> None:
-        """Give back blocks behind windows, of the sequences that need others at `step`.
+        """Give back blocks behind windows, for the sequences that need new blocks at `step`.
 
-        Steps in flight may still read them. But the worker runs steps and copies in order, and a
-        later step writes them.
+        Blocks of states are large, and a decode may need no other for long, so those of a prompt's
+        last chunk go back at once. Steps in flight may still read what is given back. But the
+        worker runs steps and copies in order, and a later step writes it.
         """
         passed: list[DeviceBlockId] = []
         for seq in self._prefilling:
             if not seq.loading_block_ids:
                 passed += self._groups.take_passed(seq.block_ids, seq.num_computed_tokens)
-        due = self._decodes.due(step)
+        begun = [seq for seq in self._begun if seq.status is SeqStatus.DECODE]
+        self._begun = []
+        due = [*self._decodes.due(step), *begun]
         rows = [seq.row for seq in due if seq.row is not None]
         known = self._rows.num_tokens_by_row[rows].tolist() if rows else ()
         for seq, num_known in zip(due, known, strict=True):
@@ -179,8 +183,10 @@ class RunningSet:
         insort(self._prefilling, seq, key=lambda other: other.order)
 
     def can_fork(self, parent: Sequence, child: Sequence) -> bool:
-        """Whether the parent still has what the child sees; it may know more tokens already."""
-        if self._groups.has_states:  # the child computes a token that the parent's state has seen
+        """Whether the parent still has all blocks that the child sees."""
+        if (
+            self._groups.has_states
+        ):  # the parent's state already includes a token that the child computes
             return False
         places = () if self._groups.is_plain else self._groups.kept(len(child.token_ids) - 1)
         return not any(parent.block_ids[place] == NULL_BLOCK for place in places)
@@ -263,6 +269,8 @@ class RunningSet:
             return False
         self._prefilling.remove(seq)
         seq.set_status(SeqStatus.DECODE)
+        if self._groups.has_states:
+            self._begun.append(seq)
         self._decodes.start(seq, builder.step_id)
         return True
 
@@ -420,11 +428,11 @@ class RunningSet:
         """Remove the hashes of a running sequence's blocks, because its KV is wrong."""
         places = range(len(seq.block_hashes) * self._groups.num)
         names = self._groups.names(seq.block_hashes, places)
-        for name in names:  # also of blocks that were given back
+        for name in names:  # including blocks that were given back
             self._pool.forget(self._pool.find([name]))
         self._pool.forget(self._groups.held(seq.block_ids))
         self._tier.forget(names)
-        seq.block_hashes = []  # nothing is published when it stops
+        seq.block_hashes = []  # so that nothing is published when it stops
         seq.num_published_blocks = len(seq.block_ids) // self._groups.num
 
     def _num_indices(self, seq: Sequence) -> int:
@@ -432,11 +440,11 @@ class RunningSet:
         return -(-len(seq.token_ids) // self._config.block_size)
 
     def _places_ahead(self, seq: Sequence, found: FoundKv) -> list[int]:
-        """With windows: the places for which a sequence takes new blocks when it starts."""
+        """With windows: the places of the new blocks that a sequence takes when it starts."""
         return self._groups.ahead(found.num_indices, found.num_tokens, self._num_indices(seq))
 
     def _missing(self, seq: Sequence) -> list[int]:
-        if seq.loading_block_ids:  # then it computes nothing
+        if seq.loading_block_ids:  # it computes nothing then
             return []
         return self._groups.missing(seq.block_ids, seq.num_computed_tokens)
 
@@ -452,7 +460,7 @@ class RunningSet:
         builder.placements = placements
 
     def _wait_for(self, seq: Sequence, blocks: tuple[DeviceBlockId, ...]) -> None:
-        """Let a started sequence depend on swap-ins; without any, drop its copy on the host."""
+        """Make a started sequence wait for its swap-ins; if there are none, drop its host copy."""
         if blocks:
             seq.loading_block_ids = blocks
             self._loading[seq.seq_id] = seq

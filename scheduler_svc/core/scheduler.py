@@ -28,14 +28,6 @@ from contract.info import MemoryLevel
 from contract.state import Holdings
 from contract.step import Plan, Result, StepId
 from scheduler_svc.core.beams.live_searches import BeamGroups
-from scheduler_svc.core.bounds.limits import (
-    WorkerRates,
-    check_deadline,
-    check_length,
-    check_queue,
-    max_request_len,
-)
-from scheduler_svc.core.bounds.pressure import Pressure
 from scheduler_svc.core.budget import TokenBudget
 from scheduler_svc.core.compact.defragment import DefragmentationReport, Defragmenter
 from scheduler_svc.core.compact.resize import Resizing
@@ -50,6 +42,17 @@ from scheduler_svc.core.handover.moved_request import (
 )
 from scheduler_svc.core.handover.moves import Moves
 from scheduler_svc.core.handover.takeover import Takeover
+from scheduler_svc.core.interface.config import SchedulerConfig, SchedulerLoad
+from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey, SourceId
+from scheduler_svc.core.limits.acceptance import (
+    WorkerRates,
+    check_deadline,
+    check_length,
+    check_queue,
+    max_request_len,
+)
+from scheduler_svc.core.limits.memory_pressure import Pressure
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.loading import make_policy
@@ -61,16 +64,13 @@ from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import QUEUED, RUNNING, SeqStatus, Sequence
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
+from scheduler_svc.core.space.cache_watcher import CacheTier, CacheWatch
 from scheduler_svc.core.space.kv_groups import KvGroups
 from scheduler_svc.core.space.pins import Pins
-from scheduler_svc.core.space.watch import CacheTier, CacheWatch
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.fetching import Fetching, FetchStatus
 from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig, SchedulerLoad
-from scheduler_svc.core.values.events import Finished, StepEvents
-from scheduler_svc.core.values.request import FinishReason, Request, SeqKey, SourceId
 
 MAX_STEPS_IN_FLIGHT = 2
 
@@ -184,7 +184,7 @@ class Scheduler:
         """Tokens that admission found."""
 
     def watch_cache(self, watch: CacheWatch) -> None:
-        """Let `watch` see which blocks can be found by hash; call before anything else."""
+        """Let `watch` follow which blocks can be found by hash; called before anything else."""
         self.pool.find_in(watch.table(CacheTier.DEVICE))
         self.tier.pool.find_in(watch.table(CacheTier.HOST))
         self.tier.disk.pool.find_in(watch.table(CacheTier.DISK))
@@ -209,7 +209,7 @@ class Scheduler:
         check_queue(request, self.num_waiting, self.config.max_waiting)
         for seq in self.live.add(request, self.policy.rank(request, now), now):
             if not self.takeover.adopt(seq):
-                self.fetching.enqueue(seq)  # queues it, perhaps after loads from the disk
+                self.fetching.enqueue(seq)  # queues the sequence, perhaps after loads from the disk
         keys = range(request.first_seq_key, request.first_seq_key + request.n)
         for seq in self.live.find(request.source, keys):
             if seq in self.queue and seq.status is SeqStatus.WAITING:
@@ -464,9 +464,11 @@ class Scheduler:
             if not budget.num_tokens:
                 break
             self._compute(seq, builder)
-        if self.preemption.num_preemptions == num_preemptions:  # else blocks or memory are short
+        if (
+            self.preemption.num_preemptions == num_preemptions
+        ):  # otherwise blocks or memory are short
             self._admit(builder)
-        for seq in budget.long_prefills:  # they get the tokens that are left
+        for seq in budget.long_prefills:  # long prefills get the tokens that are left
             if budget.num_tokens and seq.status is SeqStatus.PREFILL:
                 self._compute(seq, builder)
         self.running.evict_ahead(step)
@@ -537,12 +539,12 @@ class Scheduler:
             num_needed += num_new + sum(self.pool.ref_count(block) == 0 for block in found.ready)
             if not self._has_room(num_needed, num_rows):
                 if self.steps.hold_blocks:
-                    return  # results will free blocks
+                    return  # wait until results free blocks
                 num_lacking = num_needed - self.pool.num_available
                 if self.running:
                     num_lacking += self._reserve
                     if not self.pins.go_down or num_lacking > len(self.pins):
-                        return  # running sequences will free blocks
+                        return  # wait until running sequences free blocks
                 if num_lacking <= 0 or not self._has_rows(num_rows):
                     return  # rows are short, not blocks, and pins hold no rows
                 if not self.pins.give_up(num_lacking):

@@ -9,10 +9,10 @@ import numpy.typing as npt
 
 from contract.hashing import BlockHash
 from contract.step import StepId
+from scheduler_svc.core.interface.errors import BrokenInvariantError
+from scheduler_svc.core.interface.request import Request, SeqId, SeqKey
 from scheduler_svc.core.policies.policy import Key, Rank
 from scheduler_svc.core.space.blocks import DeviceBlockId, DiskBlockId, HostBlockId
-from scheduler_svc.core.values.errors import BrokenInvariantError
-from scheduler_svc.core.values.request import Request, SeqId, SeqKey
 
 if TYPE_CHECKING:  # `BeamGroup` imports this module
     from scheduler_svc.core.beams.group import BeamGroup
@@ -24,13 +24,13 @@ class SeqStatus(Enum):
     WAITING = "waiting"
     """In the queue, without row, device blocks or KV of its own."""
     SWAPPED = "swapped"
-    """Preempted and in the queue, without row; its KV is in host and disk blocks."""
+    """Preempted and in the queue, without a row; its KV is in host and disk blocks."""
     FETCHING = "fetching"
     """Waits for loads from the disk; then it is queued as WAITING or SWAPPED."""
     SIBLING = "sibling"
     """Waits to fork from the sequence that computes the request's prompt."""
     SPARE = "spare"
-    """Belongs to a search but is no beam at present; holds nothing."""
+    """Belongs to a search but is not a beam now; holds nothing."""
     PREFILL = "prefill"
     """Running: has a row and blocks for all known tokens, and computes them chunk by chunk."""
     DECODE = "decode"
@@ -49,7 +49,7 @@ TRANSITIONS: dict[SeqStatus, frozenset[SeqStatus]] = {
             SeqStatus.SIBLING,
             SeqStatus.SPARE,
             SeqStatus.FETCHING,
-            SeqStatus.SWAPPED,  # it arrives with KV, from another core or an earlier scheduler
+            SeqStatus.SWAPPED,  # arrives with KV from another core or an earlier scheduler
             SeqStatus.MIGRATING,
             SeqStatus.FINISHED,
         }
@@ -163,7 +163,7 @@ class Sequence:
 
     @property
     def outputs(self) -> "tuple[Sequence, ...]":
-        """The sequences that end with it: only itself, or in a search those with output keys."""
+        """The sequences that end together with it: only itself, or the outputs of its search."""
         return (self,) if self.group is None else self.group.outputs
 
     @property
@@ -186,7 +186,10 @@ class Sequence:
 
     @property
     def order(self) -> tuple[Key, Key, SeqId]:
-        """Its sort key without regard to accounts; smaller goes first. Kept when preempted."""
+        """Its sort key without the account's part; smaller goes first.
+
+        A preemption does not change it.
+        """
         return (self.rank.level, self.rank.key, self.seq_id)
 
     def set_status(self, status: SeqStatus) -> None:

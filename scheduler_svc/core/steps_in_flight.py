@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from contract.step import StepId
+from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.values.errors import BrokenInvariantError
 
 
 class StepsInFlight:

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 
 from contract.step import Plan
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
 
 FORMAT_VERSION: Final = 2
 """Incremented with every change that an older reader would misread."""
@@ -102,7 +102,7 @@ class CutOff:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A journal that is being read."""
+    """A recording that is being read."""
 
     origin: Origin
     config: SchedulerConfig
@@ -124,7 +124,7 @@ def encode_entry(
     plan: Plan | None = None,
     raised: str = "",
 ) -> bytes:
-    """Return the frame of one call, or of the end; the arguments are the fields of `Entry`."""
+    """Return the frame of an `Entry` with these fields."""
     raw = msgspec.Raw(_ENCODER.encode({k: _without_defaults(v) for k, v in arguments.items()}))
     kept = None if plan is None else describe_plan(plan)
     return _frame(_ENCODER.encode(Entry(call, raw, at, kept, raised)))
@@ -156,7 +156,7 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _without_defaults(value: object) -> object:
-    """Return the dataclass fields that differ from their defaults; most do not."""
+    """Return the dataclass fields that differ from their defaults."""
     if not is_dataclass(value) or isinstance(value, type):
         return value
     return {

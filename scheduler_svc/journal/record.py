@@ -1,8 +1,8 @@
 """Records scheduler cores, in one file for each attachment of a worker.
 
-A call costs the event loop a tuple and an append. A thread encodes and writes the pending calls a
-few times a second; it can do so later because plans, results and requests are immutable. A killed
-process loses the last quarter of a second; a process that fails or ends loses nothing.
+For each call, the event loop only appends a tuple. A thread encodes and writes the pending calls a
+few times per second, which is safe because plans, results and requests are immutable. A killed
+process loses the last quarter of a second; a process that fails or ends normally loses nothing.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ import structlog
 
 from contract.info import WorkerInfo
 from contract.step import Plan
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
 from scheduler_svc.journal.entries import (
     CALLS,
     FORMAT_VERSION,
@@ -53,7 +53,7 @@ class RecordedCall(NamedTuple):
 
 
 class RecordedScheduler(Scheduler):
-    """A core that reports each call that changes it, also one that raises."""
+    """A core that reports each call that changes it, including calls that raise."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ def _recorded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         for key, value in arguments.items():
             if isinstance(value, Iterable) and not isinstance(
                 value, str
-            ):  # it may be an iterator, which can be read only once
+            ):  # an argument may be an iterator, which can be read only once
                 arguments[key] = tuple(value)
         core: RecordedScheduler = arguments["self"]
         told = {key: value for key, value in arguments.items() if key != "self"}
@@ -241,7 +241,7 @@ class _Journal:
             is_ended = True
         if is_ended:
             self.is_closed = True
-            with contextlib.suppress(OSError):  # unwritten data is lost either way
+            with contextlib.suppress(OSError):  # unwritten data is lost in any case
                 self._file.close()
         return num_bytes
 

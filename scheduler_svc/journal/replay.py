@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from contract.step import Plan, StepId
+from scheduler_svc.core.interface.config import SchedulerLoad
+from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.request import FinishReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.values.config import SchedulerLoad
-from scheduler_svc.core.values.events import Finished, StepEvents
-from scheduler_svc.core.values.request import FinishReason
 from scheduler_svc.journal.entries import (
     CutOff,
     Entry,
@@ -23,7 +23,7 @@ from scheduler_svc.journal.entries import (
 
 @dataclass(slots=True)
 class ReplayedPreemption:
-    """A preemption: which sequence, at which step, its reason and its cost.
+    """A preemption: the sequence, the step, the reason and the cost.
 
     A beam search counts as one preemption of its leader, with the tokens of the best beam.
     """
@@ -31,7 +31,7 @@ class ReplayedPreemption:
     step_id: int
     """The step that was planned."""
     num_beams: int
-    """Number of running beams; 0 if it was no beam search."""
+    """Number of running beams; 0 if the sequence was not a beam search."""
     seq_id: int
     request_id: str
     output_index: int

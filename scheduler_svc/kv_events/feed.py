@@ -1,8 +1,8 @@
 """The streams of KV events: a snapshot of each worker, then its changes.
 
-A snapshot is made in slices, between which the event loop, and so the workers' steps, run. The
-cache may change in between. Changes are sent in order among the slices, and a slice has the state
-after the changes that were sent before it; so the reader knows the exact state at the end.
+A snapshot is made in slices; between two slices the event loop runs, so workers' steps continue and
+the cache may change. Changes and slices are sent in order: a slice has the state after all changes
+that were sent before it. So at the end the reader knows the exact state.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class KvEvents:
         self._readers: set[KvReader] = set()
 
     def feed(self, worker: str) -> "WorkerFeed":
-        """Return the feed of a worker, which is made at the first call."""
+        """Return the feed of a worker; the first call creates it."""
         if worker not in self._feeds:
             self._feeds[worker] = WorkerFeed(worker, self.epoch, self._readers)
             for reader in self._readers:
@@ -99,9 +99,9 @@ class WorkerFeed:
         self._publish([kv_pb2.KvEvent(cleared=kv_pb2.KvCacheCleared())], 1)
 
     def flush(self) -> None:
-        """Hand the changes so far to the readers; otherwise this happens in the loop's next turn.
+        """Pass the changes so far to the readers now, instead of in the event loop's next turn.
 
-        So the changes of a whole step are one batch.
+        Without this call, the changes of a whole step are one batch.
         """
         if self.index is not None and (changes := self.index.take_changes()):
             self._publish(list(changes_to_proto(changes)), len(changes))
@@ -137,9 +137,9 @@ class KvReader:
         self._num_unread = 0
         self._feeds: dict[str, WorkerFeed] = {}
         self._lacks: dict[str, kv_pb2.KvSnapshotReason] = {}
-        """Workers that need a snapshot, by name, and why. Their changes are not kept."""
+        """The workers that need a snapshot, with the reason. Their changes are dropped."""
         self._sent: dict[str, int] = {}
-        """By worker: the sequence number of the last batch that was taken."""
+        """By worker: the sequence number of the last batch that was sent."""
         self._wake = asyncio.Event()
 
     @property
@@ -148,7 +148,7 @@ class KvReader:
         return self._feeds.keys()
 
     def on_worker(self, feed: WorkerFeed) -> None:
-        """Begin to read a worker, unless it is another one or is read already."""
+        """Begin to read a worker, unless the reader wants another one or reads it already."""
         if self._worker in ("", feed.worker) and feed.worker not in self._feeds:
             self._feeds[feed.worker] = feed
             self._lacks[feed.worker] = kv_pb2.KV_SNAPSHOT_REASON_FIRST
@@ -179,7 +179,7 @@ class KvReader:
             self._wake.clear()
 
     def _take_unread(self) -> Iterator[kv_pb2.WatchKvResponse]:
-        """Yield what is unread now; what comes while it is sent waits for its turn."""
+        """Yield the messages that are unread now; later ones wait for the next call."""
         for _ in range(len(self._unread)):
             if not self._unread:
                 return  # the reader has fallen behind
@@ -204,7 +204,7 @@ class KvReader:
             feed.flush()
             for message in self._take_unread():
                 yield message
-        # The slices may be ahead of the changes that were sent: send these up to now.
+        # The slices may be ahead of the changes that were sent; send these changes now.
         feed.flush()
         num_blocks = 0 if feed.index is None else len(feed.index)
         for message in self._take_unread():

@@ -1,8 +1,8 @@
-"""The blocks that one worker's prefix cache has, by tier, with their tokens; and the changes.
+"""Tracks the blocks in one worker's prefix cache, by tier, with their tokens.
 
-`KvIndex` is the `CacheWatch` of one attachment of a worker. It has an entry for each hash that some
-tier finds. Entries are filed in the order in which they came, in *drawers* of bounded size, so that
-a snapshot can be made drawer by drawer while entries come and go, parents before children.
+`KvIndex` is the `CacheWatch` of one attachment of a worker. It has an entry for each hash that is
+found in some tier. Entries are kept in order of arrival, so parents are before children. They are
+in *drawers* of bounded size: a snapshot can be made drawer by drawer while entries come and go.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,13 +11,13 @@ from typing import Any, Final, NamedTuple
 from contract.arrays import Int32Array
 from contract.hashing import BlockHash
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.space.watch import CacheTier
+from scheduler_svc.core.space.cache_watcher import CacheTier
 
 _DRAWER_SIZE: Final = 256
 
 
 class KvBlock:
-    """A block of the prefix cache, in one tier or several."""
+    """A block of the prefix cache, in one or several tiers."""
 
     __slots__ = ("block_hash", "drawer", "parent", "salt", "tiers", "token_bytes")
 
@@ -27,18 +27,19 @@ class KvBlock:
         self.block_hash = block_hash
         self.drawer = drawer
         self.parent = parent
-        """None: it is the first block of its prompts, or this is not known."""
+        """None: it is the first block of its prompts, or the parent is unknown."""
         self.salt = salt
         """The cache salt of its requests, as in the core."""
         self.token_bytes = tokens
-        """Its tokens, little-endian int32; empty: not known, since an earlier scheduler named it.
+        """Its tokens, little-endian int32; empty: unknown, because an earlier scheduler published
+        it.
         """
         self.tiers: tuple[CacheTier, ...] = ()
-        """Where it is; empty: nowhere any more."""
+        """The tiers that have it; empty: it is gone."""
 
 
 class Change(NamedTuple):
-    """A tier has got or lost a block."""
+    """A tier has gained or lost a block."""
 
     block: KvBlock
     tier: CacheTier
@@ -65,13 +66,13 @@ class KvIndex:
     # --- for the core (CacheWatch) --------------------------------------------------------------
 
     def table(self, tier: CacheTier) -> dict[BlockHash, Any]:
-        """Return the table of a pool, which reports its changes here."""
+        """Return the table for a pool; the table reports its changes here."""
         return _Table(self, tier)
 
     def on_named(self, seq: Sequence, first: int, end: int, token_ids: Int32Array) -> None:
-        """Note the tokens of blocks that are about to be published.
+        """Record the tokens of blocks that are about to be published.
 
-        If an earlier scheduler named the blocks before them, report these again, with their tokens.
+        If an earlier scheduler published the blocks before them, report those again, with tokens.
         """
         hashes, salt = seq.block_hashes, seq.request.cache_salt
         begin = first
@@ -118,9 +119,9 @@ class KvIndex:
         return changes
 
     def drawers(self) -> Iterator[list[KvBlock]]:
-        """Yield all blocks that are here at the call, drawer by drawer.
+        """Yield all blocks that exist at the call, drawer by drawer.
 
-        The index may change between two drawers; `take_changes` has the blocks that came since.
+        The index may change between two drawers; `take_changes` returns later blocks.
         """
         for number in list(self._drawers):
             if (drawer := self._drawers.get(number)) is not None:

@@ -1,8 +1,8 @@
 """KV events as vLLM writes them: msgpack, a batch as an array with events as maps.
 
-Types and fields are those of vLLM's `distributed/kv_events.py`. One publisher is one engine there,
-so a block is stored in a tier while some worker has it there, and a lost worker's blocks are
-removed one by one.
+Types and fields are those of vLLM's `distributed/kv_events.py`. To vLLM's subscribers, one
+publisher is one engine. So a block counts as stored in a tier while any worker has it there, and
+the blocks of a lost worker are removed one by one.
 """
 
 import time
@@ -28,7 +28,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
-    """Empty: not known."""
+    """Empty: unknown."""
     block_size: int
     lora_id: int | None
     medium: str
@@ -52,7 +52,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """What one message has."""
+    """The contents of one message."""
 
     ts: float
     """Seconds since 1970."""
@@ -70,14 +70,14 @@ _Place = tuple[BlockHash, int]
 
 
 class AsOneEngine:
-    """Turns the workers' events into those of one engine."""
+    """Converts the workers' events to events of one engine."""
 
     def __init__(self) -> None:
         self._worker_to_places: dict[str, set[_Place]] = {}
         self._num_workers: Counter[_Place] = Counter()
 
     def apply(self, message: kv_pb2.WatchKvResponse) -> Iterator[Event]:
-        """Apply the events of one worker; yield what changes for the engine."""
+        """Apply the events of one worker; yield the changes of the engine."""
         places = self._worker_to_places.setdefault(message.worker, set())
         for event in message.events:
             match event.WhichOneof("event"):

@@ -5,13 +5,13 @@ from itertools import groupby
 
 from contract.hashing import NO_HASH
 from quire.v1 import kv_pb2
-from scheduler_svc.core.space.watch import CacheTier
+from scheduler_svc.core.space.cache_watcher import CacheTier
 from scheduler_svc.domain import split_salt
 from scheduler_svc.kv_events.index import Change, KvBlock
 
 
 def changes_to_proto(changes: Iterable[Change]) -> Iterator[kv_pb2.KvEvent]:
-    """Make an event of each run of changes that fit into one, in order."""
+    """Convert changes to events, in order; consecutive changes of one kind share an event."""
     for (tier, is_stored, salt, is_known), run in groupby(changes, _kind):
         blocks = [change.block for change in run]
         if is_stored:
@@ -30,7 +30,7 @@ def _kind(change: Change) -> tuple[CacheTier, bool, str, bool]:
 
 
 def blocks_to_proto(blocks: Iterable[KvBlock]) -> Iterator[kv_pb2.KvEvent]:
-    """Make `stored` events of blocks, wherever they are."""
+    """Make `stored` events of blocks in any tiers."""
     alike: dict[tuple[CacheTier, str, bool], list[KvBlock]] = {}
     for block in blocks:
         for tier in block.tiers:

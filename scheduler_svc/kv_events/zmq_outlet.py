@@ -1,8 +1,8 @@
 """Publishes KV events over ZeroMQ as vLLM does: a PUB socket, and a ROUTER socket that replays.
 
-A message has a topic, a number and a batch. ZeroMQ drops messages for a subscriber that is too
-slow; it sees that a number is missing, and asks the other socket to replay from there. Batches that
-are not kept any more are replaced by a snapshot, which begins by clearing all.
+A message has a topic, a number and a batch. ZeroMQ drops messages for a slow subscriber. The
+subscriber notices the missing number and asks the other socket to replay from there. Batches that
+are no longer kept are replaced by a snapshot, which begins with `AllBlocksCleared`.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from scheduler_svc.kv_events.feed import KvEvents
 from scheduler_svc.kv_events.vllm_format import AllBlocksCleared, AsOneEngine, encode
 
 _NUM_KEPT: Final = 10_000
-"""Batches that can be replayed."""
+"""Number of batches that can be replayed."""
 _MAX_UNSENT: Final = 100_000
 """Most messages that wait for one subscriber."""
 _NUMBER_BYTES: Final = 8
@@ -95,7 +95,7 @@ class ZmqOutlet:
                     if number >= first:
                         await self._answer(peer, number, batch)
             else:
-                # The batches after this one may repeat what the snapshot has, in their order.
+                # The batches after this one may repeat changes that the snapshot includes.
                 last = self._next - 1
                 async for batch in self._snapshot():
                     await self._answer(peer, last, batch)

@@ -1,1 +1,1 @@
-"""Observers of the workers' steps and sequences: metrics, spans, the step log and watches."""
+"""Observers of the workers' steps and sequences: metrics, spans and logs."""

@@ -7,10 +7,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from scheduler_svc.core.compact.fragmentation import Fragmentation, FragmentationLevel, SpaceReport
-from scheduler_svc.core.values.config import SchedulerLoad
+from scheduler_svc.core.interface.config import SchedulerLoad
 
 MAX_TENANTS = 20
-"""Most tenants with a metric series of their own: clients choose the names, so there may be many.
+"""Most tenants with a separate metric series; clients choose the names, so there may be many.
 """
 OTHER_TENANTS = "other"
 _LEVELS = tuple(FragmentationLevel)

@@ -1,6 +1,6 @@
 """Prometheus metrics that are updated at each event: a few histograms per step.
 
-Counters that a core keeps anyway are read at each scrape instead (`collectors.py`).
+Counters that a core has already are read at each scrape instead (`collectors.py`).
 """
 
 from dataclasses import dataclass

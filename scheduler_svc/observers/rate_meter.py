@@ -4,17 +4,17 @@ import math
 from collections import deque
 
 from contract.step import Plan
-from scheduler_svc.core.bounds.limits import WorkerRates
+from scheduler_svc.core.limits.acceptance import WorkerRates
 
 _FORGETTING = 0.99
 """Factor by which an old best value decays with each new observation. Chosen, not measured."""
 
 
 class RateMeter:
-    """Keeps the best rates of the last few hundred steps, so that no refusal is wrong.
+    """Keeps the best rates of the last few hundred steps, to refuse no request wrongly.
 
     Only full steps show how fast prompts are computed: steps that keep the device at least half
-    busy, or have all the tokens that the pacer allows. A smaller step takes about the same time
+    busy, or that have as many tokens as the pacer allows. A smaller step takes about the same time
     with any number of tokens.
     """
 

@@ -19,8 +19,8 @@ from opentelemetry.context import Context
 from opentelemetry.util.types import AttributeValue
 
 from rpc.observe import telemetry
-from scheduler_svc.core.values.events import Admitted, Finished, Preempted, Started
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
+from scheduler_svc.core.interface.events import Admitted, Finished, Preempted, Started
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.observers.steps import AnsweredStep, SentStep
 
@@ -44,7 +44,9 @@ class TracedSequence:
         self._context = context
         self._names = {
             "gen_ai.request.id": request_id,
-            "quire.seq_key": str(seq_key),  # uint64: more than an attribute's int64
+            "quire.seq_key": str(
+                seq_key
+            ),  # text, because a uint64 does not fit an attribute's int64
         }
         self._open: dict[str, _Open] = {}
 
@@ -69,26 +71,26 @@ class TracedSequence:
 
 
 class SequenceSpans:
-    """The live sequences of all workers whose trace is recorded; others cost nothing."""
+    """The live traced sequences of all workers; other sequences cost nothing."""
 
     def __init__(self) -> None:
         self._traced: dict[SourceId, dict[SeqKey, TracedSequence]] = {}
 
     def find(self, owner: tuple[SourceId, SeqKey] | None) -> TracedSequence | None:
-        """Return a traced live sequence, if it is one."""
+        """Return a live sequence if it is traced."""
         if owner is None or not self._traced:
             return None
         source, seq_key = owner
         return self._traced.get(source, {}).get(seq_key)
 
     def on_submitted(self, request: Request) -> None:
-        """Called when a core has accepted a request; again after the loss of its worker."""
+        """Called when a core has accepted a request, and again after the loss of its worker."""
         if (context := telemetry.sampled_context(request.traceparent)) is None:
             return
         now_s = time.time()
         of_source = self._traced.setdefault(request.source, {})
         for key in live_seq_keys(request):
-            if (before := of_source.get(key)) is not None:  # it ran at a lost worker
+            if (before := of_source.get(key)) is not None:  # its earlier worker was lost
                 before.end_all(now_s)
             of_source[key] = TracedSequence(request.request_id, key, context, now_s)
 
@@ -132,11 +134,12 @@ class WorkerSpans:
         self._block_bytes = block_bytes
         self._owner = owner
         self._leaving: list[tuple[int, TracedSequence]] = []
-        """Sequences whose blocks are being copied to the host, each with the step that copies."""
+        """Sequences whose blocks are being copied to the host, each with the step that copies
+        them."""
 
     def on_sent(self, sent: SentStep) -> None:
         plan, step_id = sent.plan, sent.step_id
-        if not plan.turns and not plan.new_sequences:  # most steps
+        if not plan.turns and not plan.new_sequences:  # true in most steps
             return
         now_s = time.time()
         start_s = now_s - sent.took_s

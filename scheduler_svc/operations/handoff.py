@@ -1,10 +1,10 @@
 """Moves requests from prefill workers to decode workers.
 
-While a prompt is computed, its full blocks are copied to the decode worker. When the request has
-its first tokens and the blocks are there, it moves in one turn of the event loop; the decode worker
-computes only the tokens of the last, partial block again. It goes on decoding at its prefill worker
-until a decode worker has room for it, or to its end if there is none. So a missing worker costs
-speed and no request.
+While a prompt is computed, its full blocks are copied to the decode worker. Once the request has
+its first tokens and the blocks have arrived, it moves in one turn of the event loop; the decode
+worker recomputes only the tokens of the last, partial block. Until a decode worker has room, the
+request decodes at its prefill worker, if necessary to its end. So a missing worker costs speed but
+no request.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from typing import Final
 import structlog
 
 from contract.errors import FailedPreconditionError, QuireError, UnavailableError
-from contract.limits import STATE_WINDOW
 from contract.step import StepId
+from contract.worker_limits import STATE_WINDOW
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.moved_request import MovableRequest, Progress
+from scheduler_svc.core.interface.config import SchedulerLoad
+from scheduler_svc.core.interface.request import SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerLoad
-from scheduler_svc.core.values.request import SeqKey, SourceId
 from scheduler_svc.operations.migration import Migrator
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.kv.copy import KvCopy, check_exchange, keeps_kv
@@ -33,12 +33,12 @@ from scheduler_svc.workers.session import Session
 _LOOK_S: Final = 0.25
 """How often to look for prefill workers that have been attached."""
 _PAUSE_S: Final = 5.0
-"""How long two workers exchange nothing after a failure between them, while both are attached."""
+"""How long two workers exchange nothing after a failure, while both are attached."""
 _MAX_FOLLOWED: Final = 64
 """Most requests of one worker whose blocks are copied at a time."""
 _MAX_LEFT_BLOCKS: Final = 2
-"""A request moves when so few of its full blocks are missing at the other worker; computing them
-again takes less time than another copy, which waits for a step of the prefill worker."""
+"""A request moves once at most this many of its full blocks are missing at the other worker.
+Recomputing them takes less time than another copy, which waits for a step of the prefill worker."""
 
 log = structlog.get_logger()
 
@@ -47,14 +47,14 @@ _Name = tuple[SourceId, SeqKey]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ahead:
-    """Where a request is to move, and its blocks that are there."""
+    """The worker to which a request will move, and the blocks that it already has."""
 
     engine: Engine
     copy: KvCopy
 
 
 class Handoff:
-    """Watches the prefill workers, and follows each request there until it has moved."""
+    """Watches the prefill workers, and follows each of their requests until it has moved."""
 
     def __init__(self, roster: Roster, migrator: Migrator) -> None:
         self._roster = roster
@@ -103,7 +103,9 @@ class Handoff:
     async def _follow(self, name: _Name, source: Engine, giving: Session) -> None:
         """Copy a request's blocks as they are computed, and move it, or see it end."""
         ahead: _Ahead | None = None
-        with contextlib.suppress(UnavailableError):  # `giving` is lost; the fleet places it again
+        with contextlib.suppress(
+            UnavailableError
+        ):  # `giving` is lost; the fleet places the request again
             try:
                 while (progress := giving.call(partial(_progress, name))) is not None:
                     last = giving.call(_last_answered)
@@ -128,7 +130,7 @@ class Handoff:
     def _choose_again(
         self, ahead: _Ahead | None, source: Engine, giving: Session, progress: Progress
     ) -> _Ahead | None:
-        """Choose a worker with room, if there is one; else return `ahead`, which waits for it."""
+        """Choose a worker with room; if there is none, return `ahead` to wait for its worker."""
         if (found := self._find_target(giving, progress)) is None:
             return ahead
         if ahead is not None:
@@ -138,12 +140,12 @@ class Handoff:
         return ahead
 
     def _give_up(self, ahead: _Ahead) -> None:
-        """Free what is held for a request where it will not move, or has moved."""
+        """Free the blocks reserved for a request that will not move, or that has moved."""
         ahead.copy.give_up()
         self._ahead.discard(ahead)
 
     async def _advance(self, progress: Progress, source: Engine, ahead: _Ahead) -> bool:
-        """Copy what is new, or move the request; return whether it may have more to do at once.
+        """Copy new blocks, or move the request; return whether to call this again at once.
 
         Raises:
             QuireError: A worker is lost, or the copy or move has failed.
@@ -191,7 +193,10 @@ class Handoff:
 
 
 def _keeps_states(session: Session) -> bool:
-    """Whether requests have recurrent states, which do not move: all would be computed again."""
+    """Whether requests have recurrent states.
+
+    These cannot be copied, so a move would recompute all.
+    """
     return STATE_WINDOW in session.info.limits.kv_windows
 
 
@@ -212,10 +217,10 @@ def _has_answered_after(step: StepId, core: Scheduler) -> bool:
 
 
 def _has_room(load: SchedulerLoad, live: MovableRequest, num_reserved: int = 0) -> bool:
-    """Whether a request can go on at once, beside those that are arriving.
+    """Whether a request can run at once, besides the requests that are arriving.
 
-    Their KV is in host blocks until they start; `num_reserved` of these are the request's own. Each
-    running sequence may need one more block.
+    Arriving requests have their KV in host blocks until they start; `num_reserved` of these blocks
+    belong to this request. Each running sequence may need one more block.
     """
     num_available = load.num_free_blocks + load.num_cached_blocks
     num_host_available = load.num_free_host_blocks + load.num_cached_host_blocks

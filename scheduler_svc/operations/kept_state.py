@@ -1,6 +1,6 @@
-"""What is kept of a scheduler in a file, so that the next start goes on with it.
+"""The scheduler's state file, from which the next start continues.
 
-The file is small JSON: the LoRA adapters that were loaded, the sizes that pools were given, and the
+The file is a small JSON document with the loaded LoRA adapters, the sizes of resized pools, and the
 accounts of the fair policy.
 """
 
@@ -35,7 +35,7 @@ _MAX_ACCOUNTS: Final = 10_000
 _START: Final = re.compile(rb'\{"version": \d+, "start": (\d+)')
 _HEAD_BYTES: Final = 256
 _MAX_LEFT_WORKERS: Final = 64
-"""Most workers whose accounts are kept while they are not attached."""
+"""Most unattached workers whose accounts stay in the file."""
 
 log = structlog.get_logger()
 
@@ -45,7 +45,7 @@ class StateFileError(Exception):
 
 
 class StateFile:
-    """The file's contents, and the task that writes them. Without a path nothing is kept."""
+    """The file's contents, and the task that writes them. Without a path, nothing is stored."""
 
     def __init__(self, path: Path | None) -> None:
         """Read the file, if there is one; raises StateFileError."""
@@ -54,14 +54,14 @@ class StateFile:
         self._waiting: list[asyncio.Future[None]] = []
         self._has_ended = False
         self._lock = threading.Lock()
-        # A thread reads these while it writes them: they are replaced, and never changed.
+        # A thread reads these while it writes the file, so they are replaced, never modified.
         self.adapters: tuple[LoraAdapter, ...] = ()
         self._pools: Mapping[str, Mapping[str, Any]] = {}
         """By worker: its model, the bytes of a block, and the number of blocks."""
         self._accounts: Mapping[str, Mapping[str, float]] = {}
         """By worker: the accounts of its policy."""
         self._start = 1
-        """How many schedulers have used the file; the newest has it."""
+        """The number of schedulers that have used the file; only the newest may write it."""
         if path is None or not path.exists():
             return
         try:
@@ -100,7 +100,7 @@ class StateFile:
             await waiter
 
     def keep_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
-        """Keep the adapters that operators have loaded."""
+        """Store the adapters that operators have loaded."""
         self.adapters = tuple(adapters)
         self._changed.set()
 
@@ -111,7 +111,7 @@ class StateFile:
         await self.written()
 
     def num_blocks(self, info: WorkerInfo) -> int | None:
-        """Return the size that a worker's pool was given for its model, if any."""
+        """Return the size to which a worker's pool was resized for its model, if it was."""
         pool = self._pools.get(info.worker_id, {})
         if {**pool, **_pool_of(info)} != pool:
             return None
@@ -127,7 +127,7 @@ class StateFile:
             self._changed.set()
 
     def accounts_of(self, worker: str) -> Mapping[str, float]:
-        """Return the accounts that a worker's policy had."""
+        """Return the stored accounts of a worker's policy."""
         return self._accounts.get(worker, {})
 
     async def run(
@@ -190,11 +190,11 @@ class StateFile:
     def _write(self) -> None:
         with self._lock:
             if self._path is None or _start_of(self._path) > self._start:
-                return  # a newer scheduler has the file, and this one was only stopped
+                return  # a newer scheduler owns the file; this one was only suspended
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Its own draft, since a scheduler that was only stopped may write, too.
+            # A separate temporary file: a suspended scheduler may also be writing.
             new = self._path.with_name(f"{self._path.name}.{self._start}.new")
-            new.touch(mode=0o600)  # tenants have names
+            new.touch(mode=0o600)  # names of tenants are private
             with new.open("w", encoding="utf-8") as file:
                 file.writelines(self._contents())
                 file.flush()
@@ -244,7 +244,7 @@ def _pool_of(info: WorkerInfo) -> dict[str, Any]:
 
 
 async def restore_pools(state: StateFile, roster: Roster, resizer: Resizer) -> None:
-    """Give the pools of workers that are attached the sizes that they had."""
+    """Resize the pools of newly attached workers to their stored sizes."""
     seen: dict[str, Session] = {}
     while True:
         sessions = roster.sessions

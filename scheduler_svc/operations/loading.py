@@ -1,4 +1,4 @@
-"""Calls of operators that the scheduler forwards to workers: unload and load models, and drain.
+"""Operators' calls that the scheduler forwards to workers: unload, load, drain.
 
 Before a worker unloads its model, the scheduler empties it so that no request is lost: the worker
 gets no new requests, live requests move with their KV if they can, and no more steps are sent. The
@@ -28,7 +28,7 @@ _UNLOAD_TIMEOUT_S = ADAPTER_TIMEOUT_S + 60.0
 """Longer than the worker waits for an adapter that it is loading. A shorter timeout could report a
 failure although the model is unloaded afterwards."""
 _NOTICE_S = 15.0
-"""How long an engine may take to notice a change of its worker, without the time of settling."""
+"""How long an engine may take to notice a change of its worker, not counting `settle`."""
 
 log = structlog.get_logger()
 
@@ -36,8 +36,8 @@ log = structlog.get_logger()
 class WorkerCalls:
     """Calls the operators' services of workers with this scheduler's epoch.
 
-    Calls raise the QuireErrors of the workers. Each call opens a channel of its own, because the
-    channel of the link is closed when the model is unloaded.
+    Calls raise the QuireErrors of the workers. Each call opens a separate channel, because the
+    link's channel is closed when the model is unloaded.
     """
 
     def __init__(self, epoch: int, tls: ClientTls | None) -> None:
@@ -60,7 +60,7 @@ class WorkerCalls:
             stub = loading_pb2_grpc.LoadingServiceStub(channel)  # type: ignore[no-untyped-call]
             async with contextlib.aclosing(responses(stub.Load(request))) as loading:
                 async for progress in loading:
-                    progress.worker = target  # the worker fills in its own name
+                    progress.worker = target  # the worker sets its name
                     yield progress
 
     async def drain(self, target: str) -> AsyncIterator[int]:
@@ -90,7 +90,7 @@ class Loading:
         *,
         on_stay: Callable[[], None],
     ) -> None:
-        """`on_stay` is called when an unload has failed and the worker accepts requests again."""
+        """`on_stay` is called after a failed unload, when the worker accepts requests again."""
         self._roster = roster
         self._drainer = drainer
         self._calls = calls
@@ -117,7 +117,7 @@ class Loading:
         }
         for session in sessions.values():
             if session is not None:
-                session.leave()  # first for all, so that no worker is emptied into another
+                session.leave()  # before all unloads, which must not move requests to each other
         for engine, session in sessions.items():
             task = asyncio.create_task(self._unload(engine, session), name="unloading a worker")
             task.add_done_callback(retrieve)

@@ -1,8 +1,9 @@
 """Moves live requests with their KV between workers, for operators, balance and drains.
 
 A request is always live at exactly one core: when its KV has been copied, it leaves one core and
-joins the other in a single turn of the event loop. If anything fails before that, it continues at
-its worker; if that worker is lost, the request continues elsewhere, like all its requests.
+joins the other in a single turn of the event loop. If anything fails before that, the request
+continues at its worker; if that worker is lost, it continues elsewhere, like all requests of the
+worker.
 """
 
 import asyncio
@@ -24,8 +25,8 @@ from contract.errors import (
 )
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.moved_request import Export, Import, MovableRequest
-from scheduler_svc.core.values.config import SchedulerLoad
-from scheduler_svc.core.values.errors import MigrationRefusedError
+from scheduler_svc.core.interface.config import SchedulerLoad
+from scheduler_svc.core.interface.errors import MigrationRefusedError
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.kv.copy import check_exchange, has_answered, keeps_kv
@@ -53,7 +54,7 @@ class Migration:
     num_blocks: int
     """Blocks whose contents were copied."""
     was_there: bool = False
-    """Whether the request was at the target already."""
+    """Whether the request already was at the target."""
 
 
 class Migrator:
@@ -282,7 +283,7 @@ class Drainer:
 
 
 def _has_same_part(session: Session, other: Engine) -> bool:
-    """Whether another worker is for what a worker has: prompts, or sequences that decode."""
+    """Whether two workers have the same role: prefill or decode."""
     if other.session is None:
         return False
     role = other.session.role
@@ -304,7 +305,7 @@ def _has_room(load: SchedulerLoad, live: MovableRequest) -> bool:
 
 
 def _hand_over(giving: Session, export: Export, taking: Session, room: Import) -> int:
-    """Let a request leave one core and join the other; return how many sequences arrived.
+    """Move a request from one core to the other; return how many sequences arrived.
 
     Never awaits, so that the request is always live at exactly one of the two.
     """
@@ -327,7 +328,7 @@ def _refusals(live: MovableRequest) -> Iterator[None]:
 
 
 def _go_back(giving: Session, export: Export, taking: Session, room: Import | None) -> None:
-    """Let a request continue at its source. Lost workers are handled elsewhere."""
+    """Continue a request at its source, unless that worker is lost; the fleet handles losses."""
     with contextlib.suppress(UnavailableError):
         giving.call(lambda core: core.end_export(export.export_id, leaves=False))
     if room is not None:

@@ -14,7 +14,7 @@ from contract.errors import FailedPreconditionError, InvalidArgumentError, Quire
 from contract.info import WorkerInfo
 from quire.v1 import scheduler_pb2
 from rpc.tasks import retrieve
-from scheduler_svc.core.values.errors import ResizeRefusedError
+from scheduler_svc.core.interface.errors import ResizeRefusedError
 from scheduler_svc.workers.roster import Roster
 from scheduler_svc.workers.session import Session
 
@@ -93,7 +93,7 @@ class Resizer:
     def __init__(
         self, roster: Roster, on_resized: Callable[[WorkerInfo, int], Awaitable[None]]
     ) -> None:
-        """`on_resized` gets each worker whose pool has a new size, and the size."""
+        """`on_resized` is called with each resized worker and the new size."""
         self._roster = roster
         self._on_resized = on_resized
         self._resizes: dict[str, OngoingResize] = {}

@@ -10,7 +10,7 @@ from contract.errors import QuireError
 from contract.liveness.heartbeat import TICK_S
 from contract.lora import LoraAdapter
 from quire.v1 import scheduler_pb2
-from scheduler_svc.core.values.request import Request, SourceId
+from scheduler_svc.core.interface.request import Request, SourceId
 from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.routers.resumable import ResumableRequests
 from scheduler_svc.routers.stream import RouterStream
@@ -75,16 +75,16 @@ class RouterStreams:
 
     @property
     def are_silent(self) -> bool:
-        """Whether there are routers, and each seems to hang or to be cut off.
+        """Whether there are routers, but all of them seem to hang or to be cut off.
 
-        Then each one's clients wait, and a scheduler that they reach should take over. A router of
-        an earlier version, which sends no beats, is believed to be well.
+        Then a scheduler that they can reach should take over, because their clients wait. Routers
+        of earlier versions send no heartbeats and count as healthy.
         """
         heartbeats = [stream.heartbeat for stream in self._streams.values()]
         return bool(heartbeats) and all(each is not None and each.is_hanging for each in heartbeats)
 
     async def watch(self) -> None:
-        """Count how long routers are silent, until cancelled."""
+        """Measure how long routers are silent, until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             was_silent = self.are_silent
@@ -111,7 +111,7 @@ class RouterStreams:
             stream.publish_unloaded(is_unloaded=is_unloaded)
 
     def publish_adapters(self, adapters: Sequence[LoraAdapter]) -> None:
-        """Send each router which LoRA adapters requests may have from now on."""
+        """Send each router the LoRA adapters that requests may use from now on."""
         for stream in self._streams.values():
             stream.deliver(adapters_to_proto(adapters))
 
@@ -124,9 +124,9 @@ class RouterStreams:
 class QueueRoomReporter:
     """While queues are nearly full, reports remaining capacity to routers.
 
-    So an overloaded router can refuse requests early, before it tokenizes them. Its information is
-    slightly old; this scheduler has the final decision. Reports begin after a refusal, and end when
-    half of the queues is free.
+    So routers can refuse requests early, before tokenizing them. Their information is slightly old;
+    this scheduler makes the final decision. Reports begin after a refusal, and end when half of the
+    queues is free.
     """
 
     def __init__(

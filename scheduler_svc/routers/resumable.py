@@ -21,12 +21,12 @@ from contract.errors import (
     TooBusyError,
 )
 from quire.v1 import common_pb2, scheduler_pb2
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.routers.stream import RouterStream
 from scheduler_svc.wire.router import merge_step_outputs, refused_to_proto, renamed_part
 
 _MAX_UNREAD = 16
-"""Most steps whose outputs are sorted together, which costs little more than sorting one step's."""
+"""Most steps whose outputs are sorted together; sorting many costs little more than sorting one."""
 _MAX_UNREAD_BYTES = 1 << 20
 _MAX_FIRST_SEQ_KEY = 2**64 - 64
 
@@ -151,7 +151,7 @@ class _Source:
 
 
 class ResumableRequests:
-    """The requests that were submitted with a `resume_record`, until their grace periods end.
+    """The requests submitted with a `resume_record`, until their grace periods end.
 
     The owner of a request is the stream that submitted or last resumed it, if that is still open.
     A request expires `grace_s` after it has lost its owner or has ended. `now` is always on the
@@ -218,7 +218,7 @@ class ResumableRequests:
         return stale
 
     def resume(self, message: scheduler_pb2.Resume, stream: RouterStream, now: float) -> None:
-        """Make `stream` the owner of a request and send it all outputs; refuse it to the old owner.
+        """Make `stream` the owner of a request and send it all outputs; refuse the old owner.
 
         Raises:
             NotFoundError: The tenant has no such request, or it has expired.
@@ -324,7 +324,7 @@ class ResumableRequests:
             owner.refuse(refused_to_proto(seq_key, error))
 
     def expire(self, now: float) -> Iterator[tuple[SourceId, list[SeqKey]]]:
-        """Remove the requests whose time is over; yield the sequences that must be cancelled.
+        """Remove expired requests; yield the sequences that must be cancelled.
 
         Call this about every second, because only this call notices that a request has ended.
         """

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contract.errors import InvalidArgumentError, TooBusyError
 from contract.liveness.heartbeat import Heartbeat
 from quire.v1 import scheduler_pb2
-from scheduler_svc.core.values.request import SeqKey, SourceId
+from scheduler_svc.core.interface.request import SeqKey, SourceId
 from scheduler_svc.wire.router import merge_step_outputs
 
 _MESSAGE_OVERHEAD_BYTES = 256
@@ -31,7 +31,7 @@ class RouterStream:
         self.source = source
         self.router_id = router_id
         self.heartbeat: Heartbeat | None = None
-        """How long the router has been silent; None: it sends no beats, or none yet."""
+        """Measures the router's silence; None: it has sent no heartbeat yet."""
         self._max_backlog_bytes = max_backlog_bytes
         self._max_model_len = max_model_len
         self._is_unloaded = False
@@ -44,18 +44,18 @@ class RouterStream:
         self._wake = asyncio.Event()
 
     def on_beat(self) -> None:
-        """Count the router's silence from its first beat on."""
+        """Measure the router's silence from its first heartbeat on."""
         if self.heartbeat is None:
             self.heartbeat = Heartbeat()
 
     def on_message(self) -> None:
-        """Note a sign of life: a beat may wait behind many other messages."""
+        """Count any message as a heartbeat: heartbeats may wait behind many other messages."""
         if self.heartbeat is not None:
             self.heartbeat.on_message()
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will be sent."""
+        """Whether no more messages will be sent."""
         return self._ended
 
     @property

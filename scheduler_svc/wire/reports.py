@@ -12,6 +12,7 @@ from contract.codec.packing import pack_int32
 from contract.errors import InvalidArgumentError
 from quire.v1 import common_pb2, kv_pb2
 from scheduler_svc.core.compact.fragmentation import SpaceReport
+from scheduler_svc.core.interface.config import SchedulerLoad
 from scheduler_svc.core.reports.describe import (
     MAX_BLOCKS,
     MAX_SEQUENCES,
@@ -21,7 +22,6 @@ from scheduler_svc.core.reports.describe import (
     SequenceDescription,
     TierDescription,
 )
-from scheduler_svc.core.values.config import SchedulerLoad
 from scheduler_svc.observers.step_log import MAX_STEPS, StepLog, StepRecord
 
 _DEFAULT_STEPS: Final = 256

@@ -19,7 +19,7 @@ from contract.request import (
 )
 from contract.value_checks import check_chars, check_range
 from quire.v1 import common_pb2, scheduler_pb2
-from scheduler_svc.core.values.request import OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.core.interface.request import OutputSoFar, Request, SeqKey, SourceId
 from scheduler_svc.domain import ADAPTERS_SALT, adapter_salt
 from scheduler_svc.wire.beam import beam_params_from_proto, beam_sampling
 
@@ -109,7 +109,7 @@ def check_keys(first_seq_key: int, n: int) -> None:
 
 
 def _check_sampling(message: common_pb2.SamplingParams, model: ModelInfo) -> None:
-    """Check everything that a worker checks, because a worker's refusal would end all its requests.
+    """Check everything that a worker checks: a worker's refusal would end all its requests.
 
     The core checks lengths later, against its number of blocks.
     """
@@ -128,7 +128,7 @@ def _check_sampling(message: common_pb2.SamplingParams, model: ModelInfo) -> Non
 
 
 def _check_pooling(message: scheduler_pb2.Submit, model: ModelInfo) -> Pooling | None:
-    """Return how the prompt becomes a vector, if it does; check that the model can do that."""
+    """Return the request's pooling, if any; check that the model supports it."""
     pooling = None
     if message.sampling.HasField("pooling"):
         pooling = pooling_from_proto(message.sampling.pooling)

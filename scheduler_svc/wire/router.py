@@ -1,7 +1,7 @@
 """Makes the messages to routers: the welcome, changes of the service, and the core's events.
 
-The work for a step grows with the number of arrays, not of sequences; only log-probabilities,
-admissions and ends are converted one by one.
+The work for a step grows with the number of arrays, not with the number of sequences; only
+log-probabilities, admissions and ends are converted one by one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +19,8 @@ from contract.errors import QuireError, TooBusyError
 from contract.info import ModelInfo
 from contract.lora import LoraAdapter
 from quire.v1 import scheduler_pb2, worker_pb2
-from scheduler_svc.core.values.events import Finished, StepEvents
-from scheduler_svc.core.values.request import SeqKey, SourceId
+from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.request import SeqKey, SourceId
 
 OwnedVector: TypeAlias = tuple[SourceId, SeqKey, bytes]
 """The vector of a sequence: float32, little-endian."""
@@ -166,7 +166,7 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
 def renamed_part(
     output: scheduler_pb2.StepOutput, names: Mapping[int, int]
 ) -> scheduler_pb2.StepOutput | None:
-    """Copy the parts of `output` about some sequences, with other keys; None: there are none.
+    """Copy the parts of `output` about some sequences, under other keys; None: there are none.
 
     `names` maps a sequence's key in `output` to its key in the result.
     """
@@ -242,7 +242,7 @@ def _by_source(
     """Yield each source and the indexes of its entries, in order."""
     if not sources.size:
         return
-    if (sources == sources[0]).all():  # with one router there is nothing to sort or copy
+    if (sources == sources[0]).all():  # with one router there is nothing to sort
         yield SourceId(int(sources[0])), slice(None)
         return
     for source in np.unique(sources).tolist():

@@ -1,11 +1,12 @@
-"""The LoRA adapters of the service: all workers hold the same ones, and routers know which.
+"""The LoRA adapters of the service: all workers hold the same ones, and routers offer them.
 
 An adapter is *held* once every attached worker has it, and *offered* to new requests until an
-operator unloads it. From then on it is *leaving* until no live request has it: a request that is
-preempted, moved, or submitted again after a loss must find it at any worker.
+operator unloads it. Then it is *leaving* until no live request uses it: a request that is
+preempted, moved, or submitted again after a loss must find the adapter at any worker.
 
 The service holds the adapters that operators loaded. It also holds adapters that a worker had when
-it was attached, if the other workers could load them, too, and no operator has unloaded them here.
+it was attached, if the other workers could load them as well and no operator has unloaded them
+here.
 """
 
 import asyncio
@@ -23,8 +24,8 @@ from contract.errors import (
 from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.tasks import BackgroundTasks
 from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.reports.load import has_live_with
-from scheduler_svc.core.values.request import Request
 from scheduler_svc.domain import ADAPTERS_SALT, adapter_salt
 from scheduler_svc.workers.placement import UnplacedRequests
 from scheduler_svc.workers.roster import Roster, ask_all
@@ -55,7 +56,7 @@ class AdapterUse:
         self._expected_since: float | None = None
 
     def expect(self) -> None:
-        """Expect unknown requests to be submitted again, because a router was lost or is new."""
+        """Expect that unknown requests are submitted again, because a router was lost or is new."""
         self._expected_since = asyncio.get_running_loop().time()
 
     def is_used(self, adapter: LoraAdapter) -> bool:
@@ -78,7 +79,7 @@ def check_adapter(request: Request, held: Iterable[LoraAdapter]) -> None:
     """Check that a request's adapter, if it has one, is held.
 
     Raises:
-        NotFoundError: It was lost with all workers.
+        NotFoundError: The adapter was lost with all workers.
     """
     if request.cache_salt.startswith(ADAPTERS_SALT) and not any(
         request.cache_salt.startswith(adapter_salt(each)) for each in held
@@ -100,7 +101,8 @@ class Adapters:
     ) -> None:
         """`is_used` returns whether requests use an adapter; `on_change` gets the offered ones.
 
-        `kept` were loaded by operators before; `keep` gets those that the next start is to load.
+        `kept` are adapters that operators loaded before; `keep` stores the adapters for the next
+        start.
         """
         self._roster = roster
         self._is_used = is_used
@@ -132,7 +134,8 @@ class Adapters:
             UnavailableError: No worker is attached, or a worker is lost.
             FailedPreconditionError: An adapter of this name is leaving, or the workers found
                 different contents.
-            QuireError: A worker's error. The adapter was unloaded again where it was new.
+            QuireError: A worker's error. Workers that did not have the adapter before have unloaded
+            it again.
         """
         return await self._background.run(self._load(name, directory))
 
@@ -164,7 +167,8 @@ class Adapters:
             has: The adapters that it holds.
 
         Raises:
-            UnavailableError: They cannot hold the same adapters, so the worker cannot be used.
+            UnavailableError: The workers cannot hold the same adapters, so the new one cannot be
+            used.
         """
         try:
             async with self._lock:
@@ -213,7 +217,7 @@ class Adapters:
         """Unload an adapter if no request uses it; return whether it is gone."""
         async with self._lock:
             if not self.is_leaving(adapter):
-                return True  # it was dropped; another may have its name now
+                return True  # it was dropped; another adapter may have its name now
             if self._is_used(adapter):
                 return False
             self._drop(adapter)
@@ -237,7 +241,7 @@ class Adapters:
                 continue
             kept[adapter.name] = adapter
             own = held.get(adapter.name, adapter)
-            if own != adapter and is_alone:  # its flags name a newer version
+            if own != adapter and is_alone:  # the worker's flags name a newer version
                 self._replace(own, adapter)
             elif own != adapter:
                 raise FailedPreconditionError(f"it holds {adapter}; this scheduler serves {own}")
@@ -248,11 +252,11 @@ class Adapters:
                 if not is_alone or isinstance(error, UnavailableError):
                     raise
                 self._check_same(held)
-                # Better to lose an adapter that no longer exists than the only worker.
+                # Losing an adapter that no longer exists is better than losing the only worker.
                 log.error("adapter lost", name=name, reason=str(error))  # noqa: TRY400
                 self._drop(held[name])
             self._check_same(held)
-        # Last, when this worker can no longer be refused: so the others are asked only once.
+        # Last, when this worker can no longer be refused, so that the others are asked only once.
         for name in sorted(kept.keys() - held.keys()):
             await self._share(target, worker, kept[name])
             self._check_same(held)
@@ -323,7 +327,7 @@ class Adapters:
             raise UnavailableError("another model is served now")
 
     def _drop(self, adapter: LoraAdapter) -> None:
-        """Stop holding an adapter; a worker that returns with it must unload it."""
+        """Stop holding an adapter; a worker that returns with this adapter must unload it."""
         del self._held[adapter.name]
         self._leaving.discard(adapter.name)
         self._unloaded.add(adapter)

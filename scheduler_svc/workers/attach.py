@@ -1,4 +1,4 @@
-"""How a scheduler attaches a worker, which obeys only the newest epoch that it has seen."""
+"""Attaches a worker, which obeys only the newest epoch that it has seen."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: 
 
     Args:
         config: The worker and our epoch.
-        wake: Set whenever the link has something new; see `WorkerLink`.
+        wake: Set whenever the link has news; see `WorkerLink`.
         step_id_base: Added to the plans' step ids. These restart with each attachment, but on the
             wire they must grow for as long as the epoch lasts.
 

@@ -4,12 +4,12 @@ import time
 from collections import deque
 
 from contract.errors import DeadlineExceededError, InvalidArgumentError, QuireError, TooBusyError
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.errors import (
+from scheduler_svc.core.interface.errors import (
     DeadlineError,
     QueueFullError,
     RequestRefusedError,
 )
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.domain import (
     CancelSequences,
     Command,
@@ -22,7 +22,7 @@ from scheduler_svc.domain import (
 )
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.rate_meter import RateMeter
-from scheduler_svc.observers.watches import SpaceWatch
+from scheduler_svc.observers.shortage_log import SpaceWatch
 from scheduler_svc.workers.request_events import RequestEvents
 
 
@@ -84,7 +84,7 @@ class PostedCommands:
         except RequestRefusedError as error:
             if isinstance(error, DeadlineError):
                 self._metrics.refused_late.inc()
-            if command.was_accepted:  # its former worker was lost, and this worker is smaller
+            if command.was_accepted:  # its former worker was lost, and this one is smaller
                 self._events.on_ended(end_with_error(request, str(error)))
             else:
                 self._events.on_refused(request, _refusal_from_core(error))

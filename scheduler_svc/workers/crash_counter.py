@@ -4,9 +4,9 @@ A request that ran at several lost workers in a row, and gained no token at any 
 cause of the crashes.
 """
 
+from scheduler_svc.core.interface.events import Finished
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.reports.progress import Progress
-from scheduler_svc.core.values.events import Finished
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import live_seq_keys
 
 

@@ -28,11 +28,11 @@ MakeSession = Callable[[WorkerLink, Scheduler, asyncio.Event], Session]
 """Creates a session; takes `wake` as `Session` does."""
 
 OpenCore = Callable[[WorkerInfo], AbstractContextManager[Scheduler]]
-"""Creates the core for a worker, which plans for it until the `with` ends."""
+"""Creates a worker's core, which plans its steps until the `with` ends."""
 
 
 class EngineOwner(Protocol):
-    """The owner of the engines, as an engine calls it from its task; only `settle` may wait."""
+    """Callbacks of an engine, called from its task; only `settle` may wait."""
 
     def accept(self, engine: "Engine", info: WorkerInfo) -> None:
         """Check a worker before it is used.
@@ -51,7 +51,7 @@ class EngineOwner(Protocol):
         """
 
     def on_attached(self, engine: "Engine") -> None:
-        """Called when the engine has a session, which accepts commands."""
+        """Called when the engine has a session and accepts commands."""
 
     def on_draining(self, engine: "Engine") -> None:
         """Called when the engine's worker is about to end; it waits for `Session.let_go`."""
@@ -81,14 +81,14 @@ class Engine:
         self.loss: str | None = "not attached yet"
         """Why the worker is not attached; None: it is attached."""
         self.is_unloaded = False
-        """Whether it is not attached because its model is unloaded, or being loaded."""
+        """Whether the worker is not attached because its model is unloaded or being loaded."""
         self.was_unloaded = False
-        """Whether `is_unloaded` was true at any time since the worker was last attached; then it
+        """Whether `is_unloaded` was ever true since the worker was last attached. Then the worker
         may return with another model."""
         self.is_settling = False
         """Whether the worker is loading the adapters of the others, which may take long."""
         self.lost_at_s: float | None = None
-        """When its last session ended, on the monotonic clock; None: it is attached, or never was.
+        """When its last session ended, on the monotonic clock; None: it is attached, or was never.
         """
         self._changed = asyncio.Event()
         self._attach = attach

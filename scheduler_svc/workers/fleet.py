@@ -14,7 +14,7 @@ from contract.lora import LoraAdapter
 from rpc.health import Health
 from rpc.peers.discovery import Discovery, keep_members
 from scheduler_svc.core.compact.defragment import DefragmentationReport
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.domain import (
     CancelSequences,
     Command,
@@ -41,7 +41,7 @@ _STALL_MARGIN_S = 5.0
 _HAND_OVER_S = 2.0
 """Longest wait for the steps in flight at shutdown; live requests pause during this time."""
 _REUNION_S = 2.0
-"""How long requests of an earlier scheduler wait for all workers to be attached, since one of the
+"""How long requests of an earlier scheduler wait until all workers are attached, because one of the
 workers has their KV."""
 _MAX_CRASHES = 3
 """After this many consecutive crashes, the request counts as their cause."""
@@ -66,7 +66,7 @@ class Fleet:
         kept_adapters: Iterable[LoraAdapter] = (),
         keep_adapters: Callable[[Sequence[LoraAdapter]], None] = lambda _: None,
     ) -> None:
-        """See `Adapters` for those that are kept."""
+        """See `Adapters` for `kept_adapters` and `keep_adapters`."""
         self.roster = Roster()
         """The workers."""
         self._streams = streams
@@ -87,7 +87,8 @@ class Fleet:
         )
         """The LoRA adapters that the workers hold."""
         self.superseded_epochs: set[int] = set()
-        """Epochs of the schedulers whose workers this one has taken over, perhaps its own too."""
+        """Epochs of the schedulers whose workers this one has taken over; may include its own
+        epoch."""
         self._served = ServedModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
@@ -141,7 +142,7 @@ class Fleet:
         """Cancel all sequences of a router's stream that is gone."""
         self._post_to_all(DropSource(source))
         self._unplaced.drop_source(source)
-        self._spans.drop_source(source)  # for unplaced ones; the sessions drop theirs
+        self._spans.drop_source(source)  # for unplaced requests; the sessions drop theirs
 
     def unpin(self, tenant: str, request_id: str) -> None:
         """Drop the pins of a request's prompt at all workers."""
@@ -235,7 +236,7 @@ class Fleet:
             self.roster.remove(engine)
             self._awaited.discard(engine)
             self._update_health()
-            self.place_unplaced()  # some requests waited for this worker only
+            self.place_unplaced()  # some requests waited only for this worker
             on_gone(engine.target)
 
         asyncio.get_running_loop().call_later(_REUNION_S, self._end_reunion)
@@ -281,7 +282,7 @@ class Fleet:
 
     def place_unplaced(self) -> None:
         """Place the requests that waited for a worker."""
-        for command in self._unplaced.take_all():
+        for command in self._unplaced.take_without_worker():
             self._place_late(command)
 
     async def next_draining(self) -> Engine:
@@ -315,10 +316,12 @@ class Fleet:
         self._update_health()
 
     def on_lost(self, engine: Engine, commands: tuple[SubmitRequest, ...]) -> None:
-        """See `EngineOwner`. Places the requests at other workers, or keeps them until one comes.
+        """See `EngineOwner`.
 
-        A request with too many crashes ends with an error, because it may be their cause and would
-        harm the requests beside it again.
+        Places the requests at other workers, or keeps them until a worker is attached.
+
+        A request with too many crashes ends with an error: it may be their cause, and would harm
+        other requests again.
         """
         for command in commands:
             if command.num_crashes < _MAX_CRASHES:
@@ -333,16 +336,22 @@ class Fleet:
         self._awaited.clear()
         self.place_unplaced()
 
-    def _place_late(self, command: SubmitRequest, *, may_pull: bool = True) -> None:
-        """Place a request that had to wait; its source gets a refusal as an event."""
+    def _place_late(self, command: SubmitRequest, chosen: Session | None = None) -> None:
+        """Place a request that had to wait; a refusal is sent as an event to its source.
+
+        `chosen` is the worker where its prefix is now, if the copy has come.
+        """
         try:
             check_adapter(command.request, self.adapters.held)
-            self._place(command, may_pull=may_pull)
+            self._place(command, chosen)
         except QuireError as error:
             self._streams.refuse(command.request, error)
 
-    def _pull_prefix(self, command: SubmitRequest, session: Session) -> bool:
-        """Keep a request while its prefix is copied to its worker, if that pays."""
+    def _pull_prefix(self, command: SubmitRequest, session: Session, num_tokens: int) -> bool:
+        """Keep a request while its prefix is copied to its worker, if copying is faster.
+
+        `num_tokens` are those that the worker would have to compute.
+        """
         sessions = self.roster.sessions
         is_shared = self._far is not None and session.info.has_far_kv
         if not is_shared and (self._pulls is None or len(sessions) == 1):
@@ -357,16 +366,19 @@ class Fleet:
             return False
         name = command.request.source, command.request.first_seq_key
 
-        def place() -> None:  # unless it was cancelled, or placed because a worker came
+        def place() -> None:  # unless it was cancelled
             if (waiting := self._unplaced.take(*name)) is not None:
-                self._place_late(waiting, may_pull=False)
+                self._place_late(waiting, session)
 
-        self._unplaced.add(command)
+        self._unplaced.add(command, session, num_tokens)
         start(place)
         return True
 
-    def _place(self, command: SubmitRequest, *, may_pull: bool = True) -> None:
+    def _place(self, command: SubmitRequest, chosen: Session | None = None) -> None:
         """Post a request to the best worker, or keep it if no worker is attached.
+
+        A request whose prefix was awaited goes to the worker that was chosen for it, unless that
+        one is lost, leaves or hangs.
 
         Raises:
             TooBusyError: The queues are full; never raised for a request that was accepted before.
@@ -386,20 +398,23 @@ class Fleet:
             sessions[num_held_tokens.index(most)].post(command)
             return
         if self._awaited and command.request.outputs:
-            self._unplaced.add(command)  # a worker that is not attached yet may have its KV
+            self._unplaced.add(
+                command
+            )  # a worker that is not attached yet may have the request's KV
             return
         sessions = [each for each in sessions if each.trouble() is None] or sessions
+        if chosen in sessions:
+            sessions = [chosen]
         choice = self._placer.choose(command.request, sessions, can_refuse=can_refuse)
         if choice is None:
             loads = [session.placement_load() for session in for_prompts(sessions)]
             raise self._too_busy(min(load.num_waiting for load in loads), n)
         session = sessions[choice.index]
-        if may_pull and self._pull_prefix(command, session):
+        if chosen is None and self._pull_prefix(command, session, choice.num_tokens):
             return
         session.post(command, choice.num_tokens)
         if self._far is not None and session.info.has_far_kv:
-            hashes = prompt_hashes(command.request, session.block_size)
-            self._far.store_later(command.request, hashes, session)
+            self._far.store_later(command.request)
 
     def _switch_model(self, why: str) -> None:
         """End the requests for the former model, and make the routers ask for the new one."""

@@ -13,12 +13,12 @@ prefix would crowd one worker as long as its queue is short (the load term of Pr
 al., ICLR 2025). With nothing cached and nothing queued, the least loaded worker wins.
 
 With every method, workers with short memory come last, and prompts go to workers that prefill
-(`WorkerInfo.role`), if there are any. A decode worker takes a prompt if it has cached more of it
-than any worker that prefills, all but a few tokens: as in the next turn of a conversation that it
+(`WorkerInfo.role`), if there are any. A decode worker takes a prompt if it has cached all but a few
+tokens of it, and more than any worker that prefills: as in the next turn of a conversation that it
 decoded. Beam searches cannot move, so they go to workers that decode.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Protocol, TypeVar
@@ -27,16 +27,22 @@ import numpy as np
 
 from contract.hashing import BlockHash, extend_chain, root_hash
 from contract.info import Role
-from scheduler_svc.core.values.events import Finished
-from scheduler_svc.core.values.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
+from scheduler_svc.core.interface.events import Finished
+from scheduler_svc.core.interface.request import (
+    FinishReason,
+    OutputSoFar,
+    Request,
+    SeqKey,
+    SourceId,
+)
 from scheduler_svc.domain import SubmitRequest, live_outputs, num_live_seqs
 
 SEQUENCE_TOKENS: Final = 64
 """Prompt tokens that weigh as much as one sequence: a cached prefix of 2,048 tokens outweighs 32
 sequences. `bench/placement.py --sweep` shows that values from 16 to 256 do about as well."""
 MAX_BESIDE_DECODES: Final = 256
-"""Most prompt tokens that a decode worker computes for a request whose prefix it has: about as many
-as a GPU computes in the time in which it reads an 8B model's weights."""
+"""Most prompt tokens that a decode worker computes for a request whose prefix it has cached: about
+as many as a GPU computes while it reads the weights of an 8B model."""
 _NOTHING_YET = OutputSoFar(token_ids=np.empty(0, dtype=np.int32), finished=False)
 
 
@@ -80,7 +86,7 @@ class HasRole(Protocol):
 
     @property
     def role(self) -> Role:
-        """Which part of requests it is for."""
+        """The part of requests that the worker computes."""
 
 
 _WorkerT = TypeVar("_WorkerT", bound=HasRole)
@@ -97,7 +103,10 @@ class Worker(HasRole, Protocol):
         """Return how busy the worker is."""
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many leading blocks of `hashes` its prefix cache has."""
+        """Return how many of the first blocks of `hashes` its prefix cache has."""
+
+    def expect(self, num_seqs: int, num_tokens: int) -> None:
+        """Count so many more waiting sequences, and tokens to compute for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +115,7 @@ class Choice:
 
     index: int
     num_tokens: int
-    """Most known tokens that the worker has to compute for the request."""
+    """Upper bound on the known tokens that the worker must compute for the request."""
 
 
 class Placer:
@@ -164,64 +173,100 @@ class Placer:
         return num_tokens + load.num_queued_tokens + self._sequence_tokens * load.num_seqs
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unplaced:
+    command: SubmitRequest
+    worker: Worker | None
+    """The worker to which the request's prefix is on its way; None: it waits for any worker."""
+    num_tokens: int
+    """Most known tokens that `worker` has to compute for it."""
+
+    def count(self, sign: int) -> None:
+        """Count it at its worker, or no longer."""
+        if self.worker is not None:
+            self.worker.expect(sign * num_live_seqs(self.command.request), sign * self.num_tokens)
+
+
 class UnplacedRequests:
-    """Requests that wait for a worker to be attached, new or from a lost worker, oldest first."""
+    """Requests, new or from a lost worker, that wait for a worker; oldest first.
+
+    And those that wait for their prefix: each counts at the worker that is chosen for it.
+    """
 
     def __init__(self) -> None:
-        self._commands: list[SubmitRequest] = []
+        self._waiting: list[_Unplaced] = []
 
     @property
     def num_seqs(self) -> int:
         """Number of live sequences of these requests."""
-        return sum(num_live_seqs(command.request) for command in self._commands)
+        return sum(num_live_seqs(each.command.request) for each in self._waiting)
 
     def has_with(self, salt: str) -> bool:
         """Return whether a request has a cache salt that begins with `salt`."""
-        return any(command.request.cache_salt.startswith(salt) for command in self._commands)
+        return any(each.command.request.cache_salt.startswith(salt) for each in self._waiting)
 
-    def add(self, command: SubmitRequest) -> None:
-        self._commands.append(command)
+    def add(
+        self, command: SubmitRequest, worker: Worker | None = None, num_tokens: int = 0
+    ) -> None:
+        """Keep a request; `worker`, if given, has `num_tokens` to compute for it."""
+        self._keep(_Unplaced(command, worker, num_tokens))
 
     def take_all(self) -> list[SubmitRequest]:
         """Remove and return all commands."""
-        commands, self._commands = self._commands, []
-        return commands
+        return [each.command for each in self._take(lambda _: True)]
+
+    def take_without_worker(self) -> list[SubmitRequest]:
+        """Remove and return the commands that wait for any worker."""
+        return [each.command for each in self._take(lambda each: each.worker is None)]
 
     def take(self, source: SourceId, first_seq_key: SeqKey) -> SubmitRequest | None:
-        """Remove and return the command of a request; None: it is not here any more."""
-        for command in self._commands:
-            request = command.request
-            if (request.source, request.first_seq_key) == (source, first_seq_key):
-                self._commands.remove(command)
-                return command
-        return None
+        """Remove and return the command of a request; None: it is no longer here."""
+        name = source, first_seq_key
+
+        def is_it(each: _Unplaced) -> bool:
+            request = each.command.request
+            return (request.source, request.first_seq_key) == name
+
+        return next((each.command for each in self._take(is_it)), None)
 
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> tuple[Finished, ...]:
         """Cancel the sequences that wait here; other keys are ignored."""
         keys = frozenset(seq_keys)
         finished: list[Finished] = []
-        for command in self.take_all():
-            request = command.request
+        for each in self._take(lambda _: True):
+            request = each.command.request
             first = request.first_seq_key
             ended = [i for i in live_outputs(request) if first + i in keys]
             if ended and request.beam is not None:
                 ended = live_outputs(request)  # a search ends as a whole
             if request.source != source or not ended:
-                self.add(command)
+                self._keep(each)
                 continue
             finished += (Finished(source, SeqKey(first + i), FinishReason.CANCELLED) for i in ended)
             rest = _without(request, ended)
             if num_live_seqs(rest):
-                self.add(replace(command, request=rest))
+                self._keep(replace(each, command=replace(each.command, request=rest)))
         return tuple(finished)
 
     def drop_source(self, source: SourceId) -> None:
         """Forget the requests of a router's stream that is gone."""
-        self._commands = [c for c in self._commands if c.request.source != source]
+        self._take(lambda each: each.command.request.source == source)
+
+    def _keep(self, waiting: _Unplaced) -> None:
+        self._waiting.append(waiting)
+        waiting.count(1)
+
+    def _take(self, is_wanted: Callable[[_Unplaced], bool]) -> list[_Unplaced]:
+        taken = [each for each in self._waiting if is_wanted(each)]
+        if taken:
+            self._waiting = [each for each in self._waiting if not is_wanted(each)]
+        for each in taken:
+            each.count(-1)
+        return taken
 
 
 def _num_tokens_left(request: Request, num_tokens: int, workers: Sequence[Worker]) -> list[int]:
-    """Return how many of a request's known tokens each worker's prefix cache lacks."""
+    """Return, for each worker, how many known tokens of a request its prefix cache lacks."""
     size_to_hashes = {
         size: prompt_hashes(request, size) for size in {w.block_size for w in workers}
     }
@@ -256,7 +301,7 @@ def for_prompts(workers: Sequence[_WorkerT]) -> Sequence[_WorkerT]:
 
 
 def _of_role(request: Request, roles: Sequence[Role]) -> list[int]:
-    """Return the workers for a request that no worker has cached, or all if there are none."""
+    """Return the workers whose role fits an uncached request, or all if there are none."""
     is_search = request.beam is not None
     own = [i for i, role in enumerate(roles) if (role.decodes if is_search else role.prefills)]
     return own or [*range(len(roles))]
@@ -265,7 +310,7 @@ def _of_role(request: Request, roles: Sequence[Role]) -> list[int]:
 def _candidates(
     request: Request, loads: Sequence[WorkerLoad], own: Sequence[int], *, can_refuse: bool
 ) -> list[int]:
-    """Return those of the workers `own` that may take a request."""
+    """Return those workers of `own` that may take a request."""
     n = num_live_seqs(request)
     num_tokens = len(request.prompt_token_ids) + request.max_tokens
     num_tokens = min(num_tokens, max((loads[i].max_request_len for i in own), default=0))
@@ -276,7 +321,9 @@ def _candidates(
     ]
     short = {i for i in found if loads[i].is_memory_short}
     if all(loads[i].num_waiting for i in found if i not in short):
-        short = {i for i in short if loads[i].num_waiting}  # an idle one helps, even if short
+        short = {
+            i for i in short if loads[i].num_waiting
+        }  # an idle worker helps even if its memory is short
     return [i for i in found if i not in short] or found
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from contract.errors import QuireError
 from quire.v1 import worker_pb2
-from scheduler_svc.core.values.events import Finished, StepEvents
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
+from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.observers.metrics import EngineMetrics
 from scheduler_svc.observers.spans import SequenceSpans
 from scheduler_svc.routers.fan_out import RouterStreams

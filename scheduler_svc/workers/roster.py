@@ -1,4 +1,4 @@
-"""The engines of all workers: looking them up, asking all, and the model that they serve."""
+"""The engines of all workers: finds them, asks all of them, and checks that models agree."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ import structlog
 from contract.errors import InvalidArgumentError, NotFoundError, QuireError, UnavailableError
 from contract.info import ModelInfo, WorkerInfo
 from scheduler_svc.core.compact.fragmentation import SpaceReport
-from scheduler_svc.core.values.config import SchedulerLoad
+from scheduler_svc.core.interface.config import SchedulerLoad
 from scheduler_svc.workers.engine import Engine
 from scheduler_svc.workers.session import Session
 
@@ -30,7 +30,7 @@ class Roster:
 
     def __init__(self) -> None:
         self.engines: tuple[Engine, ...] = ()
-        """Of all workers, attached or not."""
+        """The engines of all workers, attached or not."""
 
     def add(self, engine: Engine) -> None:
         self.engines = (*self.engines, engine)
@@ -148,7 +148,7 @@ def said_by(worker: str, error: BaseException) -> BaseException:
 
 
 class ServedModel:
-    """The model that all workers must have: the first worker's, until no worker has it any more."""
+    """The model that all workers must have: the first worker's, as long as any worker has it."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -157,13 +157,13 @@ class ServedModel:
     def accept(self, engine: Engine, info: WorkerInfo) -> bool:
         """Accept a worker; return whether the service has switched to another model.
 
-        A worker may return with another model, because an operator had it unload and load. It is
-        accepted if no worker has the former model: none is attached, or was lost a moment ago.
+        A worker may return with another model, after an operator has unloaded and loaded it. It is
+        accepted if no worker with the former model is attached, or was lost a moment ago.
 
         Raises:
-            UnavailableError: It has another model than this scheduler serves.
+            UnavailableError: The worker's model differs from the served one.
         """
-        model = replace(info.model, max_model_len=0, adapters=())  # only these may differ
+        model = replace(info.model, max_model_len=0, adapters=())  # only these fields may differ
         before = self._model
         if model == before:
             return False

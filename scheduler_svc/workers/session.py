@@ -16,9 +16,13 @@ from contract.hashing import BlockHash
 from contract.info import MemoryLevel, ModelInfo, Role, WorkerInfo
 from contract.lora import LoadedAdapter, LoraAdapter
 from rpc.observe import timeline
-from scheduler_svc.core.bounds.pacing import Pace
 from scheduler_svc.core.compact.fragmentation import SpaceReport
 from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.interface.config import SchedulerLoad
+from scheduler_svc.core.interface.errors import BrokenInvariantError
+from scheduler_svc.core.interface.events import Admitted
+from scheduler_svc.core.interface.request import Request
+from scheduler_svc.core.limits.step_pacing import Pace
 from scheduler_svc.core.reports.load import (
     count_queued,
     num_steps_answered,
@@ -29,15 +33,12 @@ from scheduler_svc.core.reports.load import (
 )
 from scheduler_svc.core.reports.progress import read_progress
 from scheduler_svc.core.scheduler import MAX_STEPS_IN_FLIGHT, Scheduler
-from scheduler_svc.core.values.config import SchedulerLoad
-from scheduler_svc.core.values.errors import BrokenInvariantError
-from scheduler_svc.core.values.request import Request
 from scheduler_svc.domain import Command, SubmitRequest
 from scheduler_svc.observers.metrics import EngineMetrics
+from scheduler_svc.observers.shortage_log import SpaceWatch, log_memory_level
 from scheduler_svc.observers.spans import SequenceSpans, WorkerSpans
 from scheduler_svc.observers.step_log import StepLog
 from scheduler_svc.observers.steps import AnsweredStep, PacingObserver, SentStep, StepObserver
-from scheduler_svc.observers.watches import SpaceWatch, log_memory_level
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.wire.beam import with_candidates
 from scheduler_svc.wire.router import vectors_of
@@ -69,19 +70,21 @@ class Session:
         spans: SequenceSpans,
         metrics: EngineMetrics,
         pace: Pace,
+        on_admitted: Callable[["Session", Admitted], None] = lambda *_: None,
     ) -> None:
-        """`wake` is the event that `link` sets."""
+        """`wake` is the event that `link` sets; `on_admitted` may not call the session."""
         self.link = link
         self.step_log = StepLog()
         self.crashes = CrashCounter()
         self.paces_prompts = True
-        """Whether `pace` limits how much prompts delay decodes. It need not where decodes move to
-        other workers."""
+        """Whether `pace` limits how much prompts delay decodes. Not needed if decodes move to other
+        workers."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
         self._core = core
         self._wake = wake
         self._metrics = metrics
+        self._on_admitted = on_admitted
         self._pacing = PacingObserver(core.config, pace)
         worker_id, block_bytes = link.info.worker_id, core.config.bytes_per_block
         self._observers: tuple[StepObserver, ...] = (
@@ -98,6 +101,7 @@ class Session:
         )
         self._placement_load: WorkerLoad | None = None
         """The last computed load; None: it may have changed."""
+        self._num_expected_seqs = self._num_expected_tokens = 0
         self._is_leaving = self._is_handing_over = self._has_ended = False
         self._settled = asyncio.Event()
         """Set when a hand-over has no more steps in flight."""
@@ -106,9 +110,11 @@ class Session:
         self._waits: list[tuple[Condition, asyncio.Future[None]]] = []
         self._alarm: asyncio.TimerHandle | None = None
         """Wakes the session when the next step is due."""
-        if core.takeover.unclaimed:  # unclaimed blocks are freed even if nothing else happens
+        if (
+            core.takeover.unclaimed
+        ):  # wakes up to free unclaimed blocks even if nothing else happens
             for after_s in (REUNION_S, core.config.claim_s):
-                # Slightly later, because a timer counts from the beginning of the loop's turn.
+                # Slightly later, because timers count from the beginning of the event loop's turn.
                 asyncio.get_running_loop().call_later(after_s + 0.1, wake.set)
 
     # --- commands and calls ---------------------------------------------------------------------
@@ -122,6 +128,12 @@ class Session:
             self._placement_load = None
         self._commands.post(command, num_tokens)
         self._wake.set()
+
+    def expect(self, num_seqs: int, num_tokens: int) -> None:
+        """Count so many more sequences that will be posted when their prefix has come here."""
+        self._num_expected_seqs += num_seqs
+        self._num_expected_tokens += num_tokens
+        self._placement_load = None
 
     def call(self, function: Callable[[Scheduler], _T]) -> _T:
         """Call the core between two steps, after the commands posted before.
@@ -167,7 +179,7 @@ class Session:
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
         """See `WorkerLink`. Waits for the steps sent so far, which may use the adapter.
 
-        Steps and calls travel on different streams, so one may overtake the other.
+        Steps and calls are on different streams, so one may overtake the other.
         """
         num_sent = num_steps_sent(self._core)
         await self.wait_until(lambda core: num_steps_answered(core) >= num_sent)
@@ -202,15 +214,17 @@ class Session:
         return self._core.policy.accounts()
 
     def placement_load(self) -> WorkerLoad:
-        """Return how busy the worker is, including commands that are not applied yet."""
-        if self._placement_load is None:  # cached: every request asks every worker
+        """Return how busy the worker is, with requests that are posted or wait for their prefix."""
+        if self._placement_load is None:  # cached, because every request asks every worker
             load = self._core.load()
             self._placement_load = WorkerLoad(
                 num_running=load.num_running,
-                num_waiting=load.num_waiting + self._commands.num_seqs,
+                num_waiting=load.num_waiting + self._commands.num_seqs + self._num_expected_seqs,
                 max_waiting=self._core.config.max_waiting,
                 max_request_len=self._core.max_request_len,
-                num_queued_tokens=self._core.num_queued_tokens + self._commands.num_tokens,
+                num_queued_tokens=self._core.num_queued_tokens
+                + self._commands.num_tokens
+                + self._num_expected_tokens,
                 is_memory_short=load.is_memory_short,
             )
         return self._placement_load
@@ -380,6 +394,8 @@ class Session:
         for observer in self._observers:
             observer.on_answered(answered)
         self._events.record(events, update_s)
+        for admitted in events.admitted:
+            self._on_admitted(self, admitted)
 
     def _update_memory_level(self) -> None:
         level, before = self.link.memory_level, self._memory_level

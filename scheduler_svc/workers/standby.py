@@ -1,4 +1,4 @@
-"""Watches the workers for a standby, until none of them has a live scheduler.
+"""The wait of a standby: watches the workers until none of them has a live scheduler.
 
 Workers obey only the newest epoch. So a standby that takes over too early does no harm: the workers
 refuse the plans of the former scheduler, which then ends.
@@ -19,8 +19,8 @@ from rpc.security.tls import ClientTls
 _POLL_INTERVAL_S: Final = 0.1
 _POLL_TIMEOUT_S: Final = 0.5
 _CUT_OFF_S: Final = 1.0
-"""How long to wait for a scheduler that hears none of its routers, besides `SILENT_AFTER_S`, after
-which it says so: so a router that is only two seconds late changes nothing."""
+"""How long to wait after a scheduler has reported that it hears none of its routers, which it does
+after `SILENT_AFTER_S`. So a router that is only two seconds late changes nothing."""
 _NEW_WORKER_S: Final = 2.0
 """How long to leave a new worker to the serving scheduler, which tries twice a second to attach it.
 """
@@ -84,9 +84,8 @@ async def wait_for_vacancy(
 class _Watch:
     """Polls one worker, and measures how long its scheduler has been silent.
 
-    The measure is the number of polls with an answer, not the clock. So the time in which the
-    standby itself was stopped, or the worker was too busy to answer, does not count as silence of
-    the scheduler.
+    It counts answered polls instead of reading the clock. So time in which the standby itself was
+    suspended, or in which the worker was too busy to answer, does not count as silence.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class WorkerClientConfig:
     lost_after_s: float | None = None
     """How long the worker may be silent before it counts as lost; None: the default for peers."""
     is_cut_off: Callable[[], bool] = lambda: False
-    """Whether no router is heard, so that a standby should take over."""
+    """Returns whether no router is heard; then a standby should take over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +89,7 @@ class WorkerLink:
         self.former_epoch = former_epoch
         """Epoch of the worker's former scheduler, perhaps of this one; 0: none."""
         self.lost: UnavailableError | None = None
-        """Why the worker is lost; None: it is not."""
+        """Why the worker is lost; None: it is not lost."""
         self.heartbeat = Heartbeat(config.lost_after_s)
         """How long the worker has been silent."""
         self.memory_level = MemoryLevel.OK
@@ -170,8 +170,8 @@ class WorkerLink:
             targets: As many host blocks of this worker.
 
         Raises:
-            QuireError: The copy failed. Then nothing writes the blocks any more, or the worker is
-                lost. There is no deadline except the worker's own, so that this holds.
+            QuireError: The copy failed. After that nothing writes the blocks any more, or the
+            worker is lost. To guarantee this, the only deadline is the worker's.
         """
         request = worker_pb2.PullKvRequest(
             epoch=self._config.epoch,
@@ -187,7 +187,7 @@ class WorkerLink:
         """Make the worker store host blocks in the far tier; see `WorkerService.StoreKv`.
 
         Returns:
-            How many, from the first on; the others are not stored.
+            How many of the first blocks are stored.
 
         Raises:
             QuireError: The worker refused, or is lost.
@@ -205,7 +205,7 @@ class WorkerLink:
         """Make the worker fetch blocks from the far tier; see `WorkerService.FetchKv`.
 
         Returns:
-            How many have come, from the first on.
+            How many of the first blocks have arrived.
 
         Raises:
             QuireError: As `pull_kv`.
@@ -279,7 +279,7 @@ class WorkerLink:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._stub.AwaitDrain(worker_pb2.AwaitDrainRequest())
             return
-        await asyncio.Event().wait()  # wait for ever: the call failed, so no drain is known
+        await asyncio.Event().wait()  # wait for ever: the call failed, so a drain cannot be noticed
 
     async def _poll(self) -> None:
         """Poll the worker's state; polls and answers serve as heartbeats."""
@@ -294,8 +294,8 @@ class WorkerLink:
                     self.heartbeat.on_message()  # an error also proves that the worker is alive
             else:
                 self.heartbeat.on_message()
-                # A stream that is opened after another scheduler has attached, and has sent no
-                # batch yet, is not ended by the worker.
+                # The worker does not end a stream that was opened after another scheduler attached
+                # and has sent no batch yet.
                 if state.epoch > self._config.epoch:
                     self._lose(UnavailableError(f"it obeys epoch {state.epoch}"))
                 level = memory_level_from_proto(state.memory_level)

@@ -5,7 +5,7 @@ import grpc.aio
 import pytest
 
 from contract.codec.packing import pack_int32, unpack_int32
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from quire.v1 import common_pb2, worker_pb2
 
 VOCAB_SIZE = 97

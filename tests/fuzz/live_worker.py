@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from contract.codec.packing import unpack_int32
 from contract.info import WorkerInfo
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker.loop import StepLoop
 from gpu_worker.service.api import WorkerService
 from gpu_worker.step.executor import Executor

@@ -26,9 +26,9 @@ from contract.codec.state import check_holdings, holdings_from_proto
 from contract.codec.step import result_from_proto
 from contract.errors import InvalidArgumentError, QuireError
 from contract.info import MemoryLevel, ModelInfo
-from contract.limits import Limits
 from contract.request import Model as RouterModelInfo
 from contract.step import Plan, Result
+from contract.worker_limits import Limits
 from gpu_worker.service.step_wire import (
     host_blocks_to_pull,
     host_blocks_to_read,
@@ -43,12 +43,12 @@ from router.http.strict_json import parse_json
 from router.request.validation import check_request, complete_sampling
 from router.schedulers.messages import Refusal
 from router.schedulers.wire import message_from_proto
-from router.text.grammar import to_grammar
+from router.text.structured_output import to_grammar
 from rpc.status import DETAILS_KEY, error_to_status, status_to_error
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import RequestRefusedError
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import RequestRefusedError
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.journal.entries import (
     FORMAT_VERSION,
     MAGIC,

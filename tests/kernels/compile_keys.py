@@ -80,8 +80,8 @@ for name in ("prepare_decode", "prepare_prefill"):
 library.native = lambda: None
 
 # After the ops are replaced: modules may import them by name.
-from contract.limits import Limits  # noqa: E402
 from contract.sampling import SamplingParams, StructuredOutput  # noqa: E402
+from contract.worker_limits import Limits  # noqa: E402
 from gpu_worker.kv.device_pool import KvPool  # noqa: E402
 from gpu_worker.kv.host_pool import HostPool  # noqa: E402
 from gpu_worker.models.registry import open_model  # noqa: E402
@@ -92,9 +92,9 @@ from gpu_worker.step.executor import Executor  # noqa: E402
 from gpu_worker.step.warm_up import warm_up  # noqa: E402
 from gpu_worker.weights import gpu_linear  # noqa: E402
 from gpu_worker.weights.quantized_linear import Quantization  # noqa: E402
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig  # noqa: E402
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId  # noqa: E402
 from scheduler_svc.core.scheduler import Scheduler  # noqa: E402
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig  # noqa: E402
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId  # noqa: E402
 
 
 def draw_by_kernel(self, logits, places, rows, positions, *, is_suppressed):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import PAD_SLOT, ops, reference
-from kernels.reference.quantize import dequantize
+from kernels.reference.quantized_kv import dequantize
 from kernels.triton.decode import paged_attention_decode
 from kernels.triton.prefill import paged_attention_prefill
 from kernels.triton.store import store_kv

@@ -12,8 +12,8 @@ import numpy as np
 
 from contract.sampling import EarlyStopping
 from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.values.events import Finished
-from scheduler_svc.core.values.request import FinishReason
+from scheduler_svc.core.interface.events import Finished
+from scheduler_svc.core.interface.request import FinishReason
 
 VOCABULARY = (0, 1)
 

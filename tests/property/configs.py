@@ -2,9 +2,9 @@
 
 from hypothesis import strategies as st
 
-from contract.limits import STATE_WINDOW, Chunk
+from contract.worker_limits import STATE_WINDOW, Chunk
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.space.eviction import Eviction
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
 
 POLICIES = st.sampled_from(
     ["fcfs", "priority", "fair", "deadline", "fair+deadline", "priority+fair+deadline"]
@@ -15,7 +15,7 @@ CHOICES = {
     "kv_windows": st.sampled_from(
         [
             *[(None,), (None,), (4,), (7,), (None, 5), (None, 3, 3), (None, 2), (None, 4, 2, 2)],
-            *[(Chunk(4),), (None, Chunk(6)), (None, Chunk(8), 5)],
+            *[(2,), (Chunk(4),), (None, Chunk(6)), (None, Chunk(8), 5)],
         ]
     ),
     "max_num_seqs": st.integers(1, 4),

@@ -12,8 +12,8 @@ from zlib import crc32
 
 import numpy as np
 
-from scheduler_svc.core.values.events import Finished, StepEvents
-from scheduler_svc.core.values.request import FinishReason, OutputSoFar, Request
+from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.request import FinishReason, OutputSoFar, Request
 from tests.property.beams import Found, expected_search, judge_search
 
 Context = tuple[object, ...]

@@ -10,15 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from contract.step import Result
 from scheduler_svc.core.handover.copies import Loan, Room
 from scheduler_svc.core.handover.identity import identity
-from scheduler_svc.core.invariants import check
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import (
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import (
     MigrationRefusedError,
     QueueFullError,
     RequestTooLongError,
 )
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
+from scheduler_svc.core.invariants import check
+from scheduler_svc.core.scheduler import Scheduler
 from tests.property.configs import CHOICES, tiny_config
 from tests.property.disk import BROKEN
 from tests.property.oracle import Oracle

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from scheduler_svc.core.handover.moved_request import Export, Import
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import MigrationRefusedError
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import MigrationRefusedError
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from tests.property.disk import BROKEN
 from tests.property.test_scheduler import SchedulerMachine
 from tests.property.transitions import OF_MOVES, recorded_transitions

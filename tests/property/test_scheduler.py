@@ -17,10 +17,14 @@ from contract.step import Result
 from scheduler_svc.core.beams.search import BeamParams
 from scheduler_svc.core.handover.identity import identity
 from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.interface.errors import (
+    QueueFullError,
+    RequestTooLongError,
+    ResizeRefusedError,
+)
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.errors import QueueFullError, RequestTooLongError, ResizeRefusedError
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from tests.property.configs import CHOICES, tiny_config
 from tests.property.findable import check_findable
 from tests.property.oracle import END, Oracle

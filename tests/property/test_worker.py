@@ -7,7 +7,7 @@ import pytest
 
 from contract.arrays import ints
 from contract.step import NewSequence, Plan
-from scheduler_svc.core.values.config import SchedulerConfig
+from scheduler_svc.core.interface.config import SchedulerConfig
 from tests.property.disk import BROKEN
 from tests.property.oracle import expected_output
 from tests.property.worker import FakeWorker

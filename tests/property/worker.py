@@ -13,10 +13,10 @@ import numpy as np
 
 from contract.arrays import Int32Array, ints
 from contract.hashing import HASH_BYTES, BlockHash
-from contract.limits import STATE_WINDOW, Chunk
 from contract.state import HeldBlocks, HeldRow, Holdings
 from contract.step import NewSequence, Plan, Result, StepLogprob
-from scheduler_svc.core.values.config import SchedulerConfig
+from contract.worker_limits import STATE_WINDOW, Chunk
+from scheduler_svc.core.interface.config import SchedulerConfig
 from tests.property.beams import logprobs
 from tests.property.disk import BROKEN, Content, FakeDisk
 from tests.property.names import in_group, is_name_of

@@ -90,7 +90,7 @@ def take_snapshot(client: Client, service: ServiceInfo | None, max_sequences: in
     try:
         kv = client.describe_kv(max_sequences=max_sequences, max_blocks=0, timeout_s=_TIMEOUT_S)
         activity = client.describe_activity(timeout_s=_TIMEOUT_S)
-    except PermissionDeniedError as error:  # a tenant's key may read only the load
+    except PermissionDeniedError as error:  # a tenant's key may only read the load
         return Snapshot(now, load, router=router, note=str(error))
     return Snapshot(now, load, kv, activity, router)
 

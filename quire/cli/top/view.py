@@ -264,7 +264,7 @@ def _add_numbers(table: Table, *headings: str) -> None:
 
 
 def _shorten(target: str) -> str:
-    """Keep only the file name of a socket, since all workers of a service share the directory."""
+    """Keep only a socket's file name; all workers of a service share the directory."""
     return target.rpartition("/")[2] if target.startswith("unix:") else target
 
 

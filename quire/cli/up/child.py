@@ -39,7 +39,7 @@ class ProcessSpec:
 
 
 class Child:
-    """A running process in a session of its own, out of reach of the terminal's signals."""
+    """A running process in a separate session, which gets no signals from the terminal."""
 
     def __init__(
         self, spec: ProcessSpec, process: asyncio.subprocess.Process, log_file: Path
@@ -50,7 +50,7 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ProcessSpec, log_file: Path) -> Self:
-        """Start it; append its output to `log_file`. Raises OSError if there is no program."""
+        """Start the process; append its output to `log_file`. Raises OSError without a program."""
         with log_file.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *_until_parent_ends(spec.argv),
@@ -72,27 +72,27 @@ class Child:
         return self._process.returncode
 
     async def wait(self) -> int:
-        """Wait for its end; return the exit code."""
+        """Wait for the end of the process; return the exit code."""
         return await self._process.wait()
 
     def terminate(self) -> None:
-        """Ask it to drain and end."""
+        """Ask the process to drain and end."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kill it and all that it started in its process group."""
+        """Kill the whole process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def log_tail(self, num_lines: int) -> list[str]:
-        """Return the last lines of its log."""
+        """Return the last lines of the log."""
         with self._log_file.open(errors="replace") as lines:
             return [line.rstrip("\n") for line in deque(lines, maxlen=num_lines)]
 
 
 def describe_exit(code: int) -> str:
-    """Say how a process ended, for a person."""
+    """Describe how a process ended."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(-code).name}"
@@ -100,11 +100,11 @@ def describe_exit(code: int) -> str:
 
 
 def _until_parent_ends(argv: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command that runs `argv` such that the kernel kills it when this process ends.
+    """Return a command that runs `argv` and that the kernel kills when this process ends.
 
     Linux only; elsewhere, children survive a parent that is killed. The command is a program that
-    sets this up and then becomes the other one: `preexec_fn` would need a real fork, which may hang
-    in a process with gRPC's threads.
+    sets this up and then executes `argv`: `preexec_fn` would need a real fork, which may hang in a
+    process with gRPC's threads.
 
     Raises:
         FileNotFoundError: There is no such program.

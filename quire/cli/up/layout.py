@@ -26,7 +26,7 @@ from rpc.settings import ENV_PREFIX
 GPU_MEMORY_UTILIZATION: Final = 0.9
 """The worker's default."""
 SHIPPED_MODEL: Final = Path(__file__).parents[3] / "models" / "quire-tiny-python"
-"""Where a checkout has it."""
+"""The path of the shipped model in a checkout."""
 
 
 _NOT_OF_THE_SERVICE: Final = {
@@ -37,7 +37,7 @@ _NOT_OF_THE_SERVICE: Final = {
         "http_port",
         "grpc_port",
         "uds",
-    ),  # what finds the service
+    ),  # locations of the service
     "api_key",  # a secret
     "turn_store",  # may have a password
 }
@@ -52,11 +52,11 @@ class Addresses:
     grpc_port: int
     """0: the router listens on a Unix socket instead."""
     router_http_ports: tuple[int, ...]
-    """Each router's own; of one router, it is `http_port`."""
+    """The HTTP port of each router; with one router, `http_port`."""
     scheduler_http_ports: tuple[int, ...]
-    """One for each model."""
+    """The port of each model's scheduler."""
     worker_http_ports: tuple[tuple[int, ...], ...]
-    """For each model, one for each worker."""
+    """The ports of each model's workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +64,18 @@ class Layout:
     """One service, ready to start."""
 
     service: ServiceInfo
-    """What is known before the start: no process has a pid yet."""
+    """The description before the start, when no process has a pid."""
     specs: tuple[ProcessSpec, ...]
 
 
 def choose_models(settings: UpSettings) -> Mapping[str, str]:
-    """Return what the processes get as their models, by name, in order.
+    """Return the models' locations by name, in order.
 
-    A path is absolute. Names on the hub, and URLs, are left to the processes. With --demo alone it
-    is the demo's, downloaded if need be, or without a network the shipped one.
+    Paths become absolute; names on the hub and URLs stay as they are. With --demo alone, the demo's
+    model is downloaded if necessary; without a network, the shipped model is used.
 
     Raises:
-        ModelError: One cannot be a model, or two have one name.
+        ModelError: A location cannot be a model, or two models have the same name.
     """
     models = [_checked(model) for model in settings.model] or [_default_model(settings)]
     names = settings.served_model_name or tuple(map(name_of, models))
@@ -88,7 +88,7 @@ def choose_models(settings: UpSettings) -> Mapping[str, str]:
 
 
 def _folder(name: str) -> str:
-    """Return a name as a part of file names and of names of processes."""
+    """Convert a name for use in names of files and processes."""
     return name.replace("/", "-")
 
 
@@ -118,13 +118,13 @@ def _checked(model: str) -> str:
 
 
 def choose_ports(settings: UpSettings) -> Addresses:
-    """Find a port for each flag; raise PortError naming the flag of one that is in use."""
+    """Choose a port for each flag; raises PortError, which names the flag, if a port is in use."""
     taken: set[int] = set()
 
     def choose(flag: str, asked: int | None, default: int = 0) -> int:
         if asked:
             port = ports.require_free(settings.host, asked, flag)
-        else:  # any, if 0 is asked for
+        else:  # any port if 0 is requested
             port = ports.prefer(settings.host, default if asked is None else 0, taken)
         if port in taken:
             raise ports.PortError(f"{flag}: {port}: another flag has it too")
@@ -150,7 +150,9 @@ def choose_ports(settings: UpSettings) -> Addresses:
                 for i in range(num_workers)
             )
         )
-    num_own = settings.routers if settings.routers > 1 else 0  # a single one has the service's
+    num_own = (
+        settings.routers if settings.routers > 1 else 0
+    )  # a single router has the service's port
     routers = tuple(choose("--http-port", 0) for _ in range(num_own)) or (http,)
     return Addresses(http, grpc, routers, tuple(schedulers), tuple(workers))
 
@@ -172,7 +174,7 @@ def plan(
     def named(cell: int) -> tuple[str, ...]:
         return ("--model", models[names[cell]], "--served-model-name", names[cell])
 
-    # By numbers, since a socket's path must be short.
+    # Numbered, because a socket's path must be short.
     def worker_socket(cell: int, i: int) -> str:
         return f"{directory}/worker-{f'{cell}-' if cell else ''}{i}.sock"
 
@@ -310,20 +312,20 @@ def plan(
 
 
 def described_flags(settings: UpSettings, names: Collection[str] | None = None) -> dict[str, str]:
-    """Describe the flags that make the service what it is, or those of `names`, without keys."""
+    """Describe the flags that define the service, or those in `names`; API keys are left out."""
     values = settings.model_dump(mode="json", exclude=_NOT_OF_THE_SERVICE)
     return {name: str(value) for name, value in values.items() if names is None or name in names}
 
 
 def grpc_target(settings: UpSettings, grpc_port: int) -> str:
-    """Return the router's target, as this machine reaches it."""
+    """Return the router's target for clients on this machine."""
     if settings.uds is not None:
         return f"unix:{settings.uds.absolute()}"
     return ports.join(ports.reachable(settings.host), grpc_port)
 
 
 def _flags(settings: UpSettings, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Pass on what is set; an empty string is the default of every process."""
+    """Return the flags that are set; an empty string means the process's default."""
     flags: list[str] = []
     for name in names:
         value = getattr(settings, name)
@@ -342,13 +344,16 @@ def _audit_log(settings: UpSettings, index: int) -> tuple[str, ...]:
 
 
 def _secrets(settings: UpSettings) -> dict[str, str]:
-    """Pass API keys in the environment: other users can read a command line."""
+    """Return API keys as environment variables, because other users can read a command line."""
     keys = ",".join(key.get_secret_value() for key in settings.api_key)
     return {f"{ENV_PREFIX}API_KEY": keys} if keys else {}
 
 
 def _turn_store(settings: UpSettings, name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Pass it in the environment, too. The default is a file that the next start finds again."""
+    """Return the turn store as an environment variable.
+
+    By default it is a file that later starts find.
+    """
     place = settings.turn_store
     if not place and settings.http_port and not settings.attached:
         place = str(_data_file(environment, "turns", f"{name}.sqlite"))
@@ -367,13 +372,13 @@ def _data_file(environment: Mapping[str, str], kind: str, name: str) -> Path:
 
 
 def _without_our_own(environment: Mapping[str, str]) -> dict[str, str]:
-    """Drop the variables that are flags of `up`: QUIRE_HTTP_PORT, for one, is the router's only."""
+    """Drop variables that set flags of `up`: QUIRE_HTTP_PORT, for example, is only the router's."""
     own = {ENV_PREFIX + name.upper() for name in UpSettings.model_fields}
     return {name: value for name, value in environment.items() if name.upper() not in own}
 
 
 def _devices(settings: UpSettings, index: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Give each of several workers GPUs of its own."""
+    """Assign separate GPUs to each of several workers."""
     if settings.num_workers == 1:
         return {}
     count = settings.devices_per_worker
@@ -397,7 +402,7 @@ def _num_threads(settings: UpSettings) -> tuple[str, ...]:
     num_loaded = settings.num_workers * _num_loaded(settings)
     if num_loaded == 1:
         return ()
-    # Otherwise each worker uses every core, and they slow each other down.
+    # Otherwise each worker would use every core and slow down the others.
     return ("--num-threads", str(max(1, (os.cpu_count() or 1) // num_loaded)))
 
 

@@ -1,4 +1,4 @@
-"""The log files of a service: each process's, read line by line as they grow."""
+"""Reads the log files of a service's processes line by line as they grow."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ class LogFiles:
         self._files: dict[str, TextIO] = {}
 
     def new_lines(self) -> Iterator[tuple[str, str]]:
-        """Yield what was appended since the last call: the process's name, and a line."""
+        """Yield the lines appended since the last call, each with the process's name."""
         for name, path in self._paths.items():
             if name not in self._files and path.exists():
                 self._files[name] = path.open(errors="replace")

@@ -1,4 +1,4 @@
-"""TCP ports: whether one is free, and which one is."""
+"""Checks and chooses TCP ports."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ class PortError(Exception):
 
 
 def join(host: str, port: int) -> str:
-    """Write an address as gRPC and URLs want it."""
+    """Join host and port as gRPC and URLs require."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -50,7 +50,7 @@ def _bind(host: str, port: int) -> int:
     except socket.gaierror as error:
         raise PortError(f"--host: {host}: {error.strerror}") from None
     with socket.socket(family, kind, protocol) as probe:
-        # A port with connections in TIME_WAIT only is free, as it is for our servers.
+        # A port that only has connections in TIME_WAIT is free, as for our servers.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(address)
         bound: int = probe.getsockname()[1]

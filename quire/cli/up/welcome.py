@@ -1,4 +1,4 @@
-"""What the user sees when a service is ready: its addresses, commands to try, a demonstration."""
+"""The output when a service is ready: addresses, commands to try, a demonstration."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ _QUESTION: Final = "What is the capital of France?"
 
 
 def how_to_use(service: ServiceInfo) -> str:
-    """Say where the service is and what to try first."""
+    """Describe the service's addresses, and commands to try first."""
     url = f"{'https' if service.has_tls else 'http'}://{service.http_address}/v1"
     port = service.http_address.rpartition(":")[2]
     quire = invocation()
@@ -41,14 +41,14 @@ Try:
 
 
 def chats(service: ServiceInfo) -> bool:
-    """Whether its model is the demo's, which is made for conversations."""
+    """Whether the service's model is the demo's, which is made for chats."""
     return Path(service.model).name == FILE.name
 
 
 async def run_demo(service: ServiceInfo, settings: UpSettings) -> int:
     """Stream an answer, or a completion, to the terminal; return the exit code.
 
-    In a process of its own: this one must not load gRPC, whose threads do not survive a fork.
+    Runs in a separate process: this one must not load gRPC, whose threads do not survive a fork.
     """
     tls = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")
     values = {name: value for name in tls if (value := getattr(settings, name))}

@@ -12,7 +12,12 @@ from aiohttp import web
 
 from contract.errors import FailedPreconditionError, InvalidArgumentError, QuireError
 from contract.outputs import Event, OutputDelta, OutputFinished, PromptScores, Usage
-from contract.request import GenerateRequest, OutputReceived, ResumeRequest
+from contract.request import (
+    MAX_STREAM_INTERVAL,
+    GenerateRequest,
+    OutputReceived,
+    ResumeRequest,
+)
 from router.http.answers.event_ids import StreamPosition
 from router.http.answers.objects import CollectedOutput, Json, Shape, usage_json
 from router.http.answers.sse import SseResponse, sse_event, sse_of
@@ -34,7 +39,7 @@ class UsageInStream(Enum):
     NEVER = "never"
     AT_END = "at_end"
     ALWAYS = "always"
-    """In every event: the usage so far."""
+    """In every event, as the usage so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +63,10 @@ class Call:
     """The JSON names of request fields that differ from `GenerateRequest`'s."""
 
     hides_outputs: bool = False
-    """Whether only prompts are shown; then the usage counts no output."""
+    """Whether the answer shows only prompts; then the usage counts no output tokens."""
 
     def shown(self, usages: Sequence[Usage]) -> Sequence[Usage]:
-        """Return the usages as the client is told."""
+        """Return the usages as the answer reports them."""
         if not self.hides_outputs:
             return usages
         return [replace(usage, completion_tokens=0) for usage in usages]
@@ -70,7 +75,8 @@ class Call:
     def is_resumable(self) -> bool:
         """Whether its stream can be resumed from an event's id.
 
-        An id covers one request, and prompt log-probabilities are not sent again.
+        It must have one request, because an id covers one, and no prompt log-probabilities, because
+        those are not sent again.
         """
         return (
             self.stream
@@ -99,7 +105,9 @@ async def answer(http: web.Request, inference: Inference, call: Call) -> web.Str
 
 
 async def _open(inference: Inference, call: Call, request: GenerateRequest) -> LiveRequest:
-    """Start a request, or resume it where its client is."""
+    """Start a request, or resume it after what its client has received."""
+    if not call.stream:  # nothing is sent before the end
+        request = replace(request, stream_interval=MAX_STREAM_INTERVAL)
     if call.received is None:
         return await inference.generate(request)
     return await inference.resume(
@@ -114,9 +122,9 @@ async def _open(inference: Inference, call: Call, request: GenerateRequest) -> L
 
 
 def _catch_up(call: Call, request: GenerateRequest, live: LiveRequest) -> None:
-    """Replay to the shape what the client has, so that it knows what it held back of a tool call.
+    """Feed the shape what the client has received, to restore its state within a tool call.
 
-    Raises `FailedPreconditionError` if parts of that were lost.
+    Raises `FailedPreconditionError` if log-probabilities of that part were lost.
     """
     for output in live.outputs:
         if (skipped := output.skipped) is None:
@@ -188,7 +196,7 @@ async def _stream(
         chunks.put_usage()
         await sse.send_done()
 
-    async def fail(error: QuireError) -> None:  # no [DONE]: it means that the answer is complete
+    async def fail(error: QuireError) -> None:  # without [DONE], because the answer is not complete
         if isinstance(error, InvalidArgumentError):
             error = error_with_json_names(call.field_to_json, error)
         await sse.send(error_json(error))
@@ -200,7 +208,7 @@ async def _read_all(
     lives: Sequence[LiveRequest], put: Callable[[int, Event], None], room: Room | None = None
 ) -> None:
     """Call `put` with each request's position and events; raise the first exception."""
-    if len(lives) == 1:  # nearly always: no further task
+    if len(lives) == 1:  # most calls have one request; they need no further task
         await lives[0].send_to(partial(put, 0), room)
         return
     try:
@@ -214,8 +222,8 @@ async def _read_all(
 class _Chunks:
     """The SSE events of one stream.
 
-    Nearly all differ only in a text. So an event with a text is written once for each choice, and
-    from then on only the text is, which takes a tenth of the time.
+    Nearly all events differ only in a text. So an event with a text is serialized once for each
+    choice; later events serialize only the text, which takes a tenth of the time.
     """
 
     def __init__(self, sse: SseResponse, call: Call, live: LiveRequest) -> None:
@@ -229,9 +237,9 @@ class _Chunks:
             self._num_tokens = self._position.num_tokens
         self._usages: list[Usage] = []
         self._mark = uuid.uuid4().hex
-        """Stands for the text in `_frames`."""
+        """Placeholder of the text in `_frames`."""
         self._frames: dict[int, tuple[bytes, bytes]] = {}
-        """For each choice, an event's bytes before and behind the JSON of its text."""
+        """For each choice, an event's bytes before and after the JSON of its text."""
 
     def put(self, i: int, event: Event) -> None:
         """Send an event of request `i`; raise the error of one that has failed."""

@@ -17,7 +17,7 @@ from router.http.answers.objects import (
 from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
 
 TokenBytes: TypeAlias = Callable[[int], bytes]
-"""The bytes that a token id adds to the text; perhaps part of a character."""
+"""The bytes that a token id adds to the text; they may be a part of a character."""
 
 _TEXT_ONLY = {"content"}
 
@@ -50,8 +50,8 @@ class ChatShape:
             has_prompt_logprobs: Whether the prompt's are.
             has_token_ids: Whether token ids are.
             prompt_token_ids: The prompt, once the call has started.
-            new_reader: Makes the reader of one output; None: all is text.
-            stop: Stop strings that end a call; the reader reads them, too.
+            new_reader: Makes the reader of one output; None: the whole output is text.
+            stop: Stop strings that end a tool call; the reader must read them as well.
         """
         self._token_text = token_text
         self._token_bytes = token_bytes
@@ -59,7 +59,7 @@ class ChatShape:
         self._has_prompt_logprobs = has_prompt_logprobs
         self._has_token_ids = has_token_ids
         self._is_plain = not (has_logprobs or has_token_ids)
-        """Whether chunks have neither of these."""
+        """Whether chunks have neither log-probabilities nor token ids."""
         self._prompt_token_ids = prompt_token_ids
         self._stop = stop
         self._scores: PromptScores | None = None
@@ -89,7 +89,7 @@ class ChatShape:
         return said
 
     def delta(self, index: int, delta: OutputDelta) -> Json | str:
-        """Return a chunk's choice: what was read of the new text, and the role the first time."""
+        """Return a chunk's choice with the new text; the first also has the role."""
         if self._index_to_reader is None:
             said: Json = {"content": delta.text}
         else:
@@ -110,7 +110,7 @@ class ChatShape:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def finish(self, index: int, finished: OutputFinished) -> Json:
-        """Return a chunk's choice: the end."""
+        """Return the last chunk's choice."""
         delta = self._role_once(index)
         if self._index_to_reader is not None:
             reader = self._index_to_reader[index]
@@ -140,7 +140,7 @@ class ChatShape:
         return {"role": "assistant"}
 
     def _chunk(self, index: int, pieces: Sequence[Piece]) -> Json:
-        """Return what a delta says of the pieces."""
+        """Return the fields of a delta for some pieces."""
         content, thought, calls = _sorted(pieces)
         said: Json = _thought_json(thought)
         if content:
@@ -151,7 +151,7 @@ class ChatShape:
         return said
 
     def _message(self, index: int, pieces: Sequence[Piece]) -> Json:
-        """Return what a message says of an output's pieces."""
+        """Return the fields of a message for an output's pieces."""
         content, thought, parts = _sorted(pieces)
         said: Json = {"content": content, **_thought_json(thought)}
         calls: list[CallPiece] = []
@@ -198,7 +198,7 @@ class ChatShape:
 
 
 def last_pieces(reader: Reader, finished: OutputFinished, stop: Sequence[str]) -> list[Piece]:
-    """Return what is read at an output's end, where a stop string of `stop` ends a call."""
+    """Return the pieces that a reader yields at an output's end, after a stop string of `stop`."""
     pieces: list[Piece] = []
     if finished.stop_string is not None and finished.stop_string in stop:
         pieces += reader.push(finished.stop_string)
@@ -206,14 +206,14 @@ def last_pieces(reader: Reader, finished: OutputFinished, stop: Sequence[str]) -
 
 
 def _sorted(pieces: Sequence[Piece]) -> tuple[str, str, list[CallPiece]]:
-    """Return the content, the thinking and the calls of pieces."""
+    """Sort pieces into content, thinking and calls."""
     content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
     thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
     return content, thought, [piece for piece in pieces if isinstance(piece, CallPiece)]
 
 
 def _thought_json(thought: str) -> Json:
-    """Return thinking by both of its names: the older one, and the one that replaces it."""
+    """Return thinking under both of its names, the older one and the one that replaces it."""
     return {"reasoning_content": thought, "reasoning": thought} if thought else {}
 
 

@@ -1,6 +1,6 @@
-"""Ids of a stream's events, from which `Last-Event-ID` resumes.
+"""Ids of a stream's events; `Last-Event-ID` sends one to resume the stream.
 
-An id is how much of each output a reader has after the event, and the request's id::
+An id says how much of each output the client has after the event, and names the request::
 
     0.12.57,1.9.40e/3f0c...     of output 0, 12 tokens and 57 bytes of text; output 1 has ended
 """
@@ -24,10 +24,10 @@ _PATTERN: Final = re.compile(rf"{_PART}(?:,{_PART})*/[!-~]{{1,1024}}", re.ASCII)
 
 
 class StreamPosition:
-    """How much the reader of one stream has; makes the ids of its events."""
+    """Counts how much of each output a client has, and makes the ids of its stream's events."""
 
     def __init__(self, request_id: str, received: Mapping[int, OutputReceived]) -> None:
-        """`received` is what it has at the start."""
+        """`received` is what the client has at the start."""
         self._suffix = "/" + quote(request_id, safe="")
         self._received = dict(received)
 
@@ -37,7 +37,7 @@ class StreamPosition:
         return sum(part.num_tokens for part in self._received.values())
 
     def advance(self, event: OutputDelta | OutputFinished) -> str:
-        """Return the id of the event that carries this."""
+        """Count an event, and return its id."""
         part = self._received.get(event.output_index, OutputReceived())
         if isinstance(event, OutputFinished):
             part = replace(part, finished=True)

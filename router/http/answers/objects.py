@@ -1,7 +1,7 @@
-"""The JSON of completions, and what all kinds of calls share: usage, models, ends.
+"""The JSON of completions, and the JSON that all calls share: usage, models, ends of choices.
 
 Completions and chats differ only in the shape of a choice: `Shape`. A shape belongs to one call and
-remembers what the stream has carried of each choice. `answer.py` streams and collects for both.
+remembers what it has sent of each choice. `answer.py` streams and collects for both kinds.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ TokenText: TypeAlias = Callable[[int], str]
 """The text of one token id alone."""
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for -inf, which JSON lacks."""
+"""Replaces -inf, which JSON cannot represent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +55,16 @@ class Shape(Protocol):
         """Take a choice's prompt log-probabilities, before its first delta."""
 
     def once(self) -> Json:
-        """Return what a whole answer, or a stream's first event, has beside its choices."""
+        """Return the extra fields of a whole answer, or of a stream's first event."""
 
     def delta(self, index: int, delta: OutputDelta) -> Json | str:
-        """Return a chunk's choice: new text. Only a text stands for `choice_of_text` with it."""
+        """Return a chunk's choice; a text alone stands for `choice_of_text(index, text)`."""
 
     def choice_of_text(self, index: int, text: str) -> Json:
         """Return a chunk's choice that has only a text."""
 
     def finish(self, index: int, finished: OutputFinished) -> Json:
-        """Return a chunk's choice: the end."""
+        """Return the last chunk's choice."""
 
     def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
         """Return the choice of a whole answer."""
@@ -73,8 +73,8 @@ class Shape(Protocol):
 class CompletionShape:
     """Choices of /v1/completions.
 
-    The legacy log-probabilities have each token's offset in the text: here the summed lengths of
-    the tokens before it, which is right unless a token ends within a character.
+    The legacy log-probabilities have each token's offset in the text. Here it is the total length
+    of the tokens before it, which is right unless a token ends within a character.
     """
 
     id_prefix = "cmpl-"
@@ -94,7 +94,7 @@ class CompletionShape:
     ) -> None:
         """`prompt` returns the prompt of a choice that has started.
 
-        `is_echo_only`: whether the output is not shown.
+        `is_echo_only`: whether only the prompt is shown.
         """
         self._is_echo_only = is_echo_only
         self._has_token_ids = has_token_ids
@@ -118,7 +118,7 @@ class CompletionShape:
         return {}
 
     def delta(self, index: int, delta: OutputDelta) -> Json | str:
-        """Return a chunk's choice: new text, behind the prompt the first time."""
+        """Return a chunk's choice with new text; the first time, the prompt comes before it."""
         if self._is_plain and index in self._started:
             return delta.text
         return {
@@ -132,7 +132,7 @@ class CompletionShape:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def finish(self, index: int, finished: OutputFinished) -> Json:
-        """Return a chunk's choice: the end."""
+        """Return the last chunk's choice."""
         return {"index": index, "text": "", "logprobs": None, **end_json(finished)}
 
     def whole(self, index: int, output: CollectedOutput, finished: OutputFinished) -> Json:
@@ -150,7 +150,7 @@ class CompletionShape:
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprob | None],
     ) -> Json:
-        """Return text and log-probabilities, the first time with the prompt on request."""
+        """Return text and log-probabilities; the first time with the prompt, if requested."""
         if self._is_echo_only:
             text, token_ids, logprobs = "", (), ()
         shown: Json = {"token_ids": list(token_ids)} if self._has_token_ids else {}
@@ -196,16 +196,17 @@ class CompletionShape:
     def _top(self, token: str, entry: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
         for token_id, logprob in entry.top:
-            # Tokens with the same text collide in this shape: the likeliest, which is first, stays.
+            # Tokens with the same text have the same key here: keep the likeliest, which comes
+            # first.
             top.setdefault(self._token_text(token_id), finite(logprob))
-        top.setdefault(token, finite(entry.logprob))  # OpenAI adds the one that was drawn
+        top.setdefault(token, finite(entry.logprob))  # like OpenAI, add the token that was drawn
         return top
 
 
 def prompt_logprobs_json(
     token_text: TokenText, prompt: Sequence[int], scores: PromptScores
 ) -> list[Json | None]:
-    """Return vLLM's form: the likeliest and the prompt's own token, by token id."""
+    """Return them as vLLM does: by token id, the likeliest tokens and the prompt's token."""
 
     def scored(token_id: int, entry: TokenLogprob) -> Json:
         logprobs = {token_id: entry.logprob} | dict(entry.top)
@@ -251,7 +252,7 @@ def model_json(model: Model, created: int) -> Json:
 
 
 def end_json(finished: OutputFinished) -> Json:
-    """Return the fields of a choice's end."""
+    """Return the fields that end a choice."""
     # `stop_reason` is vLLM's: the stop string or stop token.
     stopped_by = finished.stop_token_id if finished.stop_string is None else finished.stop_string
     end: Json = {"finish_reason": finished.finish_reason.value, "stop_reason": stopped_by}

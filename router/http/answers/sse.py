@@ -14,21 +14,22 @@ STARTED: Final = web.RequestKey("started", web.StreamResponse)
 HEARTBEAT: Final = b":\n\n"
 _HEARTBEAT_S = 1.0
 _MOST_UNSENT_BYTES = 64 * 1024
-"""More would only hide from the request that its client is slow."""
+"""Most bytes to buffer; a larger buffer would only hide that the client is slow."""
 
 
 class SseResponse:
-    """A response that carries events; it is the `Room` of the requests that it answers.
+    """A response that streams events; it is the `Room` of the requests that it answers.
 
-    Callers of `put` ask `has_room` first, so a slow client slows only its own request. Events go to
-    the connection's transport, past aiohttp's coroutines, which would take longer than everything
-    else about an event. If the client is gone, writes raise ClientConnectionResetError.
+    Callers of `put` check `has_room` first, so a slow client slows only its own request. Events are
+    written to the connection's transport directly, because aiohttp's coroutines would take longer
+    than all other work for an event. If the client is gone, writes raise
+    ClientConnectionResetError.
     """
 
     def __init__(
         self, request: web.Request, headers: dict[str, str], heartbeat: bytes = HEARTBEAT
     ) -> None:
-        """`heartbeat` is sent while nothing else is; by default a comment."""
+        """`heartbeat` is sent while there are no events; by default it is a comment."""
         self._request = request
         self.heartbeat = heartbeat
         self._transport: asyncio.Transport | None = None
@@ -38,23 +39,23 @@ class SseResponse:
         self._timer: asyncio.TimerHandle
         self._is_started = asyncio.Event()
         self.first_event: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when there is an event, which may come before `start`."""
+        """Done once there is an event, even before `start`."""
         self._early = b""
-        """Events that came before `start`; there is room for one, and for a stream's end."""
+        """Events before `start`: at most one, and the stream's end."""
         self.response = web.StreamResponse(
             headers={
                 **headers,
                 "Content-Type": "text/event-stream; charset=utf-8",
                 "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",  # else nginx buffers events
+                "X-Accel-Buffering": "no",  # otherwise nginx buffers events
             }
         )
 
     @contextlib.contextmanager
     def heartbeats(self) -> Iterator[None]:
-        """Send a heartbeat, which readers skip, after each second without an event.
+        """Send a heartbeat, which clients ignore, after each second without an event.
 
-        So a client can tell a router that hangs from one that has no event yet.
+        It shows the client that the router does not hang.
         """
         self._beat()
         try:
@@ -63,7 +64,7 @@ class SseResponse:
             self._timer.cancel()
 
     def _beat(self) -> None:
-        # A timer is less work than a task that sleeps.
+        # A timer costs less than a task that sleeps.
         self._timer = asyncio.get_running_loop().call_later(_HEARTBEAT_S, self._beat)
         if self._is_silent and self._transport is not None and self.has_room():
             with contextlib.suppress(ClientConnectionResetError):  # the next event raises it
@@ -71,9 +72,9 @@ class SseResponse:
         self._is_silent = True
 
     async def start(self, head: bytes = b"") -> None:
-        """Send status 200, the headers, `head`, and the events that have come.
+        """Send status 200, the headers, `head`, and the events so far.
 
-        From here on an error can only be an event.
+        After this, an error can only be sent as an event.
         """
         if self._held is not None:  # the head was sent before
             self._transport, self._held = self._held, None
@@ -113,16 +114,16 @@ class SseResponse:
         return self._transport.get_write_buffer_size() <= _MOST_UNSENT_BYTES
 
     async def wait_for_room(self) -> None:
-        """Wait until the client has read enough; before `start`, until that."""
+        """Wait until the client has read enough, or for `start`."""
         if self._transport is None:
             await self._is_started.wait()
         while not self.has_room():
-            # The event loop writes, and notices that the client is slow, after its turn.
+            # Let the event loop write; only then does it notice a slow client.
             await asyncio.sleep(0)
             await self._drain()
 
     def put(self, event: bytes) -> None:
-        """Send one event: its lines, and an empty one."""
+        """Send one event: its lines and an empty line."""
         self._is_silent = False
         if (transport := self._transport) is None:
             self._early += event
@@ -139,7 +140,7 @@ class SseResponse:
         await self.wait_for_room()
 
     async def send_named(self, events: Sequence[Mapping[str, object]]) -> None:
-        """Send events that have their `type` as a name, too, in one write."""
+        """Send events, each named by its `type`, in one write."""
         if events:  # an empty chunk would end the body
             self.put(named_events(events))
             await self.wait_for_room()
@@ -167,12 +168,12 @@ def sse_of(
 
 
 def sse_event(value: object) -> bytes:
-    """Return the event of a value; it may follow lines with its id and its name."""
+    """Return an event with a value as JSON; `lines` with its id and name come first."""
     return b"data: %b\n\n" % json_bytes(value)
 
 
 def named_events(events: Sequence[Mapping[str, object]]) -> bytes:
-    """Return events that have their `type` as a name, too."""
+    """Return events, each named by its `type`."""
     return b"".join(
         b"event: %b\n%b" % (str(event["type"]).encode(), sse_event(event)) for event in events
     )

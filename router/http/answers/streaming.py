@@ -1,4 +1,4 @@
-"""Streams events as they come: when the status is sent, and what an error becomes."""
+"""Streams events: decides when to send the status, and how to send an error."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -50,19 +50,19 @@ async def stream(
 
     Args:
         sse: The response, not started.
-        send: Puts all events, from the first to what ends the stream, into `sse`.
+        send: Puts all events into `sse`, including the end of the stream.
         fail: Sends an error as an event, once the status is sent.
         request_id: Names the call in the log.
-        head: Makes what comes before all events, once the status is sent.
-        is_accepted: Whether the call cannot be refused, so that the status is sent at once.
+        head: Makes the bytes between the headers and the first event.
+        is_accepted: Whether the call can no longer be refused; then the status is sent at once.
 
     Raises:
         QuireError: The call was refused; nothing has been sent.
     """
     sending = asyncio.create_task(send)
     try:
-        # A refusal comes soon, and the status can say so. A long prompt takes longer: then send the
-        # headers, so that no proxy takes the service for hanging.
+        # A refusal comes soon and can still set the status. A long prompt takes longer: then send
+        # the headers, or a proxy may assume that the service hangs.
         await asyncio.wait(
             (sending, sse.first_event),
             timeout=0 if is_accepted else STATUS_WITHIN_S,
@@ -85,6 +85,6 @@ async def stream(
         sending.cancel()
         await asyncio.wait([sending])
         if not sending.cancelled():
-            sending.exception()  # else asyncio complains that it was never read
+            sending.exception()  # otherwise asyncio logs that the error was never retrieved
     await sse.end()
     return sse.response

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: its bodies become chats, and its answers are made of chats' pieces."""
+"""Anthropic's Messages API, on top of the code for chats."""

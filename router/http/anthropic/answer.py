@@ -26,10 +26,10 @@ _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 @dataclass(frozen=True, slots=True)
 class MessageCall:
-    """One call of /v1/messages, and how its output is written and read."""
+    """One call of /v1/messages, with the plan for its output."""
 
     request: GenerateRequest
-    """Before its output is planned."""
+    """The request before the output plan changes it."""
     plan: OutputPlan
     body: MessagesBody
 
@@ -38,7 +38,7 @@ class MessageCall:
         return self.request.request_id
 
     def named(self, error: QuireError) -> QuireError:
-        """Return the error with its field named as in the client's JSON."""
+        """Return the error with the field's name in the client's JSON."""
         if isinstance(error, InvalidArgumentError):
             return error_with_json_names({**FIELD_TO_JSON, **self.plan.field_to_json}, error)
         return error
@@ -49,12 +49,12 @@ class MessageCall:
         )
 
     def end(self, content: ContentEvents, finished: OutputFinished, usage: Usage) -> Json:
-        """Return why the output has ended."""
+        """Return the reason why the output ended."""
         is_context_full = usage.completion_tokens < self.body.max_tokens
         return content.stop_reason(finished, is_context_full=is_context_full)
 
     def head(self, live: LiveRequest) -> Json:
-        """Return a message that is empty yet."""
+        """Return the message while it is still empty."""
         return {
             "id": f"msg_{self.request_id}",
             "type": "message",

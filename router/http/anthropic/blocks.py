@@ -1,4 +1,4 @@
-"""The messages and content blocks of Anthropic's API, and the chat that they are."""
+"""The messages and content blocks of Anthropic's API, and their conversion to a chat."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
@@ -12,8 +12,8 @@ from router.http.requests import messages as chat
 from router.http.strict_json import Listed, Schema, at_most, json_bytes
 
 _NO_PROMPT = "x-anthropic-billing-header:"
-"""How a system block of claude-code begins that tells Anthropic its version; it differs from
-session to session, and so would the whole prompt."""
+"""The beginning of claude-code's system block with its version. It is left out: it differs between
+sessions, so their prompts would share no prefix."""
 
 
 def _as_blocks(value: object) -> object:
@@ -21,7 +21,7 @@ def _as_blocks(value: object) -> object:
 
 
 class CacheControl(Schema):
-    """The mark that the prompt up to here will be used again."""
+    """A mark: the prompt up to here will be used again."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
@@ -32,7 +32,7 @@ class CacheControl(Schema):
 
 
 class CacheMarked(Schema):
-    """What may have such a mark."""
+    """A block that may have a cache mark."""
 
     cache_control: CacheControl | None = None
 
@@ -52,7 +52,7 @@ class ThinkingBlock(Schema):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
-    """Any is accepted: thoughts are not verified."""
+    """Ignored: thinking is not verified."""
 
 
 class ToolUseBlock(CacheMarked):
@@ -104,7 +104,7 @@ System = Annotated[Listed[TextBlock], BeforeValidator(_as_blocks), Field(default
 
 
 def chat_messages(system: Sequence[TextBlock], messages: Sequence[Message]) -> list[chat.Message]:
-    """Return the chat; the tools' results are messages of their own in it.
+    """Return the chat, in which each tool result is a separate message.
 
     Raises:
         InvalidArgumentError: A block does not fit its role, or a message has no content.
@@ -113,7 +113,7 @@ def chat_messages(system: Sequence[TextBlock], messages: Sequence[Message]) -> l
     listed = [_message("system", said)] if said else []
     for i, message in enumerate(messages):
         for new in _chat_messages(f"messages[{i}]", message):
-            if listed and new.role == "user" == listed[-1].role:  # they are one turn
+            if listed and new.role == "user" == listed[-1].role:  # several results are one turn
                 before = listed.pop().content or []
                 new = chat.Message.model_construct(  # noqa: PLW2901 - the whole turn
                     role="user", content=[*before, *(new.content or ())]
@@ -123,7 +123,7 @@ def chat_messages(system: Sequence[TextBlock], messages: Sequence[Message]) -> l
 
 
 def ends_with_assistant(messages: Sequence[Message]) -> bool:
-    """Whether the output continues the last message, the assistant's; raises as `chat_messages`."""
+    """Whether the output continues a last message of the assistant; raises as `chat_messages`."""
     last = messages[-1]
     if last.role != "assistant":
         return False
@@ -136,7 +136,7 @@ def ends_with_assistant(messages: Sequence[Message]) -> bool:
 
 
 def cache_marks(messages: Iterable[Message]) -> Iterator[CacheMarked]:
-    """Yield the blocks that may be marked."""
+    """Yield the blocks that may have a cache mark."""
     for message in messages:
         for block in message.content:
             if isinstance(block, CacheMarked):
@@ -193,7 +193,7 @@ def _call(block: ToolUseBlock) -> chat.ToolCall:
 
 def _tool_message(block: ToolResultBlock) -> chat.Message:
     texts = [part.text for part in block.content]
-    if block.is_error:  # chat templates have no other place for it
+    if block.is_error:  # chat templates have no other place for a system message
         texts = ["Error: " + "\n".join(texts)]
     return chat.Message.model_construct(
         role="tool",

@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages and /v1/messages/count_tokens, and the chat that they ask for."""
+"""The bodies of /v1/messages and /v1/messages/count_tokens, and their conversion to a chat."""
 
 from collections.abc import Iterator
 from types import MappingProxyType
@@ -35,7 +35,7 @@ FIELD_TO_JSON: Final = MappingProxyType(
         "thinking_budget": "thinking.budget_tokens",
     }
 )
-"""The names here of a chat's fields."""
+"""Maps a chat's fields to their names in this API."""
 
 
 class Tool(CacheMarked):
@@ -45,7 +45,7 @@ class Tool(CacheMarked):
         {
             "allowed_callers": (["direct"],),
             "defer_loading": (False,),
-            "eager_input_streaming": (False, True),  # arguments always stream as they come
+            "eager_input_streaming": (False, True),  # arguments are always streamed
             "input_examples": ([],),
         }
     )
@@ -65,7 +65,7 @@ class Tool(CacheMarked):
 
 
 class AnyChoice(Schema):
-    """Whether the model must call."""
+    """Whether the model must call a tool."""
 
     type: Literal["auto", "any"]
     disable_parallel_tool_use: bool = False
@@ -80,13 +80,13 @@ class NamedChoice(Schema):
 
 
 class NoChoice(Schema):
-    """No tool is to be called."""
+    """The model must not call a tool."""
 
     type: Literal["none"]
 
 
 class ThinkingWithBudget(Schema):
-    """Thinking, of so many tokens at most."""
+    """Thinking with a limit on its tokens."""
 
     type: Literal["enabled"]
     budget_tokens: ThinkingBudget
@@ -94,7 +94,7 @@ class ThinkingWithBudget(Schema):
 
 
 class ThinkingByModel(Schema):
-    """Thinking as the model likes."""
+    """Thinking as the model decides."""
 
     type: Literal["adaptive"]
     display: Literal["summarized", "omitted"] = "summarized"
@@ -123,10 +123,10 @@ class OutputFormat(Schema):
 
 
 class OutputConfig(Schema):
-    """What is asked of outputs."""
+    """How the output should be."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    """It has an effect on models whose chat template knows it."""
+    """Has an effect only if the model's chat template uses it."""
     format: OutputFormat | None = None
 
 
@@ -137,7 +137,7 @@ class Metadata(Schema):
 
 
 class CountBody(CacheMarked):
-    """POST /v1/messages/count_tokens: what determines a prompt."""
+    """POST /v1/messages/count_tokens: the fields that determine a prompt."""
 
     unimplemented = MappingProxyType(
         {
@@ -163,11 +163,11 @@ class CountBody(CacheMarked):
         return getattr(self.thinking, "display", "") != "omitted"
 
     def conversation(self, template: ChatTemplate, parsers: OutputParsers) -> Conversation:
-        """Return the chat that this is.
+        """Convert the body to a chat.
 
         Raises:
-            InvalidArgumentError: The blocks do not fit each other.
-            UnimplementedError: The model cannot think as asked.
+            InvalidArgumentError: The blocks contradict each other.
+            UnimplementedError: The model does not support the requested thinking.
         """
         messages = chat_messages(self.system, self.messages)
         is_continued = ends_with_assistant(self.messages)
@@ -197,7 +197,7 @@ class CountBody(CacheMarked):
         )
 
     def _choice(self) -> tuple[str | chat_tools.NamedChoice | None, bool]:
-        """Return a chat's `tool_choice`, and whether one call is the most."""
+        """Return a chat's `tool_choice`, and whether at most one call is allowed."""
         match self.tool_choice:
             case AnyChoice(type=kind, disable_parallel_tool_use=is_alone):
                 return "required" if kind == "any" else kind, is_alone
@@ -240,7 +240,7 @@ class CountBody(CacheMarked):
 
     @property
     def cache_pin_s(self) -> float | None:
-        """How long the prompt is to stay in the prefix cache: the longest of the marks' times."""
+        """How long to keep the prompt in the prefix cache: the longest time of all marks."""
         return max((mark.ttl_s for mark in self._marks()), default=None)
 
 
@@ -265,7 +265,7 @@ class MessagesBody(CountBody):
     top_p: float = 1.0
 
     def request(self, prompt: str, request_id: str, *, max_model_len: int) -> GenerateRequest:
-        """Return the request for a prompt, before its outputs are planned."""
+        """Return the request for a prompt, without the output plan."""
         return GenerateRequest(
             prompt=prompt,
             model=self.model,
@@ -277,7 +277,7 @@ class MessagesBody(CountBody):
                 max_tokens=min(self.max_tokens, max_model_len),
             ),
             stop=tuple(self.stop_sequences),
-            add_special_tokens=False,  # the template wrote them
+            add_special_tokens=False,  # the template has written the special tokens
             cache_pin_s=self.cache_pin_s,
             cuts_max_tokens=True,
         )

@@ -1,4 +1,4 @@
-"""The events of a message's content blocks, and the content that they add up to."""
+"""The events of a message's content blocks, and the content that results from them."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
@@ -11,7 +11,7 @@ from router.http.answers.objects import Json
 from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
 
 SIGNATURE: Final = "cXVpcmU="
-"""Anthropic signs thoughts, to know them again; here all are accepted."""
+"""Placeholder: Anthropic signs thinking to verify it later; Quire accepts any."""
 
 _TEXT, _THINKING, _CALL = "text", "thinking", "tool_use"
 
@@ -19,7 +19,7 @@ _TEXT, _THINKING, _CALL = "text", "thinking", "tool_use"
 class ContentEvents:
     """Makes the events of one output's blocks.
 
-    `index` is the place of a block in the content. One block is open at a time::
+    `index` is a block's index in the content. At most one block is open::
 
         content_block_start, content_block_delta ..., content_block_stop
     """
@@ -31,7 +31,10 @@ class ContentEvents:
         *,
         shows_thinking: bool = True,
     ) -> None:
-        """`new_reader` and `stop` are the chat's; blocks of thinking may be shown empty."""
+        """`new_reader` and `stop` as in `OutputPlan`.
+
+        Without `shows_thinking`, blocks of thinking are empty.
+        """
         self._reader = None if new_reader is None else new_reader()
         self._stop = stop
         self._shows_thinking = shows_thinking
@@ -44,13 +47,13 @@ class ContentEvents:
         yield from self._read([Text(text)] if self._reader is None else self._reader.push(text))
 
     def finish(self, finished: OutputFinished) -> Iterator[Json]:
-        """Read what was held back, and close the last block."""
+        """Read the text that was held back, and close the last block."""
         if self._reader is not None:
             yield from self._read(last_pieces(self._reader, finished, self._stop))
         yield from self._close()
 
     def stop_reason(self, finished: OutputFinished, *, is_context_full: bool) -> Json:
-        """Return why the output has ended; with a stop sequence, which."""
+        """Return the reason why the output ended, and the stop sequence if there is one."""
         reason, sequence = "end_turn", None
         if finished.finish_reason is FinishReason.LENGTH:
             reason = "model_context_window_exceeded" if is_context_full else "max_tokens"
@@ -84,7 +87,7 @@ class ContentEvents:
                         )
 
     def _continue(self, kind: str, block: Json) -> Iterator[Json]:
-        """Begin `block`, unless one of its kind is open."""
+        """Begin `block`, unless a block of its kind is open."""
         if self._open == kind:
             return
         yield from self._close()
@@ -109,7 +112,7 @@ class ContentEvents:
 
 
 def collected(events: Iterable[Json]) -> list[Json]:
-    """Return the content that events add up to, as Anthropic's clients do."""
+    """Return the content that results from events, as Anthropic's clients compute it."""
     blocks: list[dict[str, Any]] = []
     arguments = ""
     for event in events:
@@ -131,7 +134,7 @@ def collected(events: Iterable[Json]) -> list[Json]:
 
 
 def _parsed(arguments: str) -> object:
-    """Return a call's input; of one that was cut short, what is whole."""
+    """Return a call's input; if it was cut short, the complete part."""
     try:
         value = from_json(arguments, allow_partial=True)
     except ValueError:
@@ -140,7 +143,7 @@ def _parsed(arguments: str) -> object:
 
 
 def usage_json(usage: Usage) -> Json:
-    """Return the usage in Anthropic's terms, which counts each token of the prompt once."""
+    """Return the usage as Anthropic counts it: each prompt token in exactly one field."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.cache_write_tokens,
         "cache_creation_input_tokens": usage.cache_write_tokens,

@@ -5,15 +5,15 @@ from typing import Final
 from contract.errors import ContextLengthError, QuireError, QuotaError, TooBusyError
 
 ROOT: Final = "/v1/messages"
-"""Below this path errors have this shape."""
+"""Errors of paths below this one have Anthropic's shape."""
 
 REQUEST_ID_HEADER: Final = "request-id"
 
 OVERLOADED: Final = 529
-"""Anthropic's status for "try again soon"; 429 is for a client that has asked too much."""
+"""Anthropic's status for an overloaded service; 429 is for a client that exceeds its quota."""
 
 _TOO_LONG: Final = "prompt is too long"
-"""By these words clients know that a shorter conversation may help."""
+"""Clients recognize by these words that they must shorten the conversation."""
 
 _STATUS_TO_TYPE = {
     401: "authentication_error",
@@ -34,7 +34,7 @@ def status_of(error: QuireError) -> int:
 
 
 def error_json(error: QuireError, request_id: str) -> dict[str, object]:
-    """Return the JSON of an error: a response's body, or an event of a stream that breaks."""
+    """Return the JSON of an error, for a response's body or an event."""
     status = status_of(error)
     default = "invalid_request_error" if status < _LOWEST_SERVER_ERROR else "api_error"
     message = str(error)

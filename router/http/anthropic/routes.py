@@ -18,7 +18,7 @@ def messages_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
     """Return the routes."""
 
     async def create_message(request: web.Request, call_id: CallId) -> web.StreamResponse:
-        """Continue a conversation, as Anthropic's API does; streamed on request."""
+        """Answer a conversation; streamed on request."""
         check_not_resumable(request)
         body = await bodies.read(request, MessagesBody, generates=True)
         headers = stream_headers(call_id.value)
@@ -33,7 +33,7 @@ def messages_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
         return await answer_message(request, inference, call)
 
     async def count_tokens(request: web.Request, call_id: CallId) -> web.Response:
-        """Count the tokens of the prompt that a message has."""
+        """Count the tokens of a conversation's prompt."""
         body = await bodies.read(request, CountBody)
         inference = await cells.known(body.model)
         prompt, _ = await (await _conversation(inference, body)).prepare(inference)
@@ -49,7 +49,7 @@ def messages_routes(cells: Cells, bodies: BodyReader) -> list[web.RouteDef]:
 
 
 async def _conversation(inference: Inference, body: CountBody) -> Conversation:
-    """Return the chat that a body is; a thread makes it, since it may be long."""
+    """Convert a body to a chat, in a thread because it may be long."""
     template = inference.text.chat_template(body.model)
     parsers = inference.text.parsers(template)
     return await inference.text.run(lambda: body.conversation(template, parsers))

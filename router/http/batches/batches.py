@@ -1,4 +1,4 @@
-"""Accepts batches; ends them with their lines, at the end of their window, or when cancelled."""
+"""Accepts batches, and ends them: when all lines are answered, when time is up, when cancelled."""
 
 import asyncio
 import time
@@ -40,7 +40,7 @@ MAX_SHOWN_ERRORS: Final = 10
 _TICK_S: Final = 1.0
 _SWEEP_S: Final = 600.0
 MAX_RESULT_BYTES: Final = 128 * 2**20
-"""Most bytes of a batch's results, which a database writes as one value before it does more.
+"""Most bytes of a batch's results, which the database writes as one value.
 
 Measured on two busy cores: PostgreSQL writes them in 32 s and reads them in 5 s.
 """
@@ -52,10 +52,10 @@ _UNANSWERED: Final = {
     "expired": ("batch_expired", "the batch's window was over before"),
     "failed": _TOO_LARGE,
 }
-"""Why a line of such a batch has no answer; in any other, it was cancelled."""
+"""Maps a batch's status to the error of its unanswered lines; otherwise the line was cancelled."""
 _CANCELLED: Final = "batch_cancelled", "the batch was cancelled before"
 _KINDS: Final = {TurnStatus.COMPLETED: "output", TurnStatus.FAILED: "error"}
-"""Which file has the result."""
+"""Maps a turn's status to the file with its result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Batches:
     turns: Turns
     retention_s: float
     max_line_bytes: int
-    """Most bytes of a line: as many as the body of a call may have."""
+    """Most bytes of a line; the same as of a call's body."""
     tick_s: float = _TICK_S
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Batches:
         await self.store.delete_file(file.tenant, file.id)
 
     async def content(self, tenant: str, file_id: str) -> bytes:
-        """Return what a file holds; raises NotFoundError."""
+        """Return a file's contents; raises NotFoundError."""
         content = await self.store.content(tenant, file_id)
         if content is None:
             raise NotFoundError(f"file {excerpt(file_id)} is not kept, or has been deleted")
@@ -105,7 +105,7 @@ class Batches:
     async def create(
         self, tenant: str, file_id: str, endpoint: str, metadata: Mapping[str, str]
     ) -> Json:
-        """Keep a batch and its lines; from then on it is computed to its end."""
+        """Store a batch; once this returns, the batch will be completed even after crashes."""
         content = await self.content(tenant, file_id)
         num_lines, errors = await asyncio.to_thread(
             _checked_lines, content, endpoint, self.max_line_bytes
@@ -139,14 +139,14 @@ class Batches:
         return batch
 
     async def shown(self, batch: Batch) -> Json:
-        """Return what its client is told now."""
+        """Return a batch as its client sees it now."""
         if not batch.is_live:
             return batch.shown
         counts = await self.turns.store.count_group(batch.tenant, batch.id)
         return {**batch.shown, "request_counts": _counts(batch, counts)}
 
     async def cancel(self, batch: Batch) -> Json:
-        """Begin no more of its lines; those that run are ended soon."""
+        """Cancel a batch: start no more of its lines, and end those that run."""
 
         def change(shown: Json) -> Json:
             return {**shown, "status": "cancelling", "cancelling_at": int(time.time())}
@@ -154,12 +154,12 @@ class Batches:
         await self.store.change(batch, change)
         return await self.shown(await self.find(batch.tenant, batch.id))
 
-    # --- to the end -----------------------------------------------------------------------------
+    # --- completion -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Look after the batches that have not ended; several routers may do so at once."""
+        """Advance the batches that have not ended; several routers may do so at once."""
         next_sweep = 0.0
-        broken: set[str] = set()  # left alone until the next sweep
+        broken: set[str] = set()  # retried at the next sweep
         while True:
             await asyncio.sleep(self.tick_s)
             try:
@@ -202,7 +202,10 @@ class Batches:
         await self._end(batch, counts, "failed" if is_too_large else "expired" if is_late else "")
 
     async def _fill(self, batch: Batch) -> None:
-        """Make turns of a batch's lines; if the router dies, any other continues after the last."""
+        """Make turns of a batch's lines.
+
+        If the router dies, another continues after the last one.
+        """
         content = await self.store.content(batch.tenant, batch.file_id)
         if content is None:
             log.warning("batch has lost its file", batch=batch.id)
@@ -239,7 +242,7 @@ class Batches:
         results = _Results()
         async for found in self._pages(batch):
             await asyncio.to_thread(results.add, found, status)
-        if results.is_full:  # it may be so only since the last look
+        if results.is_full:  # the last line may have ended after the check above
             status = "failed"
         now = time.time()
         shown = {
@@ -274,19 +277,19 @@ def _counts(batch: Batch, counts: Mapping[TurnStatus, int], num_left_out: int = 
 
 @dataclass(slots=True)
 class _Results:
-    """What the files of an ended batch hold."""
+    """Builds the result files of a batch."""
 
     contents: Mapping[str, bytearray] = field(
         default_factory=lambda: {"output": bytearray(), "error": bytearray()}
     )
     is_full: bool = False
-    """Whether a result did not fit any more."""
+    """Whether a result no longer fit."""
     num_left_out: int = 0
-    """How many of those were answers."""
+    """How many results that did not fit were answers."""
     _num_bytes: int = 0
 
     def add(self, turns: Sequence[Turn], status: str) -> None:
-        """Add a line for each turn; a result that does not fit becomes an error without one."""
+        """Add a line for each turn; a result that does not fit is replaced by an error."""
         for turn in turns:
             kind, text = _KINDS.get(turn.status, "error"), turn.result
             if turn.status not in _KINDS or text is None:
@@ -309,7 +312,7 @@ def _numbered(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _checked_lines(content: bytes, endpoint: str, max_bytes: int) -> tuple[int, list[Json]]:
-    """Return how many lines a file has, and what is wrong with them."""
+    """Return the number of lines, and the errors in them."""
     errors: list[Json] = []
     seen: set[str] = set()
     num_lines = 0

@@ -1,4 +1,4 @@
-"""The lines of a batch: each is a turn, and its result the line of an output or error file."""
+"""The lines of a batch: each becomes a turn; its result is a line of an output or error file."""
 
 import asyncio
 import time
@@ -33,9 +33,10 @@ KIND: Final = "batch line"
 EMBEDDINGS_KIND: Final = "batch embeddings"
 _EMBEDDINGS: Final = "/v1/embeddings"
 _MAX_INPUTS_AT_ONCE: Final = 4
-"""Of one line, so that those of all lines take little of what may be live."""
+"""Most inputs of one line that are live at a time; all lines together must leave room for
+others."""
 _MAX_NUMBERS: Final = 2**18
-"""Of one line's vectors: about 5.5 MB of JSON, since a router holds the answers of many lines."""
+"""Most numbers of one line's vectors, about 5.5 MB of JSON: a router holds many lines' answers."""
 
 ENDPOINTS: Final[Mapping[str, type[Schema]]] = {
     "/v1/chat/completions": ChatBody,
@@ -53,7 +54,7 @@ _UNSUPPORTED: Final = (
     "prompt_logprobs",
     "return_token_ids",
 )
-"""Fields that make no sense in a file, or that a kept turn has not the data for."""
+"""Fields that make no sense in a file, or whose data a stored turn lacks."""
 
 _CLIENTS_FAULT: Final = (
     grpc.StatusCode.INVALID_ARGUMENT.value[0],
@@ -70,7 +71,7 @@ class BatchLines:
     cells: Cells
 
     async def answer(self, turn: Turn) -> bytes | None:
-        """Return the output file's line of vectors, which are computed again if the router dies."""
+        """Return the line with the vectors; they are computed again if the router dies."""
         if turn.kind != EMBEDDINGS_KIND:
             return None
         body = await _off_loop(turn, _body_of)
@@ -122,7 +123,7 @@ class BatchLines:
         return await _off_loop(turn, lambda turn: line(turn, status_code=code, body=body))
 
     def failure(self, turn: Turn, error: QuireError) -> bytes:
-        """Return the line of the error file for an answer that cannot be made."""
+        """Return the error file's line for a request that cannot be answered."""
         return line(turn, status_code=error.http_status, body=error_json(error))
 
     async def _call(self, turn: Turn, inference: Inference) -> Call | ResponseCall:
@@ -151,9 +152,9 @@ class BatchLines:
         texts = [output_text(inference, request) for _ in range(call.n)]
         for event in events:
             match event:
-                case OutputDelta(output_index=index):  # tokens are kept, their text is not
+                case OutputDelta(output_index=index):  # only tokens are stored, not their text
                     text = "".join(map(texts[index].push, event.token_ids))
-                    outputs[index].add(replace(event, text=text))
+                    outputs[index].add(event._replace(text=text))
                 case OutputFinished(output_index=index):
                     outputs[index].texts.append(texts[index].flush())
                     outputs[index].finished = event
@@ -163,7 +164,7 @@ class BatchLines:
 
 
 async def _off_loop(turn: Turn, work: Callable[[Turn], T]) -> T:
-    """Return `work(turn)`, of a large line from a thread, since it parses the line."""
+    """Return `work(turn)`, which parses the line; for a large line in a thread."""
     if len(turn.body) <= MAX_PARSED_AT_ONCE_BYTES:
         return work(turn)
     return await asyncio.to_thread(work, turn)
@@ -212,13 +213,13 @@ def turn_of_line(batch: Batch, number: int, text: bytes) -> Turn:
 
 
 def line(turn: Turn, *, status_code: int, body: Json) -> bytes:
-    """Return a line of a file: a response."""
+    """Return a line of a result file with a response."""
     response = {"status_code": status_code, "request_id": turn.id, "body": body}
     return _line(turn, response, None)
 
 
 def unanswered_line(turn: Turn, code: str, message: str) -> bytes:
-    """Return a line of an error file: there was no response."""
+    """Return a line of an error file for a request without a response."""
     return _line(turn, None, {"code": code, "message": message})
 
 
@@ -243,4 +244,4 @@ def _deadline(turn: Turn) -> float:
 
 
 WINDOW_S: Final = 86400.0
-"""OpenAI's `completion_window`, which is always "24h"."""
+"""Seconds of OpenAI's `completion_window`, which is always "24h"."""

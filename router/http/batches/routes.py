@@ -57,7 +57,7 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
         return json_response(_file_json(file))
 
     async def list_files(request: web.Request, _: CallId) -> web.StreamResponse:
-        """List the files that are kept, newest first."""
+        """List the stored files, newest first."""
         purpose = request.query.get("purpose")
         files = await store.files(tenant_of(request))
         shown = [_file_json(file) for file in files if purpose in (None, file.purpose)]
@@ -69,12 +69,12 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
         return json_response(_file_json(file))
 
     async def get_content(request: web.Request, _: CallId) -> web.StreamResponse:
-        """Return what a file holds."""
+        """Return a file's contents."""
         content = await batches.content(tenant_of(request), request.match_info["id"])
         return web.Response(body=content, content_type="application/octet-stream")
 
     async def delete_file(request: web.Request, _: CallId) -> web.StreamResponse:
-        """Delete a file; a batch that was made of it goes on."""
+        """Delete a file. Batches made from it continue."""
         file_id = request.match_info["id"]
         await batches.delete_file(tenant_of(request), file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
@@ -88,7 +88,7 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
         return json_response(created)
 
     async def list_batches(request: web.Request, _: CallId) -> web.StreamResponse:
-        """List the batches that are kept, newest first."""
+        """List the stored batches, newest first."""
         found = await store.batches(tenant=tenant_of(request))
         told = page([batch.shown for batch in found], request.query, most=MAX_LISTED)
         id_to_batch = {batch.id: batch for batch in found}
@@ -96,12 +96,12 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
         return json_response(told)
 
     async def get_batch(request: web.Request, _: CallId) -> web.StreamResponse:
-        """Describe a batch, and how far it is."""
+        """Describe a batch and its progress."""
         batch = await batches.find(tenant_of(request), request.match_info["id"])
         return json_response(await batches.shown(batch))
 
     async def cancel_batch(request: web.Request, _: CallId) -> web.StreamResponse:
-        """Cancel a batch; the lines that are answered stay so."""
+        """Cancel a batch; finished lines keep their results."""
         batch = await batches.find(tenant_of(request), request.match_info["id"])
         return json_response(await batches.cancel(batch))
 

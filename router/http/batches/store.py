@@ -1,4 +1,4 @@
-"""Keeps files and batches in the database of the turns."""
+"""Stores files and batches in the database of the turns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,20 +35,20 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch as it was kept."""
+    """A stored batch."""
 
     id: str
     tenant: str
     created_at: float
     is_live: bool
     shown: Json
-    """What its client is told, without the counts."""
+    """The batch as its client sees it, without the counts."""
     key_name: str = ""
-    """The name of the API key that it came with."""
+    """The name of the API key that created the batch."""
 
     @property
     def file_id(self) -> str:
-        """The file that its lines come from."""
+        """The input file."""
         return str(self.shown["input_file_id"])
 
 
@@ -106,7 +106,7 @@ class BatchStore:
     # --- batches --------------------------------------------------------------------------------
 
     async def create(self, batch: Batch) -> None:
-        """Keep a batch; its turns come by `fill`."""
+        """Store a batch without turns; `fill` adds them."""
 
         def work(cursor: Cursor, _: Connection) -> None:
             cursor.execute(
@@ -124,7 +124,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def last_position(self, batch: Batch) -> int:
-        """Return the number of the last line that is a turn; 0: none is."""
+        """Return the number of the last line that has a turn; 0 if none has."""
 
         def work(cursor: Cursor, _: Connection) -> int:
             cursor.execute(
@@ -137,13 +137,13 @@ class BatchStore:
         return await self._database.run(work)
 
     async def fill(self, batch: Batch, turns: Sequence[Turn]) -> bool:
-        """Keep more turns of a batch; return False if it is not being filled any more.
+        """Store more turns of a batch; return False if the batch takes no more.
 
-        A transaction must be short, since turns that clients wait for come after it.
+        A transaction must be short: turns that clients wait for come after it.
         """
 
         def work(cursor: Cursor, db: Connection) -> bool:
-            cursor.execute(  # the row's lock keeps the batch from ending in between
+            cursor.execute(  # the lock on the row prevents another router from ending the batch
                 "SELECT shown FROM batches WHERE tenant = ? AND id = ? AND is_live = ?"  # noqa: S608 - constants
                 + db.skips_locked,
                 (batch.tenant, batch.id, True),
@@ -158,7 +158,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def batches(self, *, tenant: str | None = None, is_live: bool = False) -> Sequence[Batch]:
-        """Return batches, newest first: of a tenant, or those that have not ended."""
+        """Return a tenant's batches, or all unended ones, newest first."""
 
         def work(cursor: Cursor, _: Connection) -> list[Batch]:
             condition = "is_live = ?" if tenant is None else "tenant = ?"
@@ -180,7 +180,7 @@ class BatchStore:
         """Change a batch that has not ended."""
 
         def work(cursor: Cursor, _: Connection) -> None:
-            # This locks the row, so that no other change gets lost.
+            # This locks the row, to serialize concurrent changes.
             cursor.execute("UPDATE batches SET is_live = is_live WHERE id = ?", (batch.id,))
             now = _find(cursor, batch.tenant, batch.id)
             if now is not None and now.is_live:
@@ -192,7 +192,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def end_queued(self, batch: Batch) -> None:
-        """End the turns of a batch that no router has begun."""
+        """End those turns of a batch that no router has started."""
 
         def work(cursor: Cursor, db: Connection) -> int:
             now = db.now(cursor)
@@ -210,7 +210,7 @@ class BatchStore:
     async def end(
         self, batch: Batch, shown: Json, files: Sequence[tuple[File, bytes | bytearray]]
     ) -> None:
-        """End a batch, and keep its files, unless another router has done so."""
+        """End a batch and store its result files, unless another router has done so."""
 
         def work(cursor: Cursor, _: Connection) -> None:
             cursor.execute(
@@ -239,7 +239,7 @@ class BatchStore:
             pass
 
     async def sweep(self, retention_s: float) -> None:
-        """Delete files and ended batches that are older."""
+        """Delete files and ended batches created before a time."""
 
         def work(cursor: Cursor, db: Connection) -> None:
             before = db.now(cursor) - retention_s

@@ -1,4 +1,4 @@
-"""POST /v1/responses: the body, and the chat that it asks for."""
+"""POST /v1/responses: the body, and its conversion to a chat."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -31,7 +31,7 @@ FIELD_TO_JSON: Final[Mapping[str, str]] = MappingProxyType(
         "structured.grammar": "tools",
     }
 )
-"""The JSON names of a request's fields that differ."""
+"""Maps a request's fields to their JSON names, where they differ."""
 
 
 class FunctionTool(Schema):
@@ -61,19 +61,19 @@ class NamedFunction(Schema):
 
 
 class ReasoningOptions(Schema):
-    """How much to think, and what is shown of it."""
+    """How much to think, and how to show it."""
 
     unimplemented = MappingProxyType({"generate_summary": ("auto",), "context": ("auto",)})
 
     effort: Effort | None = None
     summary: Literal["auto"] | None = None
-    """Without an effect: all of the thinking is shown."""
+    """Without effect: all of the thinking is shown."""
     max_tokens: Annotated[int, Field(ge=0, le=2**20)] | None = None
-    """OpenRouter's: most tokens of thinking."""
+    """From OpenRouter: most tokens of thinking."""
 
 
 class TextFormat(Schema):
-    """The form that a text must have."""
+    """The form that the text must follow."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = ""
@@ -97,7 +97,7 @@ class TextFormat(Schema):
 
 
 class TextOptions(Schema):
-    """What the text is like."""
+    """Options of the text."""
 
     unimplemented = MappingProxyType({"verbosity": ("medium",)})
 
@@ -105,7 +105,7 @@ class TextOptions(Schema):
 
 
 class StreamOptions(Schema):
-    """Nothing that has an effect."""
+    """Options of the stream; none has an effect."""
 
     unimplemented = MappingProxyType({"include_obfuscation": (False,)})
 
@@ -133,7 +133,7 @@ class ResponseBody(Schema):
     instructions: str = ""
     previous_response_id: str | None = None
     store: bool | None = None
-    """None: where turns are kept, this one is, too."""
+    """Whether to store the response; None: yes, if the router stores responses."""
     background: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -178,7 +178,7 @@ class ResponseBody(Schema):
 
     @property
     def seals_thinking(self) -> bool:
-        """Whether reasoning items carry what a client sends back."""
+        """Whether reasoning items have `encrypted_content`, which clients can send back."""
         return "reasoning.encrypted_content" in self.include
 
     def check(self) -> None:
@@ -194,7 +194,7 @@ class ResponseBody(Schema):
             raise InvalidArgumentError("background", "is true; it needs store not to be false")
 
     def conversation(self, earlier: Sequence[Item] = ()) -> Conversation:
-        """Return the chat, behind the items of earlier turns; raises InvalidArgumentError."""
+        """Return the chat: items of earlier turns, then the input; raises InvalidArgumentError."""
         return Conversation(
             model=self.model,
             messages=messages_of(self.instructions, [*earlier, *self.items], len(earlier)),
@@ -221,7 +221,7 @@ class ResponseBody(Schema):
         )
 
     def request(self, prompt: str, request_id: str) -> GenerateRequest:
-        """Return the request for a prompt, before its outputs are planned."""
+        """Return the request for a prompt, without the output plan."""
         return GenerateRequest(
             prompt=prompt,
             model=self.model,
@@ -237,7 +237,7 @@ class ResponseBody(Schema):
                 ignore_eos=self.ignore_eos,
                 logprobs=self.top_logprobs if self.has_logprobs else None,
             ),
-            add_special_tokens=False,  # the template wrote them
+            add_special_tokens=False,  # the template has written the special tokens
             cache_salt=self.cache_salt,
             cache_pin_s=session_pin_s(
                 is_session=bool(self.previous_response_id or self.prompt_cache_key),
@@ -246,7 +246,7 @@ class ResponseBody(Schema):
         )
 
     def shown(self, *, model: str, store: bool) -> Json:
-        """Return what a response repeats of its request."""
+        """Return the request's fields that a response repeats."""
         choice: Any = self.tool_choice
         if isinstance(choice, NamedFunction):
             choice = choice.model_dump()

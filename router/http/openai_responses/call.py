@@ -19,21 +19,21 @@ from router.schedulers.wire import record_from_bytes
 from router.turns.turn import Turn
 
 _SHARE_FOR_OUTPUT = 8
-"""With `truncation: "auto"` and no `max_output_tokens`, the output may have this part of the
-context, at least."""
+"""With `truncation: "auto"` and no `max_output_tokens`, at least this share of the context is left
+for the output."""
 
 _PROMPT_END = 64
-"""So many tokens at a prompt's end show whether the output begins within thinking."""
+"""How many of a prompt's last tokens show whether the output begins within thinking."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseCall:
-    """A response, and how its outputs are written and read."""
+    """One call: the response's head, its request, and the plan for its output."""
 
     head: Json
-    """What it says of itself and of its request."""
+    """The response's fields that do not depend on the output."""
     request: GenerateRequest
-    """Before its outputs are planned."""
+    """The request before the output plan changes it."""
     plan: OutputPlan
     body: ResponseBody
 
@@ -42,11 +42,11 @@ class ResponseCall:
         return self.plan.applied_to(self.request)
 
     def named(self, error: InvalidArgumentError) -> InvalidArgumentError:
-        """Return the error with its field named as in the client's JSON."""
+        """Return the error with the field's name in the client's JSON."""
         return error_with_json_names({**FIELD_TO_JSON, **self.plan.field_to_json}, error)
 
     def events(self, inference: Inference) -> ResponseEvents:
-        """Return what makes the response's events, from its first token on."""
+        """Return a maker of the response's events, from its first token on."""
         return ResponseEvents(
             self.head,
             output_text(inference, self.planned),
@@ -60,7 +60,7 @@ class ResponseCall:
 
 
 def output_text(inference: Inference, request: GenerateRequest) -> OutputText:
-    """Return what makes a text of an output's tokens again, as it was made when they came."""
+    """Return a converter of an output's tokens to the same text as when they arrived."""
     sampling, model = request.sampling, inference.model.info(request.model)
     ends = frozenset() if sampling.ignore_eos else frozenset(model.eos_token_ids)
     return OutputText(
@@ -73,7 +73,7 @@ def output_text(inference: Inference, request: GenerateRequest) -> OutputText:
 def head_of(
     body: ResponseBody, response_id: str, created_at: float, model: str, *, store: bool
 ) -> Json:
-    """Return what a response says of itself and of its request."""
+    """Return the response's fields that do not depend on the output."""
     return {
         "id": response_id,
         "created_at": int(created_at),
@@ -84,7 +84,7 @@ def head_of(
 async def prepare(
     inference: Inference, body: ResponseBody, head: Json, earlier: Sequence[Item] = ()
 ) -> ResponseCall:
-    """Make the call of a body, behind the items of earlier turns; raises QuireError."""
+    """Make the call for a body that continues `earlier` items; raises QuireError."""
     if body.truncation == "auto":
         prompt, plan = await _truncated(inference, body, earlier)
     else:
@@ -114,9 +114,9 @@ async def restored(inference: Inference, turn: Turn) -> ResponseCall:
 async def _truncated(
     inference: Inference, body: ResponseBody, earlier: Sequence[Item]
 ) -> tuple[str, OutputPlan]:
-    """Prepare the chat without its oldest turns, if all of it does not fit the context.
+    """Prepare the chat, without its oldest turns if the whole chat does not fit the context.
 
-    A turn begins with a message of the user. What comes before the first one always stays.
+    A turn begins with a user message. Items before the first user message always stay.
     """
     max_model_len = inference.model.info(body.model).max_model_len
     room = max_model_len - (body.max_output_tokens or max_model_len // _SHARE_FOR_OUTPUT)
@@ -134,7 +134,7 @@ async def _truncated(
             prompt, _ = await without(num_turns).conversation().prepare(inference)
             tokens = await inference.text.tokenize(body.model, prompt, add_special_tokens=False)
         except InvalidArgumentError:
-            return False  # too long to be tokenized at all; another problem comes up below
+            return False  # too long even to tokenize; the code below raises other errors
         return len(tokens) <= room
 
     if await fits(0):

@@ -1,8 +1,8 @@
-"""The events of one response: a function of its tokens alone, whenever and wherever it is asked.
+"""The events of one response, as a function of its tokens alone.
 
-Each token becomes text by itself, and its events get their numbers by it. So a stream that is read
-again, at another router or after all processes have ended, has the same events with the same
-numbers, however its tokens are cut into pieces.
+Each token is converted to text and events separately. So a stream that is read again, at another
+router or after all processes have restarted, has the same events with the same numbers, no matter
+in which deltas its tokens arrive.
 """
 
 import re
@@ -26,20 +26,20 @@ from router.parsers.pieces import CallPiece, Piece, Reader, Text, Thought
 from router.request.stop_strings import StopMatcher
 
 _OUR_CALL_ID: Final = re.compile(r"call_[0-9a-f]{32}")
-"""An id that the parser has drawn; others are the model's own."""
+"""Matches an id that the parser has drawn; other ids come from the model."""
 
 _COMPLETED: Final = "completed"
 _INCOMPLETE: Final = "incomplete"
 
 
 class Detokenizer(Protocol):
-    """Makes text of one output's tokens."""
+    """Converts one output's tokens to text."""
 
     def push(self, token_id: int) -> str:
-        """Return the text that is complete with this token."""
+        """Return the text that this token completes."""
 
     def flush(self) -> str:
-        """Return the end of the text."""
+        """Return the rest of the text."""
 
 
 class OutputText:
@@ -59,14 +59,14 @@ class OutputText:
         return self._stop.push(self._detokenizer.push(token_id))
 
     def flush(self) -> str:
-        """Return what was held back, unless a stop string has ended the text."""
+        """Return the text that was held back, unless a stop string has ended it."""
         if self._stop.found is not None:
             return ""
         return self._stop.flush() + self._detokenizer.flush()
 
 
 class ResponseEvents:
-    """Makes the events of one response, and at each moment the response itself."""
+    """Makes the events of one response, and the response as it is at each moment."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class ResponseEvents:
         """Start a response.
 
         Args:
-            head: What it says of itself and its request; `id` and `background` among others.
-            text: Makes text of its tokens.
-            reader: Tells text, thinking and calls apart; None: all is text.
-            call_stop: Stop strings that end a call; the reader reads them, too.
+            head: The fields that do not depend on the output, such as `id` and `background`.
+            text: Converts its tokens to text.
+            reader: Splits the output into text, thinking and calls; None: the whole output is text.
+            call_stop: Stop strings that end a tool call; the reader must read them as well.
             token_text: Names a token in log-probabilities.
             token_bytes: The bytes of a token.
             has_logprobs: Whether log-probabilities are shown.
@@ -106,15 +106,15 @@ class ResponseEvents:
         self._end: Json = {}
         self._output: list[Json] = []
         self._open: Json | None = None
-        """The item that is being written; it is the last of `_output`."""
+        """The open item, which is the last of `_output`."""
         self._written: list[str] = []
         """The text of the open item, in pieces."""
         self._logprobs: list[Json] = []
-        """Those of the open item."""
+        """Log-probabilities of the open item."""
         self._new_logprobs: list[Json] = []
-        """Those of tokens whose text is not complete yet."""
+        """Log-probabilities of tokens whose text is not complete yet."""
         self._space = ""
-        """White space that may be between two items."""
+        """White space that may turn out to separate two items."""
         self._num_calls = 0
         self._events: list[Json] = []
         self._num_events = 0
@@ -146,7 +146,7 @@ class ResponseEvents:
         return self._take()
 
     def take(self, event: Event, now: Callable[[], float]) -> list[Json]:
-        """Return the events that one of the output's makes; `now` is asked when it has ended."""
+        """Return the response's events for one event of the output; `now` is called at the end."""
         match event:
             case OutputDelta():
                 return self.push(event)
@@ -158,7 +158,7 @@ class ResponseEvents:
         return []
 
     def push(self, delta: OutputDelta) -> list[Json]:
-        """Return the events of more tokens; the text is made of these alone."""
+        """Return the events for more tokens."""
         logprobs: Sequence[TokenLogprob | None] = delta.logprobs or [None] * len(delta.token_ids)
         for token_id, logprob in zip(delta.token_ids, logprobs, strict=True):
             if logprob is not None and self._has_logprobs:
@@ -257,7 +257,7 @@ class ResponseEvents:
         self._add("response.content_part.added", **self._where(), part=part)
 
     def _open_call(self, name: str, call_id: str) -> None:
-        if _OUR_CALL_ID.fullmatch(call_id):  # the same each time that the tokens are read
+        if _OUR_CALL_ID.fullmatch(call_id):  # so that reading the tokens again gives the same id
             call_id = f"call_{self._name}{self._num_calls}"
         self._num_calls += 1
         call: Json = {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
@@ -304,7 +304,7 @@ class ResponseEvents:
         self._add("response.output_item.done", output_index=len(self._output) - 1, item=done)
 
     def _where(self) -> Json:
-        """Return which part of the response an event is about."""
+        """Return the fields of an event that locate its part of the response."""
         assert self._open is not None, "an item is being written"
         where: Json = {"item_id": self._open["id"], "output_index": len(self._output) - 1}
         return where if self._open["type"] == "function_call" else {**where, "content_index": 0}

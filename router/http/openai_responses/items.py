@@ -1,4 +1,4 @@
-"""Items of a response's input and output, and the messages of a chat that they are."""
+"""Items of a response's input and output, and their conversion to messages of a chat."""
 
 import base64
 import uuid
@@ -17,7 +17,7 @@ from router.http.strict_json import Listed, Schema, excerpt
 
 _STATUS = Literal["in_progress", "completed", "incomplete"]
 _AUTHORS: dict[str, Any] = {"user": "user", "assistant": "assistant", "system": "system"}
-_AUTHORS["developer"] = "system"  # OpenAI's newer name for the same; templates know the older
+_AUTHORS["developer"] = "system"  # OpenAI's newer name; templates use the older one
 
 
 class _InputText(Schema):
@@ -32,7 +32,7 @@ class _InputText(Schema):
 
 
 class _Refusal(Schema):
-    """What another service's model has refused to do; here it is text."""
+    """A refusal of another service's model; Quire treats it as text."""
 
     type: Literal["refusal"]
     refusal: str
@@ -106,7 +106,7 @@ class CallItem(Schema):
 
 
 class CallOutputItem(Schema):
-    """What a function that was called has returned."""
+    """The result of a function call."""
 
     prefix: ClassVar[str] = "fco_"
     unimplemented = MappingProxyType({"namespace": (), "caller": (), "name": ()})
@@ -127,14 +127,14 @@ class CallOutputItem(Schema):
 
 
 class _Thought(Schema):
-    """A piece of thinking, or of its summary."""
+    """A part of thinking, or of its summary."""
 
     type: Literal["reasoning_text", "summary_text", "text"]
     text: str
 
 
 class ReasoningItem(Schema):
-    """What the model thought before it answered."""
+    """The model's thinking before its answer."""
 
     prefix: ClassVar[str] = "rs_"
 
@@ -143,12 +143,12 @@ class ReasoningItem(Schema):
     summary: Annotated[Listed[_Thought], Field(default_factory=list)]
     content: Annotated[Listed[_Thought], Field(default_factory=list)]
     encrypted_content: str = ""
-    """The thinking again, as `sealed` wrote it, for clients that send back only this."""
+    """The thinking as `sealed` encodes it, for clients that send back only this field."""
     status: _STATUS = "completed"
 
     @property
     def text(self) -> str:
-        """The thinking; raises InvalidArgumentError for contents of another service."""
+        """The thinking; raises InvalidArgumentError if another service has encrypted it."""
         if not self.content and self.encrypted_content:
             return _opened(self.encrypted_content)
         return "\n".join(part.text for part in self.content or self.summary)
@@ -202,7 +202,7 @@ def _item(value: object, position: int) -> Item:
 
 
 def with_id(item: Item) -> Json:
-    """Return the item as OpenAI lists it, with an id of its own if the client gave none."""
+    """Return the item as OpenAI lists it, with a new id if the client set none."""
     item_id = item.id or item.prefix + uuid.uuid4().hex
     return {"id": item_id, **item.shown(), "status": item.status}
 
@@ -210,13 +210,13 @@ def with_id(item: Item) -> Json:
 def messages_of(
     instructions: str, items: Sequence[Item], own_from: int = 0
 ) -> Iterator[dict[str, Any]]:
-    """Yield the messages of a chat as its template gets them.
+    """Convert items to messages for a chat template.
 
-    What the assistant thought, said and called in a row is one message of it. All instructions at
-    the start are one message of the system, since many templates take no more. Errors name items
-    by their place behind `own_from`, where the client's input begins.
+    Consecutive thinking, text and calls of the assistant become one message. All instructions at
+    the start become one system message, because many templates take only one. Errors number items
+    from `own_from`, where the client's input begins.
     """
-    said: list[tuple[str, Message]] = []  # with the name of the field
+    said: list[tuple[str, Message]] = []  # begins with the name of the field
     if instructions:
         said.append(("instructions", _message("system", instructions)))
     for i, item in enumerate(items):
@@ -256,7 +256,7 @@ def _message(role: str, text: str | None, **fields: Any) -> Message:
 
 
 def _joined(last: Message, added: Message, *, is_first: bool) -> Message | None:
-    """Return both as one message; None if they are two."""
+    """Return both as one message; None if they must stay two."""
     if last.role != added.role:
         return None
     if added.role == "system" and is_first:
@@ -271,7 +271,7 @@ def _joined(last: Message, added: Message, *, is_first: bool) -> Message | None:
 
 
 def sealed(text: str) -> str:
-    """Return thinking as `encrypted_content`: opaque to clients, though no secret from them."""
+    """Return thinking as `encrypted_content`, which is encoded but not secret."""
     return base64.b64encode(text.encode()).decode()
 
 

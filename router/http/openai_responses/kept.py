@@ -1,4 +1,4 @@
-"""Responses that are kept: how each becomes a turn, and what is read of it later."""
+"""Stored responses: makes a turn of each, and reads turns back as responses."""
 
 import asyncio
 import hashlib
@@ -37,17 +37,17 @@ MAX_LISTED: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class KeptResponses:
-    """The responses of all tenants; a `TurnKind`."""
+    """The stored responses of all tenants; a `TurnKind`."""
 
     cells: Cells
     turns: Turns
     max_bytes: int
-    """Most bytes of the responses that a new one continues."""
+    """Most bytes of the conversation that a new response continues."""
 
     # --- TurnKind -------------------------------------------------------------------------------
 
     async def answer(self, turn: Turn) -> None:
-        """No response is computed as a whole."""
+        """Return None: responses are computed token by token."""
 
     async def request(self, turn: Turn) -> GenerateRequest:
         """Return the request of a turn that was queued."""
@@ -61,7 +61,7 @@ class KeptResponses:
         self, turn: Turn, status: TurnStatus, events: Sequence[Event], at: float
     ) -> bytes:
         """Return the response's JSON."""
-        del status  # the events say it
+        del status  # the events include the failure
         inference = await self.cells.known(turn.model)
         made = (await restored(inference, turn)).events(inference)
         for event in events:
@@ -69,7 +69,7 @@ class KeptResponses:
         return json_bytes(made.response)
 
     def failure(self, turn: Turn, error: QuireError) -> bytes:
-        """Return the JSON of a response that cannot be made."""
+        """Return the JSON of a response that cannot be computed."""
         try:
             body = ResponseBody.model_validate_json(turn.body)
             head = head_of(body, turn.id, turn.created_at, turn.model, store=True)
@@ -83,7 +83,7 @@ class KeptResponses:
     async def accept(
         self, body: ResponseBody, response_id: str, tenant: str, headers: Mapping[str, str]
     ) -> tuple[Turn, ResponseCall]:
-        """Keep a new response and begin it; returns an older one that has its key.
+        """Store and start a new response; return an older one with the same idempotency key.
 
         Raises QuireError.
         """
@@ -119,7 +119,7 @@ class KeptResponses:
         return accepted, call
 
     async def earlier(self, tenant: str, previous_id: str | None) -> list[Item]:
-        """Return the items of the turns that a new one continues; raises NotFoundError."""
+        """Return the items of the turns that a new response continues; raises NotFoundError."""
         if previous_id is None:
             return []
         turns = await self.turns.store.conversation(tenant, previous_id, self.max_bytes)
@@ -155,7 +155,7 @@ class KeptResponses:
 
 
 def unfinished(head: Json, status: str) -> Json:
-    """Return a response without its output."""
+    """Return an unfinished response, without output."""
     return {
         **head,
         "object": "response",
@@ -168,7 +168,7 @@ def unfinished(head: Json, status: str) -> Json:
 
 
 def input_of(turn: Turn) -> list[dict[str, Any]]:
-    """Return a response's input items, as they are listed."""
+    """Return a response's input items as OpenAI lists them."""
     items: list[dict[str, Any]] = from_json(turn.body)["input"]
     return items
 

@@ -35,20 +35,20 @@ from router.turns.turn import Turn
 from router.turns.turns import Turns
 
 _MAX_BODIES = 16
-"""Most bytes of the responses that a new one continues, in bodies of the largest size. Each of them
-repeats instructions and tools."""
+"""Most bytes of the conversation that a new response continues, in units of the largest body. Every
+response repeats instructions and tools."""
 
 log = structlog.get_logger()
 
 
 def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> list[web.RouteDef]:
-    """Return the routes; without `turns` nothing is kept."""
+    """Return the routes; without `turns`, responses are not stored."""
     kept = None if turns is None else KeptResponses(cells, turns, _MAX_BODIES * bodies.max_bytes)
     if turns is not None and kept is not None:
         turns.serve(KIND, kept)
 
     async def create_response(request: web.Request, call_id: CallId) -> web.StreamResponse:
-        """Answer a conversation, as OpenAI's Responses; streamed, or in the background."""
+        """Answer a conversation, as OpenAI's Responses API does; streamed or in the background."""
         body = await bodies.read(request, ResponseBody, generates=True)
         body.check()
         response_id = f"resp_{uuid.uuid4().hex}"
@@ -73,7 +73,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         return await _answer(request, inference, call, call_id)
 
     async def get_response(request: web.Request, call_id: CallId) -> web.StreamResponse:
-        """Return a response that is kept, or stream it from an event on."""
+        """Return a stored response, or stream it from an event on."""
         found = await find(request)
         _name(call_id, request, found.id)
         query = request.query
@@ -83,7 +83,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
         return await _follow(request, kept_here(), found, call_id, starting_after=after)
 
     async def cancel_response(request: web.Request, _: CallId) -> web.StreamResponse:
-        """Cancel a response; one that has ended stays as it is."""
+        """Cancel a response; a response that has ended does not change."""
         cancelled = await kept_here().turns.cancel(await find(request))
         return _json(await kept_here().shown(cancelled))
 
@@ -112,7 +112,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
 
     return [
         web.post("/v1/responses", endpoint(create_response)),
-        # A stream has no HEAD.
+        # A stream cannot answer HEAD.
         web.get("/v1/responses/{id}", endpoint(get_response), allow_head=False),
         web.delete("/v1/responses/{id}", endpoint(delete_response)),
         web.post("/v1/responses/{id}/cancel", endpoint(cancel_response)),
@@ -121,7 +121,7 @@ def responses_routes(cells: Cells, bodies: BodyReader, turns: Turns | None) -> l
 
 
 def _name(call_id: CallId, http: web.Request, response_id: str) -> None:
-    """Let a call have the response's id, unless its client has named the call."""
+    """Name the call after the response, unless the client has named it."""
     if REQUEST_ID_HEADER not in http.headers:
         call_id.value = response_id
     else:
@@ -143,14 +143,14 @@ def _check_without_store(body: ResponseBody) -> None:
 async def _answer_kept(
     http: web.Request, kept: KeptResponses, body: ResponseBody, response_id: str, call_id: CallId
 ) -> web.StreamResponse:
-    """Answer a call that is kept: it goes on without its client."""
+    """Answer a call with a stored response, which continues even without its client."""
     turn, call = await kept.accept(
         body,
         response_id,
         kept.cells.entry.tenant_of(http.headers.get(TENANT_KEY, "")),
         http.headers,
     )
-    if turn.id != response_id:  # an older one has its key
+    if turn.id != response_id:  # an older response has this idempotency key
         _name(call_id, http, turn.id)
     if body.stream:
         return await _follow(http, kept, turn, call_id, call)
@@ -173,7 +173,10 @@ async def _follow(
 ) -> web.StreamResponse:
     inference = await kept.cells.known(turn.model)
     call = call or await restored(inference, turn)
-    made, seen = call.events(inference), Seen()  # it may raise, which the status can still say
+    made, seen = (
+        call.events(inference),
+        Seen(),
+    )  # may raise an error, for which the status can still be set
     async with aclosing(kept.read(turn, seen)) as events:
         return await _stream(
             sse_of(http, {REQUEST_ID_HEADER: call_id.value}),
@@ -188,7 +191,7 @@ async def _follow(
 async def _answer(
     http: web.Request, inference: Inference, call: ResponseCall, call_id: CallId
 ) -> web.StreamResponse:
-    """Answer a call that is not kept: it ends with its client's connection."""
+    """Answer a call whose response is not stored: it ends with the client's connection."""
     try:
         async with await inference.generate(call.planned) as live:
             if call.body.stream:
@@ -222,7 +225,7 @@ async def _stream(
     starting_after: int = -1,
     is_accepted: bool = False,
 ) -> web.StreamResponse:
-    """Stream a response's events behind the one with a number."""
+    """Stream a response's events after the one with a given number."""
 
     def wanted(events: Sequence[Json]) -> list[Json]:
         return [each for each in events if cast(int, each["sequence_number"]) > starting_after]

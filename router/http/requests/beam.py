@@ -14,16 +14,16 @@ class BeamFields(Schema):
     n: int = 1
     use_beam_search: bool = False
     best_of: int | None = None
-    """The search's width; by default `n`."""
+    """The width of the search; by default `n`."""
     length_penalty: float = 1.0
     early_stopping: Literal[False, True, "never"] = False
 
     def beam(self) -> BeamSearch | None:
-        """Return the search, if there is one.
+        """Return the search; None: the body asks for none.
 
         Raises:
             InvalidArgumentError: A field of a search is set without `use_beam_search`.
-            UnimplementedError: Without one, `best_of` is not `n`.
+            UnimplementedError: `best_of` differs from `n` without a search.
         """
         if self.use_beam_search:
             return BeamSearch(

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the body, and the call made of it by a chat template."""
+"""POST /v1/chat/completions: the body, and its conversion to a call."""
 
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -61,23 +61,24 @@ class ChatBody(ToolFields, Body):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     prompt_logprobs: int | None = None
     chat_template: str | None = None
-    """Instead of the model's own, if the service trusts requests."""
+    """Replaces the model's template, if the service trusts requests' templates."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
     add_generation_prompt: bool | None = None
-    """Whether the prompt ends with the assistant's cue; None: unless a message is continued."""
+    """Whether the prompt ends with the header of the assistant's message; None: yes, unless outputs
+    continue a message."""
     continue_final_message: bool = False
-    """Whether outputs continue the last message, which is the assistant's."""
+    """Whether outputs continue the last message, which must be the assistant's."""
     reasoning_effort: Effort | None = None
-    """How much to think, if the chat template knows it."""
+    """How much to think, if the chat template supports it."""
     reasoning: Reasoning | None = None
     thinking_budget: ThinkingBudget | None = None
-    """Most tokens of thinking; then its end marker is forced."""
+    """Most tokens of thinking; after these the end marker is forced."""
     thinking_token_budget: ThinkingBudget | None = None
-    """The same, by vLLM's name."""
+    """vLLM's name for `thinking_budget`."""
 
     @property
     def budget(self) -> int | None:
-        """Most tokens of thinking, by whichever name; raises InvalidArgumentError for two."""
+        """The budget under any of its names; raises InvalidArgumentError if two differ."""
         named = [self.thinking_budget, self.thinking_token_budget]
         if self.reasoning is not None:
             named.append(self.reasoning.max_tokens)
@@ -91,7 +92,7 @@ class ChatBody(ToolFields, Body):
 
     @property
     def conversation(self) -> Conversation:
-        """The chat as every API makes it."""
+        """The chat in the form that all APIs share."""
         kwargs: dict[str, Any] = dict(self.chat_template_kwargs)
         if self.add_generation_prompt is False or self.continue_final_message:
             kwargs["add_generation_prompt"] = False
@@ -137,7 +138,7 @@ class ChatBody(ToolFields, Body):
 
 
 async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Call:
-    """Make the call of a body; raises QuireError."""
+    """Make the call for a body; raises QuireError."""
     body.check()
     prompt, plan = await body.conversation.prepare(inference)
     field_to_json = {
@@ -159,7 +160,7 @@ async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Ca
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         ),
-        add_special_tokens=False,  # the template wrote them
+        add_special_tokens=False,  # the template has written the special tokens
     )
     prompts: list[Sequence[int]] = []
     return Call(

@@ -1,4 +1,4 @@
-"""POST /v1/completions: the body, and the call made of it."""
+"""POST /v1/completions: the body, and its conversion to a call."""
 
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -44,7 +44,7 @@ def parse_prompts(value: object, field: str = "prompt", most: int = MAX_PROMPTS)
 def _parse_token_ids(value: object, field: str) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise InvalidArgumentError(field, f"is {excerpt(value)}; it must be a list of token ids")
-    if not set(map(type, value)) <= {int}:  # the fast way to say yes to a long list
+    if not set(map(type, value)) <= {int}:  # a fast check that accepts a long list
         i, item = next((i, item) for i, item in enumerate(value) if type(item) is not int)
         raise InvalidArgumentError(f"{field}[{i}]", f"is {excerpt(item)}; it must be a token id")
     return tuple(value)
@@ -66,7 +66,7 @@ class CompletionBody(Body):
     echo: bool = False
     prompt_logprobs: int | None = None
     suffix: str = ""
-    """What follows the output, for models that fill in the middle."""
+    """The text after the output, for models that fill in the middle."""
 
     def check(self) -> None:
         """Check fields against each other; raises InvalidArgumentError."""
@@ -78,12 +78,12 @@ class CompletionBody(Body):
 
     @property
     def is_echo_only(self) -> bool:
-        """Whether only the prompt is wanted, as evaluations do: one token is computed for it."""
+        """Whether only the prompt is requested, as by evaluations; one token is computed then."""
         return self.echo and self.max_tokens == 0
 
 
 def completion_call(inference: Inference, body: CompletionBody, request_id: str) -> Call:
-    """Make the call of a body; raises QuireError."""
+    """Make the call for a body; raises QuireError."""
     body.check()
     prompt_logprobs = body.prompt_logprobs
     if prompt_logprobs is None and body.echo:

@@ -1,4 +1,4 @@
-"""A chat as every API makes it: what its template gets, and how its outputs are read."""
+"""A chat in the form that all APIs share: input of the template, and reading of the outputs."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,37 +15,37 @@ from router.text.chat_template import ChatTemplate
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""Names by which templates are told whether to think."""
+"""Template variables that turn thinking on or off."""
 
 _NO_TOOLS = ToolFields.model_validate({})
 
 
 def thinking_switch(template: ChatTemplate) -> str | None:
-    """Return the variable that tells a template whether to think; None: it has none."""
+    """Return the template's variable that turns thinking on or off; None: it has none."""
     return next((name for name in _SWITCHES if name in template.variables), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages, tools and form of one chat, whichever API it came by."""
+    """The messages, tools and form of one chat, from any API."""
 
     model: str
     messages: Iterable[Mapping[str, Any]]
-    """As a chat template gets them (`Message.for_template`); a thread iterates over them."""
+    """In the form for a chat template (`Message.for_template`); a thread iterates over them."""
     tools: ToolFields = _NO_TOOLS
     form: StructuredOutput | None = None
     thinking_budget: int | None = None
-    """Most tokens of thinking; then its end marker is forced."""
+    """Most tokens of thinking; after these the end marker is forced."""
     effort: Effort | None = None
-    """How much to think, if the chat template knows it."""
+    """How much to think, if the chat template supports it."""
     continued: str = ""
-    """The assistant's message at the end, if outputs continue it."""
+    """The assistant's last message, if outputs continue it."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
-    """Instead of the model's own, if the service trusts requests."""
+    """Replaces the model's template, if the service trusts requests' templates."""
 
     async def prepare(self, inference: Inference) -> tuple[str, OutputPlan]:
-        """Return the prompt, special tokens included, and how its outputs are written and read.
+        """Return the prompt, including special tokens, and the plan for its outputs.
 
         Raises QuireError.
         """
@@ -62,7 +62,7 @@ class Conversation:
         return prompt, await self._plan(inference, parsers, tools, prompt)
 
     async def output_plan(self, inference: Inference, prompt: str) -> OutputPlan:
-        """Return how the outputs are read of a chat that was prepared before, with this prompt."""
+        """Return the output plan of a chat whose prompt was prepared before."""
         template = inference.text.chat_template(self.model, self.chat_template)
         parsers = inference.text.parsers(template)
         tools = self.tools.tool_use(template, parsers)
@@ -83,10 +83,10 @@ class Conversation:
         )
 
     def _kwargs(self, template: ChatTemplate) -> dict[str, Any]:
-        """Return what the template gets besides messages and tools.
+        """Return the template's variables other than messages and tools.
 
         Raises:
-            UnimplementedError: It does not know the effort.
+            UnimplementedError: The template does not support `effort`.
         """
         if self.effort is None:
             return dict(self.template_kwargs)

@@ -1,4 +1,4 @@
-"""The messages of a chat: their JSON, and what a chat template gets."""
+"""The messages of a chat: their JSON, and their form for a chat template."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -28,7 +28,7 @@ def _as_parts(value: object) -> object:
 
 
 class TextPart(Schema):
-    """One piece of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -65,11 +65,11 @@ class Message(Schema):
     content: Annotated[Listed[TextPart] | None, BeforeValidator(_as_parts)] = None
     name: str = ""
     tool_calls: Annotated[Listed[ToolCall], Field(default_factory=list)]
-    """What the assistant called."""
+    """The calls that the assistant made."""
     reasoning_content: str = ""
-    """What the assistant thought before."""
+    """The assistant's earlier thinking."""
     reasoning: str = ""
-    """The same, by its newer name."""
+    """The newer name of `reasoning_content`."""
     tool_call_id: str = ""
     """The call whose result a tool's content is."""
 
@@ -82,14 +82,14 @@ class Message(Schema):
         return "\n".join(part.text for part in self.content or ())
 
     def for_template(self, field: str) -> dict[str, Any]:
-        """Return what a chat template gets: a call's arguments as an object, not as text.
+        """Return the message for a chat template: arguments of calls become objects.
 
         Raises InvalidArgumentError for fields that do not fit each other; `field` names the
         message.
         """
         self._check(field)
         message: dict[str, Any] = {
-            # OpenAI's newer name for the same; templates know the older.
+            # OpenAI's newer name; templates use the older one.
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
         }
@@ -142,9 +142,9 @@ Messages = Annotated[Listed[Message], at_most(MAX_MESSAGES), Field(min_length=1)
 
 
 def for_template(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
-    """Check and yield each message as a chat template gets it; raises InvalidArgumentError.
+    """Check each message, and yield it for a chat template; raises InvalidArgumentError.
 
-    A thread iterates over them: the arguments of calls may be long.
+    A thread iterates over them, because the arguments of calls may be long.
     """
     for i, message in enumerate(messages):
         yield message.for_template(f"messages[{i}]")
@@ -161,7 +161,7 @@ def check_continued(messages: Sequence[Message]) -> None:
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Check that none has a name that the service sets; raises InvalidArgumentError."""
+    """Raise InvalidArgumentError if an argument has a name that the service itself sets."""
     if taken := kwargs.keys() & _TEMPLATE_NAMES:
         raise InvalidArgumentError(
             "chat_template_kwargs", f"has the key {min(taken)}, which the service itself sets"

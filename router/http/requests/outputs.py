@@ -1,4 +1,4 @@
-"""How a chat's outputs are written and read: thinking, its budget, calls, forms."""
+"""Plans a chat's outputs: thinking and its budget, calls, and forms."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,28 +8,28 @@ from contract.errors import InvalidArgumentError, UnimplementedError
 from contract.request import GenerateRequest, ThinkingMarkers
 from contract.sampling import StructuredOutput
 from router.http.requests.tools import Function, ToolUse
-from router.parsers.choosing import OutputParsers
-from router.parsers.forced import ChosenCall, ForcedCall
-from router.parsers.grammar import (
+from router.parsers.call_grammar import (
     CallGrammar,
     ForcedFunction,
     ThinkingGrammar,
     thinking_grammar,
 )
+from router.parsers.choosing import OutputParsers
+from router.parsers.forced import ChosenCall, ForcedCall
 from router.parsers.harmony import message_has_begun
 from router.parsers.pieces import Reader
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """What a chat's outputs must be, and what reads them."""
+    """The constraints on a chat's outputs, and their reader."""
 
     new_reader: Callable[[], Reader] | None = None
-    """Makes the reader of one output; None: all is text."""
+    """Makes the reader of one output; None: the whole output is text."""
     structured: StructuredOutput | None = None
     before_form: str = ""
     stop: tuple[str, ...] = ()
-    """Added to the client's stop strings; each ends a call."""
+    """Stop strings that end a tool call, in addition to the client's."""
     shows_special_tokens: bool = False
     thinking: ThinkingMarkers | None = None
     field_to_json: Mapping[str, str] = field(default_factory=dict)
@@ -56,11 +56,11 @@ def plan_outputs(
 ) -> OutputPlan:
     """Plan the outputs of a chat whose template has made `prompt`.
 
-    `continued` is the assistant's message at its end, if outputs continue one.
+    `continued` is the assistant's message at the prompt's end, if outputs continue it.
 
     Raises:
         InvalidArgumentError: Fields contradict each other.
-        UnimplementedError: The model's syntax does not allow what is asked.
+        UnimplementedError: The model's syntax does not support the request.
     """
     thinking = parsers.thinking
     if thinking is not None:
@@ -103,7 +103,7 @@ def _plan(
     if tools is not None and wants_calls:
         return _plan_calls(parsers, tools, thought, has_begun=has_begun)
     is_read = parsers.thinking is not None or parsers.reads_messages
-    if form is not None and not before:  # then it is all of the output
+    if form is not None and not before:  # then JSON is the whole output
         return OutputPlan(structured=form)
     plan = OutputPlan(
         (lambda: parsers.new_reader(None, has_begun=has_begun)) if is_read else None,
@@ -165,7 +165,7 @@ def _formed(plan: OutputPlan, grammar: str, thought: ThinkingGrammar | None) -> 
 
 
 def _bounded(plan: OutputPlan, thought: ThinkingGrammar | None) -> OutputPlan:
-    """Return a plan of any text, in which thinking has its budget."""
+    """Return a plan for free text with a budget for thinking."""
     if thought is None or thought.max_tokens is None:
         return plan
     named = {"structured": "thinking_budget", "structured.grammar": "thinking_budget"}
@@ -177,7 +177,7 @@ def _forced(function: Function) -> ForcedFunction:
 
 
 def _plain_json(functions: Sequence[Function]) -> OutputPlan:
-    """Force one call of one of the functions, as JSON."""
+    """Plan one forced call of one of the functions, as plain JSON."""
     named = {"structured.json_schema": "tools"}
     if len(functions) == 1:
         (function,) = functions

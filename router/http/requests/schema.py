@@ -1,8 +1,8 @@
-"""The fields that completions and chats share, and the fields that are refused.
+"""The fields that completions and chats share, and the fields that they refuse.
 
-Only shapes are checked here: null means unset, an unknown field or a wrong type is an error that
-names it, and a field of OpenAI's or vLLM's that is not implemented is refused by name, unless its
-value has no effect (`echo: false`). `Inference.generate` checks ranges, for every API.
+Only shapes are checked here. null means unset; an unknown field or a wrong type is an error that
+names the field. A field of OpenAI or vLLM that Quire does not implement is refused by name, unless
+its value has no effect (`echo: false`). `Inference.generate` checks ranges, for every API.
 """
 
 from collections.abc import Mapping
@@ -28,24 +28,24 @@ Prompt: TypeAlias = str | tuple[int, ...]
 MAX_TOKEN_ID_DIGITS = 10
 
 MAX_METADATA = 16
-"""Most entries of `metadata`, as OpenAI has it."""
+"""Most entries of `metadata`, as at OpenAI."""
 
 NO_EFFECT = frozenset({"user", "safety_identifier", "metadata"})
-"""Accepted without an effect, as at OpenAI: labels for stored records; nothing is stored, and
-`store: true` is refused."""
+"""Accepted without effect: labels for stored completions. Completions are not stored, and `store:
+true` is refused."""
 
 CacheRetention: TypeAlias = Literal["in_memory", "in-memory", "24h"]
 SESSION_PIN_S: Final = 300.0
-"""How long a session's prompt is pinned after a turn, while a tool runs or a person thinks: as long
-as Anthropic's shorter `ttl`, and about as long as OpenAI keeps prompts in memory."""
+"""How long a session's prompt stays pinned after a turn, while a tool runs or the user reads. Equal
+to Anthropic's shorter `ttl`, and about the time that OpenAI keeps prompts in memory."""
 
 
 def session_pin_s(*, is_session: bool, retention: CacheRetention | None) -> float | None:
-    """Return for how long a turn's prompt is pinned; None: not at all.
+    """Return how long to pin a turn's prompt; None: do not pin it.
 
     Args:
-        is_session: Whether the client marks it as part of a longer conversation.
-        retention: How long the client asks for.
+        is_session: Whether the client marks the turn as part of a longer conversation.
+        retention: The time that the client asks for.
     """
     if retention == "24h":
         return float(MAX_CACHE_PIN_S)
@@ -58,7 +58,7 @@ def _listed(value: object) -> object:
 
 RequestId: TypeAlias = Annotated[str, Field(pattern=f"^{REQUEST_ID_PATTERN}$")]
 MAX_TOP_LOGPROBS: Final = 20
-"""Of a chat or a response, as OpenAI has it."""
+"""Limit for chats and responses, as at OpenAI."""
 
 
 class StreamOptions(Schema):
@@ -68,7 +68,7 @@ class StreamOptions(Schema):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """vLLM's: every event has the usage so far."""
+    """From vLLM: every event has the usage so far."""
 
 
 class Body(StructuredFields, BeamFields):
@@ -113,6 +113,8 @@ class Body(StructuredFields, BeamFields):
 
     # Quire extensions.
     cache_pin_s: float | None = None
+    stream_interval: int | None = None
+    """New tokens that go out together; vLLM has it as a flag."""
 
     @property
     def usage_in_stream(self) -> UsageInStream:
@@ -126,6 +128,8 @@ class Body(StructuredFields, BeamFields):
         """Check fields against each other; raises InvalidArgumentError."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options", "is set; it needs stream to be true")
+        if self.stream_interval is not None and not self.stream:
+            raise InvalidArgumentError("stream_interval", "is set; it needs stream to be true")
         options = self.stream_options or StreamOptions()
         if options.continuous_usage_stats and not options.include_usage:
             raise InvalidArgumentError(
@@ -155,6 +159,7 @@ class Body(StructuredFields, BeamFields):
             else self.cache_pin_s,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             bad_words=tuple(self.bad_words),
+            stream_interval=self.stream_interval,
         )
 
     def shown_tokens(self, text: ModelText) -> TokenText:
@@ -164,7 +169,10 @@ class Body(StructuredFields, BeamFields):
     def sampling(
         self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
-        """Make sampling parameters; the two kinds of body name these arguments differently."""
+        """Make sampling parameters.
+
+        The arguments are fields that chats and completions name differently.
+        """
         return SamplingParams(
             temperature=self.temperature,
             top_k=0 if self.top_k == -1 else self.top_k,  # -1 means all in vLLM
@@ -206,4 +214,4 @@ UNIMPLEMENTED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "priority": (0,),
     }
 )
-"""Fields of both kinds that are refused by name, with the values that have no effect."""
+"""Fields that both bodies refuse by name, with the values that have no effect."""

@@ -1,4 +1,4 @@
-"""OpenAI's and vLLM's fields for the form that an output must have."""
+"""OpenAI's and vLLM's fields for structured output."""
 
 import json
 from collections.abc import Mapping
@@ -31,7 +31,10 @@ class ResponseFormat(Schema):
     json_schema: NamedSchema | None = None
 
     def forms(self) -> list[StructuredOutput]:
-        """Return nothing for text, else one; raises InvalidArgumentError without a schema."""
+        """Return the form, or none for text.
+
+        Raises InvalidArgumentError if its schema is missing.
+        """
         match self.type:
             case "text":
                 return []
@@ -70,7 +73,7 @@ class StructuredOutputs(Schema):
 
 
 class StructuredFields(Schema):
-    """The part of a body for forms, in three notations."""
+    """The fields of a body for structured output, in three notations."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -80,7 +83,7 @@ class StructuredFields(Schema):
     guided_grammar: str | None = None
 
     def structured(self) -> StructuredOutput | None:
-        """Return the form; None: any text. Raises InvalidArgumentError for more than one."""
+        """Return the form; None: free text. Raises InvalidArgumentError for several forms."""
         guided = StructuredOutputs.model_construct(
             json_=self.guided_json,
             json_object=False,
@@ -112,5 +115,5 @@ class StructuredFields(Schema):
 
 
 def _json_schema(schema: JsonSchema | str) -> StructuredOutput:
-    # An object becomes text in the thread that makes a grammar of it.
+    # An object is serialized later, in the thread that makes the grammar.
     return StructuredOutput(json_schema=json.dumps(schema) if isinstance(schema, bool) else schema)

@@ -35,7 +35,7 @@ class TokenizeBody(Schema):
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """With a prompt, unset means true; a chat's template writes special tokens itself."""
+    """For a prompt, unset means true. For a chat it must not be true: the template adds them."""
     return_token_strs: bool = False
     """Whether to return each token's text, too."""
     add_generation_prompt: bool | None = None
@@ -45,7 +45,7 @@ class TokenizeBody(Schema):
     tools: Annotated[Listed[Tool], Field(default_factory=list, max_length=MAX_TOOLS)]
 
     async def token_ids(self, inference: Inference) -> list[int]:
-        """Return the token ids as for `generate`; raises QuireError."""
+        """Return the same token ids as `generate` would use; raises QuireError."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidArgumentError("prompt", "or messages must be set, and not both")
         if self.messages is not None:

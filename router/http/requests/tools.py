@@ -1,4 +1,4 @@
-"""A chat's fields for functions: which it offers, and which the model must call."""
+"""A chat's fields for tools: the functions on offer, and the one that the model must call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from router.parsers.choosing import OutputParsers
 from router.text.chat_template import ChatTemplate
 
 MAX_TOOLS = 128
-"""Most functions of one chat, as OpenAI has it."""
+"""Most functions of one chat, as at OpenAI."""
 
 _NO_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
@@ -29,7 +29,7 @@ class Function(Schema):
     name: FunctionName
     description: str = ""
     parameters: dict[str, Any] | None = None
-    """A JSON schema of an object; None: there are none."""
+    """A JSON schema of an object; None: no parameters."""
     strict: bool = False
     """Whether a call's arguments must follow it."""
 
@@ -45,7 +45,7 @@ class Tool(Schema):
     function: Function
 
     def for_template(self) -> dict[str, Any]:
-        """Return what a chat template gets: only what the client set."""
+        """Return the tool for a chat template, with only the fields that the client set."""
         said = self.function.model_dump(exclude_unset=True, exclude={"strict"})
         return {"type": "function", "function": said}
 
@@ -65,16 +65,16 @@ class NamedChoice(Schema):
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a chat: what its template shows, and which calls are wanted."""
+    """The tools of a chat: those that its template shows, and the calls that the model may make."""
 
     for_template: list[dict[str, Any]]
     offered: Sequence[Function]
     functions: Sequence[Function]
-    """Those that may be called."""
+    """The functions that may be called."""
     is_forced: bool = False
-    """Whether one of them must be called."""
+    """Whether a function must be called."""
     is_alone: bool = False
-    """Whether an output may have one call only."""
+    """Whether an output may have only one call."""
 
     @property
     def wants_calls(self) -> bool:
@@ -89,10 +89,10 @@ class ToolFields(Schema):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     """None: "auto" with tools, "none" without."""
     parallel_tool_calls: bool = True
-    """Whether an output may have several calls; one of a named function is always alone."""
+    """Whether an output may have several calls; a named function is called only once."""
 
     def tool_use(self, template: ChatTemplate, parsers: OutputParsers) -> ToolUse | None:
-        """Return the tools' effect; None without any.
+        """Return the use of tools; None: the chat has no tools.
 
         Raises:
             InvalidArgumentError: `tool_choice` names a tool that is not offered.
@@ -143,10 +143,10 @@ class ToolFields(Schema):
 
 
 def show_tools(tools: Sequence[Tool], template: ChatTemplate) -> list[dict[str, Any]]:
-    """Return what a template gets of a chat's tools.
+    """Return a chat's tools for its template.
 
     Raises:
-        InvalidArgumentError: Two have the same name.
+        InvalidArgumentError: Two tools have the same name.
         UnimplementedError: The template does not take tools.
     """
     check_names(tools)

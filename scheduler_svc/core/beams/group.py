@@ -1,10 +1,10 @@
-"""One live beam search, with a sequence for each beam that it may have."""
+"""One live beam search, with one sequence per beam."""
 
 from contract.step import SearchState
 from scheduler_svc.core.beams.search import BeamSearcher, Candidates, Hypothesis, num_common
+from scheduler_svc.core.interface.events import Finished
+from scheduler_svc.core.interface.request import FinishReason, Request, SeqId
 from scheduler_svc.core.sequence import SeqStatus, Sequence
-from scheduler_svc.core.values.events import Finished
-from scheduler_svc.core.values.request import FinishReason, Request, SeqId
 
 
 class BeamGroup:
@@ -27,11 +27,11 @@ class BeamGroup:
         self.seqs = seqs
         self.outputs = seqs[: request.n]
         self.places: list[Sequence] = []
-        """While the search runs: the sequence of each beam; at first only the best beam has one.
-        While `parents` is not None: the sequences of the previous step's beams."""
+        """While the search runs: the sequence of each beam. At first only the best beam has one.
+        While `parents` is set, these are the sequences of the previous step's beams."""
         self.parents: tuple[int, ...] | None = None
-        """Set when the search has chosen new beams whose step has not begun: for each, the index in
-        `places` of the beam that it continues."""
+        """Set between the choice of new beams and the start of their step: for each new beam, the
+        index in `places` of the beam that it continues."""
         self.reports: dict[SeqId, Candidates] = {}
         """The candidates of the beams that have computed their last token."""
 
@@ -47,13 +47,16 @@ class BeamGroup:
         leader.max_total_tokens = self.search.num_tokens + 1
 
     def state_with(self, seq: Sequence) -> SearchState | None:
-        """Return the search state for the worker to keep with `seq`, the best beam; else None."""
+        """Return the search state that the worker keeps with `seq`.
+
+        None unless `seq` is the best beam.
+        """
         has_begun = self.search.num_tokens > len(self.leader.request.prompt_token_ids)
         return self.search.state if has_begun and seq is self.places[0] else None
 
     @property
     def spares(self) -> list[Sequence]:
-        """The sequences that are no beams at present."""
+        """The sequences that no beam uses now."""
         return [seq for seq in self.seqs if seq.status is SeqStatus.SPARE]
 
     @property
@@ -64,8 +67,8 @@ class BeamGroup:
     def results(self) -> list[Finished]:
         """Return the last events of the outputs after the search has ended, best first.
 
-        If the vocabulary has hardly more tokens than there are beams, some outputs may end with an
-        error because the search found too few hypotheses.
+        With a vocabulary that is hardly larger than the number of beams, the search may find too
+        few hypotheses; the missing outputs then end with an error.
         """
         found = self.search.hypotheses
         return [
@@ -104,7 +107,7 @@ class BeamGroup:
         return num_common(tokens, best) // block_size
 
     def _num_blocks_of_others(self, block_size: int) -> int:
-        """Return how many blocks of each KV group the other beams need beside the best one's."""
+        """Return how many blocks of each KV group all beams but the best one need."""
         num_blocks = -(-self.search.num_tokens // block_size)
         others = range(1, len(self.search.beams))
         return sum(num_blocks - self.num_shared_blocks(beam, block_size) for beam in others)

@@ -1,17 +1,17 @@
 """Runs beam searches: manages the rows and blocks of their beams, step by step.
 
-A search has one sequence for each beam that it may have. The first sequence, the leader, represents
-the search in the queue. When it has computed the prompt, the others fork from it. From then on each
-beam reports candidates when it computes its last token. When all beams have reported, the search
-chooses the next beams. In the next step:
+A search has one sequence per beam. The first sequence, the leader, represents the search in the
+queue. When it has computed the prompt, the others fork from it. From then on each beam reports
+candidates when it computes its last token. When all beams have reported, the search chooses the
+next beams. In the next step:
 
     the first child of a beam    continues in the row and blocks of its parent
     a further child              forks into a spare sequence: it shares the parent's full blocks,
                                  and starts with a copy of the partial one
     a beam without child         its sequence becomes spare; a row stays reserved for it
 
-For the worker each step of a beam is a new sequence that may get only one more token. So a beam
-never decodes, and no step in flight names it while its next step is prepared.
+To the worker, each step of a beam is a new sequence that gets exactly one more token. So a beam
+never decodes, and no step in flight refers to it while its next step is prepared.
 
 A search runs as a whole or waits as a whole. A preempted search keeps its beams' tokens but no KV;
 most of the KV is in shared blocks, which the prefix cache may still have. It resumes like a new
@@ -25,6 +25,8 @@ from itertools import chain
 from contract.step import Result
 from scheduler_svc.core.beams.group import BeamGroup
 from scheduler_svc.core.beams.search import Candidates
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.request import SeqId
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.prefix import KvLookup
@@ -32,8 +34,6 @@ from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import SeqStatus, Sequence
 from scheduler_svc.core.space.kv_groups import KvGroups
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.request import SeqId
 
 _NO_ROWS: frozenset[int] = frozenset()
 
@@ -66,7 +66,7 @@ class BeamGroups:
     @property
     def rows(self) -> frozenset[int]:
         """The rows whose candidates `apply_candidates` reads."""
-        if not self._groups:  # as in almost every step
+        if not self._groups:  # true in almost every step
             return _NO_ROWS
         places = chain.from_iterable(group.places for group in self)
         return frozenset(seq.row for seq in places if seq.row is not None)
@@ -98,7 +98,7 @@ class BeamGroups:
     def _most_blocks_of_others(self, group: BeamGroup) -> int:
         """Return what the other beams need if they share no block with the best one.
 
-        It may have given back the blocks behind a window that they need.
+        The best beam may have given back blocks behind its window that the others need.
         """
         num_others = len(group.search.beams) - 1
         return num_others * self._kv_groups.num_needed(group.search.num_tokens)
@@ -192,7 +192,7 @@ class BeamGroups:
             self._running.compute_chunk(seq, builder)
 
     def _spread(self, group: BeamGroup) -> None:
-        """Start the other beams of a resumed search beside the best one."""
+        """Start the beams of a resumed search other than the best one."""
         best, num_tokens = group.leader, group.search.num_tokens
         for index, seq in zip(range(1, len(group.search.beams)), group.spares, strict=False):
             seq.token_ids = group.search.beams[index].token_ids

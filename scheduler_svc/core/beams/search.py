@@ -6,8 +6,8 @@ continuations of all beams, best first. A continuation ends by an end token or b
 among the first `width` that end become hypotheses, and the best `width` hypotheses are kept. The
 first `width` of those that do not end become the next beams.
 
-Among equally likely continuations, that of the better beam goes first; within a beam, the one that
-the worker reported first.
+Equally likely continuations are ordered by beam, the better one first; within a beam, in the order
+of the worker's report.
 """
 
 from collections.abc import Sequence
@@ -183,7 +183,9 @@ class BeamSearcher:
         return np.float32(logprob / np.float32(num_output_tokens**self.params.length_penalty))
 
     def _keep(self, new: Hypothesis) -> None:
-        hypotheses = sorted((*self.hypotheses, new), key=lambda h: h.score, reverse=True)  # stable
+        hypotheses = sorted(
+            (*self.hypotheses, new), key=lambda h: h.score, reverse=True
+        )  # stable, so ties keep their order
         self.hypotheses = tuple(hypotheses[: self.params.width])
 
     def _is_over(self, best_logprob: np.float32, num_output_tokens: int) -> bool:

@@ -4,10 +4,10 @@ If H blocks are held, the held blocks at H and beyond exchange places with avail
 A *pass* lists these blocks and the tables that name them. Then each step moves a few, highest
 first, with copies in its plan. Sequences keep running, so the lists are checked again before use:
 
-    source    a held block. All its holders must be tables or a pin that the pass knows. So a block
-              stays where it is if a step in flight holds it, a fork copies from it, it is being
-              swapped in, or this plan copies to it.
-    target    a free block: the source moves there, and its old block is held until the step's
+    source a held block. All its holders must be tables or a pin that the pass knows. So a block
+    does not move while a step in flight holds it, a fork copies from it, it is being swapped in, or
+    this plan copies to it. target a free block: the source moves there, and its old block is held
+    until the step's
               result. Or a cached block: the two exchange contents by two copies in one plan, since
               all reads come before all writes. Free blocks below H are used first, then cached
               ones. If all of these have been allocated, any free block below the source is used.
@@ -16,7 +16,7 @@ While the pool shrinks, passes of another kind run first, repeatedly until none 
 *evacuate* the blocks beyond the pool's new end to any available blocks below it, evicting cached
 ones.
 
-To begin a pass takes time in proportion to the pool and the tables. A step in a pass takes time in
+Beginning a pass takes time in proportion to the pool and the tables. A step in a pass takes time in
 proportion to its moves; a step without a pass takes one comparison.
 """
 
@@ -30,13 +30,13 @@ import numpy as np
 
 from contract.step import StepId
 from scheduler_svc.core.compact.fragmentation import Fragmentation, measure
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.running import RunningSet
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.space.pins import Pins
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
 
 _NOW, _NEVER = float("-inf"), float("inf")
 _LEAST_RATE = 1e-9
@@ -99,7 +99,7 @@ class _Pass:
     """Descending; taken from the end, if cached by then."""
     owners: _Owners
     evacuates: bool = False
-    """Whether it only empties the blocks beyond the border; such a pass has no report."""
+    """Whether the pass only empties the blocks beyond the border; such a pass has no report."""
     num_moved: int = 0
     last_step: StepId | None = None
     """The last step that moved a block; None before the first."""
@@ -212,7 +212,9 @@ class Defragmenter:
             current.num_moved += num_moved
             self.num_moved += num_moved
             current.last_step = builder.step_id
-        elif builder.step_id - num_in_flight > (current.last_step or 0):  # the old blocks are free
+        elif builder.step_id - num_in_flight > (
+            current.last_step or 0
+        ):  # the old blocks are free now
             self._pass = None
             if current.evacuates:
                 return
@@ -261,7 +263,7 @@ class Defragmenter:
         """Return the block to move `src` to, if any, and whether that block is cached."""
         if (free := self._pool.allocate_before(current.border)) is not None:
             return free, False
-        if current.evacuates:  # there is one, unless unclaimed rows hold too many blocks
+        if current.evacuates:  # there is a free block, unless unclaimed rows hold too many
             has_room = self._pool.num_free + self._pool.num_cached > 0
             return (self._pool.allocate(1)[0] if has_room else None), False
         while current.free_targets:

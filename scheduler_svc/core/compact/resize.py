@@ -2,7 +2,7 @@
 
 To grow, the worker allocates memory first; then the core calls `resize`. To shrink:
 
-    shrink      takes the blocks from the new end on out of use. Free ones are retired at once, and
+    shrink takes the blocks from the new end on out of use. Free ones are retired at once, and
                 cached ones are demoted as far as a step has room. The defragmenter moves held ones
                 below the end; if there is no room, sequences are preempted first.
     is_shrunk   no block beyond the end is held, the worker knows which rows were released, and all
@@ -14,16 +14,16 @@ To grow, the worker allocates memory first; then the core calls `resize`. To shr
 from itertools import chain
 
 from contract.step import StepId
-from scheduler_svc.core.bounds.limits import check_length
 from scheduler_svc.core.compact.defragment import Defragmenter
 from scheduler_svc.core.handover.labels import NewLabels
 from scheduler_svc.core.handover.moves import Moves
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import RequestTooLongError, ResizeRefusedError
+from scheduler_svc.core.limits.acceptance import check_length
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.space.pins import Pins
 from scheduler_svc.core.steps_in_flight import StepsInFlight
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import RequestTooLongError, ResizeRefusedError
 
 
 class Resizing:

@@ -12,8 +12,9 @@ the contents, and calls both cores in this order:
             after the results of both `ready_step`s the contents are copied
     end_loan                                 receive   the blocks can be found from now on
 
-A loan holds the blocks that are read, a reservation those that are written, however long the copy
-takes. Until `receive` no sequence finds a block, so KV that turns out to be wrong is never used.
+A loan holds the blocks that are read, and a reservation the blocks that are written, for the
+duration of the copy. Until `receive` no sequence finds a block, so KV that turns out to be wrong is
+never used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,10 +23,10 @@ from typing import NewType
 
 from contract.hashing import BlockHash
 from contract.step import StepId
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId, HostBlockId
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
 
 LoanId = NewType("LoanId", int)
 """Identifies blocks that are being read at the source core."""
@@ -82,8 +83,8 @@ class Copies:
     def lend(self, hashes: Sequence[BlockHash]) -> Loan:
         """Hold blocks on the host, and copy those there that only the device has.
 
-        Stops at the first one that is in neither pool, or has no room on the host. Copies nothing
-        while swap-ins wait, because no step does both, and sequences wait for swap-ins.
+        Stops at the first block that is in neither pool, or for which the host has no room. Copies
+        nothing while swap-ins are pending: a step cannot do both, and sequences wait for swap-ins.
         """
         num_left = 0 if self._tier.has_unsent_swap_ins else self._max_copied
         held: list[HostBlockId] = []

@@ -3,7 +3,7 @@
 from hashlib import sha256
 
 from contract.hashing import BlockHash, root_hash
-from scheduler_svc.core.values.request import Request
+from scheduler_svc.core.interface.request import Request
 
 
 def swap_root(request: Request, output_index: int, *, has_prefix_cache: bool) -> BlockHash:

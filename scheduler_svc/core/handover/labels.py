@@ -1,4 +1,4 @@
-"""Labels: hashes of device blocks' contents that are waiting to be sent to the worker, in order.
+"""Collects labels, the hashes of device blocks' contents, to send to the worker in order.
 
 A worker stores the hash of each block's content, for the next scheduler. The labels of a plan refer
 to contents *before* its step. A block that is published while a step is being planned may be

@@ -5,8 +5,8 @@ from typing import NewType
 
 from contract.hashing import BlockHash
 from contract.step import StepId
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.space.blocks import HostBlockId
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 
 ExportId = NewType("ExportId", int)
 """Identifies a leaving request at the source core."""
@@ -17,7 +17,7 @@ ImportId = NewType("ImportId", int)
 
 @dataclass(frozen=True, slots=True)
 class MovableRequest:
-    """A live request, with what another core needs to run it."""
+    """A live request, and the sizes that another core must have to run it."""
 
     source: SourceId
     first_seq_key: SeqKey
@@ -42,9 +42,9 @@ class Progress:
     can_copy: bool
     """Whether `Copies` can copy its blocks: they have hashes, by which it finds them there."""
     hashes: tuple[BlockHash, ...]
-    """The names of the full blocks that it has computed, or that its steps in flight compute."""
+    """The hashes of its full blocks, including blocks that steps in flight compute."""
     decodes: bool
-    """Whether it has gained a token, and can leave."""
+    """Whether it has gained a token and can leave."""
 
 
 @dataclass(frozen=True, slots=True)

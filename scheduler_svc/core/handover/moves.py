@@ -13,8 +13,8 @@ the contents, and calls both cores in this order:
 
 The request belongs to the source core until `end_export`, and to the target core from `end_import`
 on, which must follow at once. Before `end_export` the move can be given up, and the request
-continues at the source. The move itself holds the blocks that are read and those that are written,
-even if a sequence ends before the move does.
+continues at the source. The move itself holds the blocks that are read and written, even if a
+sequence ends during the move.
 """
 
 from collections.abc import Collection, Iterator
@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from contract.hashing import BlockHash, extend_chain, root_hash
 from contract.request import MAX_N
 from contract.step import StepId
-from scheduler_svc.core.bounds.limits import check_length
 from scheduler_svc.core.handover.moved_request import (
     Export,
     ExportId,
@@ -34,6 +33,10 @@ from scheduler_svc.core.handover.moved_request import (
     MovedSequence,
     Progress,
 )
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import MigrationRefusedError, RequestTooLongError
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
+from scheduler_svc.core.limits.acceptance import check_length
 from scheduler_svc.core.live_sequences import LiveSequences, resubmittable
 from scheduler_svc.core.policies.policy import Policy
 from scheduler_svc.core.preemption import Preemption
@@ -46,9 +49,6 @@ from scheduler_svc.core.space.kv_groups import KvGroups
 from scheduler_svc.core.steps_in_flight import StepsInFlight
 from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import MigrationRefusedError, RequestTooLongError
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 
 _WITH_KV_BELOW = frozenset({SeqStatus.SWAPPED, SeqStatus.FETCHING})
 """The states in which a sequence has KV of its own on the host or the disk, or waits for it."""
@@ -105,7 +105,10 @@ class Moves:
     # --- finding requests to move ---------------------------------------------------------------
 
     def find_requests(self, request_id: str | None = None) -> list[MovableRequest]:
-        """Return the live requests with an id; several routers may use the same id. None: all."""
+        """Return the live requests with an id, which several routers may use.
+
+        None: all requests.
+        """
         seqs = [seq for seq in self._live if request_id in (None, seq.request.request_id)]
         return [self._describe(group) for group in _by_request(seqs)]
 
@@ -122,7 +125,7 @@ class Moves:
         return None
 
     def find_running(self) -> list[tuple[SourceId, SeqKey]]:
-        """Return source and first key of the running requests that could ever move."""
+        """Return source and first key of all running requests of kinds that can move."""
         requests = dict.fromkeys(
             seq.request
             for seq in self._running
@@ -306,7 +309,7 @@ class Moves:
         )
 
     def _decodes(self, seqs: list[Sequence]) -> bool:
-        """Whether some run and all of these have gained a token, and the request can leave."""
+        """Whether some sequences run, all of these decode, and the request can leave."""
         running = [seq for seq in seqs if seq.row is not None]
         if not running:
             return False
@@ -314,7 +317,7 @@ class Moves:
             if seq.row is None or self._rows.num_tokens(seq.row) == len(seq.token_ids):
                 return False
             if seq.last_step is not None and seq.last_step <= self._steps.last:
-                return False  # its last token is on its way
+                return False  # a step in flight samples its last token
         try:
             self._check_can_leave(seqs)
         except MigrationRefusedError:

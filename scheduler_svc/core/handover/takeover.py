@@ -37,6 +37,9 @@ from contract.state import HeldBlocks, HeldRow, Holdings
 from contract.step import StepLogprob
 from scheduler_svc.core.beams.group import BeamGroup
 from scheduler_svc.core.handover.identity import identity, swap_root
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.events import Finished, StepEvents
+from scheduler_svc.core.interface.request import FinishReason, OutputSoFar, Request
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.prefix import FoundKv
 from scheduler_svc.core.queue import WaitingQueue
@@ -54,9 +57,6 @@ from scheduler_svc.core.space.kv_groups import NULL_BLOCK, KvGroups
 from scheduler_svc.core.space.pins import Pins
 from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.events import Finished, StepEvents
-from scheduler_svc.core.values.request import FinishReason, OutputSoFar, Request
 
 REUNION_S = 2.0
 """Grace period in which unclaimed blocks are not reused, even under pressure. Routers usually
@@ -229,7 +229,7 @@ class Takeover:
         if (row := self._find_row(request, output_index)) is not None:
             return row.num_computed_tokens
         if self._config.enable_prefix_caching or not self._tier.pool.num_cached:
-            return 0  # the usual case, since this is called for every request
+            return 0  # the usual case
         kv = self._find_swapped(request, output_index, [])
         return 0 if kv is None else kv.num_tokens
 
@@ -275,7 +275,7 @@ class Takeover:
         places = self._groups.kept(num_computed)
         blocks = [kept[place] for place in places]
         if not self._groups.is_plain and NULL_BLOCK in blocks:
-            self._free(row)  # the row has tokens that the sequence computes again, behind a window
+            self._free(row)  # the sequence must compute tokens again whose window was given back
             return False
         num_before = max(seq.num_computed_tokens, row.num_computed_tokens)
         self._claim(row)
@@ -299,7 +299,7 @@ class Takeover:
         self.num_adopted_tokens += num_computed
         self._running.start(seq, found)
         self._pool.drop(self._groups.held(ready))
-        seq.num_published_blocks = 0  # some may be published; publishing again is harmless
+        seq.num_published_blocks = 0  # some are published already; publishing again is harmless
         seq.num_charged_tokens = min(num_computed, seq.num_prompt_tokens)
         self._live.record_admitted(seq, 0, seq.arrived)
         return True
@@ -314,12 +314,12 @@ class Takeover:
 
     def _adopt_swapped(self, seq: Sequence) -> bool:
         """Queue a sequence as SWAPPED if host and disk hold its KV; return whether they do."""
-        if self._groups.has_states:  # only full blocks are of use, which admission finds
+        if self._groups.has_states:  # only full blocks are useful, and admission finds those
             return False
         size = self._config.block_size
         kv = self._find_swapped(seq.request, seq.output_index, seq.block_hashes)
         if kv is None or len(kv.host) + len(kv.disk) > self._tier.pool.num_blocks:
-            return False  # a swap-in needs all of it on the host at once
+            return False  # a swap-in needs all KV on the host at once
         self._tier.pool.share(kv.host)
         self._tier.disk.pool.share(kv.disk)
         if not self._config.enable_prefix_caching:  # no other sequence can use these hashes
@@ -375,7 +375,7 @@ class Takeover:
         disk = self._tier.disk.pool.find(hashes[len(host) :])
         num_full = len(host) + len(disk)
         next_end = (num_full + 1) * size
-        # The last known token has KV if the worker sampled another that the router has not got.
+        # The last known token has KV if the worker sampled another token that the router lacks.
         for end in range(min(len(known), next_end), num_full * size, -1):
             name = chain[num_full] if end == next_end else tail_hash(chain, root, known, end, size)
             host_tail = [] if disk else self._tier.pool.find([name])
@@ -406,7 +406,7 @@ class Takeover:
         return None
 
     def _table(self, row: HeldRow) -> list[DeviceBlockId]:
-        """Return the block table of a row; a worker does not know what was given back."""
+        """Return the block table of a row, without the blocks behind windows."""
         table = [DeviceBlockId(block) for block in row.block_ids.tolist()]
         if self._groups.is_plain:
             return table
@@ -448,6 +448,6 @@ def _known_tokens(request: Request, output_index: int) -> Int32Array:
 
 
 def _is_same(one: Int32Array, other: Int32Array) -> bool:
-    """Whether one of two token streams begins with the other."""
+    """Whether one of two token sequences is a prefix of the other."""
     num_both = min(len(one), len(other))
     return bool((one[:num_both] == other[:num_both]).all())

@@ -1,12 +1,12 @@
-"""Combines several criteria; each decides among equals of the one before it."""
+"""Combines several criteria; each one breaks ties of the previous one."""
 
 from collections.abc import Mapping
 
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.policies.deadline import EarliestDeadline
 from scheduler_svc.core.policies.fair import TenantFair
 from scheduler_svc.core.policies.policy import Policy, Rank, background
 from scheduler_svc.core.policies.priority import Priority
-from scheduler_svc.core.values.request import Request
 
 
 class Combined(Policy):

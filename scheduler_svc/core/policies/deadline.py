@@ -1,14 +1,14 @@
-"""Earliest deadline first; a request without deadline gets one."""
+"""Earliest deadline first; a request without a deadline gets a default one."""
 
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.policies.arguments import check_positive
 from scheduler_svc.core.policies.policy import Policy, Rank, background
-from scheduler_svc.core.values.request import Request
 
 
 class EarliestDeadline(Policy):
     """By deadline, at the latest `patience_s` after arrival.
 
-    So no sequence waits behind sequences that arrive more than `patience_s` after it.
+    So no sequence waits for sequences that arrive more than `patience_s` after it.
     """
 
     def __init__(self, patience_s: float = 60.0) -> None:

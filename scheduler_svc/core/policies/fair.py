@@ -1,17 +1,17 @@
-"""Serves the tenant first that has been served least: a virtual token counter.
+"""Serves the least served tenant first, by a virtual token counter.
 
 After "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024): each tenant has a
 counter of the tokens that it was served, weighted by their cost. The tenant with the lowest counter
-goes first. So of two tenants that both always have waiting work, neither gets ahead of the other by
-more than one batch. A tenant without waiting work gains no credit: when it returns, its counter is
-raised to the lowest counter of the waiting tenants.
+goes first. So if two tenants always have waiting work, neither gets ahead of the other by more than
+one batch. A tenant without waiting work gains no credit: when it returns, its counter is raised to
+the lowest counter of the waiting tenants.
 """
 
 from collections.abc import Mapping
 
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.policies.arguments import check_positive
 from scheduler_svc.core.policies.policy import Policy, Rank, background
-from scheduler_svc.core.values.request import Request
 
 _FEW_COUNTERS = 1024
 
@@ -41,7 +41,7 @@ class TenantFair(Policy):
         return self._counters.get(account, self._floor)
 
     def accounts(self) -> Mapping[str, float]:
-        """Return how far counters are above the floor, where unknown tenants begin."""
+        """Return how far each counter is above the floor; a new tenant starts at the floor."""
         floor = self._floor_now()
         return {
             name: counter - floor for name, counter in self._counters.items() if counter > floor

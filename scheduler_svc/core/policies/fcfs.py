@@ -1,7 +1,7 @@
 """First come, first served."""
 
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.policies.policy import Policy, Rank, background
-from scheduler_svc.core.values.request import Request
 
 
 class Fcfs(Policy):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from scheduler_svc.core.values.request import Request, SeqId
+from scheduler_svc.core.interface.request import Request, SeqId
 
 Key: TypeAlias = tuple[float, ...]
 
@@ -31,7 +31,7 @@ class Rank:
     key: Key
     """The order within level and account. All keys of a policy have one length and no NaN."""
     account: str = ""
-    """The account whose `Policy.num_served` decides within a level."""
+    """The account; within a level, `Policy.num_served` of the account decides."""
     level: Key = ()
     """Compared before everything else; same requirements as `key`."""
 
@@ -57,7 +57,7 @@ class Policy(ABC):
         """
 
     def num_served(self, account: str) -> float:  # noqa: ARG002
-        """Return how much an account has been served; the least goes first within a level.
+        """Return how much an account has been served; within a level, the least served goes first.
 
         Only `charge` and `began_waiting` may change it.
         """
@@ -87,7 +87,7 @@ class Policy(ABC):
 def background(request: Request) -> Key:
     """Return a level: requests of the lowest priority come after all others.
 
-    So batches fill gaps, and are preempted first, whatever else a policy goes by.
+    So with every policy, batches only fill gaps and are preempted first.
     """
     return (float(request.is_background),)
 

@@ -1,10 +1,10 @@
-"""Higher priority first; waiting raises the priority, so that no sequence waits for ever."""
+"""Higher priority first; waiting raises the priority, so no sequence waits for ever."""
 
 from math import floor
 
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.policies.arguments import check_positive
 from scheduler_svc.core.policies.policy import Policy, Rank
-from scheduler_svc.core.values.request import Request
 
 
 class Priority(Policy):

@@ -4,10 +4,10 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scheduler_svc.core.bounds.pacing import PromptQueue
 from scheduler_svc.core.compact.fragmentation import SpaceReport, measure
+from scheduler_svc.core.interface.config import SchedulerLoad
+from scheduler_svc.core.limits.step_pacing import PromptQueue
 from scheduler_svc.core.sequence import RUNNING
-from scheduler_svc.core.values.config import SchedulerLoad
 
 if TYPE_CHECKING:
     from scheduler_svc.core.scheduler import Scheduler
@@ -42,7 +42,9 @@ def read_prompts(core: "Scheduler") -> PromptQueue:
         if (num_left := seq.num_tokens_left) > 1:  # one token costs as much as a decode
             num_tokens += num_left
             is_long = core.budget.is_long(len(seq.token_ids) - seq.num_cached_tokens)
-            num_short_tokens += 0 if is_long else num_left  # the rest of a long one counts as long
+            num_short_tokens += (
+                0 if is_long else num_left
+            )  # the rest of a long prompt counts as long
             num_short += not is_long
     waiting = core.queue
     if waiting.num_tokens:

@@ -3,15 +3,15 @@
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.core.sequence import RUNNING, Sequence
-from scheduler_svc.core.values.request import Request
 
 if TYPE_CHECKING:
     from scheduler_svc.core.scheduler import Scheduler
 
 
 class Progress(Enum):
-    """What a request achieved since its sequences last got rows."""
+    """The progress of a request since its sequences last got rows."""
 
     WAITED = "waited"
     """No sequence of it runs."""

@@ -28,8 +28,8 @@ import numpy.typing as npt
 
 from contract.hashing import BlockHash
 from scheduler_svc.core.handover.labels import NewLabels
+from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.space.eviction import Eviction, make_eviction_order
-from scheduler_svc.core.values.errors import BrokenInvariantError
 
 DeviceBlockId = NewType("DeviceBlockId", int)
 HostBlockId = NewType("HostBlockId", int)
@@ -83,7 +83,7 @@ class BlockPool(Generic[BlockIdT]):
         self._border = num_blocks
         self._end = num_blocks
         self._block_id = block_id
-        # A stack: it reuses low numbers, so that the end of the pool stays empty.
+        # A stack with low numbers on top, so that the end of the pool stays empty.
         self._free = [block_id(b) for b in reversed(range(num_blocks))]
         self._free_beyond: list[BlockIdT] = []  # a heap
 
@@ -164,10 +164,10 @@ class BlockPool(Generic[BlockIdT]):
             self._ref_counts[block] += 1
 
     def drop(self, blocks: Sequence[BlockIdT]) -> None:
-        """Remove a holder from each block of a block table, or of the end of one.
+        """Remove a holder from each block of a block table, or of its end.
 
-        The last blocks of the table become available first. So they are evicted before the blocks
-        that precede them, without which they could not be found.
+        The last blocks of the table become available first, so they are evicted before the blocks
+        before them; a block cannot be found without those.
         """
         if self._cached.uses_tables:
             hashes = (self._hashes[block] for block in reversed(blocks))

@@ -1,7 +1,7 @@
 """The order in which a pool evicts its cached blocks when no block is free.
 
-Blocks are identified by the hash of their content, so that one can change its number and keep its
-place.
+Blocks are identified by the hash of their content, so a block keeps its place when its number
+changes.
 
 A block cannot be found without the blocks before it, so every order evicts the last blocks of a
 table first:
@@ -141,7 +141,7 @@ class Lfu(_Ranked):
 
 
 class Fifo(_Ranked):
-    """Ordered by the dropped table with which a block, or a block that continues it, came first."""
+    """Ordered by the dropped table that first contained the block or a block that continues it."""
 
     uses_tables = True
 
@@ -158,4 +158,6 @@ class Fifo(_Ranked):
         rank = 0
         for block_hash in hashes:
             rank = max(rank, self._ranks.get(block_hash, self._num_tables))
-            self._ranks[block_hash] = rank  # the table's blocks are still held: not in the order
+            self._ranks[block_hash] = (
+                rank  # the table's blocks are still held, so they are not in the order
+            )

@@ -20,9 +20,9 @@ and the group, so pools, tiers and labels need not know groups.
 from collections.abc import Callable, Iterable, Sequence
 
 from contract.hashing import BlockHash, group_hash
-from contract.limits import STATE_WINDOW, first_seen, window_length
+from contract.worker_limits import STATE_WINDOW, first_seen, window_length
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.space.blocks import DeviceBlockId
-from scheduler_svc.core.values.config import SchedulerConfig
 
 NULL_BLOCK = DeviceBlockId(0)
 
@@ -33,14 +33,15 @@ class KvGroups:
     def __init__(self, config: SchedulerConfig) -> None:
         self.num = len(config.kv_windows)
         self.is_plain = not config.has_windows
-        """Whether there is one group without a window: then no table has a null block."""
+        """Whether there is only one group and it has no window; then no table has a null block."""
         self.num_null = 0 if self.is_plain else 1
         """Blocks of the pool that no sequence can have."""
         self._windows = config.kv_windows
         self._with_window = [g for g, w in enumerate(self._windows) if w is not None]
         self.has_states = STATE_WINDOW in self._windows
-        """Whether the model has recurrent layers. Their state after a token cannot be undone: a
-        sequence computes a token again only from an earlier full block, or from its beginning."""
+        """Whether the model has recurrent layers. A recurrent state cannot be rolled back by a
+        token: to compute a token again, a sequence starts at an earlier full block or at its
+        beginning."""
         self.published = [g for g, w in enumerate(self._windows) if w in {None, STATE_WINDOW}]
         """The groups whose blocks a decode publishes as soon as they are full."""
         self._block_size = size = config.block_size
@@ -132,7 +133,7 @@ class KvGroups:
         """
         end, checked = len(chain), 0
         group = 0
-        while checked < self.num:  # until all groups in turn agree
+        while checked < self.num:  # until all groups agree
             found = self._longest_of(group, chain[:end], has)
             checked = checked + 1 if found == end else 1
             end, group = found, (group + 1) % self.num

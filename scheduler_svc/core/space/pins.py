@@ -1,13 +1,14 @@
 """Pins: blocks of prompts that stay in the prefix cache for a given time.
 
-A pin is a reference to a device block. Together pins hold at most a configured share of the blocks,
-and those of one tenant another. If no sequence could run otherwise, pins are dropped, those that
-end first before the others. If there is a host tier, they are dropped as soon as a sequence would
-wait for their blocks: their content goes down, and comes back when a prompt needs it. A block's pin
-belongs to the request that pinned it for the longest time, which may be unpinned by its name.
+A pin is a reference to a device block. All pins together hold at most a configured share of the
+blocks, and the pins of one tenant a smaller share. If no sequence could run otherwise, pins are
+dropped, the first to end first. With a host tier, pins are dropped as soon as a sequence would wait
+for their blocks: their content is demoted to the host, and promoted again when a prompt needs it. A
+block's pin belongs to the request that pinned it for the longest time; that request can be unpinned
+by its id.
 
 Plans send the worker the hashes of pinned blocks, so that a later scheduler can restore the pins.
-The worker does not learn which pins were dropped early, since a later scheduler may have room for
+The worker is not told which pins were dropped early, because a later scheduler may have room for
 them. Restored pins count for no tenant.
 """
 
@@ -17,20 +18,20 @@ from collections.abc import Set as AbstractSet
 from typing import Final, TypeAlias
 
 from contract.hashing import BlockHash
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.events import Pinned
 from scheduler_svc.core.sequence import RUNNING
 from scheduler_svc.core.sequence import Sequence as Seq
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.space.kv_groups import KvGroups
 from scheduler_svc.core.space.marked_heap import MarkedHeap
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.events import Pinned
 
 Owner: TypeAlias = tuple[str, str]
 """The tenant and the id of a request."""
 
 
 class Pins:
-    """The pinned blocks and when each pin ends. It alone changes the references of pins."""
+    """The pinned blocks and the end of each pin. Only this class changes the references of pins."""
 
     def __init__(
         self, config: SchedulerConfig, groups: KvGroups, pool: BlockPool[DeviceBlockId]
@@ -41,14 +42,14 @@ class Pins:
         self._max_share = config.max_pinned_share
         self._max_tenant_share = config.max_tenant_pinned_share
         self.go_down: Final = config.num_host_blocks > 0 and config.enable_prefix_caching
-        """Whether the content of a pin that is dropped can be kept on the host."""
-        # The tenant for which each block is pinned; only of requests that have one.
+        """Whether the content of a dropped pin can be demoted to the host."""
+        # The tenant for which each block is pinned, for requests that have a tenant.
         self._tenants: dict[DeviceBlockId, str] = {}
         self._num_of: Counter[str] = Counter()
         # The request that set each block's end, and its blocks; unknown for restored pins.
         self._owners: dict[DeviceBlockId, Owner] = {}
         self._owned: dict[Owner, set[DeviceBlockId]] = {}
-        # The latest end that another request than the owner asked for, and that request.
+        # The latest end that a request other than the owner asked for, and that request.
         self._others: dict[DeviceBlockId, tuple[float, Owner]] = {}
         # By block: the end, and the negative index of the block in its prompt, to order equal ends.
         self._ends: dict[DeviceBlockId, tuple[float, int]] = {}
@@ -136,13 +137,13 @@ class Pins:
 
     def take_unsent(self, now: float) -> tuple[tuple[BlockHash, float], ...]:
         """Return the hashes pinned since the last call, with seconds from now."""
-        if not self._unsent:  # as in almost every step
+        if not self._unsent:  # true in almost every step
             return ()
         unsent, self._unsent = self._unsent, []
         return tuple((name, until - now) for name, until in unsent if until > now)
 
     def restore(self, pins: Iterable[tuple[BlockHash, float]], now: float) -> None:
-        """Restore pins of an earlier scheduler whose blocks are cached, up to the share.
+        """Restore an earlier scheduler's pins whose blocks are cached, up to the share.
 
         Args:
             pins: Hashes and seconds from now; blocks of one prompt in their order.
@@ -175,7 +176,10 @@ class Pins:
         return any_pinned
 
     def unpin(self, tenant: str, request_id: str) -> None:
-        """Drop the pins of a request; where another request asked for one, it ends with that."""
+        """Drop the pins of a request.
+
+        A pin that another request asked for stays until that one's end.
+        """
         owner = tenant, request_id
         self._loading = [
             (seq, until)

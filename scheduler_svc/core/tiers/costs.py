@@ -2,7 +2,7 @@
 
 from math import inf
 
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
 
 
 class Costs:

@@ -4,7 +4,7 @@ A plan starts a move, and the result of some later step reports its end. The nex
 requested stores, because it may reuse their host blocks. Loads start in the order of request, at
 most `max_disk_moves` at a time, and never wait for stores.
 
-Besides sequences that have spilled, these hold a disk block:
+Disk blocks are held by spilled sequences, and by:
 
     a store   holds its disk block from the request to the end. The disk block can be found only
               after the end, since it has no valid content before.
@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from contract.hashing import BlockHash
 from contract.step import Result
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.space.blocks import BlockPool, DiskBlockId, HostBlockId
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import BrokenInvariantError
 
 
 @dataclass(slots=True)
@@ -68,7 +68,10 @@ class DiskTier:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a move has not ended. An empty step waits at the worker for the end of one."""
+        """Whether moves are in progress.
+
+        The worker delays the result of an empty step until one ends.
+        """
         return bool(self._stores or self._loads)
 
     @property
@@ -149,7 +152,7 @@ class DiskTier:
         Its content is lost if too many stores are in progress.
         """
         if (known := self._find(block_hash)) is not None:
-            self.pool.share([known])  # makes it the most recently used
+            self.pool.share([known])  # makes the block the most recently used
             self.pool.drop([known])
         elif len(self._stores) < self._max_moves and self.pool.num_available:
             self.pool.drop([self._store(block, block_hash)])

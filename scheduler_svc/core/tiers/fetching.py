@@ -12,6 +12,7 @@ from enum import Enum, auto
 
 from contract.hashing import BlockHash
 from contract.step import Result
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.prefix import KvLookup
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -19,7 +20,6 @@ from scheduler_svc.core.space.blocks import DiskBlockId, HostBlockId
 from scheduler_svc.core.tiers.costs import Costs
 from scheduler_svc.core.tiers.host_room import HostRoom
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
 
 _Known = tuple[DiskBlockId, BlockHash | None]
 """A disk block, and the hash of its content; None: the prefix cache must not offer it."""

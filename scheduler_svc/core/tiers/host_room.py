@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 
 from contract.hashing import BlockHash
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.live_sequences import LiveSequences
 from scheduler_svc.core.queue import WaitingQueue
 from scheduler_svc.core.sequence import SeqStatus, Sequence
@@ -16,7 +17,6 @@ from scheduler_svc.core.space.blocks import DiskBlockId, HostBlockId
 from scheduler_svc.core.space.kv_groups import KvGroups
 from scheduler_svc.core.tiers.costs import Costs
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
 
 
 class HostRoom:

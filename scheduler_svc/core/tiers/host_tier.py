@@ -16,11 +16,11 @@ from typing import NamedTuple
 from contract.arrays import Int32Array
 from contract.hashing import BlockHash
 from contract.step import StepId
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId, HostBlockId
 from scheduler_svc.core.tiers.disk_tier import DiskTier
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import BrokenInvariantError
 
 
 class HostBooks(NamedTuple):
@@ -38,8 +38,8 @@ class HostTier:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        # Without a prefix cache, only blocks that an earlier scheduler swapped out and no request
-        # has claimed can be evicted. Those are not worth writing to the disk.
+        # Without a prefix cache, only unclaimed blocks of an earlier scheduler can be evicted. They
+        # are not worth writing to the disk.
         demotes = config.num_disk_blocks > 0 and config.enable_prefix_caching
         self.pool = BlockPool(
             config.num_host_blocks,
@@ -189,17 +189,17 @@ class HostTier:
         return min(self._num_demotions_left, self.pool.num_available)
 
     def demote(self, block: DeviceBlockId, block_hash: BlockHash) -> None:
-        """Copy a cached device block to the host that the next plan reuses or takes out of use.
+        """Copy a cached device block to the host before the next plan reuses or retires the block.
 
         Between two steps, the limit of the last step's demotions still applies.
         """
         if found := self.pool.find([block_hash]):
-            self.pool.share(found)  # makes it the most recently used
+            self.pool.share(found)  # makes the block the most recently used
             self.pool.drop(found)
         elif self._num_demotions_left and self.pool.num_available:
             self._num_demotions_left -= 1
             self.num_demoted += 1
-            # The same as `swap_out` for one block, but faster, since demotions are frequent.
+            # As `swap_out` for one block, but faster, because demotions are frequent.
             targets = self.pool.allocate(1)
             self._swap_outs[targets[0]] = block
             self.pool.publish(targets, [block_hash])

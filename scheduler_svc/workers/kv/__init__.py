@@ -1,1 +1,1 @@
-"""Prefixes that come from other workers, or from the far tier."""
+"""Copies prefixes from other workers and from the far tier."""

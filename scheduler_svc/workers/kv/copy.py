@@ -13,7 +13,7 @@ from scheduler_svc.workers.session import Condition, Session
 
 
 class KvCopy:
-    """Blocks that are copied to one worker for one request; they can be found after `receive`."""
+    """Copies blocks to one worker for one request, which can find them after `receive`."""
 
     def __init__(self, source_target: str, giving: Session, taking: Session) -> None:
         self.giving, self.taking = giving, taking
@@ -24,11 +24,11 @@ class KvCopy:
         self._there: set[BlockHash] = set()
 
     def num_missing(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many blocks are not there."""
+        """Return how many blocks are missing."""
         return sum(each not in self._there for each in hashes)
 
     async def extend(self, hashes: Sequence[BlockHash]) -> bool:
-        """Copy the blocks that are not there; return whether any has come.
+        """Copy missing blocks; return whether any has arrived.
 
         Raises:
             UnavailableError: A worker is lost, or the copy has failed.
@@ -42,7 +42,7 @@ class KvCopy:
         return bool(there)
 
     async def _copy(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
-        """Copy the first of these blocks, as many as both workers have room for; return these."""
+        """Copy the first of these blocks, as many as fit at both workers; return those copied."""
         most = self.taking.call(lambda core: core.copies.num_expectable)
         loan = self.giving.call(lambda core: core.lend(hashes[:most]))
         try:
@@ -67,7 +67,7 @@ class KvCopy:
                 self.giving.call(lambda core: core.end_loan(loan.loan_id))
 
     def receive(self) -> None:
-        """Let the request find what has arrived.
+        """Publish the blocks that have arrived.
 
         Raises:
             UnavailableError: The worker is lost.
@@ -77,7 +77,7 @@ class KvCopy:
         self._rooms.clear()
 
     def give_up(self) -> None:
-        """Free what is held there; does nothing after `receive`."""
+        """Free the reserved blocks; does nothing after `receive`."""
         with contextlib.suppress(UnavailableError):
             for room_id in self._rooms:
                 self.taking.call(partial(_receive, room_id, 0))
@@ -97,7 +97,7 @@ def check_exchange(giving: Session, taking: Session) -> None:
     """Check properties of the workers that their cores do not know.
 
     Raises:
-        FailedPreconditionError: They cannot exchange KV.
+        FailedPreconditionError: The workers cannot exchange KV.
     """
     if taking.is_draining:
         raise FailedPreconditionError(f"worker {taking.info.worker_id} is draining")

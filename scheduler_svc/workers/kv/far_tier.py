@@ -1,8 +1,8 @@
 """Shares prefixes with other services through the far tier: stores prompts' KV, and fetches it.
 
 A worker reads and writes the store; this module decides what and when. The full blocks of a prompt
-are stored when they are computed. A request waits for blocks from the store as it would for those
-of another worker (`PrefixPulls`): never longer than computing them would take.
+are stored when they are computed. A request waits for blocks from the store as for blocks of
+another worker (`PrefixPulls`): never longer than computing them would take.
 """
 
 import asyncio
@@ -17,26 +17,31 @@ import structlog
 from contract.errors import QuireError
 from contract.hashing import BlockHash
 from rpc.tasks import BackgroundTasks
+from scheduler_svc.core.interface.events import Admitted
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.request import Request
+from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.workers.kv.copy import has_answered
 from scheduler_svc.workers.kv.prefix_pulls import LEAST_TOKENS, CopyRate, ends_in_time
+from scheduler_svc.workers.placement import prompt_hashes
 from scheduler_svc.workers.session import Session
 
 _COMPUTED_S: Final = 60.0
-"""A prompt that takes longer, from its submission on, is not stored."""
+"""A prompt that takes longer to be computed and stored, from its admission on, is not stored."""
 _MAX_STORING: Final = 64
-"""Most prompts that wait to be stored."""
+"""Most prompts that are being computed in order to be stored."""
+_MAX_QUEUED_TOKENS: Final = 2**23
+"""Most tokens of prompts that wait for their admission; beyond it, the oldest are not stored."""
 _MAX_LENDING_TRIES: Final = 16
-"""How often in a row a core may lend no block, before the rest of a prompt is not stored."""
+"""After a core has lent no block this many times in a row, the rest of a prompt is not stored."""
 _MAX_FETCHES: Final = 8
 """Most fetches at a time for one worker."""
 _FETCH_BLOCKS: Final = 64
 """How many blocks are fetched together; the worker's host blocks are reserved for them."""
 _FETCH_S: Final = 10.0
-"""After so long no more blocks are fetched for a prompt."""
+"""After this time no more blocks are fetched for a prompt."""
 _MAX_KNOWN: Final = 2**17
-"""How many blocks are known to be in the store, and not sent there again."""
+"""Most blocks remembered as stored, so as not to store them again."""
 
 log = structlog.get_logger()
 
@@ -59,12 +64,15 @@ class FarTier:
         self._tasks = BackgroundTasks()
         self._rate = CopyRate()
         self._fetches: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
-        """Those in progress, by the worker and the first block."""
+        """Fetches in progress, by worker and first block."""
+        self._queued: OrderedDict[tuple[SourceId, SeqKey], Request] = OrderedDict()
+        """Requests whose prompts are to be stored, until they are admitted or forgotten."""
+        self._num_queued_tokens = 0
         self._num_storing = 0
         self._known: OrderedDict[BlockHash, None] = OrderedDict()
 
     def find(self, hashes: Sequence[BlockHash], taking: Session) -> Fetch | None:
-        """Decide whether to look for a prompt's full blocks in the store."""
+        """Decide whether to fetch a prompt's full blocks from the store."""
         info = taking.info
         if not (_has_far(taking) and hashes and info.prefill_tokens_per_s):
             return None
@@ -80,9 +88,9 @@ class FarTier:
         return Fetch(taking, missing, num_bytes, compute_s)
 
     def start(self, fetch: Fetch, then: Callable[[], None]) -> None:
-        """Fetch a prefix, and call `then` when that has ended, or has taken too long.
+        """Fetch a prefix; call `then` when the fetch has ended or has taken too long.
 
-        Requests that begin alike and arrive together wait for one fetch.
+        Requests with the same prefix that arrive together share one fetch.
         """
         key = fetch.taking, fetch.hashes[0]
         if (fetching := self._fetches.get(key)) is None:
@@ -90,32 +98,57 @@ class FarTier:
             fetching.add_done_callback(lambda _: self._fetches.pop(key))
         self._tasks.start(ends_in_time(fetching, fetch.compute_s, then))
 
-    def store_later(self, request: Request, hashes: Sequence[BlockHash], giving: Session) -> None:
-        """Store the full blocks of a request's prompt when they are computed."""
+    def store_later(self, request: Request) -> None:
+        """Store the full blocks of a request's prompt when they are computed.
+
+        Waiting for that begins with the admission: a long queue takes no other prompt's place.
+        """
+        name = request.source, live_seq_keys(request)[0]
+        self._forget(name)
+        if len(request.prompt_token_ids) > LEAST_TOKENS and request.reads_prefix_cache:
+            self._queued[name] = request
+            self._num_queued_tokens += len(request.prompt_token_ids)
+        while self._num_queued_tokens > _MAX_QUEUED_TOKENS:
+            self._forget(next(iter(self._queued)))
+
+    def on_admitted(self, giving: Session, admitted: Admitted) -> None:
+        """Begin to wait until the prompt of an admitted request is computed there."""
+        request = self._forget((admitted.source, admitted.seq_key))
+        if request is None or not _has_far(giving) or self._num_storing >= _MAX_STORING:
+            return
+        hashes = prompt_hashes(request, giving.block_size)
         new = [each for each in hashes if each not in self._known]
-        is_long = len(hashes) * giving.block_size >= LEAST_TOKENS
-        if new and is_long and _has_far(giving) and self._num_storing < _MAX_STORING:
+        if new and len(hashes) * giving.block_size >= LEAST_TOKENS:
             self._num_storing += 1
             self._tasks.start(self._store(request, new, giving))
 
     def stop(self) -> None:
-        """Cancel what is in progress, when the sessions end."""
+        """Cancel all fetches and stores, when the sessions end."""
         self._tasks.stop()
+
+    def _forget(self, name: tuple[SourceId, SeqKey]) -> Request | None:
+        request = self._queued.pop(name, None)
+        if request is not None:
+            self._num_queued_tokens -= len(request.prompt_token_ids)
+        return request
 
     async def _fetch(self, fetch: Fetch) -> None:
         taking, loop = fetch.taking, asyncio.get_running_loop()
         started_s = loop.time()
-        num_done, count = 0, 1  # the store lacks most prompts: the first block tells
+        num_done, count = (
+            0,
+            1,
+        )  # the store lacks most prompts; the first block shows whether it has this one
         try:
             most = taking.call(lambda core: core.copies.num_expectable)
-            hashes = fetch.hashes[:most]  # more would evict the first ones again
+            hashes = fetch.hashes[:most]  # more blocks would evict the first ones again
             while num_done < len(hashes) and loop.time() < started_s + _FETCH_S:
                 wanted = hashes[num_done : num_done + count]
                 num_arrived = await self._fetch_some(wanted, taking)
                 num_done += num_arrived
                 if num_arrived < len(wanted):
                     for each in fetch.hashes[num_done:]:
-                        self._known.pop(each, None)  # to be stored again
+                        self._known.pop(each, None)  # forget them, so that they are stored again
                     break
                 count = _FETCH_BLOCKS
         except QuireError as error:
@@ -148,7 +181,6 @@ class FarTier:
 
         try:
             async with asyncio.timeout(_COMPUTED_S):
-                giving.call(lambda _: None)  # the core knows the request from now on
                 await giving.wait_until(is_computed_or_gone)
                 num_tries = 0
                 while hashes and num_tries < _MAX_LENDING_TRIES:
@@ -157,7 +189,7 @@ class FarTier:
                         num_tries += 1
                         continue
                     if not num_stored:
-                        return  # the store is full, or left alone
+                        return  # the store is full, or paused after errors
                     num_tries = 0
                     self._know(hashes[:num_stored])
                     del hashes[:num_stored]
@@ -171,8 +203,8 @@ class FarTier:
     async def _store_some(self, hashes: Sequence[BlockHash], giving: Session) -> int | None:
         """Store as many of the first blocks as the host has room for; return their number.
 
-        None: the core lends none now, because swap-ins wait or the host is full. It may lend
-        some after the steps that are on their way, for which this has waited.
+        None: the core lends no blocks now, because swap-ins wait or the host is full. It may lend
+        some after the steps in flight; this method has waited for those.
         """
         loan = giving.call(lambda core: core.lend(hashes))
         try:

@@ -1,8 +1,8 @@
-"""Pulls prefixes between workers: a request waits while its prefix is copied, not computed again.
+"""Copies prefixes between workers, so that a request need not compute its prefix again.
 
 Placement may choose a worker because it is less busy than the one that has a request's prefix. If
-copying what it lacks is faster than computing it, the request waits for the copy, at most as long
-as computing would take. How fast copies are is measured by the copies themselves.
+copying the missing blocks is faster than computing them, the request waits for the copy, at most as
+long as computing would take. The rate of copies is measured with each copy.
 """
 
 import asyncio
@@ -25,9 +25,10 @@ _FIRST_BYTES_PER_S: Final = 1e9
 _WEIGHT: Final = 1 / 4
 """Weight of a new measurement in the moving average."""
 _FORGET_S: Final = 60.0
-"""When a measurement is so old, the first rate is assumed again: a slow link may have recovered."""
+"""When the last measurement is this old, the first rate is assumed again: a slow link may have
+recovered."""
 LEAST_TOKENS: Final = 256
-"""Fewer tokens are computed: a copy waits for the steps of both workers."""
+"""Fewer tokens than this are computed, because a copy waits for the steps of both workers."""
 
 log = structlog.get_logger()
 
@@ -46,18 +47,18 @@ class Pull:
 
 
 class CopyRate:
-    """How fast KV is copied, learned from the copies."""
+    """The rate of copies, measured with each copy."""
 
     def __init__(self) -> None:
         self._bytes_per_s = _FIRST_BYTES_PER_S
         self._measured_s = -_FORGET_S
 
     def seconds(self, num_bytes: int) -> float:
-        """Return how long a copy may take."""
+        """Return the expected seconds of a copy."""
         return num_bytes / self._rate()
 
     def measure(self, bytes_per_s: float) -> None:
-        """Learn from a copy; a rate of 0 is one that failed."""
+        """Update the rate after a copy; 0: the copy failed."""
         self._bytes_per_s = self._rate() + _WEIGHT * (bytes_per_s - self._rate())
         self._measured_s = time.monotonic()
 
@@ -72,17 +73,17 @@ class PrefixPulls:
     def __init__(self) -> None:
         self._tasks = BackgroundTasks()
         self._copies: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
-        """Those in progress, by the taking worker and the first block."""
+        """Copies in progress, by taking worker and first block."""
         self._rate = CopyRate()
 
     def find(
         self, hashes: Sequence[BlockHash], taking: Session, others: dict[str, Session]
     ) -> Pull | None:
-        """Find the worker of `others`, by target, that has most of a prompt, if a copy pays.
+        """Find the worker of `others` with the longest prefix of a prompt, if copying is faster.
 
         Args:
-            hashes: Of the prompt's full blocks.
-            taking: The worker that is to compute the prompt.
+            hashes: The hashes of the prompt's full blocks.
+            taking: The worker that will compute the prompt.
             others: All workers; `taking` may be one of them.
         """
         info = taking.info
@@ -107,9 +108,9 @@ class PrefixPulls:
         return Pull(found[0], found[1], taking, hashes[num_there:most], num_bytes, compute_s)
 
     def start(self, pull: Pull, then: Callable[[], None]) -> None:
-        """Copy a prefix, and call `then` when it is there, has failed, or has taken too long.
+        """Copy a prefix; call `then` when the copy has succeeded, failed, or taken too long.
 
-        Requests that begin alike and arrive together wait for one copy.
+        Requests with the same prefix that arrive together share one copy.
         """
         key = pull.taking, pull.hashes[0]
         if (copying := self._copies.get(key)) is None:
@@ -134,14 +135,14 @@ class PrefixPulls:
             self._rate.measure(0.0)
         else:
             share = 1 - copy.num_missing(pull.hashes) / len(pull.hashes)
-            if share:  # else the source had them on its disk alone, or has evicted them
+            if share:  # otherwise the source had them only on its disk, or has evicted them
                 self._rate.measure(share * pull.num_bytes / (time.monotonic() - started_s))
 
 
 async def ends_in_time(
     copying: asyncio.Task[None], within_s: float, then: Callable[[], None]
 ) -> None:
-    """Call `then` when a copy has ended, or has taken so long."""
+    """Call `then` when a task has ended, or after a timeout."""
     await asyncio.wait((copying,), timeout=within_s)
     then()
 

@@ -114,9 +114,9 @@ def test_a_simulated_worker_decodes_to_the_end_or_to_its_stop():
     import numpy as np  # noqa: PLC0415
     from harness.device import SimulatedWorker  # noqa: PLC0415
 
+    from scheduler_svc.core.interface.config import SchedulerConfig  # noqa: PLC0415
+    from scheduler_svc.core.interface.request import Request, SeqKey, SourceId  # noqa: PLC0415
     from scheduler_svc.core.scheduler import Scheduler  # noqa: PLC0415
-    from scheduler_svc.core.values.config import SchedulerConfig  # noqa: PLC0415
-    from scheduler_svc.core.values.request import Request, SeqKey, SourceId  # noqa: PLC0415
 
     core = Scheduler(
         SchedulerConfig(

@@ -12,10 +12,10 @@ from policy.study import SeqName, study
 from policy.worker import Draw, SimulatedRow, SimulatedWorker
 
 from contract.info import WorkerInfo
-from contract.limits import Limits
 from contract.step import Result
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.values.request import FinishReason, Request, SeqKey, SourceId
+from contract.worker_limits import Limits
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.journal.entries import RecordingError
 from scheduler_svc.journal.record import Recordings
 

@@ -5,7 +5,7 @@ import pytest
 from contract.codec.info import worker_info_from_proto, worker_info_to_proto
 from contract.errors import InvalidArgumentError
 from contract.info import WorkerInfo
-from contract.limits import Chunk, Limits
+from contract.worker_limits import Chunk, Limits
 
 
 def info_with(kv_windows):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from contract.limits import Limits
+from contract.worker_limits import Limits
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from contract.errors import (
     UnimplementedError,
 )
 from contract.info import WorkerInfo
-from contract.limits import Limits
 from contract.lora import LoraAdapter
+from contract.worker_limits import Limits
 from gpu_worker.loading.worker_model import refuse_adapters
 from gpu_worker.operations import AdapterServicer
 from gpu_worker.service.api import WorkerService

@@ -11,7 +11,7 @@ import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool
 
 from contract.codec.packing import pack_int32, unpack_int32
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker.app import StepsFailedError, run_worker
 from gpu_worker.kv.layout import block_bytes
 from gpu_worker.loading import device, kv_memory

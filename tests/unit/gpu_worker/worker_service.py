@@ -6,7 +6,7 @@ from fake_model import VOCAB_SIZE
 
 from contract.codec.packing import pack_int32
 from contract.info import WorkerInfo
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from quire.v1 import common_pb2, worker_pb2
 
 LIMITS = Limits(

@@ -19,8 +19,8 @@ from contract.outputs import FinishReason, OutputFinished
 from contract.request import GenerateRequest
 from router.operators.adapters_and_models import Operations
 from router.request.cells import Cells
-from router.request.entry import Entry
 from router.request.inference import Inference
+from router.request.shared_admission import Entry
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers
 from router.text import tokenizer as tokenizers_module

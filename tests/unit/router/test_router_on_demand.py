@@ -23,9 +23,9 @@ from router.http.api import routes
 from router.http.batches.lines import KIND, BatchLines, turn_of_line
 from router.http.batches.store import Batch
 from router.request.cells import Cells
-from router.request.entry import Entry
 from router.request.inference import Inference
 from router.request.on_demand import OnDemand
+from router.request.shared_admission import Entry
 from router.request.usage import UsageCounts
 from router.schedulers.link import LinkConfig
 from router.schedulers.pool import Schedulers

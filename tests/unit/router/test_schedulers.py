@@ -14,8 +14,8 @@ from contract.request import GenerateRequest, ResumeRequest
 from quire.v1 import kv_pb2
 from router.operators.adapters_and_models import Operations
 from router.request.cells import Cells
-from router.request.entry import Entry
 from router.request.inference import Inference
+from router.request.shared_admission import Entry
 from router.schedulers import link as link_module
 from router.schedulers import pool as schedulers_module
 from router.schedulers.link import LinkConfig

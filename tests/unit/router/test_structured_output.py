@@ -7,7 +7,7 @@ import pytest
 
 from contract.errors import InvalidArgumentError
 from contract.sampling import StructuredOutput
-from router.text.grammar import MAX_BYTES, to_grammar
+from router.text.structured_output import MAX_BYTES, to_grammar
 
 TOKENIZER = Path(__file__).parents[3] / "models" / "quire-tiny-python" / "tokenizer.json"
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from contract.errors import NotFoundError, UnavailableError
 from contract.info import Role
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.workers.crash_counter import CrashCounter
 from scheduler_svc.workers.engine import Engine
 from tests.property.oracle import Oracle, expected_output

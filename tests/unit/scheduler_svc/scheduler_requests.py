@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from scheduler_svc.core.values.request import Request
+from scheduler_svc.core.interface.request import Request
 
 
 def make_request(source=1, key=0, n=1, **changes):

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from contract.errors import UnavailableError
 from contract.info import Role
-from contract.limits import STATE_WINDOW
-from scheduler_svc.core.values.request import SourceId
+from contract.worker_limits import STATE_WINDOW
+from scheduler_svc.core.interface.request import SourceId
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.operations.handoff import Handoff
 from scheduler_svc.operations.migration import Migrator

@@ -10,8 +10,8 @@ from scheduler_fake_worker import FakeWorker
 from scheduler_harness import running_scheduler
 
 from contract.info import WorkerInfo
-from contract.limits import Limits
 from contract.lora import LoraAdapter
+from contract.worker_limits import Limits
 from quire.v1 import scheduler_pb2
 from scheduler_svc.operations.kept_state import StateFile, StateFileError
 

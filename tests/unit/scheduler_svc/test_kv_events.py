@@ -11,7 +11,7 @@ from contract.hashing import BlockHash, next_hash, root_hash
 from contract.lora import LoraAdapter
 from quire.v1 import kv_pb2, kv_pb2_grpc
 from rpc.peers.channel import open_channel
-from scheduler_svc.core.space.watch import CacheTier
+from scheduler_svc.core.space.cache_watcher import CacheTier
 from scheduler_svc.domain import adapter_salt, split_salt
 from scheduler_svc.kv_events.feed import KvEvents
 from tests.kv_index import ReaderIndex

@@ -13,8 +13,8 @@ from contract.errors import (
     NotFoundError,
     UnavailableError,
 )
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.request import SourceId
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.request import SourceId
 from scheduler_svc.observers.metrics import SchedulerMetrics
 from scheduler_svc.operations.migration import Migrator
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from contract.step import Plan, StepId
-from scheduler_svc.core.bounds.limits import WorkerRates
+from scheduler_svc.core.limits.acceptance import WorkerRates
 from scheduler_svc.observers.rate_meter import RateMeter
 
 

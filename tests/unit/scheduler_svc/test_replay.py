@@ -18,8 +18,8 @@ from recorded_runs import (
 )
 
 from contract.step import Result
-from scheduler_svc.core.values.config import PreemptionMode
-from scheduler_svc.core.values.errors import BrokenInvariantError, MigrationRefusedError
+from scheduler_svc.core.interface.config import PreemptionMode
+from scheduler_svc.core.interface.errors import BrokenInvariantError, MigrationRefusedError
 from scheduler_svc.journal.record import Recordings
 from scheduler_svc.journal.replay import replay
 from scheduler_svc.journal.report import describe, plan_lines

@@ -6,7 +6,7 @@ import pytest
 from contract.codec.packing import pack_int32, pack_uint64, unpack_int32, unpack_uint64
 from contract.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError, TooBusyError
 from quire.v1 import common_pb2, scheduler_pb2
-from scheduler_svc.core.values.request import Request
+from scheduler_svc.core.interface.request import Request
 from scheduler_svc.domain import live_seq_keys
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.routers.resumable import ResumableRequests

@@ -10,16 +10,16 @@ from scheduler_requests import make_request
 
 from contract.info import MemoryLevel
 from rpc.health import Health
-from scheduler_svc.core.bounds.pacing import Pace
 from scheduler_svc.core.compact.defragment import DefragmentationReport
 from scheduler_svc.core.compact.fragmentation import Fragmentation, SpaceReport
+from scheduler_svc.core.interface.config import SchedulerConfig, SchedulerLoad
+from scheduler_svc.core.limits.step_pacing import Pace
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig, SchedulerLoad
 from scheduler_svc.domain import DropSource, SubmitRequest
 from scheduler_svc.observers import spans as telemetry
 from scheduler_svc.observers.collectors import LoadCollector, SpaceCollector
 from scheduler_svc.observers.metrics import SchedulerMetrics
-from scheduler_svc.observers.watches import SpaceWatch
+from scheduler_svc.observers.shortage_log import SpaceWatch
 from scheduler_svc.routers.fan_out import RouterStreams
 from scheduler_svc.workers.fleet import Fleet
 from scheduler_svc.workers.placement import Placer

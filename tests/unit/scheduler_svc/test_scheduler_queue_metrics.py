@@ -4,9 +4,9 @@ from collections import Counter
 
 from scheduler_requests import make_request
 
+from scheduler_svc.core.interface.config import SchedulerConfig
 from scheduler_svc.core.reports.load import count_queued
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
 from scheduler_svc.observers.collectors import MAX_TENANTS, QueueCollector
 
 

@@ -8,11 +8,11 @@ import pytest
 import rpc.observe.telemetry
 from contract.step import Result
 from rpc.observe.telemetry import inject
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.interface.events import Admitted, Finished
+from scheduler_svc.core.interface.request import FinishReason, Request
 from scheduler_svc.core.reports.load import Queues
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.values.events import Admitted, Finished
-from scheduler_svc.core.values.request import FinishReason, Request
 from scheduler_svc.observers.spans import SequenceSpans, WorkerSpans
 from scheduler_svc.observers.steps import AnsweredStep, SentStep
 

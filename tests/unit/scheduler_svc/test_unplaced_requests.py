@@ -3,7 +3,7 @@
 from scheduler_requests import make_request
 
 from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.values.request import FinishReason
+from scheduler_svc.core.interface.request import FinishReason
 from scheduler_svc.domain import SubmitRequest
 from scheduler_svc.workers.placement import UnplacedRequests
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from contract.errors import InconsistentPlanError
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan, Result
+from contract.worker_limits import Limits
 from quire.v1 import common_pb2
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from sim_worker.steps import SimulatedSteps
 from sim_worker.time_model import TimeModel
 

@@ -1,4 +1,4 @@
-"""`quire batch`: answers a file of requests, as OpenAI's batches have them."""
+"""`quire batch`: answers a file of requests in the format of OpenAI's batches."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ _RETRIED: Final = frozenset({429, 502, 503, 529})
 _OK: Final = 200
 _MAX_WAIT_S: Final = 30.0
 _PATIENCE_S: Final = 300.0
-"""How long a service may be out of reach: as long as all its processes take to start again."""
+"""How long a service may be unreachable: enough for a restart of all its processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def _parse(place: str, text: str) -> Line:
 
 
 def answered(path: Path) -> set[str]:
-    """Return the ids that an earlier run has answered; what it has not is removed."""
+    """Return the ids that an earlier run has answered; remove its other lines."""
     if not path.exists():
         return set()
     done: dict[str, bytes] = {}
@@ -103,7 +103,7 @@ def answered(path: Path) -> set[str]:
         with path.open("rb") as file:
             for text in file:
                 if not text.endswith(b"\n"):
-                    break  # that run was killed
+                    break  # the earlier run was killed
                 value = json.loads(text)
                 if value["response"] is not None and value["response"]["status_code"] == _OK:
                     done[value["custom_id"]] = text
@@ -119,7 +119,7 @@ def answered(path: Path) -> set[str]:
 
 @contextlib.contextmanager
 def _service(settings: BatchSettings) -> Iterator[tuple[str, str]]:
-    """Find the service, or start one of its own; yields its URL and the API key."""
+    """Find a service, or start one; yield its URL and API key."""
     if settings.url:
         yield settings.url.rstrip("/").removesuffix("/v1"), settings.api_key.get_secret_value()
         return
@@ -141,7 +141,7 @@ def _service(settings: BatchSettings) -> Iterator[tuple[str, str]]:
 async def _answer_all(
     settings: BatchSettings, url: str, api_key: str, lines: Sequence[Line]
 ) -> int:
-    """Answer all lines, each as soon as there is room; return how many have failed."""
+    """Answer all lines, several at a time; return how many have failed."""
     headers = {"X-Quire-Priority": str(-MAX_PRIORITY)}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -154,7 +154,7 @@ async def _answer_all(
 
             async def answer_next() -> None:
                 nonlocal num_failed
-                for line in waiting:  # each task takes the next
+                for line in waiting:  # each task takes the next line
                     num_failed += not await _answer(session, line, output)
 
             async with asyncio.TaskGroup() as tasks:
@@ -176,10 +176,10 @@ async def _session(
 
 
 async def _answer(session: aiohttp.ClientSession, line: Line, output: TextIO) -> bool:
-    """Write the answer to one line; whether it is one."""
+    """Write the answer to one line; return whether it succeeded."""
     response, error = None, None
     wait_s, lost_at = 0.5, None
-    # A response that the service keeps is not computed again if the connection breaks.
+    # A stored response is not computed again if the connection breaks.
     headers = {"Idempotency-Key": secrets.token_hex(16)}
     while True:
         try:
@@ -194,7 +194,7 @@ async def _answer(session: aiohttp.ClientSession, line: Line, output: TextIO) ->
                 wait_s, lost_at = float(answer.headers.get("Retry-After", wait_s)), None
         except (aiohttp.ClientError, TimeoutError, ValueError) as failure:
             now = asyncio.get_running_loop().time()
-            lost_at = lost_at or now  # an answer may take longer than this patience
+            lost_at = lost_at or now  # an answer may take longer than `_PATIENCE_S`
             if now - lost_at > _PATIENCE_S:
                 error = {"code": "unreachable", "message": repr(failure)}
                 break

@@ -1,1 +1,1 @@
-"""Commands for what runs now: live requests, and the KV pools that hold their blocks."""
+"""Commands for live requests, and for the KV pools that hold their blocks."""

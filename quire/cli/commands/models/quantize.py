@@ -1,4 +1,4 @@
-"""`quire quantize`: writes a model as integers. Needs torch, in a process of its own."""
+"""`quire quantize`: quantizes a model to integers, in a separate process that needs torch."""
 
 import subprocess
 import sys

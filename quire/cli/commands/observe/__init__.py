@@ -1,1 +1,1 @@
-"""Commands that show and measure what a service does."""
+"""Commands that show and measure the work of a service."""

@@ -1,4 +1,4 @@
-"""`quire logs`: shows what the processes of a service have logged, in order of time."""
+"""`quire logs`: shows the logs of a service's processes, in order of time."""
 
 import json
 import sys
@@ -20,13 +20,13 @@ from rpc.settings import parse_settings
 
 _POLL_S: Final = 0.2
 _SUPERVISOR: Final = "up"
-"""Its lines have another form, so they are shown only if they are asked for."""
+"""Its lines have another format, so they are shown only on request."""
 
 
 _OWN: Final = ("service",)
-"""Fields that the process's name says."""
+"""Fields that the process's name already shows."""
 _ALIKE: Final = (*_OWN, "request_id", "trace_id")
-"""Fields that are the same in all lines about a request."""
+"""Fields that are equal in all lines about a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class _Line:
     process: str
     text: str
     fields: dict[str, Any] | None
-    """None: it is no JSON, as with --log-format console."""
+    """None: the line is not JSON, as with --log-format console."""
     timestamp: str
-    """A line without one has that of the line before it."""
+    """The line's time; a line without one has the time of the previous line."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -88,7 +88,7 @@ class _Parser:
 
 
 class _About:
-    """Chooses the lines about one request: those with its id, or with the id of its trace."""
+    """Selects the lines about one request: those with its id or with its trace's id."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id

@@ -19,7 +19,7 @@ from rpc.settings import parse_settings
 
 _TIMEOUT_S = 3.0
 _PROBE_TIMEOUT_S = 10.0
-"""Long, because on a busy machine a healthy process may answer late."""
+"""Long, because a healthy process on a busy machine may answer late."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,7 +91,7 @@ def _describe(readiness: Readiness | None) -> str:
 
 
 def _show_load(console: Console, target: str, settings: StatusSettings, model: str = "") -> bool:
-    """Show the load that the router reports, of one model if named; return whether it answered."""
+    """Show the load that the router reports, for one model or all; return whether it answered."""
     title = f"{escape(model)}: " if model else ""
     try:
         with open_client(target, settings) as client:

@@ -68,7 +68,7 @@ def _watch(
             try:
                 before, now = now, take()
                 header = hint
-            except QuireError as error:  # the router may return, so keep the last figures
+            except QuireError as error:  # keep the last figures, because the router may return
                 header = f"{heading}  [red]{escape(str(error))}[/red]"
             live.update(draw(console, header, before, now), refresh=True)
 
@@ -98,7 +98,7 @@ def _quits(fd: int, seconds: float) -> bool:
     while (left := end - time.monotonic()) > 0:
         if not select.select([fd], [], [], left)[0]:
             return False
-        if os.read(fd, 1) in _QUIT_KEYS:  # b"" is in it, too, and means that the terminal is gone
+        if os.read(fd, 1) in _QUIT_KEYS:  # true for b"", too, which means that the terminal is gone
             return True
     return False
 

@@ -1,4 +1,4 @@
-"""`quire usage`: what requests have used, by time, tenant, key, model and adapter."""
+"""`quire usage`: shows the usage of requests by time, tenant, key, model and adapter."""
 
 import json
 import re

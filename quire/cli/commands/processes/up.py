@@ -90,7 +90,7 @@ def _supervise(settings: UpSettings, planned: Layout, directory: ServiceDir) -> 
         asyncio.run(_serve(settings, planned, directory))
     except StartError as error:
         raise CommandError(f"{error}\nall logs: {directory.log_dir}") from None
-    if settings.attached:  # its program has the output, and may start many
+    if settings.attached:  # the parent program shows its own output
         directory.remove()
     else:
         directory.leave()
@@ -125,7 +125,7 @@ async def _serve(settings: UpSettings, planned: Layout, directory: ServiceDir) -
     async def help_with(work: Coroutine[None, None, None]) -> None:
         try:
             await work
-        except Exception:  # a bug: stop the service; the error is raised below
+        except Exception:  # a bug: stop the service; the code below raises the error
             supervisor.stop()
             raise
 

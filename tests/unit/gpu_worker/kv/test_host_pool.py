@@ -7,9 +7,9 @@ from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
 from contract.codec.packing import pack_int32
 from contract.errors import InvalidArgumentError
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.kv import host_pool
 from gpu_worker.kv.codecs.names import parse_codec
 from gpu_worker.kv.codecs.quantized import QuantizedCodec

@@ -17,8 +17,8 @@ from gpu_worker.service.step_wire import plan_of
 from gpu_worker.settings import WorkerSettings
 from gpu_worker.weights.json_fields import ModelError
 from scheduler_svc.app import _configure_core
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from scheduler_svc.settings import SchedulerSettings
 from tests.encoders_fixture import LONGEST, make_encoder
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from fake_cuda_driver import Budget, FakeCudaDriver, HostChunks
 
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker.loading import kv_memory
 from gpu_worker.loading.kv_memory import NoRoomError, check_size, open_pool_memory
 from gpu_worker.memory.elastic import VirtualMemoryError

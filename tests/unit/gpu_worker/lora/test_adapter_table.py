@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.lora.step_adapters import AdapterTable
 from gpu_worker.step.rows import Rows
 

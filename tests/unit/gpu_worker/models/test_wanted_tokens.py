@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.models.native_layers import NativeLayers
 from gpu_worker.step.input_batch import build_input_batch

@@ -12,7 +12,7 @@ from sampling_reference import (
 
 from contract.sampling import SamplingParams
 from gpu_worker.sampling.draw import draw, uniforms
-from gpu_worker.sampling.sampled import Readback
+from gpu_worker.sampling.sampled_tokens import Readback
 from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.sampling.truncation import truncate
 

@@ -16,8 +16,8 @@ import torch
 
 from contract.codec.packing import pack_int32
 from contract.info import WorkerInfo, new_instance_id
-from contract.limits import Limits
 from contract.state import Holdings
+from contract.worker_limits import Limits
 from gpu_worker import metrics
 from gpu_worker.kv import nixl_engine
 from gpu_worker.kv.host_pool import HostPool

@@ -9,9 +9,9 @@ import torch
 from fake_graphs import FakeGraphs
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily
 
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.loading import rank_model as model_part
 from gpu_worker.models.registry import open_model

@@ -5,9 +5,9 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, continue_greedily, next_token
 
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.spans import SequenceSpans
 from gpu_worker.weights.json_fields import ModelError

@@ -10,9 +10,9 @@ import torch
 from fake_graphs import FakeGraphs, FakePieces
 from fake_model import FakeModel, FakePool
 
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.kv.layer_groups import group_layers
 from gpu_worker.loading import rank_model

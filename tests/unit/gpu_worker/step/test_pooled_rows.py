@@ -5,10 +5,10 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, context_hash, continue_greedily
 
-from contract.limits import Limits
 from contract.pooling import Pooling, PoolingKind
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan, StepId
+from contract.worker_limits import Limits
 from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.pooling import Pooler

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 
 from contract.errors import InconsistentPlanError, InvalidArgumentError
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.step.rows import Rows
 
 LIMITS = Limits(

@@ -9,9 +9,9 @@ import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool, context_hash
 from sampling_reference import reference_token
 
-from contract.limits import Limits
 from contract.sampling import SamplingParams
 from contract.step import NewSequence, Plan
+from contract.worker_limits import Limits
 from gpu_worker.step.executor import Executor
 
 LIMITS = Limits(

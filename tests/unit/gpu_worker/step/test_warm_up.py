@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_model import VOCAB_SIZE, FakeModel, FakePool
 
-from contract.limits import Limits
+from contract.worker_limits import Limits
 from gpu_worker.speculative.ngram import NgramDrafter
 from gpu_worker.step.executor import Executor
 from gpu_worker.step.warm_up import warm_up

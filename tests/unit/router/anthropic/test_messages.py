@@ -15,7 +15,7 @@ from contract.errors import (
 )
 from contract.outputs import FinishReason, OutputDelta, OutputError, OutputFinished, Usage
 from router.text.chat_template import ChatTemplate
-from router.text.grammar import to_grammar
+from router.text.structured_output import to_grammar
 
 HELLO = [{"role": "user", "content": "Hello"}]
 ADD = {

@@ -5,7 +5,7 @@ import pytest
 from openai_fakes import spell
 
 from router.text.chat_template import ChatTemplate
-from router.text.grammar import to_grammar
+from router.text.structured_output import to_grammar
 
 HELLO = [{"role": "user", "content": "Hello"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}

@@ -9,7 +9,7 @@ from openai_fakes import spell
 from contract.errors import InvalidArgumentError
 from contract.outputs import FinishReason
 from router.text.chat_template import ChatTemplate
-from router.text.grammar import to_grammar
+from router.text.structured_output import to_grammar
 
 HELLO = [{"role": "user", "content": "Hello"}]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -10,15 +10,15 @@ from router_tokenizers import byte_level_bpe
 
 from contract.errors import UnimplementedError
 from contract.sampling import StructuredOutput
-from router.parsers.families import THINKING_FAMILIES, TOOL_FAMILIES
-from router.parsers.grammar import (
+from router.parsers.call_grammar import (
     _HARMONY_MARKERS,
     _MARKER,
     CallGrammar,
     ForcedFunction,
     thinking_grammar,
 )
-from router.text.grammar import to_grammar, without_words
+from router.parsers.families import THINKING_FAMILIES, TOOL_FAMILIES
+from router.text.structured_output import to_grammar, without_words
 from router.text.token_bytes import token_table
 from tests.reading import new_reader, read
 

@@ -3,11 +3,11 @@
 import numpy as np
 
 from contract.step import Plan, Result
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.events import StepEvents
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.events import StepEvents
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 
 ROUTER = SourceId(0)
 

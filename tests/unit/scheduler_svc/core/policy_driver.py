@@ -6,10 +6,10 @@ from types import MappingProxyType
 import numpy as np
 
 from contract.step import Result
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey, SourceId
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.request import FinishReason, Request, SeqKey, SourceId
 
 ROUTER = SourceId(0)
 NONE = np.array([], np.int32)

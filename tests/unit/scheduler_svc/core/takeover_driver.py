@@ -5,11 +5,17 @@ from dataclasses import replace
 import numpy as np
 
 from scheduler_svc.core.beams.search import BeamParams
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.interface.events import Finished
+from scheduler_svc.core.interface.request import (
+    FinishReason,
+    OutputSoFar,
+    Request,
+    SeqKey,
+    SourceId,
+)
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.values.events import Finished
-from scheduler_svc.core.values.request import FinishReason, OutputSoFar, Request, SeqKey, SourceId
 from tests.property.oracle import expected_output
 from tests.property.worker import SEARCH, FakeWorker
 

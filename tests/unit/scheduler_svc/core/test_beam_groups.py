@@ -9,12 +9,12 @@ from core_driver import ROUTER, answer, chunks, make_core, new, schedule, submit
 from contract.arrays import ints
 from contract.step import Plan, Result
 from scheduler_svc.core.beams.search import BeamParams
+from scheduler_svc.core.interface.errors import MigrationRefusedError, RequestTooLongError
+from scheduler_svc.core.interface.events import StepEvents
+from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus
-from scheduler_svc.core.values.errors import MigrationRefusedError, RequestTooLongError
-from scheduler_svc.core.values.events import StepEvents
-from scheduler_svc.core.values.request import FinishReason, Request, SeqKey
 
 LIKELY = {0: -0.1, 1: -0.2, 2: -3.0, 3: -9.0}
 """The candidates after any token; a search's two beams are then both children of the best one."""

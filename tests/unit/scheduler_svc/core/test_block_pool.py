@@ -3,9 +3,9 @@
 import pytest
 
 from scheduler_svc.core.handover.labels import NewLabels
+from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
 from scheduler_svc.core.space.eviction import Eviction
-from scheduler_svc.core.values.errors import BrokenInvariantError
 
 
 def make_pool(num_blocks=6, eviction=Eviction.LRU, evicted=None):

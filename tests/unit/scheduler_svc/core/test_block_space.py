@@ -9,9 +9,9 @@ from core_driver import answer, make_core, new, schedule, submit
 from contract.arrays import ints
 from contract.hashing import BlockHash
 from contract.step import Result
+from scheduler_svc.core.interface.errors import BrokenInvariantError
+from scheduler_svc.core.interface.request import Request, SeqKey, SourceId
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.values.errors import BrokenInvariantError
-from scheduler_svc.core.values.request import Request, SeqKey, SourceId
 from tests.property.worker import FakeWorker
 
 

@@ -1,7 +1,7 @@
 """Blocks that one core copies from another, ahead of the requests that need them."""
 
+from scheduler_svc.core.interface.request import SeqKey
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.values.request import SeqKey
 from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, new, schedule, submit
 from tests.unit.scheduler_svc.core.test_moves import make_host_core, num_held, running
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from policy_driver import ROUTER, Worker, make_core, request
 
-from scheduler_svc.core.bounds.limits import WorkerRates
+from scheduler_svc.core.interface.errors import DeadlineError
+from scheduler_svc.core.interface.request import FinishReason, Request, SeqKey
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.values.errors import DeadlineError
-from scheduler_svc.core.values.request import FinishReason, Request, SeqKey
+from scheduler_svc.core.limits.acceptance import WorkerRates
 
 
 def test_a_waiting_sequence_ends_at_its_deadline_without_a_block():

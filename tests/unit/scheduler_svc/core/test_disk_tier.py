@@ -18,10 +18,10 @@ from core_driver import (
 )
 
 from contract.hashing import extend_chain, root_hash
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.interface.errors import BrokenInvariantError
+from scheduler_svc.core.interface.request import FinishReason
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.values.errors import BrokenInvariantError
-from scheduler_svc.core.values.request import FinishReason
 
 
 def make_full(num_prompts=5, **overrides):

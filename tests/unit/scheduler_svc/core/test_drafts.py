@@ -3,9 +3,9 @@
 import pytest
 from core_driver import answer, chunks, grown, make_core, new, schedule, submit
 
-from scheduler_svc.core.bounds.limits import WorkerRates
-from scheduler_svc.core.values.errors import DeadlineError
-from scheduler_svc.core.values.request import FinishReason
+from scheduler_svc.core.interface.errors import DeadlineError
+from scheduler_svc.core.interface.request import FinishReason
+from scheduler_svc.core.limits.acceptance import WorkerRates
 
 K = 3
 PROMPT = [1, 2, 3, 4, 5]

@@ -4,11 +4,11 @@ import pytest
 from core_driver import answer, make_core, schedule, submit
 
 from contract.step import StepId
+from scheduler_svc.core.interface.config import PreemptionMode
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.sequence import SeqStatus
 from scheduler_svc.core.space.blocks import DeviceBlockId, DiskBlockId
-from scheduler_svc.core.values.config import PreemptionMode
 
 
 class Host:

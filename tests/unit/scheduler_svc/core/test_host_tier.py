@@ -14,9 +14,9 @@ from core_driver import (
     submit,
 )
 
+from scheduler_svc.core.interface.config import PreemptionMode
+from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.values.config import PreemptionMode
-from scheduler_svc.core.values.errors import BrokenInvariantError
 
 
 def run_alone(core, key, prompt, max_tokens=1):

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
+from scheduler_svc.core.interface.errors import MigrationRefusedError
+from scheduler_svc.core.interface.request import SeqKey
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SeqStatus
-from scheduler_svc.core.values.config import PreemptionMode, SchedulerConfig
-from scheduler_svc.core.values.errors import MigrationRefusedError
-from scheduler_svc.core.values.request import SeqKey
 from tests.unit.scheduler_svc.core.core_driver import ROUTER, answer, chunks, new, schedule, submit
 
 KEY = SeqKey(0)

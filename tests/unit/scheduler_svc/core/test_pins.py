@@ -3,8 +3,8 @@
 import numpy as np
 from core_driver import ROUTER, answer, make_core, new, schedule, submit
 
+from scheduler_svc.core.interface.request import OutputSoFar
 from scheduler_svc.core.invariants import check
-from scheduler_svc.core.values.request import OutputSoFar
 
 A, B, C = range(8), range(50, 58), range(100, 108)
 

@@ -6,9 +6,9 @@ from itertools import pairwise
 import pytest
 from policy_driver import ROUTER, Worker, admission_order, make_core, request
 
+from scheduler_svc.core.interface.request import FinishReason
 from scheduler_svc.core.policies.loading import make_policy
 from scheduler_svc.core.policies.policy import Policy
-from scheduler_svc.core.values.request import FinishReason
 
 
 def test_fcfs_is_by_arrival_whatever_else_they_ask():
@@ -156,7 +156,7 @@ def test_the_worst_by_the_policy_is_preempted(policy, worst):
 
 OUTSIDE = '''
 from scheduler_svc.core.policies.policy import Policy, Rank
-from scheduler_svc.core.values.request import Request
+from scheduler_svc.core.interface.request import Request
 
 
 class ShortestFirst(Policy):

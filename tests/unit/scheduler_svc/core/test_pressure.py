@@ -5,8 +5,8 @@ from core_driver import ROUTER, answer, chunks, make_core, new, outs, schedule, 
 
 from contract.info import MemoryLevel
 from scheduler_svc.core.beams.search import BeamParams
-from scheduler_svc.core.bounds.pressure import Pressure
-from scheduler_svc.core.values.config import PreemptionMode
+from scheduler_svc.core.interface.config import PreemptionMode
+from scheduler_svc.core.limits.memory_pressure import Pressure
 
 OK, WARNING, CRITICAL = MemoryLevel
 HOST = {

@@ -3,12 +3,12 @@
 import pytest
 from core_driver import ROUTER, answer, make_core, new, schedule, submit
 
+from scheduler_svc.core.interface.config import PreemptionMode
+from scheduler_svc.core.interface.errors import BrokenInvariantError, ResizeRefusedError
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.reports.describe import BlockState, Query, describe
 from scheduler_svc.core.reports.load import read_space
 from scheduler_svc.core.space.blocks import BlockPool, DeviceBlockId
-from scheduler_svc.core.values.config import PreemptionMode
-from scheduler_svc.core.values.errors import BrokenInvariantError, ResizeRefusedError
 
 PROMPT = list(range(5))  # two blocks
 

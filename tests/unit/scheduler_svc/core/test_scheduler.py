@@ -9,14 +9,14 @@ from core_driver import ROUTER, answer, chunks, grown, make_core, new, schedule,
 
 from contract.hashing import extend_chain, root_hash
 from contract.step import Result, StepId
-from scheduler_svc.core.invariants import check
-from scheduler_svc.core.values.errors import (
+from scheduler_svc.core.interface.errors import (
     BrokenInvariantError,
     QueueFullError,
     RequestTooLongError,
     TooManySequencesError,
 )
-from scheduler_svc.core.values.request import FinishReason
+from scheduler_svc.core.interface.request import FinishReason
+from scheduler_svc.core.invariants import check
 
 
 def test_a_prompt_is_computed_then_decodes_until_its_length():

@@ -17,10 +17,10 @@ from core_driver import (
 )
 
 from contract.hashing import extend_chain, root_hash
+from scheduler_svc.core.interface.config import PreemptionMode
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.sequence import SeqStatus
 from scheduler_svc.core.space.blocks import DeviceBlockId
-from scheduler_svc.core.values.config import PreemptionMode
 
 
 def make_spilled(**overrides):

@@ -16,9 +16,9 @@ from takeover_driver import (
 from contract.state import Holdings
 from scheduler_svc.core.handover.identity import identity
 from scheduler_svc.core.handover.takeover import REUNION_S
+from scheduler_svc.core.interface.request import FinishReason
 from scheduler_svc.core.invariants import check
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.values.request import FinishReason
 from tests.property.oracle import expected_output
 from tests.property.worker import log_of
 

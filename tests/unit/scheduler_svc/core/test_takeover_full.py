@@ -9,8 +9,8 @@ import pytest
 from takeover_driver import Pair, assert_all_received, lengths, make_request
 
 from scheduler_svc.core.handover.takeover import REUNION_S
-from scheduler_svc.core.values.config import PreemptionMode
-from scheduler_svc.core.values.request import OutputSoFar
+from scheduler_svc.core.interface.config import PreemptionMode
+from scheduler_svc.core.interface.request import OutputSoFar
 
 CRAMPED = {"num_blocks": 20, "num_host_blocks": 64, "max_swap_blocks": 4}
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from contract.step import Result, StepId
+from scheduler_svc.core.interface.config import SchedulerConfig
+from scheduler_svc.core.interface.errors import BrokenInvariantError
 from scheduler_svc.core.plan import PlanBuilder
 from scheduler_svc.core.space.blocks import DeviceBlockId
 from scheduler_svc.core.tiers.host_tier import HostTier
-from scheduler_svc.core.values.config import SchedulerConfig
-from scheduler_svc.core.values.errors import BrokenInvariantError
 
 HASH, OTHER = bytes([1]) * 32, bytes([2]) * 32
 

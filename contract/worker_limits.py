@@ -1,0 +1,87 @@
+"""The sizes of a worker; plans are checked against them.
+
+Limits of requests are beside their fields, in `contract/request.py` and `contract/sampling.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+from contract.arrays import Int64Array
+from contract.lora import LoraAdapter
+
+STATE_WINDOW = 2
+"""The window of a KV group of recurrent layers: to compute a token, they need only the state after
+the previous token. The state after a token is in the block of that token's position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Chunked attention, as in Llama 4: a token sees only earlier tokens of its own chunk."""
+
+    num_tokens: int
+
+
+KvWindow: TypeAlias = int | Chunk | None
+"""How many tokens a token sees, itself included, or in which chunks; None: all tokens before it."""
+
+
+def window_length(window: KvWindow) -> int | None:
+    """The most tokens that a token sees; None: all tokens before it."""
+    return window.num_tokens if isinstance(window, Chunk) else window
+
+
+_Positions = TypeVar("_Positions", int, Int64Array)
+
+
+def first_seen(window: KvWindow, positions: _Positions) -> _Positions:
+    """The first position that the token at each position sees."""
+    if window is None:
+        return positions * 0
+    if isinstance(window, Chunk):
+        return positions // window.num_tokens * window.num_tokens
+    first = positions - window + 1
+    return first * (first > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    max_num_seqs: int
+    """Number of rows."""
+    max_model_len: int
+    """Most tokens of one row, prompt and output together."""
+    max_num_batched_tokens: int
+    """Most tokens that one step may compute; at least `max_num_seqs`."""
+    num_blocks: int
+    block_size: int
+    """Token slots of one block."""
+    vocab_size: int
+    kv_windows: tuple[KvWindow, ...] = (None,)
+    """The window of each KV group, which is a set of layers. Every group has its own blocks, from
+    the same pool."""
+    num_host_blocks: int = 0
+    num_disk_blocks: int = 0
+    adapters: Mapping[LoraAdapter, int] = field(default_factory=dict)
+    """Maps each loaded LoRA adapter to its number, at least 1, which rows refer to."""
+    num_saturating_tokens: int | None = None
+    """Prompt tokens that keep the device busy with arithmetic; None: `max_num_batched_tokens`."""
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether a KV group has a window; then block 0 is the null block, which holds no KV."""
+        return self.kv_windows != (None,)
+
+    @property
+    def max_blocks_per_row(self) -> int:
+        """Blocks that a row with `max_model_len` tokens has in each KV group."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def max_table_len(self) -> int:
+        """Entries of the block table of a row with `max_model_len` tokens."""
+        return self.max_blocks_per_row * len(self.kv_windows)
+
+    @property
+    def min_num_blocks(self) -> int:
+        """Fewest blocks that a resize may set; enough for the longest row if `num_blocks` is."""
+        return min(self.max_table_len + self.has_windows, self.num_blocks)

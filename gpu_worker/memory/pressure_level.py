@@ -1,0 +1,75 @@
+"""Memory pressure: derives a level from how much memory is available. Needs no torch.
+
+A worse level takes effect at once, a better one only after several better readings in a row: the
+reaction to a level improves the readings, and the first better reading must not end the reaction.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from contract.info import MemoryLevel
+
+_NUM_BETTER = 5
+"""Number of better readings in a row that lower the level."""
+_WARNING_SHARE = 0.03
+_CRITICAL_SHARE = 0.01
+
+
+class WatchedMemory(Protocol):
+    """Reports the level; from any thread."""
+
+    @property
+    def level(self) -> MemoryLevel | None:
+        """How short memory is; None if the memory is not watched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Shares of total memory below which memory is short."""
+
+    warning: float
+    critical: float
+
+    def level(self, available: int, total: int) -> MemoryLevel:
+        """The level if `available` of `total` bytes are available."""
+        if available < self.critical * total:
+            return MemoryLevel.CRITICAL
+        return MemoryLevel.WARNING if available < self.warning * total else MemoryLevel.OK
+
+
+def choose_thresholds(
+    warning: float | None, critical: float | None, available: int, total: int
+) -> Thresholds:
+    """Return the operator's thresholds, or the defaults: 3 % and 1 %, less on a full device.
+
+    Args:
+        warning: Share of total memory, at least `critical`; None: not set.
+        critical: Share of total memory, at most `warning`; None: not set.
+        available: Available bytes when the worker is ready. Using half of them is normal, and must
+        not count as pressure.
+        total: All bytes.
+    """
+    at_first = available / total if total else 0.0
+    if warning is None:
+        warning = max(min(_WARNING_SHARE, at_first / 2), critical or 0.0)
+    if critical is None:
+        critical = min(_CRITICAL_SHARE, at_first / 4, warning)
+    return Thresholds(warning, critical)
+
+
+class LevelMeter:
+    """Turns readings into a level, with hysteresis."""
+
+    def __init__(self) -> None:
+        self.level = MemoryLevel.OK
+        self._better: list[MemoryLevel] = []  # the last readings in a row better than the level
+
+    def add(self, read: MemoryLevel) -> MemoryLevel:
+        """Add a reading, and return the new level."""
+        if read.value >= self.level.value:
+            self.level, self._better = read, []
+            return self.level
+        self._better.append(read)
+        if len(self._better) == _NUM_BETTER:
+            self.level, self._better = max(self._better, key=lambda level: level.value), []
+        return self.level

@@ -1,0 +1,107 @@
+"""Which part of a model each rank holds: its share of each layer, and its layers.
+
+A *rank* is one process and its device. Ranks of one *stage* hold the same layers and split each of
+them; stages follow one another. Rank 0 is in the last stage, because tokens are sampled there, and
+rank 0 talks to the scheduler.
+"""
+
+from dataclasses import dataclass
+
+from gpu_worker.weights.json_fields import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank's place in its group. The default is a single process."""
+
+    rank: int = 0
+    """In [0, num_ranks)."""
+    tensor_size: int = 1
+    """Ranks that split each layer."""
+    pipeline_size: int = 1
+    """Stages."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group."""
+        return self.tensor_size * self.pipeline_size
+
+    @property
+    def tensor_rank(self) -> int:
+        """The rank's number within its stage."""
+        return self.rank % self.tensor_size
+
+    @property
+    def stage(self) -> int:
+        """Its stage; stage 0 has the first layers."""
+        return self.pipeline_size - 1 - self.rank // self.tensor_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether it holds the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether it holds the final norm and the head."""
+        return self.stage == self.pipeline_size - 1
+
+    @property
+    def previous_rank(self) -> int:
+        """The rank that sends it hidden states, unless it is in the first stage."""
+        return self.rank + self.tensor_size
+
+    @property
+    def next_rank(self) -> int:
+        """The rank that it sends hidden states to, unless it is in the last stage."""
+        return self.rank - self.tensor_size
+
+    def layers(self, num_layers: int) -> range:
+        """Its layers; the sizes of stages differ by at most one.
+
+        Raises:
+            ModelError: There are several stages, and fewer layers.
+        """
+        if self.pipeline_size > max(1, num_layers):
+            raise ModelError(
+                f"pipeline-parallel-size is {self.pipeline_size}; the model has {num_layers}"
+                " layers, and a stage needs one"
+            )
+        size = self.pipeline_size
+        return range(num_layers * self.stage // size, num_layers * (self.stage + 1) // size)
+
+    def share(self, name: str, count: int) -> range:
+        """This rank's share of `count` parts of a layer; `name` is their name in config.json.
+
+        Raises:
+            ModelError: They cannot be split evenly.
+        """
+        if count % self.tensor_size:
+            raise ModelError(
+                f"tensor-parallel-size is {self.tensor_size}; it must divide {name}, {count}"
+            )
+        return self.groups(count)
+
+    def share_or_repeat(self, name: str, count: int) -> range:
+        """As `share`; but if there are fewer parts than ranks, several ranks hold the same part.
+
+        Raises:
+            ModelError: Neither count divides the other.
+        """
+        if count % self.tensor_size and self.tensor_size % count:
+            raise ModelError(
+                f"tensor-parallel-size is {self.tensor_size}; it must divide {name}, {count}, or"
+                " be a multiple of it"
+            )
+        return self.groups(count)
+
+    def groups(self, count: int) -> range:
+        """This rank's part of `count`, which `share` or `share_or_repeat` has accepted."""
+        start = count * self.tensor_rank // self.tensor_size
+        return range(start, start + max(1, count // self.tensor_size))
+
+    def vocabulary(self, vocab_size: int) -> range:
+        """The tokens whose logits this rank computes; the last ranks may have fewer, or none."""
+        count = -(-vocab_size // self.tensor_size)
+        start = min(count * self.tensor_rank, vocab_size)
+        return range(start, min(start + count, vocab_size))

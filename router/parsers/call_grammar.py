@@ -1,0 +1,239 @@
+"""Grammars for thinking within a budget, and for tool calls in the syntax of a model family.
+
+The grammars are in llguidance's dialect of Lark. A marker that is one token of the vocabulary is
+given by its id: models write it so, and ordinary text cannot match it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from contract.errors import UnimplementedError
+from router.parsers.families import Written
+from router.parsers.thinking import Thinking
+
+TokenId: TypeAlias = Callable[[str], int | None]
+"""Returns the id of the token with this text; None: no single token has it."""
+
+_MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
+_PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|KEY|VALUE)")
+_HARMONY_MARKERS: Final = ("start", "channel", "constrain", "message", "end", "return", "call")
+_OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
+
+JSON_OPTIONS: Final[Mapping[str, Any]] = {
+    "whitespace_flexible": False,  # limited, because a model may write endless white space
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedFunction:
+    """A function, and the schema that its arguments must follow."""
+
+    name: str
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingGrammar:
+    """The rules of thinking within a budget; its markers are tokens."""
+
+    begin: int
+    end: int
+    has_begun: bool
+    """Whether the prompt ends within thinking."""
+    max_tokens: int | None
+    """Most tokens of each section of thinking; None: no limit."""
+
+    @property
+    def before(self) -> str:
+        """The rules for `before`: optional thinking, or the rest of thinking that has begun."""
+        thought = f"{self._thought} SPACE"
+        body = (
+            f"<[{self.begin}]>? {thought}" if self.has_begun else f"(<[{self.begin}]> {thought})?"
+        )
+        return f"before: {body}\nSPACE: /\\s{{0,4}}/"
+
+    def text(self) -> str:
+        """A grammar for free text in which thinking may begin again."""
+        free = f"<[^{self.begin}]>*"
+        return f"start: {free} (<[{self.begin}]> {self._thought} {free})*"
+
+    @property
+    def _thought(self) -> str:
+        if self.max_tokens == 0:
+            return f"<[{self.end}]>"
+        count = "*" if self.max_tokens is None else f"{{0,{self.max_tokens}}}"
+        return f"<[^{self.end}]>{count} <[{self.end}]>"
+
+
+def thinking_grammar(
+    thinking: Thinking, token_id: TokenId, *, has_begun: bool, max_tokens: int | None
+) -> ThinkingGrammar | None:
+    """Return the grammar for an output's thinking; None if its markers are not tokens."""
+    begin, end = token_id(thinking.begin), token_id(thinking.end)
+    if begin is None or end is None:
+        return None
+    return ThinkingGrammar(begin, end, has_begun, max_tokens)
+
+
+class CallGrammar:
+    """The rules of calls in a family's syntax."""
+
+    def __init__(self, written: Written, token_id: TokenId) -> None:
+        self._written = written
+        self._token_id = token_id
+        self._rules: list[str] = []
+
+    def calls(self, functions: Sequence[ForcedFunction], *, may_be_several: bool) -> str:
+        """Return a grammar for one or several calls, each of any function."""
+        written = self._written
+        may_be_several &= not written.is_alone
+        options = " | ".join(self._rule("call", self._call(function)) for function in functions)
+        call = self._rule("calls_", options)
+        more = f"({self._literal(written.between)} {call})*" if may_be_several else ""
+        body = f"{self._literal(written.first)} {call} {more} {self._literal(written.last)}"
+        return "\n".join([f"start: {body}", *self._rules])
+
+    def calls_in_text(
+        self,
+        functions: Sequence[ForcedFunction],
+        thinking: ThinkingGrammar | None,
+        *,
+        has_begun: bool = False,
+    ) -> str | None:
+        """Return a grammar for text with calls, each of any function.
+
+        `has_begun`: whether the prompt ends within one of harmony's messages. Returns None if a
+        call's first marker is not a token: then a grammar cannot tell text from the beginning of a
+        call.
+        """
+        opener = _MARKER.match(self._written.first or self._written.call)
+        opener_id = None if opener is None else self._token_id(opener[0])
+        if opener is None or opener_id is None:
+            return None
+        if self._written.is_alone:
+            if opener[0] != "<|channel|>":
+                return None
+            return self._call_after_messages(functions, has_begun=has_begun)
+        calls = self.calls(functions, may_be_several=True).removeprefix("start:")
+        marks = [opener_id] if thinking is None else sorted([opener_id, thinking.begin])
+        free = f"<[^{','.join(map(str, marks))}]>*"
+        return f"start: {free} (section {free})*\nsection:{calls}"
+
+    def _call_after_messages(
+        self, functions: Sequence[ForcedFunction], *, has_begun: bool
+    ) -> str | None:
+        """Return a grammar for harmony's messages; the last one may be a call."""
+        ids = {name: token_id for name in _HARMONY_MARKERS
+               if (token_id := self._token_id(f"<|{name}|>")) is not None}  # fmt: skip
+        if len(ids) < len(_HARMONY_MARKERS):
+            return None
+        call = self.calls(functions, may_be_several=False).removeprefix("start:")
+        rules = [
+            f"start: {'text (next rest)?' if has_begun else 'rest'}",
+            "rest: (message next)* (message | call)",
+            f"text: <[^{','.join(map(str, sorted(ids.values())))}]>*",
+            f'next: <[{ids["end"]}]> <[{ids["start"]}]> "assistant"',
+            f"message: <[{ids['channel']}]> channel <[{ids['message']}]> text",
+            'channel: "analysis" | "commentary" | "final"',
+            f"call: {call}",
+        ]
+        return "\n".join(rules)
+
+    def _call(self, function: ForcedFunction) -> str:
+        parts = []
+        for part in _PLACE.split(self._written.call):
+            match part:
+                case "NAME":
+                    parts.append(self._literal(function.name))
+                case "INDEX":
+                    parts.append("/[0-9]{1,3}/")
+                case "ARGUMENTS" if self._written.parameter:
+                    parts.append(self._parameters(function))
+                case "ARGUMENTS":
+                    parts.append(inline_json(function.schema))
+                case _:
+                    parts.append(self._literal(part))
+        return _joined(parts)
+
+    def _parameters(self, function: ForcedFunction) -> str:
+        """Return rules for the parameters, in the schema's order."""
+        properties = function.schema.get("properties")
+        if not isinstance(properties, dict):
+            return ""
+        required = function.schema.get("required")
+        parts = []
+        for key, schema in properties.items():
+            parameter = self._rule("parameter", self._parameter(function, key, schema))
+            is_required = isinstance(required, list) and key in required
+            parts.append(parameter if is_required else f"{parameter}?")
+        return " ".join(parts)
+
+    def _parameter(self, function: ForcedFunction, key: str, schema: Any) -> str:
+        before, _, after = self._written.parameter.partition("VALUE")
+        head = self._literal(before.replace("KEY", key))
+        if not isinstance(schema, dict) or schema.get("type") != "string":
+            defs = {name: function.schema[name] for name in ("$defs", "definitions")
+                    if name in function.schema}  # fmt: skip
+            value = schema if not isinstance(schema, dict) else {**schema, **defs}
+            return f"{head} {inline_json(value)} {self._literal(after)}"
+        if unknown := [word for word in _OF_STRINGS if word in schema]:
+            raise UnimplementedError(
+                f"the function {function.name!r} has a parameter {key!r} with {unknown[0]}; this"
+                " model writes text without quotes, where only enum and const can be followed"
+            )
+        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if choices is not None:
+            options = " | ".join(json.dumps(str(choice)) for choice in choices)
+            return f"{head} ({options}) {self._literal(after)}"
+        if self._token_id(after.strip()) is not None:
+            return f"{head} /(.|\\n)*/ {self._literal(after)}"
+        self._rules.append(f"text_{len(self._rules)}[suffix={json.dumps(after)}]: /(.|\\n)*/")
+        return f"{head} text_{len(self._rules) - 1}"
+
+    def _rule(self, name: str, body: str) -> str:
+        name = f"{name}_{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def _literal(self, text: str) -> str:
+        """Return grammar terms for a text: tokens for markers that are tokens, else strings."""
+        parts, start = [], 0
+        for marker in _MARKER.finditer(text):
+            token_id = self._token_id(marker[0])
+            if token_id is not None:
+                parts += [_quoted(text[start : marker.start()]), f"<[{token_id}]>"]
+                start = marker.end()
+        return _joined([*parts, _quoted(text[start:])])
+
+
+def inline_json(schema: Any) -> str:
+    """Return a grammar term for JSON that follows a schema."""
+    options = {"x-guidance": JSON_OPTIONS}
+    value = {**_without_prose(schema), **options} if isinstance(schema, Mapping) else options
+    return f"%json {json.dumps(value)}"
+
+
+def _without_prose(value: Any) -> Any:
+    """Return a schema without its descriptions, which are most of an agent's schema."""
+    if isinstance(value, list):
+        return [_without_prose(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: _without_prose(item)
+        for name, item in value.items()
+        if name not in ("description", "title") or not isinstance(item, str)
+    }
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return " ".join(part for part in parts if part)

@@ -1,0 +1,67 @@
+"""The parts of admission that all models of a router share: live requests, quotas, usage, audit."""
+
+import asyncio
+
+from router.access.api_keys import ApiKeys, current_caller, enter_as
+from router.access.quotas import Quotas
+from router.access.tenancy import check_operator, check_tenant, tenant_of_caller
+from router.request.admission import Admission
+from router.request.audit import AuditLog
+from router.request.usage import UsageCounts
+
+_MAX_ESCAPE_BYTES = 6
+"""Most bytes of JSON per byte of text, as in \\u0041."""
+
+
+class Entry:
+    """One for each router; must be made within the event loop."""
+
+    def __init__(
+        self,
+        max_live_requests: int,
+        api_keys: ApiKeys | None = None,
+        usage: UsageCounts | None = None,
+        audit: AuditLog | None = None,
+    ) -> None:
+        """With `api_keys`, the key of a call determines its tenant.
+
+        `usage` counts the usage of requests; `audit` logs their prompts and outputs.
+        """
+        self.usage = usage
+        self.audit = audit
+        self.max_live_requests = max_live_requests
+        self.admission = Admission(max_live_requests)
+        tenant_to_quota = {} if api_keys is None else api_keys.tenant_to_quota
+        self.quotas = Quotas(tenant_to_quota, asyncio.get_running_loop().time())
+        self.has_api_keys = api_keys is not None
+
+    def check_quota(self, num_bytes: int, max_token_bytes: int) -> None:
+        """Check the quota of the caller's tenant before a body is parsed.
+
+        Raises `TooBusyError` if the quota is used up, or is too small for any JSON text of
+        `num_bytes` with tokens of at most `max_token_bytes`.
+        """
+        if self.has_api_keys:
+            num_tokens = 1 + num_bytes // (_MAX_ESCAPE_BYTES * max_token_bytes)
+            now = asyncio.get_running_loop().time()
+            self.quotas.check(current_caller().tenant, num_tokens, now)
+
+    def tenant_of(self, claimed: str) -> str:
+        """Return the tenant of a call that claims `claimed`; raises as `tenant_of_caller`.
+
+        Without keys it raises as `check_tenant`.
+        """
+        if self.has_api_keys:
+            return tenant_of_caller(claimed)
+        check_tenant(claimed)
+        return claimed
+
+    def act_for(self, tenant: str, key_name: str) -> None:
+        """Let the current task make calls for a tenant whose key was checked before."""
+        if self.has_api_keys:
+            enter_as(tenant, key_name)
+
+    def check_operator(self) -> None:
+        """Raise `PermissionDeniedError` if the call's API key belongs to a tenant."""
+        if self.has_api_keys:
+            check_operator()

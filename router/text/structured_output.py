@@ -1,0 +1,203 @@
+"""Converts structured output to a grammar for llguidance, which workers apply."""
+
+import functools
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, Final
+from urllib.parse import unquote
+
+import llguidance
+from pydantic_core import from_json
+
+from contract.errors import InvalidArgumentError
+from contract.sampling import StructuredOutput
+from contract.value_checks import check_count, check_unicode
+
+MAX_BYTES: Final = 2**16
+MAX_CHOICES: Final = 1024
+MAX_WORDS: Final = 256
+"""Limits of `bad_words`: their number, and the length of each."""
+MAX_WORD_CHARS: Final = 128
+_MAX_KEPT: Final = 64
+"""Number of cached grammars; requests often have the same form."""
+
+_FIELD: Final = "sampling.structured"
+
+
+_ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
+
+
+def to_grammar(structured: StructuredOutput, before: str = "") -> StructuredOutput:
+    """Return the form as a grammar; takes up to a second in extreme cases.
+
+    `before` has the grammar rules for the part before the form; the first rule is `before`.
+
+    Raises:
+        InvalidArgumentError: The form is too large, malformed, or uses an unsupported feature.
+    """
+    return _to_grammar(structured.form, _texts(structured), before)
+
+
+@functools.lru_cache(_MAX_KEPT)
+def _to_grammar(form: str, texts: tuple[str, ...], before: str) -> StructuredOutput:
+    field = f"{_FIELD}.{form}"
+    num_bytes = sum(check_unicode(field, text) for text in texts)
+    if num_bytes > MAX_BYTES:
+        raise InvalidArgumentError(
+            field, f"has {num_bytes} bytes; it must have at most {MAX_BYTES}"
+        )
+    grammar = _grammar(form, texts, field)
+    if before:
+        grammar = _behind(before, grammar)
+    if problem := llguidance.LLMatcher.validate_grammar(grammar):
+        raise InvalidArgumentError(field, f"is not supported: {' '.join(problem.split())}")
+    return StructuredOutput(grammar=grammar)
+
+
+def _texts(structured: StructuredOutput) -> tuple[str, ...]:
+    match structured.form:
+        case "json_object":
+            return ()
+        case "choice":
+            return structured.choice or ()
+        case "json_schema":
+            return (structured.schema_text,)
+        case form:
+            return (getattr(structured, form),)
+
+
+def _grammar(form: str, texts: Sequence[str], field: str) -> str:
+    if form == "json_object":
+        return _json_grammar('{"type": "object"}', field)
+    if form == "choice":
+        if not 1 <= len(texts) <= MAX_CHOICES:
+            raise InvalidArgumentError(
+                field, f"has {len(texts)} texts; it must have 1 to {MAX_CHOICES}"
+            )
+        if "" in texts:
+            raise InvalidArgumentError(f"{field}[{texts.index('')}]", "is empty")
+        return "start: " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts))
+    (text,) = texts
+    if not text:
+        raise InvalidArgumentError(field, "is empty")
+    match form:
+        case "json_schema":
+            return _json_grammar(text, field)
+        case "regex":
+            return llguidance.LLMatcher.grammar_from_regex(_with_ascii_digits(text))
+        case _:
+            return llguidance.LLMatcher.grammar_from_lark(text)
+
+
+def _behind(before: str, grammar: str) -> str:
+    """Return a grammar for the part that `before` describes, followed by `grammar`."""
+    parts = (
+        json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    )
+    whole = {"name": "whole", "lark_grammar": f"start: before @form\n{before}"}
+    return json.dumps({"grammars": [whole, {**parts[0], "name": "form"}, *parts[1:]]})
+
+
+def without_words(words: Sequence[str], marker_ids: Collection[int]) -> StructuredOutput:
+    """Return the form of a text that contains none of `words`, but may contain markers.
+
+    `marker_ids` are special tokens, which no text matches.
+    """
+    check_count("bad_words", len(words), MAX_WORDS)
+    for i, word in enumerate(words):
+        if not 1 <= len(word) <= MAX_WORD_CHARS:
+            raise InvalidArgumentError(
+                f"bad_words[{i}]",
+                f"has {len(word)} characters; it must have 1 to {MAX_WORD_CHARS}",
+            )
+        check_unicode(f"bad_words[{i}]", word)
+    banned = " | ".join(json.dumps(word) for word in dict.fromkeys(words))
+    markers = ",".join(map(str, sorted(marker_ids)))
+    more = f" (<[{markers}]> TEXT)*" if markers else ""
+    return StructuredOutput(
+        grammar=f"start: TEXT{more}\nTEXT: ANY & ~(ANY BANNED ANY)\n"
+        f"ANY: /(.|\\n)*/\nBANNED: {banned}"
+    )
+
+
+def _with_ascii_digits(regex: str) -> str:
+    """Return a regex whose digit escapes match 0 to 9 only, not all of Unicode's digits."""
+    digits = {"d": "[0-9]", "D": "[^0-9]"}
+    return _ESCAPED.sub(lambda found: digits.get(found[1], found[0]), regex)
+
+
+def _json_grammar(schema: str, field: str) -> str:
+    _check_refs(schema, field)
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(
+            schema,
+            overrides={
+                "whitespace_flexible": False,  # otherwise a model may write endless white space
+                "item_separator": ", ",
+                "key_separator": ": ",
+            },
+        )
+    except ValueError as error:
+        raise InvalidArgumentError(field, f"is not a JSON schema: {error}") from None
+
+
+# --- cycles ---------------------------------------------------------------------------------------
+
+_SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
+"""Keywords whose subschemas describe the same value as the schema around them."""
+_DATA: Final = frozenset({"const", "default", "enum", "examples"})
+"""Keywords whose contents are not schemas."""
+
+
+def _check_refs(text: str, field: str) -> None:
+    """Refuse a `$ref` that leads back to itself before any part of the value has been described.
+
+    llguidance reports invalid JSON and a `$ref` that resolves to nothing.
+    """
+    try:
+        root = from_json(text)
+    except ValueError:
+        return
+    id_to_ids: dict[int, list[int]] = {}
+    id_to_ref: dict[int, str] = {}
+    pending = [root]
+    while pending:
+        schema = pending.pop()
+        if isinstance(schema, list):
+            pending += schema
+        elif isinstance(schema, dict):
+            pending += [value for name, value in schema.items() if name not in _DATA]
+            id_to_ids[id(schema)] = list(map(id, _about_same_value(schema, root)))
+            if isinstance(ref := schema.get("$ref"), str):
+                id_to_ref[id(schema)] = ref
+    try:
+        TopologicalSorter(id_to_ids).prepare()
+    except CycleError as error:
+        ref = next(id_to_ref[id_] for id_ in error.args[1] if id_ in id_to_ref)
+        raise InvalidArgumentError(
+            field,
+            f'has "$ref": {json.dumps(ref)}, which leads back to itself; properties or items must'
+            " lie in between",
+        ) from None
+
+
+def _about_same_value(schema: dict[str, Any], root: object) -> Iterator[object]:
+    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
+        yield _resolve(ref, root)
+    for name in _SAME_VALUE:
+        if isinstance(schemas := schema.get(name), list):
+            yield from schemas
+
+
+def _resolve(ref: str, root: object) -> object:
+    """Return the value at a JSON pointer in a URL fragment; None if there is none."""
+    found: Any = root
+    for part in unquote(ref).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        try:
+            found = found[int(name) if isinstance(found, list) else name]
+        except (LookupError, TypeError, ValueError):
+            return None
+    return found

@@ -1,0 +1,265 @@
+"""The configuration of a scheduler core, and snapshots of its load."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from contract.info import MemoryLevel
+from contract.worker_limits import KvWindow, window_length
+from scheduler_svc.core.space.eviction import Eviction
+
+
+class PreemptionMode(StrEnum):
+    """What preemption does with a sequence's KV."""
+
+    COST = "cost"
+    """Choose SWAP or RECOMPUTE, whichever is faster at the rates that the worker measured."""
+    SWAP = "swap"
+    """Copy the KV to the host if there is room, and back later."""
+    RECOMPUTE = "recompute"
+    """Drop the KV and compute it again later."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The sizes that a worker reports, and the operator's choices."""
+
+    num_blocks: int
+    """Device blocks at the start; a resize may change their number."""
+    block_size: int
+    """Token slots of a block."""
+    max_num_seqs: int
+    """Number of rows: the most sequences that run at once."""
+    max_num_batched_tokens: int
+    """The token budget of a step; at least `max_num_seqs`."""
+    max_model_len: int
+    """Most tokens of one sequence."""
+    kv_windows: tuple[KvWindow, ...] = (None,)
+    """The window of each KV group; see `KvGroups`."""
+    num_saturating_tokens: int | None = None
+    """How many prompt tokens keep the device busy with arithmetic; None: the token budget."""
+    num_draft_tokens: int = 0
+    """Most draft tokens per sequence and step; less than `block_size`. A step may give a sequence
+    `num_draft_tokens` + 1 tokens."""
+    max_num_blocks: int | None = None
+    """Most device blocks that a resize may set; None: their number is fixed."""
+    min_num_blocks: int = 1
+    """Fewest device blocks that a resize may set."""
+    max_waiting: int = 1024
+    """Most waiting sequences."""
+    enable_prefix_caching: bool = True
+    """Whether sequences share full blocks with equal content."""
+    eviction: Eviction = Eviction.LRU
+    """Which cached block is evicted first, in every tier."""
+    max_pinned_share: float = 0.25
+    """Share of the device blocks that pins may hold together."""
+    max_tenant_pinned_share: float = 1.0
+    """Share of the device blocks that pins of one tenant may hold."""
+    defragment_interval_s: float = 10.0
+    """How often fragmentation is measured; 0: never."""
+    defragment_threshold: float = 1.0
+    """Fragmentation rate at which blocks are moved; rates are below 1."""
+    max_defragment_moves: int = 32
+    """Most blocks that defragmentation moves in one step."""
+    watermark: float = 0.01
+    """Share of the blocks that admission leaves available, for running sequences to grow."""
+    max_prefill_chunk: int | None = None
+    """Most known tokens of one sequence in one step; None: the token budget."""
+    num_host_blocks: int = 0
+    """Host blocks; 0: there is no host tier."""
+    host_is_device_memory: bool = False
+    """Whether host and device blocks share one memory, as on a CPU; then a swap frees no memory."""
+    bytes_per_block: int = 0
+    """Size of a block, in either tier."""
+    swap_bytes_per_s: float = 0.0
+    """Measured rate of copies between device and host; 0: unknown."""
+    prefill_tokens_per_s: float = 0.0
+    """Measured rate of prefill; 0: unknown."""
+    num_disk_blocks: int = 0
+    """Disk blocks; 0: there is no disk tier. Needs a host tier."""
+    disk_bytes_per_s: float = 0.0
+    """Measured rate of loads from the disk; 0: unknown."""
+    max_disk_moves: int = 256
+    """Most loads in progress, and most stores; at the limit evicted blocks are lost. Spills of
+    preempted sequences are not limited, because their room is needed at once."""
+    preemption_mode: PreemptionMode = PreemptionMode.COST
+    """What preemption does with KV, if there is a host tier."""
+    max_swap_blocks: int = 256
+    """Most blocks that one step swaps in, and most that it demotes. Swap-outs of preempted
+    sequences are not limited, because their room is needed at once."""
+    long_prefill_threshold: int | None = None
+    """A sequence with more known tokens to compute counts as long: it leaves half of a step to
+    others, and short ones may overtake it. 0: no sequence counts as long. None: half of the tokens
+    that keep the device busy; a shorter prompt is computed in one step."""
+    max_long_prefills: int = 1
+    """Most long sequences that compute their known tokens at the same time."""
+    claim_s: float = 10.0
+    """How long a new scheduler reserves the sequences that the worker held, for requests that are
+    submitted again."""
+    takes_whole_prompts: bool = False
+    """Whether a prompt must be computed in one step; needs a token budget of at least
+    `max_model_len` - 1."""
+    policy: str = "fcfs"
+    """The scheduling policy, as a name or dotted path for `policies.loading.make_policy`."""
+    policy_args: tuple[tuple[str, str], ...] = ()
+    """The policy's keyword arguments."""
+
+    @property
+    def has_windows(self) -> bool:
+        """As in `Limits`."""
+        return self.kv_windows != (None,)
+
+    @property
+    def busy_step_tokens(self) -> int:
+        """Number of tokens in a step that keep the device busy."""
+        return self.num_saturating_tokens or self.max_num_batched_tokens
+
+    @property
+    def max_chunk(self) -> int | None:
+        """Most known tokens of one sequence in one step; None: the token budget.
+
+        With windows a sequence holds blocks for a whole chunk. So with windows, a chunk has at most
+        as many tokens as keep the device busy.
+        """
+        if self.takes_whole_prompts:
+            return None
+        if not self.has_windows:
+            return self.max_prefill_chunk
+        return min(self.busy_step_tokens, self.max_prefill_chunk or self.max_num_batched_tokens)
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least "
+                f"max_num_seqs, {self.max_num_seqs}, so that all sequences can decode in one step"
+            )
+        if self.max_num_blocks is not None and self.max_num_blocks < self.num_blocks:
+            raise ValueError(
+                f"max_num_blocks is {self.max_num_blocks}; it must be at least num_blocks,"
+                f" {self.num_blocks}"
+            )
+        if self.min_num_blocks > self.num_blocks:
+            raise ValueError(
+                f"min_num_blocks is {self.min_num_blocks}; it must be at most num_blocks,"
+                f" {self.num_blocks}"
+            )
+        for name in (
+            "num_blocks",
+            "min_num_blocks",
+            "block_size",
+            "max_num_seqs",
+            "max_model_len",
+            "max_waiting",
+            "max_long_prefills",
+            "max_defragment_moves",
+            "max_disk_moves",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        lengths = [window_length(window) for window in self.kv_windows]
+        if not lengths or any(length is not None and length < 1 for length in lengths):
+            raise ValueError(f"kv_windows is {self.kv_windows}; each must be None or at least 1")
+        if not 0 <= self.num_draft_tokens < self.block_size:
+            raise ValueError(
+                f"num_draft_tokens is {self.num_draft_tokens}; it must be at least 0 and less"
+                f" than block_size, {self.block_size}"
+            )
+        for name in ("max_prefill_chunk", "num_saturating_tokens"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise ValueError(f"{name} is {number}; it must be at least 1")
+        for name in (
+            "num_host_blocks",
+            "bytes_per_block",
+            "swap_bytes_per_s",
+            "prefill_tokens_per_s",
+            "defragment_interval_s",
+            "num_disk_blocks",
+            "disk_bytes_per_s",
+            "claim_s",
+        ):
+            if not getattr(self, name) >= 0:  # also for NaN
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+        if self.num_disk_blocks and not self.num_host_blocks:
+            raise ValueError(
+                f"num_disk_blocks is {self.num_disk_blocks}; without host blocks it must be 0"
+            )
+        if self.max_swap_blocks < 1:
+            raise ValueError(f"max_swap_blocks is {self.max_swap_blocks}; it must be at least 1")
+        if self.long_prefill_threshold is not None and self.long_prefill_threshold < 0:
+            raise ValueError(
+                f"long_prefill_threshold is {self.long_prefill_threshold}; it must be at least 0"
+            )
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark is {self.watermark}; it must be in [0, 1)")
+        for name in ("max_pinned_share", "max_tenant_pinned_share", "defragment_threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLoad:
+    """A snapshot of a core between two steps. Counters count from the core's start."""
+
+    num_running: int
+    num_waiting: int
+    num_swapped: int
+    """Waiting sequences with their KV on the host or the disk."""
+    max_num_seqs: int
+    num_blocks: int
+    """Device blocks at present."""
+    num_free_blocks: int
+    """Device blocks without content."""
+    num_cached_blocks: int
+    """Device blocks without a holder that the prefix cache can find."""
+    num_pinned_blocks: int
+    """Device blocks that pins hold; sequences may hold them, too."""
+    block_size: int
+    num_preemptions: int
+    prefix_cache_queries: int
+    """Tokens that admission looked up."""
+    prefix_cache_hits: int
+    """Tokens that admission found."""
+    num_steps: int
+    """Steps scheduled."""
+    num_recomputed_tokens: int
+    """Tokens that sequences compute again, after a preemption or after a move to this core."""
+    num_adopted_tokens: int
+    """Tokens of resubmitted sequences whose KV the worker still held."""
+    num_host_blocks: int
+    num_free_host_blocks: int
+    """Host blocks without content."""
+    num_cached_host_blocks: int
+    """Host blocks without a holder that the prefix cache can find."""
+    num_swapped_out_blocks: int
+    """Blocks copied from device to host, including demoted ones."""
+    num_swapped_in_blocks: int
+    """Blocks copied from host to device, including promoted ones."""
+    num_demoted_blocks: int
+    """Cached blocks that were copied to the host when the device evicted them."""
+    num_promoted_blocks: int
+    """Blocks that admission found on the host."""
+    num_moved_blocks: int
+    """Blocks that defragmentation has moved; an exchange of two counts as two."""
+    num_defragmentations: int
+    """Completed passes of defragmentation."""
+    num_disk_blocks: int
+    num_free_disk_blocks: int
+    """Disk blocks without content."""
+    num_cached_disk_blocks: int
+    """Disk blocks without a holder that the prefix cache can find."""
+    num_stored_blocks: int
+    """Blocks stored on the disk, including spilled ones."""
+    num_loaded_blocks: int
+    """Blocks loaded from the disk."""
+    num_failed_disk_moves: int
+    """Stores and loads that failed."""
+    num_spilled_blocks: int
+    """Blocks of swapped sequences that were moved to the disk."""
+    memory_level: MemoryLevel = MemoryLevel.OK
+    """How short the worker's memory is, as it last reported."""
+    num_memory_preemptions: int = 0
+    """Preemptions because memory was short."""
+
+    @property
+    def is_memory_short(self) -> bool:
+        """Whether short memory limits how many sequences run."""
+        return self.memory_level is not MemoryLevel.OK

@@ -1,0 +1,76 @@
+"""A request in the scheduler: one prompt and `n` sequences."""
+
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from contract.outputs import FinishReason
+from contract.request import MAX_PRIORITY
+from scheduler_svc.core.beams.search import BeamParams
+
+__all__ = ["FinishReason", "OutputSoFar", "Request", "SeqId", "SeqKey", "SourceId"]
+
+SeqId = NewType("SeqId", int)
+"""Identifies a sequence; unique over the life of a scheduler core."""
+
+SourceId = NewType("SourceId", int)
+"""Identifies a router's stream; the engine assigns the numbers."""
+
+SeqKey = NewType("SeqKey", int)
+"""Identifies a sequence at its source; unique within the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSoFar:
+    """The tokens that one sequence of a resubmitted request has produced before."""
+
+    token_ids: npt.NDArray[np.int32]
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One prompt, and `n` sequences that continue it.
+
+    Sequence i has the key `first_seq_key + i`.
+    """
+
+    source: SourceId
+    first_seq_key: SeqKey
+    request_id: str
+    prompt_token_ids: npt.NDArray[np.int32]
+    """int32[P], P >= 1."""
+    n: int
+    max_tokens: int
+    """Most tokens that each sequence may produce; at least 1."""
+    sampling: bytes
+    """Serialized sampling parameters for the worker; the core does not parse them."""
+    cache_salt: str = ""
+    traceparent: str = ""
+    min_tokens: int = 0
+    """Fewest tokens that each sequence produces, unless it is cancelled."""
+    priority: int = 0
+    """Requests with a higher priority go first."""
+    tenant: str = ""
+    deadline: float | None = None
+    """When the request expires, in the caller's seconds; None: never."""
+    reads_prefix_cache: bool = True
+    """Whether it may reuse cached KV; otherwise its whole prompt is computed."""
+    pools: bool = False
+    """Whether the worker makes a vector of the prompt instead of drawing. To the core it is a
+    request for one token, whose sequence starts over when it loses its row or its scheduler: the
+    worker keeps parts of the vector in the row."""
+    cache_pin_s: float | None = None
+    """How long the prompt's full blocks are pinned after they are computed; None: no pin."""
+    beam: BeamParams | None = None
+    """If set, search for the `n` likeliest outputs instead of sampling. `sampling` then asks the
+    worker for candidates and has no end tokens."""
+    outputs: tuple[OutputSoFar, ...] = ()
+    """For a resubmitted request: one entry per sequence; in a search these have no tokens."""
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it has the lowest priority, as lines of batches have."""
+        return self.priority == -MAX_PRIORITY

@@ -1,0 +1,33 @@
+"""The interface of a watcher of the prefix cache; see `Scheduler.watch_cache`.
+
+A watcher provides the tables in which the pools find blocks by hash. So it sees each change, and
+there is no cost without a watcher.
+"""
+
+from enum import Enum
+from typing import Any, Protocol
+
+from contract.arrays import Int32Array
+from contract.hashing import BlockHash
+from scheduler_svc.core.sequence import Sequence
+
+
+class CacheTier(Enum):
+    """The pool of a table; the names and values are those of `quire.v1.KvTier`."""
+
+    DEVICE = 1
+    HOST = 2
+    DISK = 3
+
+
+class CacheWatch(Protocol):
+    """Watches the blocks that can be found by hash, from the start of a core."""
+
+    def table(self, tier: CacheTier) -> dict[BlockHash, Any]:
+        """Return an empty dict, which the pool of `tier` uses as its table from now on."""
+
+    def on_named(self, seq: Sequence, first: int, end: int, token_ids: Int32Array) -> None:
+        """Called before the blocks [first, end) of a running sequence are published.
+
+        `seq.block_hashes` has their hashes; `token_ids` is a view of all its known tokens.
+        """
