@@ -164,6 +164,11 @@ def _quantized(
 ) -> QuantizedCodec | None:
     if not spec.is_quantized:
         return None
+    if config.has_exact_keys:
+        raise ModelError(
+            f"host-codec or disk-codec is {spec}; {config.architecture} has ALiBi, whose keys hold"
+            " positions that 8 bits would round"
+        )
     if config.kv_shapes:
         raise ModelError(
             f"host-codec or disk-codec is {spec}; {config.architecture} has layers of different kv"

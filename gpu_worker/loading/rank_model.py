@@ -338,6 +338,11 @@ def _kv_dtypes(
             f"kv-cache-dtype-skip-layers is {settings.kv_cache_dtype_skip_layers}; the layers of "
             f"{settings.model_id} are 0 to {config.num_layers - 1}"
         )
+    if config.has_exact_keys and settings.kv_cache_dtype != "auto":
+        raise ModelError(
+            f"kv-cache-dtype is {settings.kv_cache_dtype}; {config.architecture} has ALiBi, whose"
+            " keys hold positions that 8 bits would round: it must be auto"
+        )
     layers = place.layers(config.num_layers)
     local = {layer - layers.start for layer in skip_layers if layer in layers}
     return kv_dtypes(settings.kv_cache_dtype, local, dtype, len(layers))
