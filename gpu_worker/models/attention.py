@@ -14,7 +14,7 @@ import torch
 from gpu_worker.kv.device_pool import KvPool
 from gpu_worker.lora.step_adapters import StepAdapters
 from kernels import ops
-from kernels.sequences import Sequences
+from kernels.sequences import Sequences, SharedPrefixes
 
 Prepare: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Callable[["AttentionMetadata"], None]]
 """Makes a function that attends to a step's sequences, from a query `[T, H, D]` to an output."""
@@ -55,6 +55,8 @@ class AttentionMetadata:
     """With several KV groups: the metadata of each, which differ in slots and block tables, and in
     their sequences if a group has chunks: what a token sees of its chunk is then a sequence of its
     own. The first group's slots and tables are also in this object. Empty: there is one group."""
+    shared: SharedPrefixes | None = None
+    """The beginnings that decodes share; None: each attends to its own."""
     attend_between: AttendBetween | None = None
     """Takes the attention of each layer while graphs without attention are captured. Then only
     `slot_mapping` is valid, because the steps that replay the graphs have other sequences."""
@@ -78,7 +80,7 @@ class AttentionMetadata:
         if self.num_decodes == 0:
             return None
         which = slice(self.num_decodes)
-        return Sequences(self.block_tables[which], self.seq_lens[which])
+        return Sequences(self.block_tables[which], self.seq_lens[which], shared=self.shared)
 
     @cached_property
     def chunks(self) -> Sequences | None:
@@ -204,8 +206,8 @@ def attend(
 
     def prepare(query: torch.Tensor, out: torch.Tensor) -> Callable[[AttentionMetadata], None]:
         caches = key_cache, value_cache
-        attend_chunks = ops.prepare_prefill(query, *caches, scale, out=out, **options)
-        attend_decodes = ops.prepare_decode(query, *caches, scale, out=out, **options)
+        attend_chunks = pool.attention.prepare_prefill(query, *caches, scale, out=out, **options)
+        attend_decodes = pool.attention.prepare_decode(query, *caches, scale, out=out, **options)
 
         def attend_to(step: AttentionMetadata) -> None:
             step = step.in_layer(pool, layer)
